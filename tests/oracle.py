@@ -122,7 +122,7 @@ def parse_cuts(word: str) -> tuple[Cut, ...]:
         return ()
     if word.endswith("}"):
         prefix, _, segments = word[:-1].partition("{")
-        sizes_and_words = re.findall(r"(\d+)\s*(.*)", "\n".join(split(segments, ",")))
+        sizes_and_words = re.findall(r"(\d+) *(.*)", "\n".join(split(segments, ",")))
         packed = ((int(size), parse_cuts(prefix or own)) for size, own in sizes_and_words)
         return (Cut("packed", segments=tuple(packed)),)
     if word.startswith("("):
