@@ -1,0 +1,61 @@
+# Every target makes the environment it needs; a second run reuses it.
+PYTHON ?= python3
+PAIRS  ?= 100000
+JOBS   ?= 2
+ARGS   ?=
+
+BIN   := .venv/bin
+PY    := $(BIN)/python
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check docs-check fuzz bench clean distclean
+
+help: ## show this list
+	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1|\2/p' Makefile | awk -F'|' '{ printf "%-14s %s\n", $$1, $$2 }'
+
+setup: $(READY) ## make .venv with reshard, torch (CPU tests) and the tools
+
+# torch is pinned in the same command: an unpinned one would pull another build and gigabytes with it.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"reshard needs Python 3.11 or newer, $(PYTHON) is {v[0]}.{v[1]}; try make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
+	@touch $@
+
+demo: $(READY) ## see a tensor move from one layout to another
+	$(PY) -m reshard demo
+
+test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
+	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+check: $(READY) ## style, types, layers, and the snippets of the docs
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy
+	$(BIN)/lint-imports --no-logo
+	$(PY) -m pytest -q tests/docs
+
+docs-check: $(READY) ## run every snippet of README.md and docs/
+	$(PY) -m pytest tests/docs $(ARGS)
+
+fuzz: $(READY) ## compare PAIRS=100000 random pairs of layouts with the definition
+	$(PY) -m tests.fuzz --pairs $(PAIRS) $(ARGS)
+
+bench: $(READY) ## run the benchmarks
+	@set -e; if [ -f benchmarks/run.py ]; then \
+		$(PY) benchmarks/run.py $(ARGS); \
+	else \
+		for script in benchmarks/*.py; do \
+			[ -f "$$script" ] || { echo "there are no benchmarks yet"; break; }; \
+			echo "==> $$script"; $(PY) "$$script" $(ARGS); \
+		done; \
+	fi
+
+clean: ## remove caches and build outputs
+	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+distclean: clean ## remove .venv as well
+	rm -rf .venv
