@@ -1,0 +1,54 @@
+"""`import reshard` is instant, and what only plans never loads torch."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
+TORCH_FREE = [
+    *("errors", "box", "mesh", "notation", "layout", "rules", "plan"),
+    *("run.simulate", "show", "cli"),
+]
+MAX_CPU_SECONDS = 0.15
+
+
+def loaded_by(statement: str) -> set[str]:
+    """Top-level modules that a fresh interpreter holds after the statement."""
+    return set(_python(f"import sys; {statement}; print(*sys.modules)").split())
+
+
+def _python(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def _exists(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def test_import_reshard_loads_nothing_heavy() -> None:
+    assert not loaded_by("import reshard") & HEAVY
+
+
+@pytest.mark.parametrize("name", sorted(HEAVY - {"torch"}))
+def test_the_test_above_can_fail(name: str) -> None:
+    assert name in loaded_by(f"import reshard, {name}")
+
+
+@pytest.mark.parametrize("name", TORCH_FREE)
+def test_thinking_needs_no_torch(name: str) -> None:
+    module = f"reshard.{name}"
+    if not _exists(module):
+        pytest.skip(f"{module} does not exist yet")
+    assert "torch" not in loaded_by(f"import {module}")
+
+
+def test_import_reshard_is_instant() -> None:
+    code = "import time; t = time.process_time(); import reshard; print(time.process_time() - t)"
+    assert min(float(_python(code)) for _ in range(5)) < MAX_CPU_SECONDS

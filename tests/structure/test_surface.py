@@ -1,0 +1,26 @@
+"""The public names, pinned: a change here is a change for every user."""
+
+import reshard
+
+PUBLIC = [
+    "Box",
+    "Layout",
+    "Mesh",
+    "Plan",
+    "TensorSpec",
+    "Topology",
+    "flat_bucket",
+    "join",
+    "plan",
+    "simulate",
+]
+
+
+def test_public_names() -> None:
+    assert sorted(reshard.__all__) == sorted(PUBLIC)
+
+
+def test_every_public_name_loads() -> None:
+    for name in reshard.__all__:
+        assert getattr(reshard, name) is not None
+    assert set(reshard.__all__) <= set(dir(reshard))
