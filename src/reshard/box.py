@@ -1,0 +1,172 @@
+"""A box is a half-open region of a tensor: which elements, in global coordinates?
+
+    >>> a = Box((0, 0), (4, 6))
+    >>> a & Box((2, 3), (9, 9))
+    Box((2, 3), (4, 6))
+    >>> [str(part) for part in a - Box((1, 0), (2, 6))]
+    ['[0:1, 0:6]', '[2:4, 0:6]']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from reshard.errors import BoxError
+
+__all__ = ["Box", "flat_range", "row_major", "uncovered"]
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Box:
+    """The region from ``start`` up to but not including ``stop``, one number per dim.
+
+    >>> box = Box((2, 0), (5, 4))
+    >>> box.shape, box.size, str(box)
+    ((3, 4), 12, '[2:5, 0:4]')
+    """
+
+    start: tuple[int, ...]
+    """The first index of each dim."""
+    stop: tuple[int, ...]
+    """One past the last index of each dim."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "start", tuple(int(i) for i in self.start))
+        object.__setattr__(self, "stop", tuple(int(i) for i in self.stop))
+        if len(self.start) != len(self.stop):
+            raise BoxError(
+                f"box start {self.start} has {len(self.start)} dims and stop {self.stop} has "
+                f"{len(self.stop)}: give one start and one stop per dim"
+            )
+        for dim, (low, high) in enumerate(zip(self.start, self.stop, strict=True)):
+            if not 0 <= low <= high:
+                raise BoxError(
+                    f"box dim {dim} goes from {low} to {high}: "
+                    "a box is half-open and needs 0 <= start <= stop"
+                )
+
+    @classmethod
+    def whole(cls, shape: Sequence[int]) -> Box:
+        """All of a tensor of this shape."""
+        return cls((0,) * len(shape), tuple(shape))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """How long the box is in each dim."""
+        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+
+    @property
+    def size(self) -> int:
+        """The number of elements; 1 for the only box of a 0-d tensor."""
+        return prod(self.shape)
+
+    def __str__(self) -> str:
+        pairs = zip(self.start, self.stop, strict=True)
+        return "[" + ", ".join(f"{low}:{high}" for low, high in pairs) + "]"
+
+    def __repr__(self) -> str:
+        return f"Box({self.start}, {self.stop})"
+
+    def __contains__(self, other: Box) -> bool:
+        return other.size == 0 or (self & other) == other
+
+    def __and__(self, other: Box) -> Box:
+        """The common region; of size 0 where there is none."""
+        self._same_dims(other)
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(max, start, map(min, self.stop, other.stop)))
+        return Box(start, stop)
+
+    def __sub__(self, other: Box) -> tuple[Box, ...]:
+        """What is left of this box without the other, as disjoint boxes."""
+        hole = self & other
+        if hole.size == 0:
+            return (self,) if self.size else ()
+        rest, parts = self, []
+        for dim in range(len(self.start)):
+            before, rest = rest.split(dim, hole.start[dim])
+            rest, after = rest.split(dim, hole.stop[dim])
+            parts += [part for part in (before, after) if part.size]
+        return tuple(parts)
+
+    def split(self, dim: int, at: int) -> tuple[Box, Box]:
+        """The two boxes before and from index ``at`` of a dim.
+
+        >>> Box((0, 0), (4, 6)).split(1, 2)
+        (Box((0, 0), (4, 2)), Box((0, 2), (4, 6)))
+        """
+        at = min(max(at, self.start[dim]), self.stop[dim])
+        stop = self.stop[:dim] + (at,) + self.stop[dim + 1 :]
+        start = self.start[:dim] + (at,) + self.start[dim + 1 :]
+        return Box(self.start, stop), Box(start, self.stop)
+
+    def shift(self, by: Sequence[int]) -> Box:
+        """The same box, moved by so many elements in each dim."""
+        return Box(
+            tuple(low + d for low, d in zip(self.start, by, strict=True)),
+            tuple(high + d for high, d in zip(self.stop, by, strict=True)),
+        )
+
+    def _same_dims(self, other: Box) -> None:
+        if len(self.start) != len(other.start):
+            raise BoxError(
+                f"box {self} has {len(self.start)} dims and box {other} has {len(other.start)}: "
+                "only boxes of one tensor can be compared"
+            )
+
+
+def row_major(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides, in elements, of a contiguous tensor of this shape.
+
+    >>> row_major((2, 3, 4))
+    (12, 4, 1)
+    """
+    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+
+
+def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+    """The boxes that make up elements ``start`` to ``stop`` of a flattened tensor, in order.
+
+    A range of a tensor of N dims is at most 2 N - 1 boxes: a ragged head, a body, a ragged tail.
+
+    >>> [str(box) for box in flat_range((4, 5), 3, 16)]
+    ['[0:1, 3:5]', '[1:3, 0:5]', '[3:4, 0:1]']
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield Box((), ())
+        return
+    inner = prod(shape[1:])
+    first, last = start // inner, (stop - 1) // inner
+    if first == last:
+        yield from _within(first, flat_range(shape[1:], start - first * inner, stop - first * inner))
+        return
+    if start > first * inner:
+        yield from _within(first, flat_range(shape[1:], start - first * inner, inner))
+        first += 1
+    whole = last + 1 if stop == (last + 1) * inner else last
+    if first < whole:
+        yield Box((first,) + (0,) * (len(shape) - 1), (whole, *shape[1:]))
+    if whole == last:
+        yield from _within(last, flat_range(shape[1:], 0, stop - last * inner))
+
+
+def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
+    return (Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)
+
+
+def uncovered(box: Box, by: Iterable[Box]) -> tuple[Box, ...]:
+    """What the given boxes leave uncovered of a box, as disjoint boxes.
+
+    >>> uncovered(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
+    (Box((6,), (9,)),)
+    """
+    rest = (box,) if box.size else ()
+    for cover in by:
+        rest = tuple(part for left in rest for part in left - cover)
+        if not rest:
+            break
+    return rest

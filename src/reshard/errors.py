@@ -1,0 +1,95 @@
+"""Every exception reshard raises, as one tree.
+
+    ReshardError                      catch this to catch all of them
+    +-- NotationError                 a text that does not follow the grammar
+    +-- MeshError                     axes or ranks of a mesh that make no sense
+    +-- BoxError                      a box whose stop lies before its start
+    +-- LayoutError                   a layout that does not fit its mesh or a shape
+    +-- SizeError                     an amount of bytes that cannot be read
+    +-- RulesError                    a rules file, or a name no rule knows
+    +-- TopologyError                 a topology file or its numbers
+    +-- FormatError                   a JSON text that is not what it should be
+    +-- PlanError                     a move that cannot be planned
+        +-- NamesError                names that one side has and the other lacks
+        +-- CoverageError             a destination wants what no source holds
+        +-- MemoryCapError            a memory cap under which no round fits
+        +-- ProofError                a plan that does not do what it promises
+
+Each is also a ValueError, so that callers need not import reshard to catch them.
+A message is one line: what is wrong, both numbers, where, and what to try.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "BoxError",
+    "CoverageError",
+    "FormatError",
+    "LayoutError",
+    "MemoryCapError",
+    "MeshError",
+    "NamesError",
+    "NotationError",
+    "PlanError",
+    "ProofError",
+    "ReshardError",
+    "RulesError",
+    "SizeError",
+    "TopologyError",
+]
+
+
+class ReshardError(ValueError):
+    """Something reshard was given, or was asked to do, is wrong; the message says what to try."""
+
+
+class NotationError(ReshardError):
+    """A mesh or layout text does not follow the grammar."""
+
+
+class MeshError(ReshardError):
+    """The axes or ranks of a mesh make no sense."""
+
+
+class BoxError(ReshardError):
+    """A box has a stop before its start, or two boxes have different numbers of dims."""
+
+
+class LayoutError(ReshardError):
+    """A layout does not fit its mesh or the shape of a tensor."""
+
+
+class SizeError(ReshardError):
+    """A text such as ``256MiB`` cannot be read as an amount of bytes."""
+
+
+class RulesError(ReshardError):
+    """A rules file is wrong, or no rule matches a name."""
+
+
+class TopologyError(ReshardError):
+    """A topology file is wrong."""
+
+
+class FormatError(ReshardError):
+    """A JSON text is not a plan, a layout or a topology of a version this library reads."""
+
+
+class PlanError(ReshardError):
+    """A move cannot be planned."""
+
+
+class NamesError(PlanError):
+    """One side has tensor names that the other lacks."""
+
+
+class CoverageError(PlanError):
+    """A destination wants a box that no source rank holds."""
+
+
+class MemoryCapError(PlanError):
+    """The memory cap is too small for even the smallest round."""
+
+
+class ProofError(PlanError):
+    """A plan misses a box, writes one twice, or sends what the sender does not hold."""

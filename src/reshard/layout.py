@@ -1,0 +1,414 @@
+"""A layout says who holds what of a tensor: a mesh and words, or explicit boxes.
+
+    >>> from reshard.mesh import Mesh
+    >>> layout = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
+    >>> layout.pieces(rank=3, shape=(8192, 4096))
+    (Piece(box=Box((3072, 0), (4096, 4096)), offset=0, strides=(4096, 1)),)
+    >>> layout.owners(Box((0, 0), (1500, 1)), shape=(8192, 4096))
+    (Owners(box=Box((0, 0), (1024, 1)), ranks=(0,)), Owners(box=Box((1024, 0), (1500, 1)), ranks=(1,)))
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import product
+from math import prod
+from typing import Any
+
+from reshard.box import Box, flat_range, row_major
+from reshard.dims import Interval, held, length_of
+from reshard.errors import FormatError, LayoutError
+from reshard.mesh import Mesh, format_ranks
+from reshard.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
+
+__all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that a rank holds, and where it sits in that rank's local tensor, in elements."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """A box and the ranks that hold all of it."""
+
+    box: Box
+    ranks: tuple[int, ...]
+
+
+class Layout:
+    """How a tensor is cut over the ranks of a mesh, one word per tensor dim.
+
+    >>> from reshard.mesh import Mesh
+    >>> str(Layout(Mesh(tp=2), "tp*128   ..."))
+    'tp*128 ...'
+    """
+
+    mesh: Mesh
+    words: Words
+
+    def __init__(self, mesh: Mesh, text: str | Words) -> None:
+        self.mesh = mesh
+        self.words = parse(text) if isinstance(text, str) else text
+        _check_words(self)
+
+    @staticmethod
+    def from_boxes(shape: Sequence[int], boxes: Mapping[int, Iterable[Box]]) -> BoxLayout:
+        """Any boxes on any ranks, for what no text can say.
+
+        The local tensor of a rank with one box has its shape; of a rank with several it is 1-d,
+        the boxes flattened and joined in the given order.
+        """
+        return BoxLayout(tuple(shape), {rank: tuple(held) for rank, held in boxes.items()})
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Every rank the layout speaks of."""
+        return self.mesh.ranks
+
+    @property
+    def reduce(self) -> tuple[str, tuple[str, ...]] | None:
+        """The operation and the axes of a pending reduction."""
+        return self.words.reduce
+
+    def without(self, ranks: Iterable[int]) -> Layout:
+        """The same layout after these ranks are lost."""
+        lost = tuple(sorted({*self.words.without, *ranks}))
+        return Layout(self.mesh, replace(self.words, without=lost))
+
+    def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
+        """The cuts of each dim of a tensor of this shape."""
+        check_shape(shape)
+        dims = self.words.expand(len(shape))
+        if dims is None:
+            raise LayoutError(
+                f'layout "{self}" has {len(self.words.dims)} words and shape {tuple(shape)} has '
+                f'{len(shape)} dims: write one word per dim, or "..." for dims that are whole'
+            )
+        return dims
+
+    def holds(self, rank: int) -> dict[str, int] | None:
+        """The coordinates of a rank, or None if it holds nothing of any tensor."""
+        if self.mesh.index(rank) is None or rank in self.words.without:
+            return None
+        coords = self.mesh.coords(rank)
+        return coords if all(coords[axis] in at for axis, at in self.words.on) else None
+
+    def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of a rank's local tensor; ``(0,)`` where it has none."""
+        coords = self.holds(rank)
+        if coords is None:
+            return (0,)
+        local = tuple(map(length_of, self._intervals(coords, shape)))
+        if not self.words.flat:
+            return local
+        return (length_of(self._held(self.words.flat, prod(local), coords)),)
+
+    def pieces(self, rank: int, shape: Sequence[int]) -> tuple[Piece, ...]:
+        """The boxes a rank holds, in the order they have in its local tensor."""
+        coords = self.holds(rank)
+        if coords is None:
+            self.dims(shape)
+            return ()
+        intervals = self._intervals(coords, shape)
+        local = tuple(map(length_of, intervals))
+        if not self.words.flat:
+            return tuple(_pieces_of_local(intervals, Box.whole(local), 0))
+        ranges = self._held(self.words.flat, prod(local), coords)
+        return tuple(_pieces_of_flat(intervals, local, ranges))
+
+    def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
+        """Who holds the data inside a box: disjoint boxes, each with all its holders."""
+        from reshard.regions import owners
+
+        return owners(self, box, tuple(shape))
+
+    def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
+        """Whether both cut a tensor of this shape alike, whatever their words and axis names."""
+        from reshard.regions import fingerprint
+
+        return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
+
+    def _intervals(self, coords: Mapping[str, int], shape: Sequence[int]) -> list[list[Interval]]:
+        dims = self.dims(shape)
+        return [self._held(cuts, size, coords) for cuts, size in zip(dims, shape, strict=True)]
+
+    def _held(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
+        try:
+            return held(cuts, length, self.mesh.axes, coords)
+        except LayoutError as error:
+            raise LayoutError(f'layout "{self}" on mesh {self.mesh}: {error}') from None
+
+    def to_json(self) -> str:
+        """The layout as JSON text that ``from_json`` reads back."""
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layout as plain data."""
+        return {"mesh": str(self.mesh), "layout": str(self)}
+
+    @staticmethod
+    def from_json(text: str) -> Layout:
+        """Read what ``to_json`` wrote."""
+        try:
+            return Layout.from_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise FormatError(f"a layout's JSON cannot be read: {error}") from None
+
+    @staticmethod
+    def from_dict(data: object) -> Layout:
+        """Read what ``to_dict`` gave."""
+        match data:
+            case {"mesh": str(mesh), "layout": str(text)}:
+                return Layout(Mesh.parse(mesh), text)
+            case {"shape": list(shape), "boxes": dict(boxes)}:
+                return BoxLayout(tuple(_ints(shape)), dict(map(_read_boxes, boxes.items())))
+        raise FormatError('a layout is {"mesh": ..., "layout": ...} or {"shape": ..., "boxes": ...}')
+
+    def __str__(self) -> str:
+        return self._text
+
+    @cached_property
+    def _text(self) -> str:
+        return str(self.words)
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.mesh, self._text))
+
+    def __repr__(self) -> str:
+        return f"Layout({self.mesh!r}, {str(self)!r})"
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Layout) or isinstance(other, BoxLayout):
+            return NotImplemented
+        return self._text == other._text and self.mesh == other.mesh
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.mesh, self._text)
+
+
+class BoxLayout(Layout):
+    """Explicit boxes on ranks; made by ``Layout.from_boxes``."""
+
+    words = Words((), 0)
+
+    def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
+        check_shape(shape)
+        self.shape = tuple(shape)
+        self.boxes = dict(sorted(boxes.items()))
+        for rank, held_boxes in self.boxes.items():
+            _check_boxes(rank, held_boxes, Box.whole(self.shape))
+        self.mesh = Mesh(ranks=tuple(self.boxes), rank=len(self.boxes)) if boxes else Mesh()
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """Every rank the layout speaks of."""
+        return tuple(self.boxes)
+
+    def without(self, ranks: Iterable[int]) -> BoxLayout:
+        """The same layout after these ranks are lost."""
+        lost = set(ranks)
+        return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
+
+    def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
+        """Raises if the shape is not the one the boxes were given for."""
+        if tuple(shape) != self.shape:
+            raise LayoutError(
+                f"the boxes of this layout are for shape {self.shape} and the tensor has shape "
+                f"{tuple(shape)}: make the boxes from the tensor's shape"
+            )
+        return ((),) * len(shape)
+
+    def holds(self, rank: int) -> dict[str, int] | None:
+        """An empty dict if the rank has an entry, else None."""
+        return {} if rank in self.boxes else None
+
+    def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """One box: its shape; otherwise 1-d."""
+        self.dims(shape)
+        mine = self.boxes.get(rank, ())
+        return mine[0].shape if len(mine) == 1 else (sum(box.size for box in mine),)
+
+    def pieces(self, rank: int, shape: Sequence[int]) -> tuple[Piece, ...]:
+        """The boxes of a rank in the order given, each with its place in the local tensor."""
+        self.dims(shape)
+        pieces, offset = [], 0
+        for box in self.boxes.get(rank, ()):
+            pieces.append(Piece(box, offset, row_major(box.shape)))
+            offset += box.size
+        return tuple(piece for piece in pieces if piece.box.size)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The layout as plain data."""
+        boxes = {
+            str(rank): [[list(box.start), list(box.stop)] for box in held_boxes]
+            for rank, held_boxes in self.boxes.items()
+        }
+        return {"shape": list(self.shape), "boxes": boxes}
+
+    @cached_property
+    def _text(self) -> str:
+        count = sum(map(len, self.boxes.values()))
+        return f"{count} boxes on ranks {format_ranks(tuple(self.boxes))}"
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.shape, tuple(self.boxes.items())))
+
+    def __repr__(self) -> str:
+        boxes = {rank: list(held_boxes) for rank, held_boxes in self.boxes.items()}
+        return f"Layout.from_boxes({self.shape}, {boxes})"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, BoxLayout):
+            return NotImplemented
+        return self.shape == other.shape and self.boxes == other.boxes
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return BoxLayout, (self.shape, self.boxes)
+
+
+def check_shape(shape: Sequence[int]) -> None:
+    """Refuse a shape with a negative size."""
+    for dim, size in enumerate(shape):
+        if size < 0:
+            raise LayoutError(f"shape {tuple(shape)} has size {size} in dim {dim}: sizes are >= 0")
+
+
+def _pieces_of_local(
+    intervals: Sequence[Sequence[Interval]], local: Box, offset: int
+) -> Iterator[Piece]:
+    """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
+    shape = tuple(map(length_of, intervals))
+    strides = row_major(shape)
+    start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
+    per_dim = [
+        list(_slices(dim, low, high))
+        for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
+    ]
+    for parts in product(*per_dim):
+        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
+        at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))
+        if box.size:
+            yield Piece(box, start + at, strides)
+
+
+def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """The global slices (start, stop) of local positions low to high, and where each begins."""
+    before = 0
+    for start, stop in intervals:
+        first, last = max(low, before), min(high, before + stop - start)
+        if first < last:
+            yield start + first - before, start + last - before, first
+        before += stop - start
+
+
+def _pieces_of_flat(
+    intervals: Sequence[Sequence[Interval]], local: tuple[int, ...], ranges: Iterable[Interval]
+) -> Iterator[Piece]:
+    before = 0
+    for low, high in ranges:
+        at = before
+        for box in flat_range(local, low, high):
+            yield from _pieces_of_local(intervals, box, at)
+            at += box.size
+        before += high - low
+
+
+def _check_words(layout: Layout) -> None:
+    """Every axis is the mesh's, every coordinate and every lost rank exists."""
+    words, mesh = layout.words, layout.mesh
+    for cuts in (*words.dims, words.flat):
+        for axis in axes_of(cuts):
+            _check_axis(layout, axis)
+        _check_ragged(layout, cuts)
+    for axis in words.reduce[1] if words.reduce else ():
+        _check_axis(layout, axis)
+    for axis, places in words.on:
+        _check_axis(layout, axis)
+        if places[-1] >= mesh.axes[axis]:
+            raise LayoutError(
+                f'layout "{layout}" is on {axis}={places[-1]} and mesh {mesh} has {axis}='
+                f"0 to {mesh.axes[axis] - 1}: name a coordinate that exists"
+            )
+    for rank in words.without:
+        if mesh.index(rank) is None:
+            raise LayoutError(
+                f'layout "{layout}" is without rank {rank}, which mesh {mesh} does not have: '
+                f"its ranks are {mesh.ranks_text}"
+            )
+
+
+def _check_axis(layout: Layout, axis: str) -> None:
+    if axis not in layout.mesh.axes:
+        raise LayoutError(
+            f'layout "{layout}" names axis "{axis}" and mesh {layout.mesh} has '
+            f"{', '.join(layout.mesh.axes) or 'no axis'}: use one of these"
+        )
+
+
+def _check_ragged(layout: Layout, cuts: Cuts) -> None:
+    for cut in cuts:
+        if isinstance(cut, Packed):
+            for segment in cut.segments:
+                _check_ragged(layout, segment.cuts)
+        if isinstance(cut, Ragged) and len(cut.sizes) != layout.mesh.axes[cut.axis]:
+            raise LayoutError(
+                f'"{format_cuts((cut,))}" in layout "{layout}" gives {len(cut.sizes)} sizes and '
+                f"mesh {layout.mesh} has {cut.axis}={layout.mesh.axes[cut.axis]}: "
+                "give one size per rank"
+            )
+
+
+def _check_boxes(rank: int, boxes: Sequence[Box], whole: Box) -> None:
+    if rank < 0:
+        raise LayoutError(f"rank {rank} of a box is negative: ranks count from 0")
+    for i, box in enumerate(boxes):
+        if len(box.start) != len(whole.start) or box not in whole:
+            raise LayoutError(
+                f"box {box} on rank {rank} does not lie in the tensor {whole}: "
+                "give boxes inside the shape"
+            )
+        for other in boxes[:i]:
+            if (box & other).size:
+                raise LayoutError(
+                    f"boxes {other} and {box} overlap on rank {rank} in {box & other}: "
+                    "a rank holds each element once; cut one of them"
+                )
+
+
+def _ints(values: list[object]) -> list[int]:
+    if not all(isinstance(value, int) and not isinstance(value, bool) for value in values):
+        raise FormatError(f"expected a list of whole numbers and found {values}")
+    return values  # type: ignore[return-value]
+
+
+def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
+    match item:
+        case (str(rank), list(boxes)) if rank.isdigit():
+            return int(rank), tuple(map(_read_box, boxes))
+    raise FormatError(f'"{item[0]}" in "boxes" is not a rank with a list of boxes')
+
+
+def _read_box(data: object) -> Box:
+    match data:
+        case [list(start), list(stop)]:
+            return Box(tuple(_ints(start)), tuple(_ints(stop)))
+    raise FormatError(f"a box is [start, stop], and found {data}")

@@ -1,0 +1,210 @@
+"""A mesh gives names to the ways a set of ranks is arranged: which rank sits where?
+
+    >>> mesh = Mesh(dp=2, tp=4)
+    >>> mesh.coords(6)
+    {'dp': 1, 'tp': 2}
+    >>> str(Mesh(tp=2, ranks=[8, 9]))
+    'tp=2 @ 8-9'
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from itertools import pairwise
+from math import prod
+from types import MappingProxyType
+
+from reshard.errors import MeshError, NotationError
+
+__all__ = ["RESERVED", "Mesh", "format_ranks", "parse_ranks"]
+
+RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without", "ranks"})
+"""Words of the notation that cannot name an axis."""
+
+MAX_RANKS = 1 << 24
+"""More ranks than any cluster has; a text may not make us allocate more."""
+
+_AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
+_AXIS_SIZE = re.compile(r"([^\s=]+)=(\S*)\Z")
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?\Z", re.ASCII)
+
+
+class Mesh:
+    """Named axes over ranks; the last axis varies fastest.
+
+    >>> Mesh(dp=2, tp=2).ranks, Mesh(pp=2, ranks=[7, 3]).coords(3)
+    (range(0, 4), {'pp': 1})
+    """
+
+    axes: Mapping[str, int]
+    """How many ranks lie along each axis, in order."""
+    ranks: Sequence[int]
+    """The ranks in row-major order; a ``range`` where they are evenly spaced."""
+
+    def __init__(self, ranks: Sequence[int] | None = None, **axes: int) -> None:
+        self._sizes = tuple(axes.items())
+        self.axes = MappingProxyType(axes)
+        for axis, size in self._sizes:
+            _check_axis(axis, size)
+        count = prod(size for _, size in self._sizes)
+        if count > MAX_RANKS:
+            raise MeshError(f"mesh {self._axes_text()} has {count} ranks: at most {MAX_RANKS} work")
+        self.ranks = range(count) if ranks is None else _as_ranks(ranks)
+        if len(self.ranks) != count:
+            raise MeshError(
+                f"mesh {self._axes_text() or 'without axes'} needs {count} ranks "
+                f"and got {len(self.ranks)} ({format_ranks(self.ranks)}): "
+                "give as many ranks as the product of the axes"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read ``dp=2 tp=4`` or ``dp=2 tp=4 @ 8-11,16-19``."""
+        axes_text, at, ranks_text = text.partition("@")
+        axes: dict[str, int] = {}
+        for word in axes_text.split():
+            match = _AXIS_SIZE.match(word)
+            if not match or not match[2].isascii() or not match[2].isdigit():
+                raise NotationError(
+                    f'"{word}" in mesh "{text}" is not an axis: expected name=size, such as tp=4'
+                )
+            if match[1] in axes:
+                raise MeshError(f'axis "{match[1]}" appears twice in mesh "{text}": name each once')
+            axes[match[1]] = _bounded(match[2], text)
+            _check_axis(match[1], axes[match[1]])
+        if not axes and not at:
+            raise NotationError(f'mesh "{text}" names no axis: expected name=size, such as tp=4')
+        return cls(ranks=parse_ranks(ranks_text, text) if at else None, **axes)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return len(self.ranks)
+
+    def stride(self, axis: str) -> int:
+        """How many places apart neighbours along an axis are in ``ranks``."""
+        names = [name for name, _ in self._sizes]
+        return prod(size for _, size in self._sizes[names.index(axis) + 1 :])
+
+    def index(self, rank: int) -> int | None:
+        """The place of a rank in ``ranks``, or None if the mesh does not have it."""
+        if isinstance(self.ranks, range):
+            return self.ranks.index(rank) if rank in self.ranks else None
+        return self._places.get(rank)
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """Where a rank sits, one coordinate per axis."""
+        place = self.index(rank)
+        if place is None:
+            raise MeshError(f"rank {rank} is not in mesh {self}: its ranks are {self.ranks_text}")
+        return {axis: place // self.stride(axis) % size for axis, size in self._sizes}
+
+    @cached_property
+    def _places(self) -> dict[int, int]:
+        return {rank: place for place, rank in enumerate(self.ranks)}
+
+    @property
+    def ranks_text(self) -> str:
+        """The ranks as the notation writes them, such as ``8-11,16-19``."""
+        return format_ranks(self.ranks)
+
+    def _axes_text(self) -> str:
+        return " ".join(f"{axis}={size}" for axis, size in self._sizes)
+
+    def __str__(self) -> str:
+        if self.ranks == range(len(self.ranks)) and self._sizes:
+            return self._axes_text()
+        return f"{self._axes_text()} @ {self.ranks_text}".strip()
+
+    def __repr__(self) -> str:
+        words = [f"{axis}={size}" for axis, size in self._sizes]
+        if self.ranks != range(len(self.ranks)):
+            evenly = isinstance(self.ranks, range)
+            words.append(f"ranks={self.ranks if evenly else [*self.ranks]}")
+        return f"Mesh({', '.join(words)})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild, (self._sizes, self.ranks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Mesh):
+            return NotImplemented
+        return self._sizes == other._sizes and self.ranks == other.ranks
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self._sizes, self.ranks))
+
+
+def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
+    return Mesh(ranks=ranks, **dict(sizes))
+
+
+def _check_axis(axis: str, size: int) -> None:
+    if not _AXIS.match(axis) or axis in RESERVED:
+        raise MeshError(
+            f'"{axis}" cannot name an axis: use letters, digits and _, '
+            f"and none of {' '.join(sorted(RESERVED))}"
+        )
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        raise MeshError(f'axis "{axis}" has size {size!r}: an axis has at least 1 rank')
+
+
+def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
+    """A range if the ranks are evenly spaced and rising, else a tuple; distinct and not negative."""
+    if not isinstance(ranks, range):
+        ranks = tuple(int(rank) for rank in ranks)
+    if len(set(ranks)) != len(ranks):
+        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
+        raise MeshError(f"rank {twice[0]} appears twice in a mesh: each rank has one place")
+    if ranks and min(ranks) < 0:
+        raise MeshError(f"rank {min(ranks)} in a mesh is negative: ranks count from 0")
+    if len(ranks) < 2:
+        return range(ranks[0], ranks[0] + 1) if ranks else ranks
+    step = ranks[1] - ranks[0]
+    even = range(ranks[0], ranks[-1] + (1 if step > 0 else -1), step)
+    return even if step > 0 and ranks[-1] > ranks[0] and tuple(even) == tuple(ranks) else ranks
+
+
+def parse_ranks(text: str, where: str) -> Sequence[int]:
+    """Read ``8-11,16`` as the ranks 8, 9, 10, 11, 16."""
+    ranks: list[int] = []
+    for word in text.strip().split(","):
+        match = _RANGE.match(word.strip())
+        if not match:
+            raise NotationError(
+                f'"{word.strip()}" in "{where.strip()}" is not a rank: expected 8 or 8-11'
+            )
+        first, last = _bounded(match[1], where), _bounded(match[2] or match[1], where)
+        if last < first or last - first >= MAX_RANKS:
+            raise NotationError(f'"{word.strip()}" in "{where.strip()}" goes backwards or too far')
+        ranks.extend(range(first, last + 1))
+        if len(ranks) > MAX_RANKS:
+            raise NotationError(f'"{where.strip()}" lists more than {MAX_RANKS} ranks')
+    return ranks
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Write ranks the short way, in their order.
+
+    >>> format_ranks([8, 9, 10, 3])
+    '8-10,3'
+    """
+    if not len(ranks):
+        return "none"
+    if isinstance(ranks, range) and ranks.step == 1:
+        return f"{ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else str(ranks[0])
+    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(ranks)) if b != a + 1]
+    runs = [(ranks[i], ranks[j - 1]) for i, j in pairwise([0, *breaks, len(ranks)])]
+    return ",".join(f"{first}-{last}" if last > first else str(first) for first, last in runs)
+
+
+def _bounded(digits: str, where: str) -> int:
+    if len(digits) > 12:
+        raise NotationError(f'"{digits[:12]}..." in "{where.strip()}" is too large a number')
+    return int(digits)

@@ -1,0 +1,60 @@
+"""Text to the words of a layout, and back: what does ``(tp dp) - | on pp=2`` say?
+
+A layout text is one word per tensor dim, then suffixes. This module knows the grammar and
+nothing of meshes or shapes; ``layout`` gives the words their meaning.
+
+    layout   = dims { "|" suffix }               suffixes in this order, each at most once:
+    suffix   = "on" at { at }                      at = axis "=" ints
+             | op axis { axis }                    op = "sum" | "avg" | "max" | "min" | "prod"
+             | "flat" cuts
+             | "without" ranks                     ranks = range { "," range }
+    dims     = word { word }
+    word     = "-" | "..." | cuts
+    cuts     = cut | "(" cut { cut } ")"
+    cut      = axis [ "*" int | ":" int | "[" ints "]" | "~" ]
+             | cuts "{" ints "}"
+             | "{" segment { "," segment } "}"
+    segment  = int [ "-" | cuts ]
+    ints     = int { "," int }
+    axis     = letter { letter | digit | "_" }
+
+    >>> words = parse("(tp*128 dp) - | on pp=2")
+    >>> words.dims[0]
+    (Units('tp', 128), Chunk('dp'))
+    >>> str(words)
+    '(tp*128 dp) - | on pp=2'
+"""
+
+from reshard.notation.parser import parse
+from reshard.notation.words import (
+    OPS,
+    Chunk,
+    Cut,
+    Cuts,
+    Cyclic,
+    Packed,
+    Ragged,
+    Segment,
+    Units,
+    Words,
+    ZigZag,
+    axes_of,
+    format_cuts,
+)
+
+__all__ = [
+    "OPS",
+    "Chunk",
+    "Cut",
+    "Cuts",
+    "Cyclic",
+    "Packed",
+    "Ragged",
+    "Segment",
+    "Units",
+    "Words",
+    "ZigZag",
+    "axes_of",
+    "format_cuts",
+    "parse",
+]

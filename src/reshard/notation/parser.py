@@ -1,0 +1,226 @@
+"""The parser of the layout notation: one method per line of the grammar."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import NoReturn, TypeVar
+
+from reshard.errors import NotationError
+from reshard.mesh import RESERVED, parse_ranks
+from reshard.notation.words import (
+    OPS,
+    Chunk,
+    Cut,
+    Cuts,
+    Cyclic,
+    Packed,
+    Ragged,
+    Segment,
+    Units,
+    Words,
+    ZigZag,
+    axes_of,
+)
+
+__all__ = ["parse"]
+
+_TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_][A-Za-z0-9_]*|\d+|\S)", re.ASCII)
+_NAME = re.compile(r"[A-Za-z_]", re.ASCII)
+_ORDER = ("on", "reduce", "flat", "without")
+MAX_TEXT = 1 << 20
+MAX_DEPTH = 16
+
+_T = TypeVar("_T")
+
+
+def parse(text: str) -> Words:
+    """Read a layout text, or say which word is wrong and what was expected."""
+    return _Parser(text).layout()
+
+
+class _Parser:
+    """Reads one layout text, a token at a time."""
+
+    def __init__(self, text: str) -> None:
+        if len(text) > MAX_TEXT:
+            raise NotationError(f"a layout text of {len(text)} characters: at most {MAX_TEXT} work")
+        self.text = text
+        self.tokens = [(match[1], match.start(1)) for match in _TOKEN.finditer(text)]
+        self.at = 0
+        self.depth = 0
+
+    def layout(self) -> Words:
+        """``dims { "|" suffix }``"""
+        dims, rest = self._dims()
+        found: dict[str, object] = {}
+        while self._take("|"):
+            self._suffix(found)
+        if self._peek():
+            self._wrong('a word for one tensor dim or "|"')
+        words = Words(dims, rest, **found)  # type: ignore[arg-type]
+        self._axes_once(words)
+        return words
+
+    def _dims(self) -> tuple[tuple[Cuts, ...], int | None]:
+        dims: list[Cuts] = []
+        rest: int | None = None
+        while self._peek() not in ("", "|"):
+            if self._take("..."):
+                if rest is not None:
+                    self._fail('"..." appears twice', "use it once")
+                rest = len(dims)
+            else:
+                dims.append(() if self._take("-") else self._cuts())
+        if not dims and rest is None:
+            self._fail("there is no word for any dim", 'write one word per tensor dim, or "..."')
+        return tuple(dims), rest
+
+    def _cuts(self) -> Cuts:
+        """``cut | "(" cut { cut } ")"``, each with an optional ``{ints}`` after it."""
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            self._fail(f"words are nested more than {MAX_DEPTH} deep", "write a simpler word")
+        cuts = self._group() if self._take("(") else (self._cut(),)
+        while self._take("{"):
+            sizes = self._list(self._int)
+            self._expect("}", '"," or "}"')
+            cuts = (Packed(tuple(Segment(size, cuts) for size in sizes)),)
+        self.depth -= 1
+        return cuts
+
+    def _group(self) -> Cuts:
+        cuts: list[Cut] = []
+        while not self._take(")"):
+            cuts += self._cuts()
+        if not cuts:
+            self._fail('"()" names no axis', 'write "-" for a dim that is whole')
+        return tuple(cuts)
+
+    def _cut(self) -> Cut:
+        if self._take("{"):
+            segments = self._list(self._segment)
+            self._expect("}", '"," or "}"')
+            return Packed(tuple(segments))
+        axis = self._axis()
+        if self._take("*"):
+            return Units(axis, self._positive())
+        if self._take(":"):
+            return Cyclic(axis, self._positive())
+        if self._take("["):
+            sizes = self._list(self._int)
+            self._expect("]", '"," or "]"')
+            return Ragged(axis, tuple(sizes))
+        return ZigZag(axis) if self._take("~") else Chunk(axis)
+
+    def _segment(self) -> Segment:
+        size = self._int()
+        whole = self._take("-") or self._peek() in (",", "}")
+        return Segment(size, () if whole else self._cuts())
+
+    def _suffix(self, found: dict[str, object]) -> None:
+        word = self._peek()
+        key = "reduce" if word in OPS else word
+        if key not in _ORDER:
+            self._wrong("one of on, sum, avg, max, min, prod, flat, without")
+        if any(_ORDER.index(key) <= _ORDER.index(earlier) for earlier in found):
+            self._fail(f'suffix "{word}" is out of order or repeated', "write on, sum, flat, without")
+        self.at += 1
+        read = {"on": self._on, "flat": self._cuts, "without": self._without}
+        found[key] = read[key]() if key in read else self._reduce(word)
+
+    def _on(self) -> tuple[tuple[str, tuple[int, ...]], ...]:
+        places: list[tuple[str, tuple[int, ...]]] = []
+        while self._peek() not in ("", "|"):
+            axis = self._axis()
+            self._expect("=", '"=" and coordinates')
+            places.append((axis, tuple(sorted(set(self._list(self._int))))))
+        if not places:
+            self._wrong("axis=coordinates, such as pp=2")
+        return tuple(places)
+
+    def _reduce(self, op: str) -> tuple[str, tuple[str, ...]]:
+        axes = []
+        while self._peek() not in ("", "|"):
+            axes.append(self._axis())
+        if not axes:
+            self._wrong("the axes that hold addends")
+        return op, tuple(axes)
+
+    def _without(self) -> tuple[int, ...]:
+        start = self.tokens[self.at][1] if self._peek() else len(self.text)
+        self.at = len(self.tokens)
+        return tuple(sorted(set(parse_ranks(self.text[start:], self.text))))
+
+    def _axes_once(self, words: Words) -> None:
+        """Each axis has one job: a dim, ``flat``, ``on`` or a pending reduction."""
+        seen: set[str] = set()
+        for axis in self._all_axes(words):
+            if axis in seen:
+                self._fail(f'axis "{axis}" appears twice', "an axis has one place in a layout")
+            seen.add(axis)
+
+    def _all_axes(self, words: Words) -> Iterator[str]:
+        for cuts in (*words.dims, words.flat):
+            for cut in cuts:
+                yield from axes_of((cut,))
+            self._packed_once(cuts)
+        yield from (axis for axis, _ in words.on)
+        yield from words.reduce[1] if words.reduce else ()
+
+    def _packed_once(self, cuts: Cuts) -> None:
+        for cut in cuts:
+            for segment in cut.segments if isinstance(cut, Packed) else ():
+                self._axes_once(Words((segment.cuts,)))
+
+    def _axis(self) -> str:
+        token = self._peek()
+        if not _NAME.match(token) or token in RESERVED:
+            self._wrong("an axis name")
+        self.at += 1
+        return token
+
+    def _int(self) -> int:
+        token = self._peek()
+        if not token.isdigit():
+            self._wrong("a number")
+        if len(token) > 18:
+            self._wrong("a number of at most 18 digits")
+        self.at += 1
+        return int(token)
+
+    def _positive(self) -> int:
+        number = self._int()
+        if number < 1:
+            self.at -= 1
+            self._wrong("a number of at least 1")
+        return number
+
+    def _list(self, item: Callable[[], _T]) -> list[_T]:
+        items = [item()]
+        while self._take(","):
+            items.append(item())
+        return items
+
+    def _peek(self) -> str:
+        return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+
+    def _take(self, token: str) -> bool:
+        if self._peek() != token:
+            return False
+        self.at += 1
+        return True
+
+    def _expect(self, token: str, expected: str) -> None:
+        if not self._take(token):
+            self._wrong(expected)
+
+    def _wrong(self, expected: str) -> NoReturn:
+        found = f'"{self._peek()}"' if self._peek() else "the end"
+        where = self.tokens[self.at][1] + 1 if self._peek() else len(self.text) + 1
+        raise NotationError(
+            f'layout "{self.text}": found {found} at character {where}, expected {expected}'
+        )
+
+    def _fail(self, what: str, hint: str) -> NoReturn:
+        raise NotationError(f'layout "{self.text}": {what}: {hint}')
