@@ -1,0 +1,59 @@
+"""The central property on pairs drawn by hypothesis; the same pairs in every run.
+
+`python -m tests.fuzz` runs it on as many other pairs as one has time for.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, seed, settings
+
+from tests import strategies
+from tests.cases import Case
+from tests.checks import check_case
+
+PAIRS = settings(
+    max_examples=250,
+    derandomize=True,
+    deadline=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+
+def hold(case: Case) -> None:
+    try:
+        check_case(case)
+    except Exception as error:
+        error.add_note(case.snippet())
+        raise
+
+
+# Several seeds rather than more examples, so that xdist can spread them over processes.
+@pytest.mark.parametrize("number", range(5))
+def test_layouts(number: int) -> None:
+    @seed(number)
+    @PAIRS
+    @given(strategies.cases(sums=False, by_boxes=False))
+    def holds(case: Case) -> None:
+        hold(case)
+
+    holds()
+
+
+@PAIRS
+@given(strategies.cases(sums=False, by_boxes=True))
+def test_boxes(case: Case) -> None:
+    hold(case)
+
+
+@PAIRS
+@given(strategies.cases(sums=True, by_boxes=False))
+def test_sums(case: Case) -> None:
+    hold(case)
+
+
+@PAIRS
+@given(strategies.cases())
+def test_everything(case: Case) -> None:
+    hold(case)
