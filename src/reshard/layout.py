@@ -127,13 +127,13 @@ class Layout:
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
-        from reshard.regions import owners
+        from reshard.listed import owners
 
         return owners(self, box, tuple(shape))
 
     def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
         """Whether both cut a tensor of this shape alike, whatever their words and axis names."""
-        from reshard.regions import fingerprint
+        from reshard.fingerprint import fingerprint
 
         return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
 

@@ -1,0 +1,89 @@
+"""Do two layouts cut a tensor alike? A hash of who holds what, whatever the words that say it.
+
+Three forms, the simplest that fits, so that equal cuttings meet in the same form:
+one box per rank; the same tables of intervals per dim; each rank's pieces.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from functools import lru_cache
+
+import numpy as np
+
+from reshard.layout import Layout
+from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of
+
+__all__ = ["fingerprint"]
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
+    """A hash that is equal for layouts that put the same elements in the same places."""
+    hasher = hashlib.blake2b(digest_size=16)
+    hasher.update(repr((shape, layout.reduce and layout.reduce[0])).encode())
+    hasher.update(repr(sorted(addend_of(layout).items())).encode())
+    grids = grids_of(layout, shape)
+    if grids is not None and len(grids) == 1:
+        _hash_grid(hasher, grids[0])
+    else:
+        _hash_pieces(hasher, layout, shape)
+    return hasher.digest()
+
+
+def _hash_grid(hasher: hashlib.blake2b, grid: Grid) -> None:
+    """Hash one box per rank if that is all there is, else the tables and each rank's parts."""
+    tables = [_canonical(dim) for dim in grid.dims]
+    held = np.flatnonzero(grid.region_at >= 0)
+    regions = grid.region_at[held]
+    columns = [grid.ranks[held]]
+    single = all(len(starts) == len(np.unique(parts)) for starts, _, parts, _ in tables)
+    for (starts, stops, parts, number), of in zip(tables, grid.parts_of(regions), strict=True):
+        part = number[of]
+        if single:
+            at = np.full(max(len(starts), 1) + 1, 0)
+            at[parts] = np.arange(len(starts))
+            columns += [np.append(starts, -1)[at[part]], np.append(stops, -1)[at[part]]]
+        else:
+            hasher.update(np.concatenate([starts, stops, parts]).tobytes())
+        columns.append(part)
+    rows = np.stack(columns, axis=1)
+    _hash_rows(hasher, rows[(rows >= 0).all(axis=1)], single, len(grid.dims))
+
+
+def _hash_rows(hasher: hashlib.blake2b, rows: Ints, single: bool, num_dims: int) -> None:
+    """Ranks in rising order; the boxes alone where there is one per rank."""
+    rows = rows[np.argsort(rows[:, 0])]
+    if single:
+        boxes = [0] + [1 + 3 * dim + side for dim in range(num_dims) for side in (0, 1)]
+        rows = rows[:, boxes]
+    hasher.update(b"box" if single else b"tables")
+    hasher.update(np.ascontiguousarray(rows).tobytes())
+
+
+def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
+    """Intervals with neighbours of one part merged, parts numbered as they appear.
+
+    The last array maps old part numbers to new ones; parts without elements get -1.
+    """
+    new = np.ones(len(dim.starts), dtype=bool)
+    new[1:] = (dim.parts[1:] != dim.parts[:-1]) | (dim.starts[1:] != dim.stops[:-1])
+    first = np.flatnonzero(new)
+    parts = dim.parts[first]
+    last = np.append(first[1:], len(new))[: len(first)] - 1
+    number = np.full(dim.num_parts, -1, dtype=np.int64)
+    seen, where = np.unique(parts, return_index=True)
+    number[seen[np.argsort(where)]] = np.arange(len(seen))
+    return dim.starts[first], dim.stops[last], number[parts], number
+
+
+def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]) -> None:
+    pieces = {rank: layout.pieces(rank, shape) for rank in sorted(layout.ranks)}
+    pieces = {rank: mine for rank, mine in pieces.items() if mine}
+    if all(len(mine) == 1 for mine in pieces.values()) and not layout.words.flat:
+        rows = [(r, *sum(zip(m[0].box.start, m[0].box.stop, strict=True), ())) for r, m in pieces.items()]
+        hasher.update(b"box")
+        hasher.update(np.array(rows, dtype=np.int64).tobytes())
+    else:
+        hasher.update(b"pieces")
+        hasher.update(repr([(rank, mine) for rank, mine in pieces.items()]).encode())

@@ -1,0 +1,201 @@
+"""Any layout as a list of disjoint boxes, each with the ranks that hold it.
+
+Regular layouts have tables (see ``regions``) and are listed only when the other side of a move
+must be. Explicit boxes may overlap across ranks; they are cut until each box has one set of
+holders:
+
+    rank 0   [0:6)                 [0:4) on 0
+    rank 1      [4:9)      ->      [4:6) on 0, 1
+                                   [6:9) on 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+
+from reshard.box import Box
+from reshard.layout import BoxLayout, Layout, Owners
+from reshard.regions import Grid, Ints, grids_of
+
+__all__ = ["Listed", "join_boxes", "listed_of", "owners"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Listed:
+    """Disjoint boxes as columns, and the holders of each one after the other."""
+
+    starts: Ints
+    stops: Ints
+    first: Ints
+    """Where the holders of each box begin in ``holders``; one more entry ends the last."""
+    holders: Ints
+    """The ranks of the first box in rising order, then those of the second, and so on."""
+
+    def of(self, box: int) -> Ints:
+        """The ranks that hold a box."""
+        return self.holders[self.first[box] : self.first[box + 1]]
+
+
+@lru_cache(maxsize=1024)
+def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
+    """All boxes of a layout; every addend of a pending reduction counts as a holder."""
+    lost = layout.words.without
+    if lost:
+        layout = Layout(layout.mesh, replace(layout.words, without=()))
+    grids = grids_of(layout, shape)
+    if grids is not None:
+        return _merge([_list_grid(grid, len(shape), lost) for grid in grids], len(shape))
+    held: dict[Box, set[int]] = {}
+    for rank in layout.ranks:
+        for piece in layout.pieces(rank, shape) if rank not in lost else ():
+            held.setdefault(piece.box, set()).add(rank)
+    return _from_mapping(_disjoint(held), len(shape))
+
+
+def _list_grid(grid: Grid, num_dims: int, lost: Iterable[int]) -> Listed:
+    starts, stops, regions = grid.boxes()
+    ranks = np.concatenate(
+        [grid.holders(regions, addend) for addend in range(len(grid.addends))], axis=1
+    )
+    ranks.sort(axis=1)
+    kept = ~np.isin(ranks, np.array([*lost], dtype=np.int64))
+    first = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int64)
+    return Listed(starts.reshape(-1, num_dims), stops.reshape(-1, num_dims), first, ranks[kept])
+
+
+def _merge(lists: list[Listed], num_dims: int) -> Listed:
+    counts = np.concatenate([np.diff(listed.first) for listed in lists])
+    held = np.flatnonzero(counts)
+    return Listed(
+        np.concatenate([listed.starts for listed in lists])[held].reshape(-1, num_dims),
+        np.concatenate([listed.stops for listed in lists])[held].reshape(-1, num_dims),
+        np.concatenate([[0], np.cumsum(counts[held])]).astype(np.int64),
+        np.concatenate([listed.holders for listed in lists]),
+    )
+
+
+def _from_mapping(held: Mapping[Box, set[int]], num_dims: int) -> Listed:
+    boxes = sorted(held)
+    counts = [len(held[box]) for box in boxes]
+    return Listed(
+        np.array([box.start for box in boxes], dtype=np.int64).reshape(len(boxes), num_dims),
+        np.array([box.stop for box in boxes], dtype=np.int64).reshape(len(boxes), num_dims),
+        np.cumsum([0, *counts]).astype(np.int64),
+        np.array([rank for box in boxes for rank in sorted(held[box])], dtype=np.int64),
+    )
+
+
+def _disjoint(held: Mapping[Box, set[int]]) -> dict[Box, set[int]]:
+    """Cut boxes that partly overlap until none do; a box of two origins has the holders of both."""
+    boxes = sorted(held)
+    table = _from_mapping(held, len(boxes[0].start) if boxes else 0)
+    left, right = join_boxes(table.starts, table.stops, table.starts, table.stops)
+    crossing = {int(i) for i in left[left != right]}
+    done = {box: held[box] for i, box in enumerate(boxes) if i not in crossing}
+    pending = [(boxes[i], held[boxes[i]]) for i in sorted(crossing)]
+    apart: list[tuple[Box, set[int]]] = []
+    for box, ranks in pending:
+        apart = _insert(apart, box, ranks)
+    return done | dict(apart)
+
+
+def _insert(
+    apart: list[tuple[Box, set[int]]], box: Box, ranks: set[int]
+) -> list[tuple[Box, set[int]]]:
+    """Add a box to disjoint boxes, cutting both where they meet."""
+    result: list[tuple[Box, set[int]]] = []
+    rest = [box]
+    for other, others in apart:
+        common = box & other
+        if not common.size:
+            result.append((other, others))
+            continue
+        result += [(part, others) for part in other - common]
+        result.append((common, others | ranks))
+        rest = [part for left in rest for part in left - common]
+    return result + [(part, ranks) for part in rest]
+
+
+def join_boxes(
+    starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints
+) -> tuple[Ints, Ints]:
+    """All pairs of boxes, one of each list, that have elements in common.
+
+    The dim that leaves the fewest candidates is searched; the others only filter.
+    """
+    ranges = [
+        _candidates(starts[:, d], stops[:, d], other_starts[:, d], other_stops[:, d])
+        for d in range(starts.shape[1])
+    ]
+    if not ranges:
+        mine, others = np.divmod(np.arange(len(starts) * len(other_starts)), len(other_starts) or 1)
+        return mine.astype(np.int64), others.astype(np.int64)
+    order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
+    counts = high - low
+    mine = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    others = order[np.repeat(low, counts) + within]
+    meets = np.maximum(starts[mine], other_starts[others]) < np.minimum(
+        stops[mine], other_stops[others]
+    )
+    meets = meets.all(axis=1)
+    return mine[meets], others[meets]
+
+
+def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
+    """For each interval the range of others, in order of their starts, that may meet it."""
+    order = np.argsort(other_start, kind="stable")
+    furthest = np.maximum.accumulate(other_stop[order]) if len(order) else other_stop
+    low = np.searchsorted(furthest, start, side="right")
+    high = np.searchsorted(other_start[order], stop, side="left")
+    return order, low, np.maximum(low, high)
+
+
+def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ...]:
+    """Who holds the data inside a box, by arithmetic where the layout is regular."""
+    layout.dims(shape)
+    Box.whole(shape) & box
+    grids = None if isinstance(layout, BoxLayout) else grids_of(layout, shape)
+    if grids is None:
+        found = list(_owners_listed(listed_of(layout, shape), box))
+    else:
+        found = [owner for grid in grids for owner in _owners_in_grid(grid, box)]
+    return tuple(sorted(found, key=lambda owner: owner.box))
+
+
+def _owners_listed(listed: Listed, box: Box) -> Iterable[Owners]:
+    lows = np.array([box.start], dtype=np.int64).reshape(1, -1)
+    highs = np.array([box.stop], dtype=np.int64).reshape(1, -1)
+    for i in join_boxes(lows, highs, listed.starts, listed.stops)[1] if box.size else ():
+        whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
+        yield Owners(whole & box, tuple(map(int, listed.of(int(i)))))
+
+
+def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
+    if not box.size:
+        return
+    near = replace(
+        grid,
+        dims=tuple(
+            replace(dim, starts=dim.starts[i:j], stops=dim.stops[i:j], parts=dim.parts[i:j])
+            for dim, i, j in zip(
+                grid.dims,
+                (int(np.searchsorted(d.stops, at, "right")) for d, at in _with(grid, box.start)),
+                (int(np.searchsorted(d.starts, at, "left")) for d, at in _with(grid, box.stop)),
+                strict=True,
+            )
+        ),
+    )
+    starts, stops, regions = near.boxes()
+    for start, stop, region in zip(starts, stops, regions, strict=True):
+        ranks = [grid.holders(region[None], a) for a in range(len(grid.addends))]
+        holders = tuple(sorted(map(int, np.concatenate(ranks, axis=1).ravel())))
+        yield Owners(Box(tuple(start), tuple(stop)) & box, holders)
+
+
+def _with(grid: Grid, at: tuple[int, ...]) -> Iterable[tuple[object, int]]:
+    return zip(grid.dims, at, strict=True)

@@ -1,0 +1,308 @@
+"""The regions of a regular layout as integer columns: who holds which part of each dim?
+
+A regular layout cuts each dim by itself. Its dims are small tables of intervals, a region is one
+part per dim, and the ranks that hold a region follow by arithmetic from the strides of the mesh:
+
+    place in the mesh = place of the region + one of the offsets of its replicas
+
+What no table can say (explicit boxes, flattened tensors, lost ranks) is listed in ``listed``.
+Neither knows where an element sits in a local tensor: that is a question to the layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import product
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.dims import check_sum, is_mixed, tiling
+from reshard.errors import LayoutError
+from reshard.layout import BoxLayout, Layout
+from reshard.mesh import Mesh
+from reshard.notation import Cut, Cuts, Packed, Segment, axes_of
+
+__all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
+
+Ints = NDArray[np.int64]
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DimTable:
+    """The intervals of one dim in rising order, and the part that holds each."""
+
+    starts: Ints
+    stops: Ints
+    parts: Ints
+    places: Ints
+    """What each part adds to the place of a region in the mesh."""
+    axes: tuple[str, ...]
+    """The axes that cut the dim."""
+
+    @property
+    def num_parts(self) -> int:
+        """How many parts the dim is cut into; some may be empty."""
+        return len(self.places)
+
+
+@dataclass(frozen=True, eq=False)
+class Grid:
+    """Regions that are products of one part per dim, each held by equally many ranks."""
+
+    mesh: Mesh
+    dims: tuple[DimTable, ...]
+    free: Ints
+    """The offsets of the replicas of a region from its place."""
+    addends: Ints
+    """The offsets of the addends of a pending reduction; one 0 where there is none."""
+
+    @cached_property
+    def shape(self) -> tuple[int, ...]:
+        """The number of parts of each dim."""
+        return tuple(dim.num_parts for dim in self.dims)
+
+    @cached_property
+    def num_regions(self) -> int:
+        """How many regions there are, empty ones included."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @cached_property
+    def ranks(self) -> Ints:
+        """The rank at each place of the mesh."""
+        ranks = self.mesh.ranks
+        if isinstance(ranks, range):
+            return np.arange(ranks.start, ranks.stop, ranks.step, dtype=np.int64)
+        return np.array(ranks, dtype=np.int64)
+
+    def parts_of(self, regions: Ints) -> tuple[Ints, ...]:
+        """The part of each dim that each region is made of."""
+        return np.unravel_index(regions, self.shape) if self.dims else ()
+
+    def holders(self, regions: Ints, addend: int = 0) -> Ints:
+        """The ranks that hold each region, one row per region."""
+        places = np.full(len(regions), self.addends[addend], dtype=np.int64)
+        for dim, parts in zip(self.dims, self.parts_of(regions), strict=True):
+            places += dim.places[parts]
+        found: Ints = self.ranks[places[:, None] + self.free[None, :]]
+        return found
+
+    @cached_property
+    def region_at(self) -> Ints:
+        """The region of each place of the mesh, or -1 where nothing is held."""
+        at = np.full(self.mesh.num_ranks, -1, dtype=np.int64)
+        places = np.zeros((), dtype=np.int64)
+        for dim in self.dims:
+            places = places[..., None] + dim.places
+        offsets = (self.addends[:, None] + self.free[None, :]).ravel()
+        every = places.reshape(-1, 1) + offsets[None, :]
+        at[every] = np.arange(self.num_regions)[:, None]
+        return at
+
+    def region_of(self, rank: int) -> int | None:
+        """The region a rank holds."""
+        place = self.mesh.index(rank)
+        region = -1 if place is None else int(self.region_at[place])
+        return None if region < 0 else region
+
+    def boxes(self) -> tuple[Ints, Ints, Ints]:
+        """All boxes: their starts, their stops, and the region each is of."""
+        counts = [len(dim.starts) for dim in self.dims]
+        count = int(np.prod(counts, dtype=np.int64))
+        index = np.indices(counts).reshape(len(counts), count)
+        pairs = list(zip(self.dims, index, strict=True))
+        parts = [dim.parts[i] for dim, i in pairs]
+        regions = np.ravel_multi_index(parts, self.shape) if parts else np.zeros(1, np.int64)
+        return (
+            _columns([dim.starts[i] for dim, i in pairs], count),
+            _columns([dim.stops[i] for dim, i in pairs], count),
+            regions.astype(np.int64),
+        )
+
+
+def _columns(arrays: Sequence[Ints], count: int) -> Ints:
+    return np.stack(arrays, axis=1) if arrays else np.zeros((count, 0), dtype=np.int64)
+
+
+@lru_cache(maxsize=4096)
+def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
+    """The grids that make up a regular layout, or None for a layout that must be listed.
+
+    There is one grid, unless segments of a packed dim are cut by different axes.
+    """
+    if isinstance(layout, BoxLayout) or layout.words.flat or layout.words.without:
+        return None
+    per_dim = []
+    for cuts, size in zip(layout.dims(shape), shape, strict=True):
+        groups = _groups(cuts, size)
+        if groups is None:
+            return None
+        per_dim.append([_table(layout, group) for group in groups])
+    return tuple(_grid(layout, dims) for dims in product(*per_dim))
+
+
+_Group = list[tuple[int, int, Cuts]]
+"""Segments of a dim that name the same axes: where each starts, its length and its cuts."""
+
+
+def _groups(cuts: Cuts, size: int) -> list[_Group] | None:
+    if not is_mixed(cuts):
+        return [[(0, size, cuts)]]
+    if len(cuts) > 1 or any(is_mixed(segment.cuts) for segment in _segments(cuts[0])):
+        return None
+    groups: dict[frozenset[str], _Group] = {}
+    start = 0
+    for segment in _segments(cuts[0]):
+        key = frozenset(axes_of(segment.cuts))
+        groups.setdefault(key, []).append((start, segment.size, segment.cuts))
+        start += segment.size
+    check_sum(cuts[0], [start], size)
+    return list(groups.values())
+
+
+def _segments(cut: Cut) -> tuple[Segment, ...]:
+    return cut.segments if isinstance(cut, Packed) else ()
+
+
+def _table(layout: Layout, group: _Group) -> DimTable:
+    axes = axes_of(group[0][2])
+    found = [_partition(layout, cuts, size, axes) for _, size, cuts in group]
+    starts = [at + start for (at, _, _), (start, _) in zip(group, found, strict=True)]
+    stops = [
+        at + np.append(start[1:], size) if size else start
+        for (at, size, _), (start, _) in zip(group, found, strict=True)
+    ]
+    places = np.zeros((), dtype=np.int64)
+    for axis in axes:
+        places = places[..., None] + np.arange(layout.mesh.axes[axis]) * layout.mesh.stride(axis)
+    parts = np.concatenate([part for _, part in found])
+    return DimTable(
+        np.concatenate(starts), np.concatenate(stops), parts, places.reshape(-1), axes
+    )
+
+
+def _partition(
+    layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]
+) -> tuple[Ints, Ints]:
+    """Divide a length by all cuts: where each interval starts, and the part that holds it.
+
+    Parts count row-major over the coordinates of ``axes``.
+    """
+    starts = np.zeros(1 if length else 0, dtype=np.int64)
+    parts = np.zeros_like(starts)
+    num_parts = 1
+    for cut in cuts:
+        starts, parts, num = _refine(layout, cut, length, starts, parts, num_parts)
+        num_parts *= num
+    order = axes_of(cuts)
+    if tuple(order) != tuple(axes):
+        sizes = [layout.mesh.axes[axis] for axis in order]
+        coords = dict(zip(order, np.unravel_index(parts, sizes), strict=True))
+        wanted = [layout.mesh.axes[axis] for axis in axes]
+        parts = np.ravel_multi_index([coords[axis] for axis in axes], wanted).astype(np.int64)
+    return starts, parts
+
+
+def _refine(
+    layout: Layout, cut: Cut, length: int, starts: Ints, parts: Ints, num_parts: int
+) -> tuple[Ints, Ints, int]:
+    """Cut every part once more, each on its own local positions.
+
+    The local positions of all parts are laid end to end on one line. On it the intervals and the
+    new blocks are two ways to divide the same length; their common refinement is the answer.
+    """
+    axes = axes_of((cut,))
+    num = int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))
+    widths = np.append(starts[1:], length)[: len(starts)] - starts
+    lengths = np.bincount(parts, weights=widths, minlength=num_parts).astype(np.int64)
+    blocks, owners = _blocks(layout, cut, lengths, num)
+    order = np.argsort(parts, kind="stable")
+    line = np.cumsum(widths[order]) - widths[order]
+    edges = np.union1d(line, blocks)
+    at = np.searchsorted(line, edges, side="right") - 1
+    found = starts[order][at] + edges - line[at]
+    owner = owners[np.searchsorted(blocks, edges, side="right") - 1]
+    rising = np.argsort(found)
+    return found[rising], owner[rising], num
+
+
+def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, Ints]:
+    """The blocks of every part on the line, and the new part that holds each."""
+    base = np.cumsum(lengths) - lengths
+    starts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+    for length in np.unique(lengths[lengths > 0]):
+        block, owner = _tiling(layout, cut, int(length), num)
+        alike = np.flatnonzero(lengths == length)
+        starts.append((base[alike][:, None] + block[None, :]).ravel())
+        owners.append((alike[:, None] * num + owner[None, :]).ravel())
+    start, owned = np.concatenate(starts), np.concatenate(owners)
+    order = np.argsort(start)
+    return start[order], owned[order]
+
+
+def _tiling(layout: Layout, cut: Cut, length: int, num: int) -> tuple[Ints, Ints]:
+    if isinstance(cut, Packed):
+        sizes = [segment.size for segment in cut.segments]
+        _explained(layout, lambda: check_sum(cut, sizes, length))
+        axes = axes_of((cut,))
+        at = np.cumsum([0, *sizes])
+        found = [_partition(layout, s.cuts, s.size, axes) for s in cut.segments]
+        starts = [start + first for first, (start, _) in zip(at, found, strict=False)]
+        return np.concatenate(starts), np.concatenate([part for _, part in found])
+    tiles = _explained(layout, lambda: tiling(cut, length, num))
+    return _array(tiles.starts), _array(tiles.owners)
+
+
+def _explained(layout: Layout, call: Callable[[], _T]) -> _T:
+    try:
+        return call()
+    except LayoutError as error:
+        raise LayoutError(f'layout "{layout}" on mesh {layout.mesh}: {error}') from None
+
+
+def _array(values: Sequence[int]) -> Ints:
+    if isinstance(values, range):
+        return np.arange(values.start, values.stop, values.step, dtype=np.int64)
+    return np.array(values, dtype=np.int64)
+
+
+def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
+    used = {axis for dim in dims for axis in dim.axes}
+    reduced = layout.reduce[1] if layout.reduce else ()
+    on = dict(layout.words.on)
+    free = addends = np.zeros(1, dtype=np.int64)
+    for axis, size in layout.mesh.axes.items():
+        steps = np.array(on.get(axis, range(size)), dtype=np.int64) * layout.mesh.stride(axis)
+        if axis in reduced:
+            addends = (addends[:, None] + steps).ravel()
+        elif axis not in used:
+            free = (free[:, None] + steps).ravel()
+    return Grid(layout.mesh, tuple(dims), free, addends)
+
+
+@lru_cache(maxsize=1024)
+def addend_of(layout: Layout) -> dict[int, int]:
+    """Which addend of a pending reduction each rank holds; empty where nothing is pending.
+
+    Addends count row-major over the reduced axes in the order of the mesh, so on an ordinary mesh
+    they count in rank order.
+    """
+    axes = [axis for axis in layout.mesh.axes if layout.reduce and axis in layout.reduce[1]]
+    found: dict[int, int] = {}
+    for rank in layout.ranks if axes else ():
+        coords = layout.mesh.coords(rank)
+        number = 0
+        for axis in axes:
+            number = number * layout.mesh.axes[axis] + coords[axis]
+        found[rank] = number
+    return found
+
+
+def num_addends(layout: Layout) -> int:
+    """How many addends are pending; 1 where none is."""
+    axes = layout.reduce[1] if layout.reduce else ()
+    return int(np.prod([layout.mesh.axes[axis] for axis in axes], dtype=np.int64))

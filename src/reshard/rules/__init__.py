@@ -1,0 +1,224 @@
+"""Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
+
+    >>> from reshard.mesh import Mesh
+    >>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
+    >>> rules.layout("model.layers.3.self_attn.q_proj.weight", Mesh(tp=4))
+    Layout(Mesh(tp=4), 'tp*128 -')
+    >>> rules.layout("model.layers.31.mlp.down_proj.weight", Mesh(pp=2, tp=4))
+    Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import RulesError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.models import family_of, numbers_of
+from reshard.rules.document import Document, Factor, located, quote
+from reshard.rules.reading import MAX_BYTES, families, read, read_family
+from reshard.rules.table import Table, UnmatchedError
+
+__all__ = ["Rules"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Name patterns with a layout each, and the numbers of the model they need."""
+
+    source: str
+    """What errors call these rules: a family, a file, or the text itself."""
+    document: Document
+    _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def load(cls, source: str | Path, *, fsdp: str | None = None, **numbers: int) -> Rules:
+        """The shipped rules of a model family, or a TOML file; numbers override the file's.
+
+        >>> Rules.load("mixtral", num_experts=8).numbers["num_experts"]
+        8
+        """
+        if isinstance(source, str) and source in families():
+            return cls(source, read_family(source))._with(fsdp, numbers)
+        return cls.parse(_read_file(source), source=str(source), fsdp=fsdp, **numbers)
+
+    @classmethod
+    def parse(
+        cls, text: str, *, source: str = "rules", fsdp: str | None = None, **numbers: int
+    ) -> Rules:
+        """Rules from TOML text.
+
+        >>> rules = Rules.parse('axes = ["tp"]\\n[tensors]\\n"*.weight" = "tp -"')
+        >>> str(rules.layout("a.weight", Mesh(tp=2)))
+        'tp -'
+        """
+        with located(source):
+            return cls(source, read(text))._with(fsdp, numbers)
+
+    @classmethod
+    def for_config(
+        cls, config: Mapping[str, Any], *, fsdp: str | None = None, **numbers: int
+    ) -> Rules:
+        """The shipped rules for a Hugging Face ``config.json``, with its numbers.
+
+        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+        ...           "num_key_value_heads": 8, "num_hidden_layers": 32}
+        >>> Rules.for_config(config).numbers["head_dim"]
+        128
+        """
+        family = family_of(config)
+        document = read_family(family)
+        own = {key: n for key, n in numbers_of(config).items() if key in document.model}
+        return cls(family, document)._with(fsdp, {**own, **numbers})
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """The names that ``load`` knows.
+
+        >>> "llama" in Rules.families()
+        True
+        """
+        return families()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the file, used where the caller names none."""
+        return self.document.mesh
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The numbers of the model; None where one has not been given."""
+        return dict(self.document.model)
+
+    def layout(
+        self, name: str, mesh: Mesh | None = None, shape: Sequence[int] | None = None
+    ) -> Layout:
+        """The layout of one tensor; with its shape, the number of words is checked."""
+        with located(self.source):
+            return self._table(mesh).layout(name, None if shape is None else len(shape))
+
+    def layouts(
+        self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | None = None
+    ) -> dict[str, Layout]:
+        """The layouts of many tensors, given by name or as {name: shape}.
+
+        >>> rules = Rules.load("llama", head_dim=128)
+        >>> rules.layouts({"lm_head.weight": (128256, 4096)}, Mesh(tp=8))
+        {'lm_head.weight': Layout(Mesh(tp=8), 'tp -')}
+        """
+        with located(self.source):
+            table = self._table(mesh)
+            try:
+                if isinstance(names, Mapping):
+                    return {name: table.layout(name, len(names[name])) for name in names}
+                names = list(names)
+                return {name: table.layout(name, None) for name in names}
+            except UnmatchedError as error:
+                raise RulesError(f"{error}{_others(table, names)}") from None
+
+    def mesh_for(self, mesh: Mesh) -> Mesh:
+        """The mesh that the layouts are written for: the same ranks in the same order.
+
+        Where a model has fewer kv heads than tp has ranks, tp is read as kv groups of rep
+        neighbours that hold the same kv heads.
+
+        >>> Rules.load("llama", kv_heads=8).mesh_for(Mesh(dp=2, tp=16))
+        Mesh(dp=2, kv=8, rep=2)
+        """
+        with located(self.source):
+            for factor in self.document.factors:
+                mesh = _factored(mesh, factor, self.document.model[factor.at_most])
+        return mesh
+
+    def fit(self, names: Iterable[str]) -> Rules:
+        """The same rules with the numbers that were not given counted in all names of a model.
+
+        >>> rules = Rules.load("llama").fit(["model.layers.0.mlp.up_proj.weight",
+        ...                                  "model.layers.1.mlp.up_proj.weight"])
+        >>> rules.numbers["num_layers"]
+        2
+        """
+        names = list(names)
+        model, counts = self.document.model, self.document.counts
+        largest = {key: self._largest(index, names) for key, index in counts.items()}
+        found = {key: at + 1 for key, at in largest.items() if model[key] is None and at >= 0}
+        return self._with(None, found)
+
+    def _largest(self, index: str, names: Iterable[str]) -> int:
+        patterns = [rule.pattern for rule in self.document.rules]
+        patterns = [pattern for pattern in patterns if index in pattern.captures]
+        matches = (pattern.regex.match(name) for name in names for pattern in patterns)
+        return max((int(match[index]) for match in matches if match), default=-1)
+
+    def _with(self, fsdp: str | None, numbers: Mapping[str, int]) -> Rules:
+        with located(self.source):
+            document = self.document.with_numbers(numbers)
+            if fsdp is not None:
+                document = document.with_fsdp(fsdp)
+        return Rules(self.source, document)
+
+    def _table(self, mesh: Mesh | None) -> Table:
+        mesh = mesh or self.mesh
+        if mesh is None:
+            raise RulesError('no mesh: pass one, or write mesh = "dp=2 tp=4" into the file')
+        table = self._tables.get(mesh)
+        if table is None:
+            table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
+        return table
+
+
+def _read_file(path: str | Path) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise RulesError(f"{quote(str(path))} is not UTF-8 text: is it a TOML file?") from None
+    except (OSError, ValueError) as error:
+        raise RulesError(_not_found(str(path), error)) from None
+
+
+def _not_found(name: str, error: Exception) -> str:
+    near = difflib.get_close_matches(name, families(), n=1)
+    hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
+    reason = getattr(error, "strerror", None) or str(error)
+    return f"{quote(name)} is no family of rules and no file that can be read ({reason}): {hint}"
+
+
+def _factored(mesh: Mesh, factor: Factor, at_most: int | None) -> Mesh:
+    size = mesh.axes.get(factor.axis, 1)
+    if not at_most or size <= at_most:
+        return mesh
+    if size % at_most:
+        raise RulesError(
+            f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
+            f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
+        )
+    axes: dict[str, int] = {}
+    for axis, count in mesh.axes.items():
+        axes |= _split(factor, at_most, size) if axis == factor.axis else {axis: count}
+    if len(axes) != len(mesh.axes) + 1:
+        raise RulesError(f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}")
+    return Mesh(ranks=mesh.ranks, **axes)
+
+
+def _split(factor: Factor, at_most: int, size: int) -> dict[str, int]:
+    return dict(zip(factor.into, (at_most, size // at_most), strict=True))
+
+
+def _others(table: Table, names: Iterable[str]) -> str:
+    """How many names match no rule, said when it is more than one."""
+    missing = []
+    for name in names:
+        try:
+            table.layout(name, None)
+        except UnmatchedError:
+            missing.append(name)
+        except RulesError:
+            continue
+    return f" ({len(missing)} names match no rule)" if len(missing) > 1 else ""

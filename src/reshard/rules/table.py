@@ -1,0 +1,194 @@
+"""The layouts of one document on one mesh, each worked out once.
+
+A model has thousands of names and a handful of layouts. Names that differ only in their integers
+match the same rules, so a rule is looked up once per such family of names, a place once per value
+of the integers it uses, and equal layouts are one object.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+from reshard.errors import RulesError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.notation import Words, parse
+from reshard.rules.document import Document, Rule, located, quote
+from reshard.rules.expression import Place, evaluate, names_of
+from reshard.rules.pattern import INDEX
+from reshard.rules.wording import cut_first_dim, keep_axes
+
+__all__ = ["Table", "UnmatchedError", "advice"]
+
+
+class UnmatchedError(RulesError):
+    """No rule gives a layout to a name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """Where ``on`` puts tensors along one axis, by the integers in their names."""
+
+    place: Place
+    ordinals: dict[str, int]
+    """Which integer of the name each captured index is."""
+    known: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """What the rules say of all names that differ only in their integers."""
+
+    where: str
+    words: Words
+    spots: tuple[Spot, ...]
+    layouts: dict[tuple[tuple[int, ...], ...], Layout] = field(default_factory=dict)
+
+
+class Table:
+    """Gives layouts to names; made once per rules and mesh."""
+
+    def __init__(self, document: Document, mesh: Mesh) -> None:
+        self._document = document
+        self._mesh = mesh
+        self._numbers = {**document.model, **document.sizes(mesh)}
+        self._digits = tuple(set().union(*(rule.pattern.digits() for rule in document.rules)))
+        self._entries: dict[tuple[object, ...], Entry] = {}
+
+    def layout(self, name: str, num_dims: int | None) -> Layout:
+        """The layout of one tensor; ``num_dims`` is checked against the words, if given."""
+        parts = INDEX.split(name)
+        indices = parts[1::2]
+        key: tuple[object, ...] = (num_dims, *parts[::2])
+        if self._digits:
+            key += tuple(index if self._spelt_out(index) else "" for index in indices)
+        entry = self._entries.get(key)
+        if entry is None:
+            entry = self._entries[key] = self._entry(name, num_dims)
+        at = tuple(
+            [
+                spot.known.get(tuple([indices[k] for k in spot.ordinals.values()]))
+                or self._coords(entry, spot, name, indices)
+                for spot in entry.spots
+            ]
+        )
+        return entry.layouts.get(at) or self._placed(entry, name, at)
+
+    def _spelt_out(self, index: str) -> bool:
+        """Whether a pattern such as ``layers.0.*`` may tell this integer from others."""
+        return any(digits in index for digits in self._digits)
+
+    def _entry(self, name: str, num_dims: int | None) -> Entry:
+        found = self._best(name, [rule for rule in self._document.rules if rule.layout])
+        if found is None:
+            raise UnmatchedError(self._unmatched(name))
+        rule = found[0]
+        where = f"tensor {quote(name)}, rule {quote(rule.pattern.text)}"
+        with located(where):
+            words = self._words(rule, num_dims)
+            spots = () if words.on else self._spots(name)
+            words = keep_axes(words, self._mesh.axes)
+            placed = {spot.place.axis for spot in spots}
+            further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
+            words = cut_first_dim(words, further, num_dims=num_dims)
+        return Entry(f"rule {quote(rule.pattern.text)}", words, spots)
+
+    def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule, dict[str, int]] | None:
+        """The most specific rule that matches; two that are equally specific are an error."""
+        best: tuple[Rule, dict[str, int]] | None = None
+        for rule in rules:
+            if best and rule.pattern.rank < best[0].pattern.rank:
+                break
+            starts = rule.pattern.match(name)
+            if best and starts is not None:
+                raise RulesError(
+                    f"{quote(best[0].pattern.text)} and {quote(rule.pattern.text)} match "
+                    f"{quote(name)} and are equally specific: write out more of one of them"
+                )
+            best = (rule, starts) if starts is not None else best
+        return best
+
+    def _words(self, rule: Rule, num_dims: int | None) -> Words:
+        assert rule.layout is not None
+        words = parse(rule.layout.fill(self._needed(rule.layout.names())))
+        if num_dims is not None and words.expand(num_dims) is None:
+            raise RulesError(
+                f'layout "{words}" has {len(words.dims)} words and the tensor {num_dims} dims: '
+                'write one word per dim, or "..." for dims that are whole'
+            )
+        return words
+
+    def _needed(self, names: Iterable[str]) -> dict[str, int]:
+        numbers: dict[str, int] = {}
+        for name in names:
+            number = self._numbers.get(name)
+            if number is None:
+                raise RulesError(advice(self._document, name))
+            numbers[name] = number
+        return numbers
+
+    def _spots(self, name: str) -> tuple[Spot, ...]:
+        found = self._best(name, [rule for rule in self._document.rules if rule.on is not None])
+        if found is None:
+            return ()
+        rule, starts = found
+        order = [match.start(1) for match in INDEX.finditer(name)]
+        spots = []
+        for place in rule.on or ():
+            used = {index for formula in place.at for index in names_of(formula)} & set(starts)
+            ordinals = {index: order.index(starts[index]) for index in sorted(used)}
+            if place.axis in self._mesh.axes:
+                spots.append(Spot(place, ordinals))
+        return tuple(spots)
+
+    def _coords(
+        self, entry: Entry, spot: Spot, name: str, indices: Sequence[str]
+    ) -> tuple[int, ...]:
+        """The coordinates of one tensor along one axis."""
+        own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
+        axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
+        with located(f"tensor {quote(name)}, on {axis}"):
+            used = {n for formula in spot.place.at for n in names_of(formula)}
+            numbers = {**self._needed(used - set(own)), **own}
+            at = tuple(sorted({evaluate(formula, numbers) for formula in spot.place.at}))
+            for value in (at[0], at[-1]):
+                if not 0 <= value < size:
+                    given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+                    raise RulesError(
+                        f"{axis}={value} with {given}, and mesh {self._mesh} has {axis}=0 to "
+                        f"{size - 1}: check these numbers"
+                    )
+        spot.known[tuple([indices[k] for k in spot.ordinals.values()])] = at
+        return at
+
+    def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
+        on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
+        with located(f"tensor {quote(name)}, {entry.where}"):
+            words = replace(entry.words, on=on) if on else entry.words
+            layout = _shared(self._mesh, str(words))
+        entry.layouts[at] = layout
+        return layout
+
+    def _unmatched(self, name: str) -> str:
+        texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
+        near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
+        nearest = ", ".join(map(quote, near)) or "none"
+        return (
+            f"no rule matches tensor {quote(name)} (nearest patterns: {nearest}): "
+            'add a rule for it, or "*" = "..." to keep all others whole'
+        )
+
+
+def advice(document: Document, name: str) -> str:
+    """What to do about a number of the model that nobody gave."""
+    counted = ", or count it with rules.fit(names)" if name in document.counts else ""
+    return f"needs {name}: pass {name}=..., or use Rules.for_config(config){counted}"
+
+
+@lru_cache(maxsize=4096)
+def _shared(mesh: Mesh, text: str) -> Layout:
+    """One Layout object for equal texts on equal meshes."""
+    return Layout(mesh, text)
