@@ -134,7 +134,9 @@ def check_error(case: Case, error: str) -> None:
 
 def same(found: np.ndarray, wanted: np.ndarray, rank: int) -> None:
     assert found.shape == wanted.shape, f"rank {rank}: shape {found.shape}, not {wanted.shape}"
-    found = np.asarray(found).view(wanted.dtype)
+    size = wanted.dtype.itemsize
+    assert found.dtype.itemsize == size, f"rank {rank}: {found.dtype}, not {wanted.dtype}"
+    found = found.view(wanted.dtype)
     wrong = np.argwhere(found != wanted)
     if wrong.size:
         at = tuple(wrong[0])

@@ -67,11 +67,13 @@ def some(rng: Random, items: Sequence, at_least: int = 0) -> list:
 
 def axes_of(rng: Random, num_ranks: int) -> dict[str, int]:
     sizes = rng.choice(SIZES_OF_AXES[num_ranks])
+    if 1 in sizes and chance(rng, 70):
+        sizes = rng.choice([s for s in SIZES_OF_AXES[num_ranks] if 1 not in s] or [sizes])
     return dict(zip(rng.sample(AXES, len(sizes)), sizes, strict=True))
 
 
 def mesh(rng: Random) -> Mesh:
-    num_ranks = rng.choice([num for num, sizes in SIZES_OF_AXES.items() if sizes])
+    num_ranks = rng.choice((1, 2, 2, 3, 4, 4, 6, 8, 8, 9, 12))
     ranks = list(range(num_ranks))
     style = rng.choice(("contiguous", "offset", "permuted", "scattered"))
     if style == "offset":

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from tests import generate
 from tests.cases import Case, Side
+from tests.state_cases import StateCase, random_state
 
 Drawn = TypeVar("Drawn")
 
@@ -40,3 +41,8 @@ def sides() -> st.SearchStrategy[tuple[Side, tuple[int, ...]]]:
 def cases(sums: bool | None = None, by_boxes: bool | None = None) -> st.SearchStrategy[Case]:
     """A pair of layouts to move between; `sums` and `by_boxes` force or forbid these."""
     return drawn_by(lambda rng: generate.random_case(rng, sums, by_boxes))
+
+
+def states() -> st.SearchStrategy[StateCase]:
+    """A state dict of 1 to 5 tensors over shared meshes, with renames, joins and casts."""
+    return drawn_by(random_state)

@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests import strategies
 from tests.cases import Case
 from tests.checks import check_case
+from tests.state_cases import StateCase, check_state
 
 PAIRS = settings(
     max_examples=250,
@@ -21,9 +22,9 @@ PAIRS = settings(
 )
 
 
-def hold(case: Case) -> None:
+def hold(case: Case | StateCase) -> None:
     try:
-        check_case(case)
+        check_case(case) if isinstance(case, Case) else check_state(case)
     except Exception as error:
         error.add_note(case.snippet())
         raise
@@ -56,4 +57,10 @@ def test_sums(case: Case) -> None:
 @PAIRS
 @given(strategies.cases())
 def test_everything(case: Case) -> None:
+    hold(case)
+
+
+@PAIRS
+@given(strategies.states())
+def test_state_dicts(case: StateCase) -> None:
     hold(case)
