@@ -45,6 +45,14 @@ def test_pieces_and_local_shape(drawn: Drawn) -> None:
         assert (found == expected).all(), f"rank {rank}: {found.tolist()} not {expected.tolist()}"
 
 
+def test_a_space_before_segments_begins_a_new_word() -> None:
+    mesh = rs.Mesh(ep=2, tp=2)
+    assert rs.Layout(mesh, "ep {8 tp, 4}").local_shape(0, (4, 12)) == (2, 8)
+    assert rs.Layout(mesh, "ep {6,6}").local_shape(0, (4, 12)) == (2, 12)
+    assert rs.Layout(mesh, "- ep{6,6}").local_shape(0, (4, 12)) == (4, 6)
+    assert rs.Layout(mesh, "- (ep {4 tp, 2})").local_shape(0, (4, 12)) == (4, 4)
+
+
 @EXAMPLES
 @given(strategies.sides())
 def test_other_ranks_hold_nothing(drawn: Drawn) -> None:
