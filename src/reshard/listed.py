@@ -48,7 +48,7 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
         layout = Layout(layout.mesh, replace(layout.words, without=()))
     grids = grids_of(layout, shape)
     if grids is not None:
-        return _merge([_list_grid(grid, len(shape), lost) for grid in grids], len(shape))
+        return _merge([_list_grid(grid, lost) for grid in grids])
     held: dict[Box, set[int]] = {}
     for rank in layout.ranks:
         for piece in layout.pieces(rank, shape) if rank not in lost else ():
@@ -56,7 +56,7 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     return _from_mapping(_disjoint(held), len(shape))
 
 
-def _list_grid(grid: Grid, num_dims: int, lost: Iterable[int]) -> Listed:
+def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
     starts, stops, regions = grid.boxes()
     ranks = np.concatenate(
         [grid.holders(regions, addend) for addend in range(len(grid.addends))], axis=1
@@ -64,15 +64,15 @@ def _list_grid(grid: Grid, num_dims: int, lost: Iterable[int]) -> Listed:
     ranks.sort(axis=1)
     kept = ~np.isin(ranks, np.array([*lost], dtype=np.int64))
     first = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int64)
-    return Listed(starts.reshape(-1, num_dims), stops.reshape(-1, num_dims), first, ranks[kept])
+    return Listed(starts, stops, first, ranks[kept])
 
 
-def _merge(lists: list[Listed], num_dims: int) -> Listed:
+def _merge(lists: list[Listed]) -> Listed:
     counts = np.concatenate([np.diff(listed.first) for listed in lists])
     held = np.flatnonzero(counts)
     return Listed(
-        np.concatenate([listed.starts for listed in lists])[held].reshape(-1, num_dims),
-        np.concatenate([listed.stops for listed in lists])[held].reshape(-1, num_dims),
+        np.concatenate([listed.starts for listed in lists])[held],
+        np.concatenate([listed.stops for listed in lists])[held],
         np.concatenate([[0], np.cumsum(counts[held])]).astype(np.int64),
         np.concatenate([listed.holders for listed in lists]),
     )

@@ -44,6 +44,16 @@ _FAMILIES = MappingProxyType(
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text", "bert"})
 """Model types whose output layer is the embedding unless the config says otherwise."""
 
+_HEAD_DIM = MappingProxyType({"qwen3": 128, "gemma": 256, "gemma2": 256, "gemma3_text": 256})
+"""The size of a head where a config leaves it out and it is not hidden_size over heads."""
+
+_EXPERT_SIZE = MappingProxyType(
+    {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
+)
+"""Where a config with experts has the rows of their first matrices."""
+
+MAX_TENSORS = 10_000_000
+
 
 def _llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
     return {
@@ -115,7 +125,10 @@ def tensors(config: Mapping[str, Any] | str) -> Tensors:
     (206, ((768,), 'float32'))
     """
     config = preset(config) if isinstance(config, str) else config
-    family = family_of(config)
+    family, numbers = family_of(config), numbers_of(config)
+    layers, experts = numbers["num_layers"], numbers.get("num_experts", 1)
+    if layers * max(experts, 1) > MAX_TENSORS:
+        raise RulesError(f"{layers} layers of {experts} experts are too many: check the config")
     shapes = _BUILDERS.get(family, _decoder)(config)
     dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32")
     return {name: (shape, dtype.removeprefix("torch.")) for name, shape in shapes}
@@ -159,21 +172,20 @@ def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
     """
     heads = _number(config, "num_attention_heads")
     kv_heads = _number(config, "num_key_value_heads", heads)
-    head_dim = config.get("head_dim") and _number(config, "head_dim")
-    tied = config.get("tie_word_embeddings", config.get("model_type") in _TIED)
+    kind = str(config.get("model_type"))
+    even = _HEAD_DIM.get(kind) or _number(config, "hidden_size") // max(heads, 1)
+    tied = config.get("tie_word_embeddings", kind in _TIED)
     numbers = {
         "heads": heads,
         "kv_heads": kv_heads,
-        "head_dim": head_dim or _number(config, "hidden_size") // max(heads, 1),
+        "head_dim": _number(config, "head_dim", even),
         "num_layers": _number(config, "num_hidden_layers"),
         "tied": int(bool(tied)),
     }
-    experts = config.get("num_local_experts", config.get("num_experts"))
-    if experts is not None:
-        key = "num_local_experts" if "num_local_experts" in config else "num_experts"
-        numbers["num_experts"] = _number(config, key)
-        ffn = "moe_intermediate_size" if "moe_intermediate_size" in config else "intermediate_size"
-        numbers |= {"expert_size": _number(config, ffn)} if ffn in config else {}
+    if kind in _EXPERT_SIZE:
+        count = config.get("num_local_experts", config.get("num_experts"))
+        numbers["num_experts"] = _number({"num_experts": count}, "num_experts")
+        numbers["expert_size"] = _number(config, _EXPERT_SIZE[kind])
     return numbers
 
 
@@ -244,8 +256,9 @@ def _feed_forward(
 
 
 def _is_sparse(config: Mapping[str, Any], index: int) -> bool:
-    step = config.get("decoder_sparse_step") or 1
-    return index not in (config.get("mlp_only_layers") or ()) and (index + 1) % int(step) == 0
+    dense = config.get("mlp_only_layers") or []
+    step = _number(config, "decoder_sparse_step", 1) or 1
+    return not (isinstance(dense, list) and index in dense) and (index + 1) % step == 0
 
 
 def _dense(config: Mapping[str, Any], hidden: int, at: str) -> Iterator[tuple[str, Shape]]:

@@ -82,7 +82,7 @@ class _Parser:
         if self.depth > MAX_DEPTH:
             self._fail(f"words are nested more than {MAX_DEPTH} deep", "write a simpler word")
         cuts = self._group() if self._take("(") else (self._cut(),)
-        while self._take("{"):
+        while self._touching() and self._take("{"):
             sizes = self._list(self._int)
             self._expect("}", '"," or "}"')
             cuts = (Packed(tuple(Segment(size, cuts) for size in sizes)),)
@@ -204,6 +204,13 @@ class _Parser:
 
     def _peek(self) -> str:
         return self.tokens[self.at][0] if self.at < len(self.tokens) else ""
+
+    def _touching(self) -> bool:
+        """Whether the next token follows the one before without a space."""
+        if self.at == 0 or self.at >= len(self.tokens):
+            return False
+        before, start = self.tokens[self.at - 1]
+        return self.tokens[self.at][1] == start + len(before)
 
     def _take(self, token: str) -> bool:
         if self._peek() != token:

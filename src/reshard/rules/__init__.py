@@ -1,18 +1,18 @@
 """Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
 
-    >>> from reshard.mesh import Mesh
-    >>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
-    >>> rules.layout("model.layers.3.self_attn.q_proj.weight", Mesh(tp=4))
-    Layout(Mesh(tp=4), 'tp*128 -')
-    >>> rules.layout("model.layers.31.mlp.down_proj.weight", Mesh(pp=2, tp=4))
-    Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
+>>> from reshard.mesh import Mesh
+>>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
+>>> rules.layout("model.layers.3.self_attn.q_proj.weight", Mesh(tp=4))
+Layout(Mesh(tp=4), 'tp*128 -')
+>>> rules.layout("model.layers.31.mlp.down_proj.weight", Mesh(pp=2, tp=4))
+Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 

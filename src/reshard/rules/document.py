@@ -1,8 +1,8 @@
 """What a rules file says, as data.
 
-    >>> rule = Rule(Pattern.parse("*.q_proj.weight"), Template.parse("tp*{head_dim} -"), None)
-    >>> rule.pattern.text, rule.layout.text
-    ('*.q_proj.weight', 'tp*{head_dim} -')
+>>> rule = Rule(Pattern.parse("*.q_proj.weight"), Template.parse("tp*{head_dim} -"), None)
+>>> rule.pattern.text, rule.layout.text
+('*.q_proj.weight', 'tp*{head_dim} -')
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """``tp = { into = ["kv", "rep"], at_most = "kv_heads" }``: how to read an axis that is large."""
+    """``tp = { into = ["kv", "rep"], at_most = "kv_heads" }``: how a large axis is read."""
 
     axis: str
     into: tuple[str, str]
@@ -102,7 +102,7 @@ def quote(text: str) -> str:
     """A text from outside as one short ASCII line.
 
     >>> quote("a" * 100)[-6:]
-    'aaa..."'
+    'aa..."'
     """
     quoted = json.dumps(text)
     return quoted if len(quoted) <= 90 else f'{quoted[:86]}..."'

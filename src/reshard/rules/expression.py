@@ -8,7 +8,8 @@
 They mean what they mean in Python. Text, nesting and values are bounded, and nothing is ever
 handed to ``eval``.
 
-    >>> evaluate(parse_formula("i * pp_size // num_layers"), {"i": 7, "pp_size": 4, "num_layers": 10})
+    >>> stage = parse_formula("i * pp_size // num_layers")
+    >>> evaluate(stage, {"i": 7, "pp_size": 4, "num_layers": 10})
     2
 """
 

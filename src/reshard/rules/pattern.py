@@ -6,7 +6,7 @@ that is an integer, and captures it. Everything else stands for itself.
     >>> Pattern.parse("*layers.{i}.mlp.*").match("model.layers.7.mlp.up_proj.weight")
     {'i': 13}
 
-The value is where in the name the integer starts; ``index_parts`` counts such places.
+The value is where in the name the integer starts.
 
 Of several patterns that match a name the most specific one wins: the one with the longest literal
 text, then the one with the fewest ``*``, then with the fewest ``{i}``. So whatever is put in the
@@ -23,8 +23,8 @@ from reshard.errors import RulesError
 __all__ = ["INDEX", "Pattern"]
 
 MAX_TEXT = 512
-INDEX = re.compile(r"(?:(?<=\.)|\A)([0-9]{1,9})(?=\.|\Z)", re.ASCII)
-"""A part of a dotted name that is an integer."""
+INDEX = re.compile(r"\.([0-9]{1,9})(?![^.])", re.ASCII)
+"""A part of a dotted name that is an integer; search in ``"." + name``."""
 
 _WILD = re.compile(r"(\*|\{[^{}]*\})")
 _CAPTURE = re.compile(r"\{([A-Za-z_][A-Za-z0-9_]*)\}\Z", re.ASCII)

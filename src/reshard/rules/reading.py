@@ -1,10 +1,10 @@
 """TOML text to a document: every wrong key, type or word is one line that names it.
 
-    >>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "tp -"').axes
-    ('tp',)
-    >>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "pt -"')
-    Traceback (most recent call last):
-    reshard.errors.RulesError: [tensors] "*.weight": axis "pt" is not one of the axes tp: ...
+>>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "tp -"').axes
+('tp',)
+>>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "pt -"')
+Traceback (most recent call last):
+reshard.errors.RulesError: [tensors] "*.weight": axis "pt" is not one of the axes tp: ...
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Collection, Mapping
 from importlib import resources
-from typing import Any, NoReturn
+from typing import Any
 
 from reshard.errors import RulesError
 from reshard.mesh import RESERVED, Mesh
@@ -89,7 +89,7 @@ def _base(name: Any) -> Document:
 def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = data.get(key, {})
     if not isinstance(value, dict):
-        _wrong(f"key {quote(key)}", value, f"a table: write [{key}]")
+        raise _wrong(f"key {quote(key)}", value, f"a table: write [{key}]")
     if len(value) > MAX_RULES:
         raise RulesError(f"[{key}] has {len(value)} entries: at most {MAX_RULES} work")
     return value
@@ -97,7 +97,7 @@ def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _axes(value: Any) -> tuple[str, ...]:
     if not isinstance(value, list):
-        _wrong('key "axes"', value, 'a list of names, such as ["dp", "tp"]')
+        raise _wrong('key "axes"', value, 'a list of names, such as ["dp", "tp"]')
     for axis in value:
         if _text(axis, 'key "axes"') in RESERVED or not axis.isascii() or not axis.isidentifier():
             raise RulesError(f'key "axes": {quote(axis)} cannot name an axis: use a plain word')
@@ -117,7 +117,7 @@ def _model(table: Mapping[str, Any]) -> dict[str, int | None]:
         counted = isinstance(value, str) and value.startswith("count ")
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (number or counted or value == "?"):
-            _wrong(f"[model] {quote(name)}", value, 'a number, "?" or "count i"')
+            raise _wrong(f"[model] {quote(name)}", value, 'a number, "?" or "count i"')
         numbers[name] = value if number else None
     return numbers
 
@@ -131,7 +131,7 @@ def _factor(axis: str, value: Any) -> Factor:
     match value:
         case {"into": [str(first), str(second)], "at_most": str(number), **other} if not other:
             return Factor(axis, (first, second), number)
-    _wrong(f"[factor] {quote(axis)}", value, '{ into = ["kv", "rep"], at_most = "kv_heads" }')
+    raise _wrong(f"[factor] {quote(axis)}", value, '{ into = ["kv", "rep"], at_most = "kv_heads" }')
 
 
 def _rule(key: str, value: Any) -> Rule:
@@ -147,7 +147,7 @@ def _rule(key: str, value: Any) -> Rule:
                 return Rule(pattern, Template.parse(layout), None)
             case {"on": str(on), **other} if not other:
                 return Rule(pattern, None, parse_places(on))
-    _wrong(where, value, 'a layout, or { layout = "...", on = "pp = i // 20" }')
+    raise _wrong(where, value, 'a layout, or { layout = "...", on = "pp = i // 20" }')
 
 
 def _check(document: Document) -> None:
@@ -186,23 +186,24 @@ def _names(used: set[str], known: set[str]) -> None:
 
 
 def _known(what: str, used: Collection[str], axes: Collection[str]) -> None:
+    names = ", ".join(sorted(axes)) or "(none)"
     for axis in used:
         if axis not in axes:
             raise RulesError(
-                f"{what} {quote(axis)} is not one of the axes {', '.join(sorted(axes)) or '(none)'}: "
+                f"{what} {quote(axis)} is not one of the axes {names}: "
                 'correct it, or add it to the list "axes" of the file'
             )
 
 
 def _text(value: Any, where: str) -> str:
     if not isinstance(value, str):
-        _wrong(where, value, "a text")
+        raise _wrong(where, value, "a text")
     return value
 
 
-def _wrong(where: str, value: Any, expected: str) -> NoReturn:
-    raise RulesError(f"{where} is {quote(_brief(value))}, expected {expected}")
+def _wrong(where: str, value: Any, expected: str) -> RulesError:
+    return RulesError(f"{where} is {_brief(value)}, expected {expected}")
 
 
 def _brief(value: Any) -> str:
-    return repr(value) if isinstance(value, str | int | float) else f"a {type(value).__name__}"
+    return quote(str(value)) if isinstance(value, str | int) else f"a {type(value).__name__}"

@@ -8,9 +8,10 @@ of the integers it uses, and equal layouts are one object.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from operator import itemgetter
 
 from reshard.errors import RulesError
 from reshard.layout import Layout
@@ -33,9 +34,11 @@ class Spot:
     """Where ``on`` puts tensors along one axis, by the integers in their names."""
 
     place: Place
-    ordinals: dict[str, int]
+    ordinals: Mapping[str, int]
     """Which integer of the name each captured index is."""
-    known: dict[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
+    pick: Callable[[Sequence[str]], object]
+    """These integers of all those in a name."""
+    known: dict[object, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Table:
 
     def layout(self, name: str, num_dims: int | None) -> Layout:
         """The layout of one tensor; ``num_dims`` is checked against the words, if given."""
-        parts = INDEX.split(name)
+        parts = INDEX.split(f".{name}")
         indices = parts[1::2]
         key: tuple[object, ...] = (num_dims, *parts[::2])
         if self._digits:
@@ -68,10 +71,11 @@ class Table:
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
+        if not entry.spots:
+            return entry.layouts.get(()) or self._placed(entry, name, ())
         at = tuple(
             [
-                spot.known.get(tuple([indices[k] for k in spot.ordinals.values()]))
-                or self._coords(entry, spot, name, indices)
+                spot.known.get(spot.pick(indices)) or self._coords(spot, name, indices)
                 for spot in entry.spots
             ]
         )
@@ -135,33 +139,35 @@ class Table:
         if found is None:
             return ()
         rule, starts = found
-        order = [match.start(1) for match in INDEX.finditer(name)]
+        order = [match.start() for match in INDEX.finditer(f".{name}")]
         spots = []
         for place in rule.on or ():
             used = {index for formula in place.at for index in names_of(formula)} & set(starts)
             ordinals = {index: order.index(starts[index]) for index in sorted(used)}
             if place.axis in self._mesh.axes:
-                spots.append(Spot(place, ordinals))
+                pick = itemgetter(*ordinals.values()) if ordinals else _nothing
+                spots.append(Spot(place, ordinals, pick))
         return tuple(spots)
 
-    def _coords(
-        self, entry: Entry, spot: Spot, name: str, indices: Sequence[str]
-    ) -> tuple[int, ...]:
+    def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
         """The coordinates of one tensor along one axis."""
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
-        axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
-        with located(f"tensor {quote(name)}, on {axis}"):
-            used = {n for formula in spot.place.at for n in names_of(formula)}
-            numbers = {**self._needed(used - set(own)), **own}
-            at = tuple(sorted({evaluate(formula, numbers) for formula in spot.place.at}))
-            for value in (at[0], at[-1]):
-                if not 0 <= value < size:
-                    given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
-                    raise RulesError(
-                        f"{axis}={value} with {given}, and mesh {self._mesh} has {axis}=0 to "
-                        f"{size - 1}: check these numbers"
-                    )
-        spot.known[tuple([indices[k] for k in spot.ordinals.values()])] = at
+        with located(f"tensor {quote(name)}, on {spot.place.axis}"):
+            at = spot.known[spot.pick(indices)] = self._evaluated(spot.place, own)
+        return at
+
+    def _evaluated(self, place: Place, own: Mapping[str, int]) -> tuple[int, ...]:
+        used = {name for formula in place.at for name in names_of(formula)}
+        numbers = {**self._needed(used - set(own)), **own}
+        at = tuple(sorted({evaluate(formula, numbers) for formula in place.at}))
+        axis, size = place.axis, self._mesh.axes[place.axis]
+        for value in (at[0], at[-1]):
+            if not 0 <= value < size:
+                given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+                raise RulesError(
+                    f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
+                    f"{axis}=0 to {size - 1}: check these numbers"
+                )
         return at
 
     def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
@@ -180,6 +186,10 @@ class Table:
             f"no rule matches tensor {quote(name)} (nearest patterns: {nearest}): "
             'add a rule for it, or "*" = "..." to keep all others whole'
         )
+
+
+def _nothing(_: Sequence[str]) -> object:
+    return ()
 
 
 def advice(document: Document, name: str) -> str:

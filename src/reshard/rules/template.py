@@ -48,9 +48,7 @@ class Template:
 
     def names(self) -> set[str]:
         """The names its formulas use."""
-        return {
-            name for part in self.parts if not isinstance(part, str) for name in names_of(part)
-        }
+        return {name for part in self.parts if not isinstance(part, str) for name in names_of(part)}
 
     def fill(self, numbers: Mapping[str, int]) -> str:
         """The layout text for these numbers."""

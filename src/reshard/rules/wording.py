@@ -1,10 +1,10 @@
 """Words of a layout for the axes a mesh has: what is left of ``(tp*128 dp) -`` without tp?
 
-    >>> from reshard.notation import parse
-    >>> str(keep_axes(parse("(tp*128 kv) - | on pp=1"), {"kv", "dp"}))
-    'kv -'
-    >>> str(cut_first_dim(parse("tp*128 -"), ["dp"], num_dims=2))
-    '(tp*128 dp) -'
+>>> from reshard.notation import parse
+>>> str(keep_axes(parse("(tp*128 kv) - | on pp=1"), {"kv", "dp"}))
+'kv -'
+>>> str(cut_first_dim(parse("tp*128 -"), ["dp"], num_dims=2))
+'(tp*128 dp) -'
 """
 
 from __future__ import annotations

@@ -1,0 +1,232 @@
+"""Where a source region and a destination region meet: the cells of a move.
+
+A cell is a box that lies in one box of the source and in one of the destination, seen in the
+coordinates of both. For two regular layouts the cells are products of what happens in each dim,
+and each dim is a short table:
+
+    source       0 0 0 0 0 0|1 1 1 1 1 1       two parts
+    destination  0 0 0 0|1 1 1 1|2 2 2 2       three parts
+    meet         0 0 0 0|0 0|1 1|1 1 1 1       four runs: (0,0) (0,1) (1,1) (1,2)
+
+so all cells of one region are listed without looking at any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from reshard.plan.names import Segments
+from reshard.regions import DimTable, Grid, Ints
+
+__all__ = ["Cells", "DimMeet", "GridPair", "insert_dims", "meet_dim"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cells:
+    """Cells as columns; coordinates have one row per cell and one column per dim."""
+
+    have_region: Ints
+    want_region: Ints
+    have_low: Ints
+    want_low: Ints
+    width: Ints
+    size: Ints
+    """Elements of each cell."""
+    have_at: Ints
+    """How many elements of its source region come before each cell."""
+    want_at: Ints
+    """How many elements of its destination region come before each cell."""
+
+    def __len__(self) -> int:
+        return len(self.size)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Side:
+    """The runs of a dim seen from one side: which part each is of, and what comes before it."""
+
+    part: Ints
+    before: Ints
+    """Elements of the same part in earlier runs."""
+    total: Ints
+    """Elements of each part that meet anything."""
+    order: Ints
+    """The runs sorted by part."""
+    first: Ints
+    """Where the runs of each part begin in ``order``; one more entry ends the last."""
+
+    @classmethod
+    def of(cls, part: Ints, width: Ints, num_parts: int) -> _Side:
+        order = np.argsort(part, kind="stable")
+        sorted_width = width[order]
+        ends = np.cumsum(sorted_width)
+        first = np.searchsorted(part[order], np.arange(num_parts + 1))
+        edge = np.concatenate([[0], ends])[first]
+        before = np.empty_like(width)
+        before[order] = ends - sorted_width - edge[part[order]]
+        return cls(part, before, np.diff(edge), order, first)
+
+    def runs(self, part: int) -> Ints:
+        return self.order[self.first[part] : self.first[part + 1]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class DimMeet:
+    """The runs of one dim that lie in one interval of either side, in rising order."""
+
+    have_low: Ints
+    want_low: Ints
+    width: Ints
+    have: _Side
+    want: _Side
+    needed: Ints
+    """Elements of each destination part that the source should provide."""
+
+
+def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMeet:
+    """Intersect the intervals of both sides of a dim."""
+    starts, stops, parts, shift = have.starts, have.stops, have.parts, np.zeros(1, np.int64)
+    needed_widths = want.stops - want.starts
+    if segments is None:
+        shift = np.zeros(len(starts), dtype=np.int64)
+    else:
+        starts, stops, parts, shift = _moved(have, segments)
+        needed_widths = _clipped(want, segments)
+    first = np.searchsorted(want.stops, starts, side="right")
+    counts = np.maximum(np.searchsorted(want.starts, stops, side="left") - first, 0)
+    mine = np.repeat(np.arange(len(starts)), counts)
+    other = np.arange(len(mine)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    low = np.maximum(starts[mine], want.starts[other])
+    width = np.minimum(stops[mine], want.stops[other]) - low
+    needed = np.bincount(want.parts, weights=needed_widths, minlength=want.num_parts)
+    return DimMeet(
+        low - shift[mine],
+        low,
+        width,
+        _Side.of(parts[mine], width, have.num_parts),
+        _Side.of(want.parts[other], width, want.num_parts),
+        needed.astype(np.int64),
+    )
+
+
+def _moved(have: DimTable, segments: Segments) -> tuple[Ints, Ints, Ints, Ints]:
+    """The source intervals in destination coordinates, and how far each was shifted."""
+    runs = np.array(sorted(segments, key=lambda run: run[1]), dtype=np.int64).reshape(-1, 3)
+    low, high = runs[:, 0], runs[:, 0] + runs[:, 2]
+    first = np.searchsorted(have.stops, low, side="right")
+    counts = np.maximum(np.searchsorted(have.starts, high, side="left") - first, 0)
+    run = np.repeat(np.arange(len(runs)), counts)
+    at = np.arange(len(run)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    shift = (runs[:, 1] - runs[:, 0])[run]
+    starts = np.maximum(have.starts[at], low[run]) + shift
+    stops = np.minimum(have.stops[at], high[run]) + shift
+    return starts, stops, have.parts[at], shift
+
+
+def _clipped(want: DimTable, segments: Segments) -> Ints:
+    """How much of each destination interval the segments provide."""
+    found = np.zeros(len(want.starts), dtype=np.int64)
+    for _, start, length in segments:
+        common = np.minimum(want.stops, start + length) - np.maximum(want.starts, start)
+        found += np.maximum(common, 0)
+    return found
+
+
+def insert_dims(grid: Grid, at: Sequence[int]) -> Grid:
+    """The same grid with whole dims of size 1 inserted at these places."""
+    dims = list(grid.dims)
+    zero, one = np.zeros(1, np.int64), np.ones(1, np.int64)
+    for place in at:
+        dims.insert(place, DimTable(zero, one, zero, zero, ()))
+    return Grid(grid.mesh, tuple(dims), grid.free, grid.addends) if at else grid
+
+
+@dataclass(frozen=True, eq=False)
+class GridPair:
+    """Two regular layouts of one tensor, met dim by dim."""
+
+    have: Grid
+    want: Grid
+    dims: tuple[DimMeet, ...]
+
+    @cached_property
+    def wanted(self) -> Ints:
+        """Elements of each source region that the destination wants."""
+        return _outer([dim.have.total for dim in self.dims])
+
+    @cached_property
+    def provided(self) -> Ints:
+        """Elements of each destination region that the source has."""
+        return _outer([dim.want.total for dim in self.dims])
+
+    @cached_property
+    def needed(self) -> Ints:
+        """Elements of each destination region that the source should have."""
+        return _outer([dim.needed for dim in self.dims])
+
+    @property
+    def num_cells(self) -> int:
+        """How many cells there are in all."""
+        return int(np.prod([len(dim.width) for dim in self.dims], dtype=np.int64))
+
+    def cells(self, have_region: int | None = None, want_region: int | None = None) -> Cells:
+        """All cells, or those of one region; in rising order of their place in the tensor."""
+        runs = [np.arange(len(dim.width)) for dim in self.dims]
+        if have_region is not None:
+            parts = self.have.parts_of(np.array(have_region))
+            runs = [d.have.runs(int(p)) for d, p in zip(self.dims, parts, strict=True)]
+        if want_region is not None:
+            parts = self.want.parts_of(np.array(want_region))
+            runs = [d.want.runs(int(p)) for d, p in zip(self.dims, parts, strict=True)]
+        return self._product(runs)
+
+    def _product(self, runs: Sequence[Ints]) -> Cells:
+        counts = [len(run) for run in runs]
+        count = int(np.prod(counts, dtype=np.int64))
+        index = np.indices(counts).reshape(len(counts), count)
+        chosen = [run[i] for run, i in zip(runs, index, strict=True)]
+        met = list(zip(self.dims, chosen, strict=True))
+        width = _columns([dim.width[i] for dim, i in met], count)
+        return Cells(
+            _region(self.have.shape, [dim.have.part[i] for dim, i in met], count),
+            _region(self.want.shape, [dim.want.part[i] for dim, i in met], count),
+            _columns([dim.have_low[i] for dim, i in met], count),
+            _columns([dim.want_low[i] for dim, i in met], count),
+            width,
+            width.prod(axis=1),
+            _place([(dim.have, i) for dim, i in met], width),
+            _place([(dim.want, i) for dim, i in met], width),
+        )
+
+
+def _outer(per_dim: Sequence[Ints]) -> Ints:
+    product = np.ones((), dtype=np.int64)
+    for values in per_dim:
+        product = product[..., None] * values
+    return product.reshape(-1)
+
+
+def _columns(arrays: Sequence[Ints], count: int) -> Ints:
+    return np.stack(arrays, axis=1) if arrays else np.zeros((count, 0), dtype=np.int64)
+
+
+def _region(shape: Sequence[int], parts: Sequence[Ints], count: int) -> Ints:
+    region = np.zeros(count, dtype=np.int64)
+    for size, part in zip(shape, parts, strict=True):
+        region = region * size + part
+    return region
+
+
+def _place(sides: Sequence[tuple[_Side, Ints]], width: Ints) -> Ints:
+    """How many elements of its region come before each cell, cells in row-major order of runs."""
+    at = np.zeros(len(width), dtype=np.int64)
+    inner = np.ones(len(width), dtype=np.int64)
+    for dim in reversed(range(len(sides))):
+        side, runs = sides[dim]
+        at = side.before[runs] * inner + width[:, dim] * at
+        inner = inner * side.total[side.part[runs]]
+    return at

@@ -1,0 +1,349 @@
+"""Listed geometry: all cells of a stack, worked out once, whatever the layouts are.
+
+Each cell has the set of ranks that hold it and the set that wants it. Those that want it and do not
+hold it lack it, and cells with the same lacking ranks form a line that these ranks share. With a
+topology each host that lacks a cell and has a holder is served from inside; of the other hosts one
+receives from outside and passes on to one rank of each of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import CoverageError
+from reshard.listed import Listed, join_boxes, listed_of
+from reshard.plan.cells import Cells
+from reshard.plan.coverage import check_coverage, in_want_coordinates, insert_columns
+from reshard.plan.geometry import Lined, Relays
+from reshard.plan.lines import LineSet
+from reshard.plan.stacks import Stack
+from reshard.regions import Ints, addend_of
+from reshard.spec import TensorSpec
+
+__all__ = ["Addends", "ListedGeometry", "listed_geometry"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Sets:
+    """Boxes with the number of their set of ranks, and the sets."""
+
+    of_box: Ints
+    ranks: list[Ints]
+
+    @classmethod
+    def of(cls, listed: Listed) -> _Sets:
+        numbers: dict[bytes, int] = {}
+        ranks: list[Ints] = []
+        of_box = np.empty(len(listed.starts), dtype=np.int64)
+        for box in range(len(of_box)):
+            held = listed.of(box)
+            number = numbers.setdefault(held.tobytes(), len(ranks))
+            if number == len(ranks):
+                ranks.append(held)
+            of_box[box] = number
+        return cls(of_box, ranks)
+
+    def members(self) -> tuple[Ints, Ints]:
+        """Every rank of every set, and the number of the set, in rising order of ranks."""
+        ranks = np.concatenate([*self.ranks, np.zeros(0, np.int64)])
+        numbers = np.repeat(np.arange(len(self.ranks)), [len(r) for r in self.ranks])
+        order = np.argsort(ranks, kind="stable")
+        return ranks[order], numbers[order]
+
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """Which addends of the source make up one addend of the destination."""
+
+    have: tuple[int, ...]
+    want: int | None
+    """None where the destination wants the value itself."""
+
+
+def listed_geometry(
+    stack: Stack, hosts: dict[int, int] | None = None, addends: Addends | None = None
+) -> ListedGeometry:
+    """List all cells of a stack; of some addends only, if these are given."""
+    wanted = None if addends is None or addends.want is None else (addends.want,)
+    have = _of_addends(stack.have, addends and addends.have)
+    want = _of_addends(stack.want, wanted)
+    return _Builder(stack, have, want, hosts, addends).build()
+
+
+def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
+    """The boxes of a spec, with only the holders of these addends."""
+    listed = listed_of(spec.layout, spec.shape)
+    if chosen is None:
+        return listed
+    addend = addend_of(spec.layout)
+    kept = np.array([addend[int(rank)] in chosen for rank in listed.holders], dtype=bool)
+    ends = np.concatenate([[0], np.cumsum(kept)])[listed.first]
+    some = np.flatnonzero(np.diff(ends))
+    first = np.concatenate([ends[:1], ends[1:][some]])
+    return Listed(listed.starts[some], listed.stops[some], first, listed.holders[kept])
+
+
+class ListedGeometry:
+    """All cells of a stack and their lines, as columns."""
+
+    def __init__(
+        self,
+        cells: Lined,
+        senders: LineSet,
+        receivers: LineSet,
+        wanting: LineSet,
+        relays: Relays | None,
+        copies: tuple[Cells, Ints],
+        addend_holders: list[list[Ints]],
+    ) -> None:
+        self.cells = cells
+        self.senders = senders
+        self.receivers = receivers
+        self.wanting = wanting
+        self.relays = relays
+        self._copies, self._copiers = copies
+        self._addend_holders = addend_holders
+        self.num_addends = max(len(addend_holders), 1)
+
+    def sent_by(self, rank: int) -> Lined:
+        """All cells: they are listed anyway."""
+        return self.cells
+
+    def wanted_by(self, rank: int) -> Lined:
+        """All cells: they are listed anyway."""
+        return self.cells
+
+    def all(self) -> Lined:
+        """All cells that travel."""
+        return self.cells
+
+    def copied_by(self, rank: int) -> Cells:
+        """The cells that a rank both holds and wants."""
+        mine = self._copiers == rank
+        columns = (getattr(self._copies, c)[mine] for c in Cells.__dataclass_fields__)
+        return Cells(*columns)
+
+    def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
+        """The receiver where it holds the addend, else the holders in turn."""
+        sets = self._addend_holders[addend]
+        box = self.cells.cells.have_region[cells]
+        found = np.empty(len(cells), dtype=np.int64)
+        for row, (number, receiver) in enumerate(zip(box, receivers, strict=True)):
+            holders = sets[number]
+            found[row] = receiver if receiver in holders else holders[row % len(holders)]
+        return found
+
+
+class _Builder:
+    """Joins the boxes of both sides and sorts the cells into lines."""
+
+    def __init__(
+        self,
+        stack: Stack,
+        have: Listed,
+        want: Listed,
+        hosts: dict[int, int] | None,
+        addends: Addends | None,
+    ) -> None:
+        self.stack, self.have, self.want, self.hosts = stack, have, want, hosts
+        self.addends = addends if addends and len(addends.have) > 1 else None
+        self.have_sets, self.want_sets = _Sets.of(have), _Sets.of(want)
+        self.lines: dict[object, int] = {}
+        self.receivers: list[Ints] = []
+        self.wanting: list[Ints] = []
+        self.relays: list[tuple[Ints, int]] = []
+        self.sender_lines: dict[tuple[int, int | None], int] = {}
+        self.senders: list[Ints] = []
+
+    def build(self) -> ListedGeometry:
+        cells = self._cells()
+        check_coverage(self.stack, self.want, cells)
+        has, wants = self.have_sets.of_box[cells.have_region], self.want_sets.of_box[cells.want_region]
+        chosen, send, receive = self._demands(has, wants, self._common(has, wants))
+        travelling = _take(cells, chosen)
+        lined = Lined(
+            travelling,
+            send,
+            _before(send, travelling.size, len(self.senders)),
+            receive,
+            _before(receive, travelling.size, len(self.receivers)),
+        )
+        sizes = travelling.size
+        return ListedGeometry(
+            lined,
+            _line_set(self.senders, send, sizes if self.addends is None else sizes * 0),
+            _line_set(self.receivers, receive, sizes),
+            _line_set(self.wanting, receive, sizes),
+            self._relays(receive, sizes),
+            self._copies(cells, has, wants) if self.addends is None else (_take(cells, []), cells.size[:0]),
+            self._addend_holders(),
+        )
+
+    def _cells(self) -> Cells:
+        starts, stops, shift, box = in_want_coordinates(self.have, self.stack.feed)
+        want_starts = insert_columns(self.want.starts, self.stack.feed.want_insert, 0)
+        want_stops = insert_columns(self.want.stops, self.stack.feed.want_insert, 1)
+        mine, other = join_boxes(starts, stops, want_starts, want_stops)
+        low = np.maximum(starts[mine], want_starts[other])
+        width = np.minimum(stops[mine], want_stops[other]) - low
+        order = np.lexsort([*low.T[::-1]]) if low.shape[1] else np.arange(len(low))
+        zero = np.zeros(len(mine), dtype=np.int64)
+        cells = Cells(
+            box[mine], other, low - shift[mine], low, width, width.prod(axis=1), zero, zero
+        )
+        return _take(cells, order)
+
+    def _common(self, has: Ints, wants: Ints) -> dict[tuple[int, int], Ints]:
+        """The ranks that pairs of sets have in common, for pairs that have any."""
+        met = set(zip(has.tolist(), wants.tolist(), strict=True))
+        holder, have_set = self.have_sets.members()
+        wanter, want_set = self.want_sets.members()
+        first = np.searchsorted(wanter, holder, side="left")
+        counts = np.searchsorted(wanter, holder, side="right") - first
+        at = np.repeat(np.arange(len(holder)), counts)
+        other = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+        found: dict[tuple[int, int], list[int]] = {}
+        for rank, one, two in zip(holder[at], have_set[at], want_set[other], strict=True):
+            if (int(one), int(two)) in met:
+                found.setdefault((int(one), int(two)), []).append(int(rank))
+        return {pair: np.array(ranks, dtype=np.int64) for pair, ranks in found.items()}
+
+    def _demands(
+        self, has: Ints, wants: Ints, common: dict[tuple[int, int], Ints]
+    ) -> tuple[Ints, Ints, Ints]:
+        """Which cells travel, and along which line of senders and which of receivers."""
+        pairs = np.stack([has, wants], axis=1)
+        kinds, of_cell = np.unique(pairs, axis=0, return_inverse=True)
+        of_cell = of_cell.reshape(-1)
+        sends, receives, counts = [], [], []
+        for one, two in kinds.tolist():
+            demands = list(self._lines_of(one, two, common.get((one, two))))
+            counts.append(len(demands))
+            sends += [send for send, _ in demands]
+            receives += [receive for _, receive in demands]
+        many = np.array(counts, dtype=np.int64)
+        first = np.cumsum(many) - many
+        times = many[of_cell] if len(kinds) else of_cell
+        chosen = np.repeat(np.arange(len(of_cell)), times)
+        within = np.arange(len(chosen)) - np.repeat(np.cumsum(times) - times, times)
+        at = first[of_cell[chosen]] + within if len(chosen) else chosen
+        return chosen, np.array(sends, np.int64)[at], np.array(receives, np.int64)[at]
+
+    def _lines_of(self, has: int, wants: int, common: Ints | None) -> Iterator[tuple[int, int]]:
+        """The demands of one kind of cell: a line of senders and a line of receivers each."""
+        holders, wanting = self.have_sets.ranks[has], self.want_sets.ranks[wants]
+        if self.addends is not None:
+            reducers = wanting if common is None else common
+            yield self._sender_line(has, None), self._line(reducers, wanting, [])
+            return
+        lacking = wanting if common is None else np.setdiff1d(wanting, common)
+        if not len(lacking):
+            return
+        if self.hosts is None:
+            yield self._sender_line(has, None), self._line(lacking, lacking, [])
+            return
+        yield from self._lines_by_host(has, holders, lacking)
+
+    def _lines_by_host(self, has: int, holders: Ints, lacking: Ints) -> Iterator[tuple[int, int]]:
+        hosts = self.hosts or {}
+        held_at = {hosts[int(rank)] for rank in holders}
+        by_host: dict[int, list[int]] = {}
+        for rank in lacking:
+            by_host.setdefault(hosts[int(rank)], []).append(int(rank))
+        needy = [np.array(r) for host, r in sorted(by_host.items()) if host not in held_at]
+        for host, ranks in by_host.items():
+            if host in held_at:
+                local = np.array(ranks)
+                yield self._sender_line(has, host), self._line(local, local, [])
+        if needy:
+            entry = len(self.receivers) % len(needy)
+            others = needy[:entry] + needy[entry + 1 :]
+            yield self._sender_line(has, None), self._line(needy[entry], needy[entry], others)
+
+    def _line(self, receivers: Ints, wanting: Ints, others: Sequence[Ints]) -> int:
+        """The number of the line of these receivers, made at first use."""
+        key = (receivers.tobytes(), wanting.tobytes(), *sorted(o.tobytes() for o in others))
+        groups = frozenset([receivers.tobytes(), *(o.tobytes() for o in others)])
+        key = groups if others else key
+        if key not in self.lines:
+            self.lines[key] = len(self.receivers)
+            self.relays += [(ranks, len(self.receivers)) for ranks in others]
+            self.receivers.append(receivers)
+            self.wanting.append(wanting)
+        return self.lines[key]
+
+    def _sender_line(self, has: int, host: int | None) -> int:
+        if (has, host) not in self.sender_lines:
+            self.sender_lines[has, host] = len(self.senders)
+            ranks = self.have_sets.ranks[has]
+            here = [host is None or (self.hosts or {})[int(rank)] == host for rank in ranks]
+            self.senders.append(ranks[np.array(here, dtype=bool)])
+        return self.sender_lines[has, host]
+
+    def _relays(self, receive: Ints, sizes: Ints) -> Relays | None:
+        if not self.relays:
+            return None
+        parent = np.array([line for _, line in self.relays], dtype=np.int64)
+        amounts = np.bincount(receive, weights=sizes, minlength=len(self.receivers))
+        ranks = [ranks for ranks, _ in self.relays]
+        first = np.cumsum([0, *map(len, ranks)])
+        lines = LineSet(amounts.astype(np.int64)[parent], first, np.concatenate(ranks))
+        return Relays(lines, parent)
+
+    def _copies(self, cells: Cells, has: Ints, wants: Ints) -> tuple[Cells, Ints]:
+        """The cells that some rank both holds and wants, once per such rank."""
+        common = self._common(has, wants)
+        pairs = zip(has.tolist(), wants.tolist(), strict=True)
+        found = [common.get(pair) for pair in pairs]
+        counts = [0 if ranks is None else len(ranks) for ranks in found]
+        ranks = [ranks for ranks in found if ranks is not None]
+        rows = np.repeat(np.arange(len(cells)), counts)
+        return _take(cells, rows), np.concatenate([*ranks, np.zeros(0, np.int64)])
+
+    def _addend_holders(self) -> list[list[Ints]]:
+        """For each addend and each source box the ranks that hold that addend of it."""
+        if self.addends is None:
+            return []
+        addend = addend_of(self.stack.have.layout)
+        held = []
+        for number in self.addends.have:
+            boxes = (self.have.of(box) for box in range(len(self.have.starts)))
+            held.append([np.array([r for r in b if addend[int(r)] == number]) for b in boxes])
+        for number, boxes in zip(self.addends.have, held, strict=True):
+            for box, ranks in enumerate(boxes):
+                if not len(ranks):
+                    raise CoverageError(
+                        f"{self.stack.label}: no rank holds addend {number} of box "
+                        f"{_text(self.have, box)}: a lost addend cannot be rebuilt"
+                    )
+        return held
+
+
+def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:
+    index = np.array(rows, dtype=np.int64)
+    return Cells(*(getattr(cells, column)[index] for column in Cells.__dataclass_fields__))
+
+
+def _before(line: Ints, sizes: Ints, num_lines: int) -> Ints:
+    """How many elements of the same line come before each cell."""
+    order = np.argsort(line, kind="stable")
+    ends = np.cumsum(sizes[order])
+    totals = np.bincount(line, weights=sizes, minlength=num_lines).astype(np.int64)
+    base = np.cumsum(totals) - totals
+    before = np.empty_like(sizes)
+    before[order] = ends - sizes[order] - base[line[order]]
+    return before
+
+
+def _line_set(members: Sequence[Ints], line: Ints, sizes: Ints) -> LineSet:
+    amounts = np.bincount(line, weights=sizes, minlength=len(members)).astype(np.int64)
+    first = np.cumsum([0, *map(len, members)]).astype(np.int64)
+    return LineSet(amounts, first, np.concatenate([*members, np.zeros(0, np.int64)]))
+
+
+def _text(listed: Listed, box: int) -> str:
+    pairs = zip(listed.starts[box], listed.stops[box], strict=True)
+    return "[" + ", ".join(f"{low}:{high}" for low, high in pairs) + "]"

@@ -1,0 +1,320 @@
+"""Where the elements of a destination tensor come from, when names or shapes differ.
+
+    names = {
+        "layers.{i}.qkv.weight": join("layers.{i}.q.weight", "layers.{i}.k.weight", dim=0),
+        "layers.{i}.qkv.bias":   join(dim=0, source="layers.{i}.{part}.bias", q=512, k=128, v=128),
+        "layers.{i}.experts":    stack("layers.{i}.expert.{e}", dim=0),
+        "embed.weight":          take("tok_embeddings.weight", pad={0: 128512}),
+        "head.weight":           "lm_head.weight",
+    }
+
+A key names destination tensors; ``{i}`` stands for digits and means the same in the source. Names
+without an entry come from the source tensor of the same name. One source may feed several names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TypeAlias
+
+from reshard.box import Box, uncovered
+from reshard.errors import NamesError, PlanError
+from reshard.spec import TensorSpec
+
+__all__ = ["Feed", "Join", "Names", "Source", "Stacked", "Take", "feeds_of", "join", "stack", "take"]
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """One source tensor, or a part of it, perhaps padded."""
+
+    name: str
+    crop: tuple[tuple[int, tuple[int, int]], ...] = ()
+    """Dims of which only start to stop is taken."""
+    index: tuple[tuple[int, int], ...] = ()
+    """Dims of which one index is taken; the destination lacks these dims."""
+    pad: tuple[tuple[int, int], ...] = ()
+    """Dims that are longer in the destination, filled with zeros at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Several sources one after the other along a dim, or dealt in groups of so many rows."""
+
+    names: tuple[str, ...]
+    dim: int
+    rows: tuple[int, ...] | None = None
+    """How many rows of each source make one group, if the sources are interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Equal sources stacked along a new dim."""
+
+    names: tuple[str, ...]
+    dim: int
+
+
+Source: TypeAlias = str | Take | Join | Stacked
+Names: TypeAlias = Mapping[str, Source]
+
+
+def take(
+    name: str,
+    *,
+    crop: Mapping[int, tuple[int, int]] | None = None,
+    index: Mapping[int, int] | None = None,
+    pad: Mapping[int, int] | None = None,
+) -> Take:
+    """A source tensor, cropped, indexed or padded on its way.
+
+    >>> take("embed", pad={0: 128512})
+    Take(name='embed', crop=(), index=(), pad=((0, 128512),))
+    """
+    crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
+    return Take(name, crops, _items(index), _items(pad))
+
+
+def _items(mapping: Mapping[int, int] | None) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((mapping or {}).items()))
+
+
+def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Join:
+    """Sources joined along a dim, or interleaved in groups of so many rows of each.
+
+    >>> join("q", "k", dim=0)
+    Join(names=('q', 'k'), dim=0, rows=None)
+    >>> join(dim=0, source="layers.0.{part}", q=512, k=128)
+    Join(names=('layers.0.q', 'layers.0.k'), dim=0, rows=(512, 128))
+    """
+    if bool(names) == bool(rows):
+        raise PlanError('join takes names, or parts with rows such as q=512, k=128: give one kind')
+    if names:
+        return Join(names, dim)
+    if any(not isinstance(count, int) or count < 1 for count in rows.values()):
+        raise PlanError(f"join got rows {rows}: each part of a group has at least 1 row")
+    return Join(tuple(source.replace("{part}", part) for part in rows), dim, tuple(rows.values()))
+
+
+def stack(*names: str, dim: int = 0) -> Stacked:
+    """Equal sources stacked along a new dim; one name with a free ``{e}`` counts from 0."""
+    return Stacked(names, dim)
+
+
+Segments: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Runs of one dim: where each starts in the source, where in the destination, how long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One source tensor that provides a part of a destination tensor.
+
+    Both are seen with the same dims: where one side lacks a dim, a dim of size 1 is inserted.
+    """
+
+    name: str
+    moves: tuple[Segments, ...] = ()
+    """The runs of each dim; none at all where the tensor moves as it is."""
+    have_insert: tuple[int, ...] = ()
+    want_insert: tuple[int, ...] = ()
+
+
+def feeds_of(
+    name: str, want: TensorSpec, have: Mapping[str, TensorSpec], names: Names
+) -> tuple[list[Feed], tuple[Box, ...]] | list[str]:
+    """The feeds of a destination tensor and the boxes left to zeros, or the names that lack."""
+    source, captured = _match(name, names)
+    match source:
+        case Join():
+            needed = [_fill_in(part, captured) for part in source.names]
+        case Stacked():
+            needed = list(_stacked_names(source, want, captured))
+        case _:
+            source = take(source) if isinstance(source, str) else source
+            needed = [_fill_in(source.name, captured)]
+    missing = [part for part in needed if part not in have]
+    if missing:
+        return missing
+    specs = [have[part] for part in needed]
+    feeds = list(_feeds(name, want, source, needed, specs))
+    return feeds, _unfed(name, want, source, feeds)
+
+
+def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
+    if name in names:
+        return names[name], {}
+    for pattern, source in names.items():
+        found = _regex(pattern).fullmatch(name) if "{" in pattern else None
+        if found:
+            return source, found.groupdict()
+    return name, {}
+
+
+def _regex(pattern: str) -> re.Pattern[str]:
+    parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern)
+    texts = (re.escape(p) if i % 2 == 0 else rf"(?P<{p}>\d+)" for i, p in enumerate(parts))
+    return re.compile("".join(texts))
+
+
+def _fill_in(template: str, captured: Mapping[str, str]) -> str:
+    for key, value in captured.items():
+        template = template.replace("{" + key + "}", value)
+    return template
+
+
+def _stacked_names(
+    source: Stacked, want: TensorSpec, captured: Mapping[str, str]
+) -> Iterator[str]:
+    names = [_fill_in(part, captured) for part in source.names]
+    free = re.search(r"\{[A-Za-z_]\w*\}", names[0]) if len(names) == 1 else None
+    if free is None:
+        yield from names
+        return
+    for number in range(want.shape[source.dim] if source.dim < len(want.shape) else 0):
+        yield names[0].replace(free[0], str(number))
+
+
+def _feeds(
+    name: str, want: TensorSpec, source: Source, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    match source:
+        case Join(rows=None):
+            yield from _joined(name, want, source, names, specs)
+        case Join():
+            yield from _interleaved(name, want, source, names, specs)
+        case Stacked():
+            yield from _stacked(name, want, source, names, specs)
+        case Take():
+            yield _taken(name, want, source, names[0], specs[0])
+
+
+def _whole(shape: Sequence[int]) -> tuple[Segments, ...]:
+    return tuple(((0, 0, size),) for size in shape)
+
+
+def _with(moves: tuple[Segments, ...], dim: int, segments: Segments) -> tuple[Segments, ...]:
+    return moves[:dim] + (segments,) + moves[dim + 1 :]
+
+
+def _joined(
+    name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    _check_others(name, want, source.dim, names, specs)
+    lengths = [spec.shape[source.dim] for spec in specs]
+    if sum(lengths) != want.shape[source.dim]:
+        raise PlanError(
+            f'"{name}" has {want.shape[source.dim]} in dim {source.dim} and the {len(names)} '
+            f"sources joined there have {sum(lengths)} ({' + '.join(map(str, lengths))}): "
+            "make them equal"
+        )
+    for part, length, start in zip(names, lengths, accumulate(lengths, initial=0), strict=False):
+        yield Feed(part, _with(_whole(want.shape), source.dim, ((0, start, length),)))
+
+
+def _interleaved(
+    name: str, want: TensorSpec, source: Join, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    _check_others(name, want, source.dim, names, specs)
+    rows = source.rows or ()
+    group, total = sum(rows), want.shape[source.dim]
+    num = total // group
+    for part, spec, count in zip(names, specs, rows, strict=True):
+        if spec.shape[source.dim] != num * count or num * group != total:
+            raise PlanError(
+                f'"{name}" has {total} in dim {source.dim}, that is {total / group:g} groups of '
+                f'{group}, and "{part}" has {spec.shape[source.dim]}, that is '
+                f"{spec.shape[source.dim] / count:g} groups of {count}: make them equal"
+            )
+    for part, count, start in zip(names, rows, accumulate(rows, initial=0), strict=False):
+        runs = tuple((g * count, g * group + start, count) for g in range(num))
+        yield Feed(part, _with(_whole(want.shape), source.dim, runs))
+
+
+def _stacked(
+    name: str, want: TensorSpec, source: Stacked, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> Iterator[Feed]:
+    dim = source.dim
+    if not 0 <= dim < len(want.shape) or want.shape[dim] != len(names):
+        raise PlanError(
+            f'"{name}" has shape {want.shape} and {len(names)} sources are stacked in dim {dim}: '
+            "that dim must be as long as there are sources"
+        )
+    inner = want.shape[:dim] + want.shape[dim + 1 :]
+    for number, (part, spec) in enumerate(zip(names, specs, strict=True)):
+        if spec.shape != inner:
+            raise PlanError(
+                f'"{part}" has shape {spec.shape} and a slice of "{name}" has {inner}: '
+                "only equal shapes can be stacked"
+            )
+        yield Feed(part, _with(_whole(want.shape), dim, ((0, number, 1),)), have_insert=(dim,))
+
+
+def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpec) -> Feed:
+    ranges = {dim: (0, size) for dim, size in enumerate(spec.shape)}
+    for dim, limits in [*source.crop, *((dim, (at, at + 1)) for dim, at in source.index)]:
+        if dim not in ranges or not 0 <= limits[0] <= limits[1] <= spec.shape[dim]:
+            raise PlanError(
+                f'"{name}" takes {limits[0]} to {limits[1]} of dim {dim} of "{part}", which has '
+                f"shape {spec.shape}: stay inside it"
+            )
+        ranges[dim] = limits
+    inserted = tuple(dim for dim, _ in source.index)
+    moves = tuple(((low, 0, high - low),) for low, high in ranges.values())
+    found = tuple(high - low for dim, (low, high) in ranges.items() if dim not in inserted)
+    padded = dict(source.pad)
+    fits = len(found) == len(want.shape) and all(
+        size == padded.get(dim, had) and size >= had
+        for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
+    )
+    if not fits:
+        raise PlanError(
+            f'"{part}" gives shape {found} and "{name}" wants {want.shape}: shapes must agree; '
+            'try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})'
+        )
+    plain = spec.shape == want.shape and not inserted and not source.crop
+    return Feed(part, () if plain else moves, want_insert=inserted)
+
+
+def _check_others(
+    name: str, want: TensorSpec, dim: int, names: Sequence[str], specs: Sequence[TensorSpec]
+) -> None:
+    for part, spec in zip(names, specs, strict=True):
+        others = spec.shape[:dim] + spec.shape[dim + 1 :]
+        if not 0 <= dim < len(want.shape) or others != want.shape[:dim] + want.shape[dim + 1 :]:
+            raise PlanError(
+                f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
+                f"tensors joined in dim {dim} agree in every other dim"
+            )
+
+
+def _unfed(name: str, want: TensorSpec, source: Source, feeds: Sequence[Feed]) -> tuple[Box, ...]:
+    """The boxes of a padded destination that no source fills."""
+    if not isinstance(source, Take) or not source.pad:
+        return ()
+    kept = [m for dim, m in enumerate(feeds[0].moves) if dim not in feeds[0].want_insert]
+    fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))
+    return uncovered(Box.whole(want.shape), [fed])
+
+
+def missing_names(
+    lacking: Mapping[str, Sequence[str]], unused: Sequence[str], num_have: int, num_want: int
+) -> NamesError:
+    """One error that lists what lacks on both sides."""
+    lines = []
+    if lacking:
+        named = [
+            f'"{name}"' if list(parts) == [name] else f'"{name}" (needs {", ".join(parts[:3])})'
+            for name, parts in lacking.items()
+        ]
+        lines.append(f"{len(named)} of {num_want} wanted have no source: {_some(named)}")
+    if unused:
+        quoted = [f'"{name}"' for name in unused]
+        lines.append(f"{len(unused)} of {num_have} source names are not wanted: {_some(quoted)}")
+    return NamesError("; ".join(lines) + "; give names={...} or strict=False")
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -1,0 +1,186 @@
+"""One rank's part of a plan: what it sends, receives and copies, round by round.
+
+Rows stay integer columns until somebody looks; a step is one row of one round and one tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.box import Box, flat_range
+from reshard.plan.flow import Flow, Transfers
+from reshard.plan.rounds import Slot, slice_edges
+from reshard.plan.stacks import Fill
+from reshard.regions import Ints
+
+__all__ = ["RankPlan", "RankRound", "Step", "Steps"]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A box of one tensor that goes from one rank to another in one round."""
+
+    round: int
+    name: str
+    """The destination tensor."""
+    box: Box
+    """The box in the destination tensor."""
+    source: int
+    destination: int
+    num_bytes: int
+    """Bytes on the wire."""
+    hop: int
+    """0: read from the source tensor; 1 or more: from the destination tensor of the sender."""
+    addend: int
+    """Which addend of a pending reduction it carries; -1 where nothing is added up."""
+    have_name: str
+    """The source tensor."""
+    have_box: Box
+    """The same box in the source tensor."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Rows:
+    """Some rows of one flow, and when that flow moves."""
+
+    flow: Flow
+    slot: Slot
+    transfers: Transfers
+
+    def units(self) -> Ints:
+        """Slices end between whole parts of this many elements."""
+        return self.flow.units(self.transfers.cells, self.slot.unit)[self.transfers.runs.cell]
+
+    def rounds(self) -> range:
+        """The rounds in which these rows move."""
+        first = self.slot.first + self.transfers.hop
+        return range(first, first + self.slot.slices)
+
+    def of_round(self, number: int) -> tuple[Ints, Ints, Ints]:
+        """The rows that move in a round, and where the run of each starts and stops."""
+        if number not in self.rounds():
+            none = np.zeros(0, dtype=np.int64)
+            return none, none, none
+        runs, part = self.transfers.runs, number - self.rounds().start
+        units = self.units()
+        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
+        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
+        kept = np.flatnonzero(low < high)
+        return kept, low[kept], high[kept]
+
+    def steps(self, number: int) -> Iterator[Step]:
+        """The steps of one round, in the order they have in a message."""
+        for row, low, high in zip(*self.of_round(number), strict=True):
+            yield from self._steps(number, int(row), int(low), int(high))
+
+    def _steps(self, number: int, row: int, low: int, high: int) -> Iterator[Step]:
+        rows, stack = self.transfers, self.flow.stack
+        cell = rows.runs.cell[row]
+        width = tuple(map(int, rows.cells.width[cell]))
+        size = int(rows.cells.size[cell])
+        have_low, want_low = rows.cells.have_low[cell], rows.cells.want_low[cell]
+        for tensor in range(low // size, -(-high // size)):
+            at = tensor * size
+            for part in flat_range(width, max(low - at, 0), min(high - at, size)):
+                have_name, name = stack.names[tensor]
+                yield Step(
+                    number,
+                    name,
+                    _without(part.shift(want_low), stack.feed.want_insert),
+                    int(rows.source[row]),
+                    int(rows.destination[row]),
+                    part.size * stack.itemsize,
+                    rows.hop,
+                    rows.addend,
+                    have_name,
+                    _without(part.shift(have_low), stack.feed.have_insert),
+                )
+
+
+def _without(box: Box, dims: Sequence[int]) -> Box:
+    """The box without inserted dims."""
+    kept = [dim for dim in range(len(box.start)) if dim not in dims]
+    return Box(tuple(box.start[d] for d in kept), tuple(box.stop[d] for d in kept))
+
+
+class Steps(Sequence[Step]):
+    """Steps that are made when looked at; ``num_rows`` says how many rows stand behind them."""
+
+    def __init__(self, rows: Sequence[Rows]) -> None:
+        self.rows = [one for one in rows if len(one.transfers)]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the plan; each may be several steps."""
+        return sum(len(one.transfers) for one in self.rows)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all steps."""
+        return sum(int(one.transfers.sizes.sum()) * one.flow.stack.itemsize for one in self.rows)
+
+    def of_round(self, number: int) -> list[Step]:
+        """The steps of one round."""
+        return [step for one in self.rows for step in one.steps(number)]
+
+    def __iter__(self) -> Iterator[Step]:
+        rounds = sorted({number for one in self.rows for number in one.rounds()})
+        return (step for number in rounds for step in self.of_round(number))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __getitem__(self, index):  # type: ignore[no-untyped-def]
+        return list(self)[index]
+
+
+@dataclass(frozen=True, slots=True)
+class RankRound:
+    """What one rank does in one round."""
+
+    sends: list[Step]
+    receives: list[Step]
+    copies: list[Step]
+
+
+@dataclass(frozen=True, eq=False)
+class RankPlan:
+    """What one rank does; derived without the other ranks."""
+
+    rank: int
+    sends: Steps
+    """What it sends, to others."""
+    receives: Steps
+    """What it receives from others."""
+    copies: Steps
+    """What it copies from its own source tensor, and addends it holds itself."""
+    fills: tuple[Fill, ...]
+    """Boxes of its destination tensors that become zeros."""
+
+    @classmethod
+    def of(
+        cls, rank: int, flows: Sequence[Flow], slots: Sequence[Slot], fills: Sequence[Fill]
+    ) -> RankPlan:
+        """Collect the rows of a rank from all flows."""
+        sends, receives, copies = [], [], []
+        for flow, slot in zip(flows, slots, strict=True):
+            for transfers in flow.for_rank(rank):
+                if not len(transfers):
+                    continue
+                mine = transfers.source == rank
+                theirs = transfers.destination == rank
+                for kind, mask in ((sends, mine & ~theirs), (receives, theirs & ~mine), (copies, mine & theirs)):
+                    rows = np.flatnonzero(mask)
+                    if len(rows):
+                        kind.append(Rows(flow, slot, transfers.take(rows)))
+        here = tuple(fill for fill in fills if fill.spec.layout.holds(rank) is not None)
+        return cls(rank, Steps(sends), Steps(receives), Steps(copies), here)
+
+    def round(self, number: int) -> RankRound:
+        """What the rank does in one round."""
+        return RankRound(
+            self.sends.of_round(number), self.receives.of_round(number), self.copies.of_round(number)
+        )

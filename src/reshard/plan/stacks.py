@@ -1,0 +1,113 @@
+"""Tensors that move alike are planned once: a stack has one more leading dim, the tensors.
+
+A model has hundreds of tensors and about ten ways to move one. All tensors with the same shapes,
+dtypes and layouts on both sides form a stack, and whatever is worked out holds for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from reshard.box import Box
+from reshard.dtypes import itemsize, wire_dtype
+from reshard.errors import PlanError
+from reshard.plan.names import Feed, Names, feeds_of, missing_names
+from reshard.spec import TensorSpec
+
+__all__ = ["Fill", "Stack", "stacks_of"]
+
+
+@dataclass(frozen=True, eq=False)
+class Stack:
+    """Tensors that are cut alike on both sides, and how the one side's dims map to the other's."""
+
+    have: TensorSpec
+    want: TensorSpec
+    feed: Feed
+    names: list[tuple[str, str]] = field(default_factory=list)
+    """The source and the destination name of each tensor of the stack."""
+
+    @property
+    def wire_dtype(self) -> str:
+        """The dtype that travels."""
+        return wire_dtype(self.have.dtype, self.want.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element on the wire."""
+        return itemsize(self.wire_dtype)
+
+    @property
+    def label(self) -> str:
+        """A name for messages: the first tensor's, and how many more there are."""
+        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
+        return f'"{self.names[0][1]}"{more}'
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A box of a destination tensor that no source fills; it becomes zeros."""
+
+    name: str
+    spec: TensorSpec
+    box: Box
+
+
+def stacks_of(
+    have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], names: Names, strict: bool
+) -> tuple[list[Stack], list[Fill]]:
+    """Group the tensors of two state dicts into stacks, in the order of the wanted names."""
+    stacks: dict[tuple[object, ...], Stack] = {}
+    fills: list[Fill] = []
+    lacking: dict[str, list[str]] = {}
+    used: set[str] = set()
+    for name, spec in want.items():
+        plain = have.get(name) if not names else None
+        if plain is not None and plain.shape == spec.shape:
+            used.add(name)
+            _add(stacks, plain, spec, Feed(name), name)
+            continue
+        found = feeds_of(name, spec, have, names)
+        if isinstance(found, list):
+            lacking[name] = found
+            continue
+        feeds, boxes = found
+        fills += [Fill(name, spec, box) for box in boxes]
+        for feed in feeds:
+            used.add(feed.name)
+            _add(stacks, have[feed.name], spec, feed, name)
+    unused = [name for name in have if name not in used]
+    if strict and (lacking or unused):
+        raise missing_names(lacking, unused, len(have), len(want))
+    for stack in stacks.values():
+        _check_reduce(stack)
+    return list(stacks.values()), fills
+
+
+def _add(
+    stacks: dict[tuple[object, ...], Stack],
+    have: TensorSpec,
+    want: TensorSpec,
+    feed: Feed,
+    name: str,
+) -> None:
+    key = (
+        have.shape, have.dtype, have.layout, want.shape, want.dtype, want.layout,
+        feed.moves, feed.have_insert, feed.want_insert,
+    )  # fmt: skip
+    stack = stacks.get(key)
+    if stack is None:
+        stack = stacks[key] = Stack(have, want, feed)
+    stack.names.append((feed.name, name))
+
+
+def _check_reduce(stack: Stack) -> None:
+    """A destination may keep a reduction pending only if the source has the same one."""
+    had, wanted = stack.have.layout.reduce, stack.want.layout.reduce
+    if wanted and (had is None or had[0] != wanted[0]):
+        raise PlanError(
+            f'{stack.label}: the destination "{stack.want.layout}" has a pending {wanted[0]} and '
+            f'the source "{stack.have.layout}" has {f"a pending {had[0]}" if had else "none"}: '
+            "take it out of the destination"
+        )

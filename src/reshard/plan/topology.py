@@ -1,0 +1,133 @@
+"""A topology says which ranks share a host and how fast the links are: how long will a move take?
+
+    ranks_per_host = 8
+    [inside]                  # between ranks of one host
+    bandwidth = "400GB"       # bytes per second and rank
+    latency = 5e-6            # seconds per message
+    [between]                 # between hosts
+    bandwidth = "50GB"        # bytes per second and host, each way
+    latency = 2e-5
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.bytesize import parse_bytes
+from reshard.errors import SizeError, TopologyError
+
+__all__ = ["Link", "Topology"]
+
+MAX_FILE = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Bytes per second and seconds per message."""
+
+    bandwidth: float
+    latency: float = 0.0
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Hosts and links.
+
+    >>> topology = Topology(ranks_per_host=8)
+    >>> topology.host_of(9), topology.between.bandwidth
+    (1, 50000000000.0)
+    """
+
+    ranks_per_host: int = 8
+    hosts: tuple[tuple[int, ...], ...] = ()
+    """The ranks of each host, where they do not simply count up."""
+    inside: Link = Link(400e9, 5e-6)
+    between: Link = Link(50e9, 2e-5)
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_host < 1:
+            raise TopologyError(f"ranks_per_host is {self.ranks_per_host}: a host has at least 1")
+        seen: set[int] = set()
+        for rank in (rank for host in self.hosts for rank in host):
+            if rank in seen or rank < 0:
+                raise TopologyError(f"rank {rank} is on two hosts or negative: name each once")
+            seen.add(rank)
+        for link in (self.inside, self.between):
+            if not link.bandwidth > 0 or link.latency < 0:
+                raise TopologyError(f"{link}: a bandwidth is positive, a latency not negative")
+
+    def host_of(self, rank: int) -> int:
+        """The number of the host a rank is on."""
+        return self.hosts_of([rank])[rank]
+
+    def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
+        """The host of each of these ranks."""
+        if not self.hosts:
+            return {rank: rank // self.ranks_per_host for rank in ranks}
+        where = {rank: number for number, host in enumerate(self.hosts) for rank in host}
+        missing = [rank for rank in ranks if rank not in where]
+        if missing:
+            raise TopologyError(f"rank {missing[0]} is on no host of the topology: add it")
+        return {rank: where[rank] for rank in ranks}
+
+    @classmethod
+    def load(cls, path: str | Path) -> Topology:
+        """Read a topology file."""
+        try:
+            data = Path(path).read_bytes()
+            if len(data) > MAX_FILE:
+                raise TopologyError(f"{path} has {len(data)} bytes: at most {MAX_FILE} work")
+            return cls.from_dict(tomllib.loads(data.decode()), str(path))
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise TopologyError(f"topology {path} cannot be read: {error}") from None
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "topology") -> Topology:
+        """Read plain data, such as a parsed TOML file."""
+        unknown = set(data) - {"ranks_per_host", "hosts", "inside", "between"}
+        if unknown:
+            raise TopologyError(
+                f'{where}: "{min(unknown)}" is not known: use ranks_per_host, hosts, inside, between'
+            )
+        per_host = data.get("ranks_per_host", 8)
+        hosts = data.get("hosts", [])
+        if not isinstance(per_host, int) or not _are_hosts(hosts):
+            raise TopologyError(f"{where}: ranks_per_host is a number, hosts a list of rank lists")
+        return cls(
+            per_host,
+            tuple(tuple(host) for host in hosts),
+            _link(data.get("inside"), cls.inside, f"{where}: [inside]"),
+            _link(data.get("between"), cls.between, f"{where}: [between]"),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The topology as plain data."""
+        return {
+            "ranks_per_host": self.ranks_per_host,
+            "hosts": [list(host) for host in self.hosts],
+            "inside": {"bandwidth": self.inside.bandwidth, "latency": self.inside.latency},
+            "between": {"bandwidth": self.between.bandwidth, "latency": self.between.latency},
+        }
+
+
+def _are_hosts(hosts: object) -> bool:
+    return isinstance(hosts, list) and all(
+        isinstance(host, list) and all(isinstance(rank, int) for rank in host) for host in hosts
+    )
+
+
+def _link(data: object, default: Link, where: str) -> Link:
+    if data is None:
+        return default
+    if not isinstance(data, dict) or set(data) - {"bandwidth", "latency"}:
+        raise TopologyError(f"{where} has bandwidth and latency, and found {data}")
+    try:
+        speed = data.get("bandwidth", default.bandwidth)
+        speed = float(parse_bytes(speed)) if isinstance(speed, str) else float(speed)
+        return Link(speed, float(data.get("latency", default.latency)))
+    except (SizeError, TypeError, ValueError) as error:
+        raise TopologyError(f"{where}: {error}") from None
