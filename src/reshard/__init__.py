@@ -1,0 +1,64 @@
+"""Say how a tensor is cut over ranks, say how you want it cut, and reshard moves it.
+
+    >>> import reshard as rs
+    >>> have = rs.Layout(rs.Mesh(dp=2, tp=4), "(dp tp) -")
+    >>> want = rs.Layout(rs.Mesh(tp=2, ranks=[8, 9]), "- tp")
+    >>> plan = rs.plan(have, want, shape=(8192, 4096), dtype="bfloat16")
+    >>> plan.summary().wire_bytes == plan.summary().lower_bound_bytes == 8192 * 4096 * 2
+    True
+
+Names load when first used: importing reshard imports neither torch nor numpy.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+_HOMES = {
+    "Box": "box",
+    "Layout": "layout",
+    "Mesh": "mesh",
+    "Plan": "planning.plan",
+    "Rules": "rules",
+    "SimulationReport": "run.simulate",
+    "Summary": "planning.summary",
+    "TensorSpec": "spec",
+    "Topology": "planning.topology",
+    "flat_bucket": "bucket",
+    "join": "planning.names",
+    "plan": "planning.plan",
+    "simulate": "run.simulate",
+    "stack": "planning.names",
+    "take": "planning.names",
+}
+_ERRORS = (
+    "BoxError", "CoverageError", "FormatError", "LayoutError", "MemoryCapError", "MeshError",
+    "NamesError", "NotationError", "PlanError", "ProofError", "ReshardError", "RulesError",
+    "SizeError", "TopologyError",
+)  # fmt: skip
+_HOMES |= dict.fromkeys(_ERRORS, "errors")
+
+__all__ = [*sorted(_HOMES)]  # noqa: PLE0604
+
+
+def __getattr__(name: str) -> object:
+    if name == "__version__":
+        return _version()
+    if name not in _HOMES:
+        raise AttributeError(f"module 'reshard' has no attribute '{name}'")
+    value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version("reshard")
+    except PackageNotFoundError:
+        return "0.0.0+unknown"
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -9,9 +9,9 @@ import numpy as np
 from reshard.box import Box, uncovered
 from reshard.errors import CoverageError
 from reshard.listed import Listed, listed_of
-from reshard.plan.cells import Cells
-from reshard.plan.names import Feed
-from reshard.plan.stacks import Stack
+from reshard.planning.cells import Cells
+from reshard.planning.names import Feed
+from reshard.planning.stacks import Stack
 from reshard.regions import Ints
 
 __all__ = ["check_coverage", "in_want_coordinates", "insert_columns", "raise_uncovered"]

@@ -19,7 +19,7 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.plan.names import Segments
+from reshard.planning.names import Segments
 from reshard.regions import DimTable, Grid, Ints
 
 __all__ = ["Cells", "DimMeet", "GridPair", "insert_dims", "meet_dim"]
@@ -85,6 +85,17 @@ class DimMeet:
     want: _Side
     needed: Ints
     """Elements of each destination part that the source should provide."""
+
+
+    def common(self, have_part: Ints, want_part: Ints) -> Ints:
+        """How many elements pairs of parts have in common."""
+        num = len(self.want.total)
+        keys, inverse = np.unique(self.have.part * num + self.want.part, return_inverse=True)
+        widths = np.append(np.bincount(inverse, weights=self.width).astype(np.int64), 0)
+        wanted = have_part * num + want_part
+        at = np.searchsorted(keys, wanted)
+        found: Ints = np.where(np.append(keys, -1)[at] == wanted, widths[at], 0)
+        return found
 
 
 def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMeet:
@@ -172,6 +183,19 @@ class GridPair:
     def num_cells(self) -> int:
         """How many cells there are in all."""
         return int(np.prod([len(dim.width) for dim in self.dims], dtype=np.int64))
+
+    def common_elements(self) -> int:
+        """Elements that ranks of both meshes both hold and want."""
+        ranks, mine, theirs = np.intersect1d(
+            self.have.ranks, self.want.ranks, assume_unique=True, return_indices=True
+        )
+        have, want = self.have.region_at[mine], self.want.region_at[theirs]
+        both = np.flatnonzero((have >= 0) & (want >= 0))
+        elements = np.ones(len(both), dtype=np.int64)
+        parts = (self.have.parts_of(have[both]), self.want.parts_of(want[both]))
+        for dim, one, other in zip(self.dims, *parts, strict=True):
+            elements *= dim.common(one, other)
+        return int(elements.sum())
 
     def cells(self, have_region: int | None = None, want_region: int | None = None) -> Cells:
         """All cells, or those of one region; in rising order of their place in the tensor."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from reshard.box import Box
 from reshard.dtypes import itemsize, wire_dtype
 from reshard.errors import PlanError
-from reshard.plan.names import Feed, Names, feeds_of, missing_names
+from reshard.planning.names import Feed, Names, feeds_of, missing_names
 from reshard.spec import TensorSpec
 
 __all__ = ["Fill", "Stack", "stacks_of"]

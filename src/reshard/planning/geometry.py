@@ -12,8 +12,8 @@ from typing import Protocol
 
 import numpy as np
 
-from reshard.plan.cells import Cells
-from reshard.plan.lines import LineSet
+from reshard.planning.cells import Cells
+from reshard.planning.lines import LineSet
 from reshard.regions import Ints
 
 __all__ = ["Geometry", "Lined", "Relays", "concatenate_cells"]
@@ -67,6 +67,9 @@ class Geometry(Protocol):
 
     def copied_by(self, rank: int) -> Cells:
         """The cells that a rank both holds and wants."""
+
+    def copied_elements(self) -> int:
+        """Elements of one tensor that ranks both hold and want, once per such rank."""
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver; the receiver itself if it holds it."""

@@ -8,10 +8,10 @@ from itertools import product
 
 import numpy as np
 
-from reshard.plan.cells import Cells, GridPair, insert_dims, meet_dim
-from reshard.plan.geometry import Lined, Relays, concatenate_cells
-from reshard.plan.lines import LineSet
-from reshard.plan.stacks import Stack
+from reshard.planning.cells import Cells, GridPair, insert_dims, meet_dim
+from reshard.planning.geometry import Lined, Relays, concatenate_cells
+from reshard.planning.lines import LineSet
+from reshard.planning.stacks import Stack
 from reshard.regions import Grid, Ints, grids_of
 
 __all__ = ["OpenGeometry", "open_geometry", "pairs_of"]
@@ -24,10 +24,9 @@ def pairs_of(stack: Stack) -> list[GridPair] | None:
     if have is None or want is None:
         return None
     feed = stack.feed
-    return [
-        _pair(insert_dims(one, feed.have_insert), insert_dims(other, feed.want_insert), feed.moves)
-        for one, other in product(have, want)
-    ]
+    sources = [insert_dims(grid, feed.have_insert) for grid in have]
+    targets = [insert_dims(grid, feed.want_insert) for grid in want]
+    return [_pair(one, other, feed.moves) for one, other in product(sources, targets)]
 
 
 def _pair(have: Grid, want: Grid, moves: Sequence[object]) -> GridPair:
@@ -86,9 +85,8 @@ class OpenGeometry:
         provided: dict[int, Ints] = {}
         needed: dict[int, Ints] = {}
         for pair in self.pairs:
-            key = id(pair.want.dims[0].starts) if pair.want.dims else 0
-            provided[key] = provided.get(key, 0) + pair.provided
-            needed[key] = pair.needed
+            provided[id(pair.want)] = provided.get(id(pair.want), 0) + pair.provided
+            needed[id(pair.want)] = pair.needed
         return all(bool((provided[key] == needed[key]).all()) for key in needed)
 
     def cells_per_rank(self) -> tuple[int, int]:
@@ -117,6 +115,10 @@ class OpenGeometry:
         empty = np.zeros(0, dtype=np.int64)
         flat = np.zeros((0, len(self.pairs[0].dims)), dtype=np.int64)
         return Cells(empty, empty, flat, flat, flat, empty, empty, empty)
+
+    def copied_elements(self) -> int:
+        """Elements of one tensor that ranks both hold and want."""
+        return sum(pair.common_elements() for pair in self.pairs)
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Nothing is added up here."""

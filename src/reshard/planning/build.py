@@ -7,19 +7,19 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.plan.balance import balance
-from reshard.plan.coverage import raise_uncovered
-from reshard.plan.flow import Flow
-from reshard.plan.geometry import Geometry
-from reshard.plan.lines import LineSet, Slots
-from reshard.plan.listed_geometry import Addends, ListedGeometry, listed_geometry
-from reshard.plan.open_geometry import OpenGeometry, open_geometry
-from reshard.plan.rounds import Load
-from reshard.plan.stacks import Stack
-from reshard.plan.topology import Topology
+from reshard.planning.balance import balance
+from reshard.planning.coverage import raise_uncovered
+from reshard.planning.flow import Flow
+from reshard.planning.geometry import Geometry
+from reshard.planning.lines import LineSet, Slots
+from reshard.planning.listed_geometry import Addends, listed_geometry
+from reshard.planning.open_geometry import OpenGeometry, open_geometry
+from reshard.planning.rounds import Load, Uses
+from reshard.planning.stacks import Stack
+from reshard.planning.topology import Topology
 from reshard.regions import Ints, addend_of, num_addends
 
-__all__ = ["flows_of", "loads_of", "world_of"]
+__all__ = ["flows_of", "load_of", "world_of"]
 
 SMALL = 64 * 1024
 """Bytes below which cutting a transfer costs more than it balances."""
@@ -32,10 +32,17 @@ def world_of(stacks: Sequence[Stack]) -> Ints:
     return np.unique(np.concatenate([*ranks, np.zeros(0, np.int64)]))
 
 
-def flows_of(stacks: Sequence[Stack], world: Ints, topology: Topology | None) -> list[Flow]:
-    """The flows of all stacks, with the work shared over all of them together."""
+def flows_of(
+    stacks: Sequence[Stack], world: Ints, topology: Topology | None, listed: bool
+) -> list[Flow]:
+    """The flows of all stacks, with the work shared over all of them together.
+
+    With ``listed`` all cells are listed, also where a rank could do without.
+    """
     hosts = topology.hosts_of(map(int, world)) if topology else None
-    parts = [(stack, geometry) for stack in stacks for geometry in _geometries(stack, hosts)]
+    parts = [
+        (stack, geometry) for stack in stacks for geometry in _geometries(stack, hosts, listed)
+    ]
     grain = _grain(parts)
     sending = _share([(s, g.senders) for s, g in parts], world, grain)
     receiving = _share([(s, g.receivers) for s, g in parts], world, grain)
@@ -54,10 +61,10 @@ def flows_of(stacks: Sequence[Stack], world: Ints, topology: Topology | None) ->
     ]
 
 
-def _geometries(stack: Stack, hosts: dict[int, int] | None) -> list[Geometry]:
+def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
     if stack.have.layout.reduce is not None:
         return [listed_geometry(stack, hosts, addends) for addends in _addends(stack)]
-    geometry = open_geometry(stack) if hosts is None else None
+    geometry = open_geometry(stack) if hosts is None and not listed else None
     if geometry is None:
         return [listed_geometry(stack, hosts)]
     if not geometry.covered:
@@ -118,63 +125,68 @@ def _share(
     ]
 
 
-def loads_of(flows: Sequence[Flow], world: Ints) -> list[Load]:
-    """What each flow makes every rank stage."""
-    return [
-        _open_load(flow, world)
-        if isinstance(flow.geometry, OpenGeometry)
-        else _listed_load(flow, world)
-        for flow in flows
-    ]
-
-
-def _listed_load(flow: Flow, world: Ints) -> Load:
-    """Count every row of every rank."""
-    staged = np.zeros(len(world), dtype=np.int64)
-    rows = np.zeros(len(world), dtype=np.int64)
-    hops = longest = 0
-    for transfers in flow.everything():
-        moved = np.flatnonzero(transfers.source != transfers.destination)
-        sizes = transfers.sizes[moved]
-        for ranks in (transfers.source[moved], transfers.destination[moved]):
-            place = np.searchsorted(world, ranks)
-            np.add.at(staged, place, sizes * flow.stack.itemsize)
-            np.add.at(rows, place, 1)
-        if len(moved):
-            hops, longest = max(hops, transfers.hop), max(longest, int(sizes.max()))
-    extra = _accumulated(flow, world, rows)
+def load_of(flow: Flow, world: Ints) -> Load:
+    """What a flow makes every rank stage."""
+    if isinstance(flow.geometry, OpenGeometry):
+        return _open_load(flow, world)
+    uses, hops, longest = _uses(flow, world)
+    staged = np.bincount(uses.rank, weights=uses.num_bytes, minlength=len(world))
+    rows = np.bincount(uses.rank, weights=uses.elements, minlength=len(world))
     return Load(
-        flow.stack.label, staged + extra, int(rows.max(initial=0)), flow.stack.itemsize, hops, longest
+        flow.stack.label,
+        staged.astype(np.int64),
+        int(rows.max(initial=0)),
+        flow.stack.itemsize,
+        hops,
+        longest,
+        uses,
     )
 
 
-def _accumulated(flow: Flow, world: Ints, rows: Ints) -> Ints:
-    """Bytes in which reducers add up; each counts as further rows."""
-    staged = np.zeros(len(world), dtype=np.int64)
-    if flow.geometry.num_addends == 1:
-        return staged
-    first = next(flow.everything())
-    place = np.searchsorted(world, first.destination)
-    times = flow.accumulator_itemsize // flow.stack.itemsize or 1
-    np.add.at(staged, place, first.sizes * flow.accumulator_itemsize)
-    np.add.at(rows, place, times)
-    return staged
+def _uses(flow: Flow, world: Ints) -> tuple[Uses, int, int]:
+    """Both ends of every row of every rank, the number of hops and the longest row."""
+    ranks, parts, sizes, elements = [], [], [], []
+    hops = longest = 0
+    for transfers in flow.everything():
+        moved = np.flatnonzero(transfers.source != transfers.destination)
+        if not len(moved):
+            continue
+        size = transfers.sizes[moved]
+        for end in (transfers.source[moved], transfers.destination[moved]):
+            ranks.append(end)
+            parts.append(transfers.part[moved])
+            sizes.append(size * flow.stack.itemsize)
+            elements.append(np.ones_like(size))
+        hops, longest = max(hops, transfers.hop), max(longest, int(size.max()))
+    for part in flow.accumulated():
+        wide = flow.accumulator_itemsize
+        ranks.append(part.destination)
+        parts.append(part.part)
+        sizes.append(part.sizes * wide)
+        elements.append(np.full(len(part), -(-wide // flow.stack.itemsize)))
+    none = np.zeros(0, dtype=np.int64)
+    place = np.searchsorted(world, np.concatenate([*ranks, none]))
+    columns = (np.concatenate([*column, none]) for column in (parts, sizes, elements))
+    return Uses(place, *columns, len(world)), hops, longest
 
 
 def _open_load(flow: Flow, world: Ints) -> Load:
     """Bound every rank by its slots and regions, without listing a row."""
     itemsize, times = flow.stack.itemsize, len(flow.stack.names)
+    assert isinstance(flow.geometry, OpenGeometry)
     staged = np.zeros(len(world), dtype=np.int64)
-    cells = flow.geometry.cells_per_rank()
     send, receive = flow.sending, flow.receiving
-    most = max(int(np.diff(receive.first).max(initial=1)), 1)
+    most = int(np.diff(receive.first).max(initial=1))
     for slots, copies in ((send, 1), (receive, most - 1)):
         sizes = np.diff(np.append(slots.starts, slots.base[-1]))
-        rounding = np.minimum(flow.unit, sizes)
-        np.add.at(staged, np.searchsorted(world, slots.ranks), (sizes + rounding) * itemsize * copies)
+        # A cut is rounded by at most half a unit, and a slot has two ends.
+        sizes += np.minimum(flow.unit, sizes)
+        np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
     lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
-    num_senders = max(int(np.diff(send.first).max(initial=1)), 1)
-    rows = 2 * (cells[0] + most) + (cells[1] * num_senders + most) * most
-    longest = int(max(lines.max(initial=1), 1))
-    return Load(flow.stack.label, staged, rows, itemsize, int(most > 1), longest)
+    sent, wanted = flow.geometry.cells_per_rank()
+    senders = int(np.diff(send.first).max(initial=1))
+    rows = sent * most + (wanted * senders + most) * most
+    return Load(
+        flow.stack.label, staged, rows, itemsize, int(most > 1), int(lines.max(initial=1)), None
+    )

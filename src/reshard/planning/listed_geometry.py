@@ -15,11 +15,11 @@ import numpy as np
 
 from reshard.errors import CoverageError
 from reshard.listed import Listed, join_boxes, listed_of
-from reshard.plan.cells import Cells
-from reshard.plan.coverage import check_coverage, in_want_coordinates, insert_columns
-from reshard.plan.geometry import Lined, Relays
-from reshard.plan.lines import LineSet
-from reshard.plan.stacks import Stack
+from reshard.planning.cells import Cells
+from reshard.planning.coverage import check_coverage, in_want_coordinates, insert_columns
+from reshard.planning.geometry import Lined, Relays
+from reshard.planning.lines import LineSet
+from reshard.planning.stacks import Stack
 from reshard.regions import Ints, addend_of
 from reshard.spec import TensorSpec
 
@@ -125,6 +125,10 @@ class ListedGeometry:
         mine = self._copiers == rank
         columns = (getattr(self._copies, c)[mine] for c in Cells.__dataclass_fields__)
         return Cells(*columns)
+
+    def copied_elements(self) -> int:
+        """Elements of one tensor that ranks both hold and want."""
+        return int(self._copies.size.sum())
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """The receiver where it holds the addend, else the holders in turn."""

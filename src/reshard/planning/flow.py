@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
-from reshard.plan.cells import Cells
-from reshard.plan.geometry import Geometry, Lined
-from reshard.plan.lines import LineSet, Runs, Slots
-from reshard.plan.stacks import Stack
+from reshard.planning.cells import Cells
+from reshard.planning.geometry import Geometry, Lined
+from reshard.planning.lines import LineSet, Runs, Slots
+from reshard.planning.stacks import Stack
 from reshard.regions import Ints
 
 __all__ = ["Flow", "Transfers"]
@@ -31,6 +31,8 @@ class Transfers:
     destination: Ints
     line: Ints
     """The line of ranks that share the receiving, by which rows are passed on."""
+    part: Ints
+    """A number that a row has in common with the rows that pass it on or add to it."""
     hop: int
     """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
     addend: int = -1
@@ -52,6 +54,7 @@ class Transfers:
             source=self.source[rows],
             destination=self.destination[rows],
             line=self.line[rows],
+            part=self.part[rows],
         )
 
 
@@ -88,12 +91,17 @@ class Flow:
         yield from self._first_hand(parts)
         yield from self._passed_on(parts, None)
 
+    def accumulated(self) -> Iterator[Transfers]:
+        """The parts in which receivers add up addends, if they do."""
+        if self.geometry.num_addends > 1:
+            yield self._parts(self.geometry.all())
+
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
         here = np.full(len(cells), rank, dtype=np.int64)
         runs = Runs.whole(cells.size * len(self.stack.names))
         if len(cells):
-            yield Transfers(cells, runs, here, here, here, 0)
+            yield Transfers(cells, runs, here, here, here, here * 0, 0)
 
     def units(self, cells: Cells, most: int) -> Ints:
         """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
@@ -118,8 +126,8 @@ class Flow:
         runs, old, slot = runs.split(
             self.receiving, lined.receive_line, lined.receive_at * times, unit
         )
-        receiver = self.receiving.ranks[slot]
-        return Transfers(lined.cells, runs, source[old], receiver, lined.receive_line[runs.cell], 0)
+        receiver, line = self.receiving.ranks[slot], lined.receive_line[runs.cell]
+        return Transfers(lined.cells, runs, source[old], receiver, line, np.arange(len(line)), 0)
 
     def _first_hand(self, parts: Transfers) -> Iterator[Transfers]:
         """Rows from source ranks: one list, or one per addend."""
@@ -161,6 +169,7 @@ class Flow:
             rows.destination[old],
             self.relaying.ranks[slot],
             np.full(len(old), line, dtype=np.int64),
+            rows.part[old],
             1,
         )
 

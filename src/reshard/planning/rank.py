@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.box import Box, flat_range
-from reshard.plan.flow import Flow, Transfers
-from reshard.plan.rounds import Slot, slice_edges
-from reshard.plan.stacks import Fill
+from reshard.planning.flow import Flow, Transfers
+from reshard.planning.rounds import Slot, slice_edges
+from reshard.planning.stacks import Fill
 from reshard.regions import Ints
 
 __all__ = ["RankPlan", "RankRound", "Step", "Steps"]
@@ -55,20 +55,19 @@ class Rows:
         return self.flow.units(self.transfers.cells, self.slot.unit)[self.transfers.runs.cell]
 
     def rounds(self) -> range:
-        """The rounds in which these rows move."""
-        first = self.slot.first + self.transfers.hop
-        return range(first, first + self.slot.slices)
+        """The rounds in which these rows may move."""
+        return range(self.slot.first, self.slot.first + self.slot.num_rounds)
 
     def of_round(self, number: int) -> tuple[Ints, Ints, Ints]:
         """The rows that move in a round, and where the run of each starts and stops."""
-        if number not in self.rounds():
+        turn = self.slot.turn(number, self.transfers.hop)
+        if turn is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        runs, part = self.transfers.runs, number - self.rounds().start
-        units = self.units()
-        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
-        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
-        kept = np.flatnonzero(low < high)
+        runs, slot, (phase, part), units = self.transfers.runs, self.slot, turn, self.units()
+        low = slice_edges(runs.start, runs.stop, units, slot.slices, part)
+        high = slice_edges(runs.start, runs.stop, units, slot.slices, part + 1)
+        kept = np.flatnonzero((low < high) & (self.transfers.part % slot.phases == phase))
         return kept, low[kept], high[kept]
 
     def steps(self, number: int) -> Iterator[Step]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.plan.balance import Line
+from reshard.planning.balance import Line
 from reshard.regions import Ints
 
 __all__ = ["LineSet", "Runs", "Slots"]

@@ -1,0 +1,197 @@
+"""A plan says who copies which box to whom, in which round, before anything moves.
+
+    >>> from reshard.layout import Layout
+    >>> from reshard.mesh import Mesh
+    >>> have = Layout(Mesh(dp=2, tp=2), "(dp tp) -")
+    >>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
+    >>> move = plan(have, want, shape=(4, 6), dtype="float32")
+    >>> move.check()
+    >>> move.summary().wire_bytes, move.summary().num_messages
+    (96, 8)
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from reshard.bytesize import parse_bytes
+from reshard.errors import PlanError
+from reshard.fingerprint import fingerprint
+from reshard.layout import Layout
+from reshard.planning.build import flows_of, load_of, world_of
+from reshard.planning.flow import Flow
+from reshard.planning.names import Names
+from reshard.planning.rank import RankPlan
+from reshard.planning.rounds import Schedule, TooTight, schedule
+from reshard.planning.stacks import Fill, Stack, stacks_of
+from reshard.planning.summary import Summary, summarize
+from reshard.planning.topology import Topology
+from reshard.planning.traffic import Traffic, traffic_of
+from reshard.regions import Ints
+from reshard.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+__all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
+
+DEFAULT_MEMORY = "256MiB"
+"""What a rank may stage beyond source and destination, if nobody says otherwise."""
+
+ONE = "tensor"
+"""The name of the tensor in a plan for one tensor."""
+
+
+def plan(
+    have: Layout | Mapping[str, TensorSpec],
+    want: Layout | Mapping[str, TensorSpec],
+    *,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
+    names: Names | None = None,
+    memory: int | str | None = None,
+    topology: Topology | None = None,
+    strict: bool = True,
+) -> Plan:
+    """Plan the move of one tensor (two layouts, a shape, a dtype) or of a state dict (two dicts).
+
+    ``memory`` caps what any rank stages, ``names`` says where renamed or joined tensors come from,
+    ``strict=False`` moves only the names that both sides have.
+    """
+    if isinstance(have, Layout) and isinstance(want, Layout):
+        if shape is None:
+            raise PlanError("a plan for one tensor needs its shape: give shape=(rows, columns)")
+        kind = "float32" if dtype is None else dtype
+        have = {ONE: TensorSpec(tuple(shape), str(kind), have)}
+        want = {ONE: TensorSpec(tuple(shape), str(kind), want)}
+    elif isinstance(have, Layout) or isinstance(want, Layout):
+        raise PlanError("plan takes two layouts or two dicts of specs, and got one of each")
+    elif shape is not None or dtype is not None:
+        raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
+    cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
+
+
+class Plan:
+    """A move of one or many tensors, global and pure; a rank asks for its own part."""
+
+    def __init__(
+        self,
+        have: Mapping[str, TensorSpec],
+        want: Mapping[str, TensorSpec],
+        *,
+        names: Names,
+        memory: int,
+        topology: Topology | None,
+        strict: bool,
+    ) -> None:
+        self.have = dict(sorted(have.items()))
+        self.want = dict(sorted(want.items()))
+        self.names = dict(names)
+        self.memory = memory
+        self.topology = topology
+        self.strict = strict
+        stacks, fills = stacks_of(self.have, self.want, self.names, strict)
+        self.stacks: tuple[Stack, ...] = tuple(stacks)
+        self.fills: tuple[Fill, ...] = tuple(fills)
+        self.world: Ints = world_of(stacks)
+        self.flows, self.schedule = self._arrange()
+
+    def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
+        """Share the work and put it into rounds; list every row only where the cap demands it."""
+        for listed in (False, True):
+            flows = tuple(flows_of(self.stacks, self.world, self.topology, listed))
+            try:
+                loads = [load_of(flow, self.world) for flow in flows]
+                return flows, schedule(loads, self.memory)
+            except TooTight:
+                continue
+        raise AssertionError("listed flows are never too tight")
+
+    @property
+    def num_rounds(self) -> int:
+        """How many exchanges the move takes."""
+        return self.schedule.num_rounds
+
+    @property
+    def ranks(self) -> list[int]:
+        """Every rank that either side speaks of."""
+        return [int(rank) for rank in self.world]
+
+    def for_rank(self, rank: int) -> RankPlan:
+        """What one rank sends, receives and copies; derived without the others."""
+        return RankPlan.of(rank, self.flows, self.schedule.slots, self.fills)
+
+    def summary(self) -> Summary:
+        """What the move costs."""
+        return self._summary
+
+    @cached_property
+    def _summary(self) -> Summary:
+        return summarize(self.flows, self.traffic, self.schedule, self.world, self.topology)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes and messages between every two ranks that exchange anything."""
+        return traffic_of(self.flows, self.schedule.slots, self.world)
+
+    def check(self) -> None:
+        """Prove that every wanted element is written exactly once, by a rank that holds it."""
+        from reshard.planning.proof import check_plan
+
+        check_plan(self)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash that ranks compare: equal only if names, shapes, dtypes, cuts and cap are."""
+        hasher = hashlib.blake2b(digest_size=16)
+        topology = self.topology and self.topology.to_dict()
+        hasher.update(repr(("reshard.plan/1", self.memory, topology)).encode())
+        for stack in self.stacks:
+            for spec in (stack.have, stack.want):
+                hasher.update(repr((spec.shape, spec.dtype)).encode())
+                hasher.update(fingerprint(spec.layout, spec.shape))
+            feed = stack.feed
+            hasher.update(repr((feed.moves, feed.have_insert, feed.want_insert)).encode())
+            hasher.update("\0".join(name for pair in stack.names for name in pair).encode())
+        hasher.update(repr([(fill.name, fill.box) for fill in self.fills]).encode())
+        return hasher.hexdigest()
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The plan as JSON text, with a schema version, that ``from_json`` reads back."""
+        from reshard.planning.serial import to_json
+
+        return to_json(self, indent)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """Read what ``to_json`` wrote, and check that it is still the same plan."""
+        from reshard.planning.serial import from_json
+
+        return from_json(text)
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``)."""
+        from importlib import import_module
+
+        import_module("reshard.show.save").save(self, path)
+
+    def __str__(self) -> str:
+        from reshard.planning.text import describe
+
+        return describe(self)
+
+    def __repr__(self) -> str:
+        return f"<Plan of {len(self.want)} tensors, {self.num_rounds} rounds, digest {self.digest}>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest == other.digest
+
+    def __hash__(self) -> int:
+        return hash(self.digest)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Plan.from_json, (self.to_json(),)

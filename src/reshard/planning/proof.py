@@ -1,0 +1,1 @@
+def check_plan(plan): pass

@@ -1,0 +1,154 @@
+"""Rounds trade time for memory: what moves when, so that no rank stages more than the cap?
+
+Staging is every byte a rank keeps beyond source and destination: what it has packed to send and
+what it has received and not yet unpacked. Stacks that fit together share rounds; a stack that does
+not fit alone is cut into slices, a slice being the same fraction of every one of its transfers, so
+that all ranks stay busy in every round. Under a very small cap not even one element of every
+transfer fits; then transfers take turns in phases. What is passed on travels one round after it was
+received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.bytesize import format_bytes
+from reshard.errors import MemoryCapError
+from reshard.regions import Ints
+
+__all__ = ["Load", "Schedule", "Slot", "TooTight", "Uses", "schedule", "slice_edges"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Uses:
+    """Every end of every row of a listed stack: at which rank, of which part, how many bytes."""
+
+    rank: Ints
+    part: Ints
+    num_bytes: Ints
+    elements: Ints
+    """How many elements each counts when a slice holds one element of its row."""
+    num_ranks: int
+
+    def per_phase(self, phases: int) -> tuple[int, int]:
+        """The most bytes and the most elements that any rank has in any of so many phases."""
+        key = self.rank * phases + self.part % phases
+        places = self.num_ranks * phases
+        num_bytes = np.bincount(key, weights=self.num_bytes, minlength=places)
+        rows = np.bincount(key, weights=self.elements, minlength=places)
+        return int(num_bytes.max(initial=0)), int(rows.max(initial=0))
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Load:
+    """What one stack makes every rank stage, if it moves in one round."""
+
+    label: str
+    staged: Ints
+    """Bytes of each rank."""
+    rows: int
+    """The most transfers that any rank takes part in."""
+    itemsize: int
+    hops: int
+    """The rounds that passing on takes after the first."""
+    longest: int
+    """The elements of the longest transfer."""
+    uses: Uses | None
+    """Who has to do with which part; None where that was not listed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """When a stack moves: in ``slices`` rounds from ``first`` on, and its hops after.
+
+    With several phases that is repeated, each time for the parts whose turn it is.
+    """
+
+    first: int
+    slices: int = 1
+    unit: int = 1
+    """Slices end between whole parts of a cell of at most so many elements."""
+    hops: int = 0
+    phases: int = 1
+
+    @property
+    def num_rounds(self) -> int:
+        """The rounds from the first to the last."""
+        return self.phases * (self.slices + self.hops)
+
+    def turn(self, number: int, hop: int) -> tuple[int, int] | None:
+        """The phase and the slice that move at a hop in a round, if any do."""
+        phase, at = divmod(number - self.first, self.slices + self.hops)
+        moves = 0 <= phase < self.phases and hop <= at < hop + self.slices
+        return (phase, at - hop) if moves else None
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """The slot of each stack, the number of rounds, and the most bytes any rank stages."""
+
+    slots: tuple[Slot, ...]
+    num_rounds: int
+    peak_bytes: int
+
+
+class TooTight(Exception):
+    """A stack whose rows are not listed needs phases: list it and try again."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def schedule(loads: Sequence[Load], cap: int) -> Schedule:
+    """Put stacks into rounds, in order, as many as fit into each."""
+    slots: list[Slot] = []
+    start = end = peak = 0
+    shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
+    for number, load in enumerate(loads):
+        together = shared + load.staged
+        if int(together.max(initial=0)) > cap:
+            start, together = end, load.staged
+        staged = int(together.max(initial=0))
+        slot = Slot(start, hops=load.hops) if staged <= cap else None
+        if slot is None:
+            slot, staged = _cut(load, number, start, cap)
+            together = np.full_like(shared, cap)
+        slots.append(slot)
+        peak = max(peak, staged)
+        end = max(end, start + slot.num_rounds)
+        shared = together
+    return Schedule(tuple(slots), end, peak)
+
+
+def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
+    """The slot of a stack that does not fit into one round."""
+    phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
+    while rows * load.itemsize > cap:
+        if load.uses is None:
+            raise TooTight(number)
+        num_parts = int(load.uses.part.max(initial=0)) + 1
+        if phases >= num_parts:
+            raise MemoryCapError(
+                f"{load.label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
+                f"the smallest that works is {rows * load.itemsize} bytes; raise memory="
+            )
+        phases = min(phases * 2, num_parts)
+        staged, rows = load.uses.per_phase(phases)
+    least = rows * load.itemsize
+    unit = max((cap - least) // 4 // least, 1)
+    room = cap - least * unit
+    slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
+    stage = min(staged // slices + least * unit, cap)
+    return Slot(start, slices, unit, load.hops, phases), stage
+
+
+def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -> Ints:
+    """Where slice ``number`` of each run begins; slice ``slices`` begins where the run ends."""
+    if number == slices:
+        return stop
+    edge: Ints = np.maximum((start + (stop - start) * number // slices) // unit * unit, start)
+    return edge

@@ -1,0 +1,159 @@
+"""The figures of a whole plan: bytes, messages, memory, the busiest rank, and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from reshard.planning.flow import Flow
+from reshard.planning.open_geometry import OpenGeometry
+from reshard.planning.rounds import Schedule
+from reshard.planning.topology import Topology
+from reshard.planning.traffic import Traffic, moving
+from reshard.regions import Ints
+
+__all__ = ["Summary", "summarize"]
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What a plan costs."""
+
+    wire_bytes: int
+    """Bytes that travel between ranks."""
+    lower_bound_bytes: int
+    """Bytes that destination ranks need and do not hold."""
+    copied_bytes: int
+    """Bytes that ranks copy from their own source tensors."""
+    num_messages: int
+    """Messages: all that goes from one rank to another in one round is one."""
+    num_rounds: int
+    peak_bytes: int
+    """The most bytes that any rank stages beyond source and destination."""
+    busiest_sender_bytes: int
+    """First-hand bytes of the source rank that sends the most."""
+    mean_sender_bytes: float
+    """First-hand bytes per rank that sends any."""
+    busiest_relay_bytes: int
+    """The most bytes that any destination rank passes on."""
+    between_hosts_bytes: int | None = None
+    """Bytes that travel between hosts; None without a topology."""
+    between_hosts_lower_bound_bytes: int | None = None
+    """Bytes that must enter a host because nobody on it holds them; None without a topology."""
+    seconds: float | None = None
+    """Predicted seconds; None without a topology."""
+    bottleneck: str | None = None
+    """The link that takes longest; None without a topology."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The figures as plain data."""
+        return asdict(self)
+
+
+def summarize(
+    flows: Sequence[Flow],
+    table: Traffic,
+    schedule: Schedule,
+    world: Ints,
+    topology: Topology | None,
+) -> Summary:
+    """Work out the figures of a plan from all its rows."""
+    sent = _per_rank(table.source, table.first_hand, world)
+    passed = _per_rank(table.source, table.num_bytes - table.first_hand, world)
+    senders = int(np.count_nonzero(sent))
+    needs = [_needs(flow) for flow in flows]
+    figures = _link_figures(table, world, topology, schedule) if topology else {}
+    if topology:
+        figures["between_hosts_lower_bound_bytes"] = sum(
+            _entering_bytes(flow, topology) for flow in flows
+        )
+    return Summary(
+        wire_bytes=int(table.num_bytes.sum()),
+        lower_bound_bytes=sum(need for need, _ in needs),
+        copied_bytes=sum(copied for _, copied in needs),
+        num_messages=int(table.messages.sum()),
+        num_rounds=schedule.num_rounds,
+        peak_bytes=schedule.peak_bytes,
+        busiest_sender_bytes=int(sent.max(initial=0)),
+        mean_sender_bytes=float(sent.sum() / senders) if senders else 0.0,
+        busiest_relay_bytes=int(passed.max(initial=0)),
+        **figures,
+    )
+
+
+def _per_rank(ranks: Ints, num_bytes: Ints, world: Ints) -> Ints:
+    place = np.searchsorted(world, ranks)
+    return np.bincount(place, weights=num_bytes, minlength=len(world)).astype(np.int64)
+
+
+def _needs(flow: Flow) -> tuple[int, int]:
+    """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
+    geometry, itemsize = flow.geometry, flow.stack.itemsize
+    times = len(flow.stack.names) * itemsize
+    if geometry.num_addends > 1:
+        return sum(int(rows.sizes.sum()) for rows in moving(flow)) * itemsize, 0
+    wanted = int((geometry.wanting.amounts * np.diff(geometry.wanting.first)).sum())
+    if geometry.relays is not None:
+        lines = geometry.relays.lines
+        wanted += int((lines.amounts * np.diff(lines.first)).sum())
+    copied = geometry.copied_elements()
+    lacking = wanted - copied if isinstance(geometry, OpenGeometry) else wanted
+    return lacking * times, copied * times
+
+
+def _entering_bytes(flow: Flow, topology: Topology) -> int:
+    """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
+    geometry = flow.geometry
+    times = len(flow.stack.names) * flow.stack.itemsize
+    hosts = topology.hosts_of(
+        {int(r) for lines in (geometry.senders, geometry.wanting) for r in lines.members}
+    )
+    lined = geometry.all()
+    total = 0
+    pairs = np.stack([lined.send_line, lined.receive_line], axis=1)
+    kinds, inverse = np.unique(pairs, axis=0, return_inverse=True)
+    sizes = np.bincount(inverse.reshape(-1), weights=lined.cells.size, minlength=len(kinds))
+    relays = geometry.relays
+    for (send, receive), size in zip(kinds.tolist(), sizes.astype(np.int64).tolist(), strict=True):
+        held = {hosts[int(rank)] for rank in geometry.senders.of(send)}
+        lacking = {hosts[int(rank)] for rank in geometry.wanting.of(receive)}
+        further = 0 if relays is None else int(np.count_nonzero(relays.parent == receive))
+        total += size * (len(lacking - held) + further)
+    return total * times
+
+
+def _link_figures(
+    table: Traffic, world: Ints, topology: Topology, schedule: Schedule
+) -> dict[str, Any]:
+    """Bytes between hosts, predicted seconds and the link that takes longest."""
+    host = topology.hosts_of(map(int, world))
+    number = np.array([host[int(rank)] for rank in world], dtype=np.int64)
+    source = number[np.searchsorted(world, table.source)]
+    destination = number[np.searchsorted(world, table.destination)]
+    away = source != destination
+    links = [
+        *_links("rank {} sending inside its host", table.source, table, ~away, topology.inside),
+        *_links("rank {} receiving inside its host", table.destination, table, ~away, topology.inside),
+        *_links("host {} sending", source, table, away, topology.between),
+        *_links("host {} receiving", destination, table, away, topology.between),
+    ]
+    seconds, name = max(links, default=(0.0, "nothing moves"))
+    return {
+        "between_hosts_bytes": int(table.num_bytes[away].sum()),
+        "seconds": seconds,
+        "bottleneck": name,
+    }
+
+
+def _links(name: str, end: Ints, table: Traffic, rows: Ints, link: Any) -> list[tuple[float, str]]:
+    """The busiest of many equal links and its seconds: bytes over bandwidth, plus latencies."""
+    if not rows.any():
+        return []
+    ends, inverse = np.unique(end[rows], return_inverse=True)
+    spent = np.bincount(inverse, weights=table.num_bytes[rows] / link.bandwidth)
+    spent += np.bincount(inverse, weights=table.messages[rows] * link.latency)
+    worst = int(spent.argmax())
+    return [(float(spent[worst]), name.format(int(ends[worst])))]
