@@ -70,7 +70,10 @@ class Box:
         return f"Box({self.start}, {self.stop})"
 
     def __contains__(self, other: Box) -> bool:
-        return other.size == 0 or (self & other) == other
+        self._same_dims(other)
+        inside = all(a <= b for a, b in zip(self.start, other.start, strict=True))
+        inside = inside and all(a >= b for a, b in zip(self.stop, other.stop, strict=True))
+        return inside or other.size == 0
 
     def __and__(self, other: Box) -> Box:
         """The common region; of size 0 where there is none."""

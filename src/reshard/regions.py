@@ -288,10 +288,10 @@ def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
 def addend_of(layout: Layout) -> dict[int, int]:
     """Which addend of a pending reduction each rank holds; empty where nothing is pending.
 
-    Addends count row-major over the reduced axes in the order of the mesh, so on an ordinary mesh
-    they count in rank order.
+    Addends count row-major over the reduced axes as the layout lists them: in the order of the
+    mesh, on an ordinary mesh, they count in rank order.
     """
-    axes = [axis for axis in layout.mesh.axes if layout.reduce and axis in layout.reduce[1]]
+    axes = layout.reduce[1] if layout.reduce else ()
     found: dict[int, int] = {}
     for rank in layout.ranks if axes else ():
         coords = layout.mesh.coords(rank)

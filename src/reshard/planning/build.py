@@ -92,6 +92,8 @@ def _addends(stack: Stack) -> list[Addends]:
 
 def _owners_of_addends(stack: Stack, num: int, kept: int) -> list[int]:
     """The destination addend of each source addend: where it already is, if that comes out even."""
+    if num == kept:
+        return list(range(num))
     have, want = addend_of(stack.have.layout), addend_of(stack.want.layout)
     here = {have[rank]: want[rank] for rank in sorted(have, reverse=True) if rank in want}
     owner = [here.get(addend, -1) for addend in range(num)]

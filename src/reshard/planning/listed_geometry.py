@@ -183,7 +183,7 @@ class _Builder:
             _line_set(self.wanting, receive, sizes),
             self._relays(receive, sizes),
             self._copies(cells, has, wants) if self.addends is None else (_take(cells, []), cells.size[:0]),
-            self._addend_holders(),
+            self._addend_holders(travelling.have_region),
         )
 
     def _cells(self) -> Cells:
@@ -307,22 +307,23 @@ class _Builder:
         rows = np.repeat(np.arange(len(cells)), counts)
         return _take(cells, rows), np.concatenate([*ranks, np.zeros(0, np.int64)])
 
-    def _addend_holders(self) -> list[list[Ints]]:
+    def _addend_holders(self, boxes: Ints) -> list[list[Ints]]:
         """For each addend and each source box the ranks that hold that addend of it."""
         if self.addends is None:
             return []
         addend = addend_of(self.stack.have.layout)
-        held = []
-        for number in self.addends.have:
-            boxes = (self.have.of(box) for box in range(len(self.have.starts)))
-            held.append([np.array([r for r in b if addend[int(r)] == number]) for b in boxes])
-        for number, boxes in zip(self.addends.have, held, strict=True):
-            for box, ranks in enumerate(boxes):
-                if not len(ranks):
-                    raise CoverageError(
-                        f"{self.stack.label}: no rank holds addend {number} of box "
-                        f"{_text(self.have, box)}: a lost addend cannot be rebuilt"
-                    )
+        every = [self.have.of(box) for box in range(len(self.have.starts))]
+        held = [
+            [np.array([r for r in ranks if addend[int(r)] == number]) for ranks in every]
+            for number in self.addends.have
+        ]
+        for box in np.unique(boxes).tolist():
+            lost = [a for a, sets in zip(self.addends.have, held, strict=True) if not len(sets[box])]
+            if lost:
+                raise CoverageError(
+                    f"{self.stack.label}: no rank holds addend {lost[0]} of box "
+                    f"{_text(self.have, box)}: a lost addend cannot be rebuilt"
+                )
         return held
 
 

@@ -80,7 +80,7 @@ class Rows:
         cell = rows.runs.cell[row]
         width = tuple(map(int, rows.cells.width[cell]))
         size = int(rows.cells.size[cell])
-        have_low, want_low = rows.cells.have_low[cell], rows.cells.want_low[cell]
+        have_low, want_low = rows.cells.have_low[cell].tolist(), rows.cells.want_low[cell].tolist()
         for tensor in range(low // size, -(-high // size)):
             at = tensor * size
             for part in flat_range(width, max(low - at, 0), min(high - at, size)):
@@ -101,6 +101,8 @@ class Rows:
 
 def _without(box: Box, dims: Sequence[int]) -> Box:
     """The box without inserted dims."""
+    if not dims:
+        return box
     kept = [dim for dim in range(len(box.start)) if dim not in dims]
     return Box(tuple(box.start[d] for d in kept), tuple(box.stop[d] for d in kept))
 

@@ -24,9 +24,9 @@ import numpy as np
 from reshard.box import Box
 from reshard.dtypes import accumulator, itemsize, wire_dtype
 from reshard.errors import PlanError
-from reshard.layout import Piece
 from reshard.planning.plan import Plan
 from reshard.planning.rank import RankPlan, Step
+from reshard.run.local_pieces import LocalPieces
 from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
 from reshard.spec import TensorSpec
 
@@ -99,7 +99,7 @@ class _Machine:
         self.plan: RankPlan = plan.for_rank(rank)
         self.specs = (plan.have, plan.want)
         self.staged = 0
-        self.pieces: dict[tuple[int, str], tuple[Piece, ...]] = {}
+        self.local: dict[tuple[int, str], LocalPieces] = {}
         self.have = {
             name: _checked(name, rank, plan.have[name], array)
             for name, array in held.items()
@@ -161,18 +161,16 @@ class _Machine:
         arrays = (self.have, self.want)[side]
         if name not in arrays:
             raise PlanError(f'rank {self.rank} was given no array for "{name}", which it holds')
-        spec = self.specs[side][name]
-        key = (side, name)
-        if key not in self.pieces:
-            self.pieces[key] = spec.layout.pieces(self.rank, spec.shape)
-        piece = next((piece for piece in self.pieces[key] if box in piece.box), None)
-        if piece is None:
+        if (side, name) not in self.local:
+            spec = self.specs[side][name]
+            pieces = spec.layout.pieces(self.rank, spec.shape)
+            self.local[side, name] = LocalPieces(pieces, len(spec.shape))
+        found = self.local[side, name].find(box)
+        if found is None:
             raise PlanError(f'rank {self.rank} does not hold box {box} of "{name}"')
         flat = arrays[name].reshape(-1)
-        steps = zip(box.start, piece.box.start, piece.strides, strict=True)
-        offset = piece.offset + sum((at - low) * stride for at, low, stride in steps)
-        strides = [stride * flat.itemsize for stride in piece.strides]
-        return np.lib.stride_tricks.as_strided(flat[offset:], box.shape, strides)
+        strides = [stride * flat.itemsize for stride in found[1]]
+        return np.lib.stride_tricks.as_strided(flat[found[0] :], box.shape, strides)
 
 
 def _checked(name: str, rank: int, spec: TensorSpec, array: Array) -> Array:

@@ -1,0 +1,122 @@
+"""Plans as JSON: the two sides, the options and the digest; the rows follow from these."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import FormatError, ReshardError
+from reshard.layout import Layout
+from reshard.planning.names import Join, Names, Source, Stacked, Take
+from reshard.planning.topology import Topology
+from reshard.spec import TensorSpec
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+
+__all__ = ["SCHEMA", "from_json", "to_dict", "to_json"]
+
+SCHEMA = "reshard.plan/1"
+MAX_TEXT = 1 << 30
+
+
+def to_json(plan: Plan, indent: int | None) -> str:
+    """Write a plan as JSON text."""
+    return json.dumps(to_dict(plan), indent=indent)
+
+
+def to_dict(plan: Plan) -> dict[str, Any]:
+    """A plan as plain data; layouts are listed once and referred to by number."""
+    layouts: dict[Layout, int] = {}
+    return {
+        "schema": SCHEMA,
+        "digest": plan.digest,
+        "have": _side(plan.have, layouts),
+        "want": _side(plan.want, layouts),
+        "layouts": [layout.to_dict() for layout in layouts],
+        "names": {name: _source(source) for name, source in plan.names.items()},
+        "memory": plan.memory,
+        "strict": plan.strict,
+        "topology": plan.topology and plan.topology.to_dict(),
+    }
+
+
+def _side(specs: Mapping[str, TensorSpec], layouts: dict[Layout, int]) -> dict[str, list[Any]]:
+    return {
+        name: [list(spec.shape), spec.dtype, layouts.setdefault(spec.layout, len(layouts))]
+        for name, spec in specs.items()
+    }
+
+
+def _source(source: Source) -> Any:
+    match source:
+        case Take():
+            return {
+                "take": source.name,
+                "crop": [[dim, *limits] for dim, limits in source.crop],
+                "index": [list(item) for item in source.index],
+                "pad": [list(item) for item in source.pad],
+            }
+        case Join():
+            return {"join": source.names, "dim": source.dim, "rows": source.rows}
+        case Stacked():
+            return {"stack": source.names, "dim": source.dim}
+    return source
+
+
+def from_json(text: str) -> Plan:
+    """Read a plan, or say what is wrong with the text."""
+    from reshard.planning.plan import Plan
+
+    if len(text) > MAX_TEXT:
+        raise FormatError(f"a plan of {len(text)} characters: at most {MAX_TEXT} work")
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+            raise FormatError(f'this is "{found}" and this library reads "{SCHEMA}"')
+        layouts = [Layout.from_dict(layout) for layout in data["layouts"]]
+        plan = Plan(
+            _read_side(data["have"], layouts),
+            _read_side(data["want"], layouts),
+            names=_read_names(data["names"]),
+            memory=int(data["memory"]),
+            topology=None if data["topology"] is None else Topology.from_dict(data["topology"]),
+            strict=bool(data["strict"]),
+        )
+    except ReshardError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+        raise FormatError(f"a plan's JSON cannot be read: {type(error).__name__} {error}") from None
+    if plan.digest != data.get("digest"):
+        raise FormatError(
+            f"the text says digest {data.get('digest')} and the plan in it has {plan.digest}: "
+            "it was changed, or written by another version"
+        )
+    return plan
+
+
+def _read_side(data: Mapping[str, Any], layouts: list[Layout]) -> dict[str, TensorSpec]:
+    return {
+        str(name): TensorSpec(tuple(shape), dtype, layouts[number])
+        for name, (shape, dtype, number) in data.items()
+    }
+
+
+def _read_names(data: Mapping[str, Any]) -> Names:
+    return {str(name): _read_source(source) for name, source in data.items()}
+
+
+def _read_source(data: Any) -> Source:
+    match data:
+        case str():
+            return data
+        case {"take": str(name), "crop": crop, "index": index, "pad": pad}:
+            crops = tuple((dim, (low, high)) for dim, low, high in crop)
+            return Take(name, crops, tuple(map(tuple, index)), tuple(map(tuple, pad)))
+        case {"join": names, "dim": int(dim), "rows": rows}:
+            return Join(tuple(names), dim, None if rows is None else tuple(rows))
+        case {"stack": names, "dim": int(dim)}:
+            return Stacked(tuple(names), dim)
+    raise FormatError(f'"names" has an entry that is not known: {str(data)[:80]}')
