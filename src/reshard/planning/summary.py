@@ -15,7 +15,7 @@ from reshard.planning.topology import Topology
 from reshard.planning.traffic import Traffic, moving
 from reshard.regions import Ints
 
-__all__ = ["Summary", "needs", "summarize"]
+__all__ = ["Summary", "needs_of", "summarize"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def summarize(
     sent = _per_rank(table.source, table.first_hand, world)
     passed = _per_rank(table.source, table.num_bytes - table.first_hand, world)
     senders = int(np.count_nonzero(sent))
-    needs = [needs(flow) for flow in flows]
+    needs = [needs_of(flow) for flow in flows]
     figures = _link_figures(table, world, topology, schedule) if topology else {}
     if topology:
         figures["between_hosts_lower_bound_bytes"] = sum(
@@ -89,7 +89,7 @@ def _per_rank(ranks: Ints, num_bytes: Ints, world: Ints) -> Ints:
     return np.bincount(place, weights=num_bytes, minlength=len(world)).astype(np.int64)
 
 
-def needs(flow: Flow) -> tuple[int, int]:
+def needs_of(flow: Flow) -> tuple[int, int]:
     """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
     geometry, itemsize = flow.geometry, flow.stack.itemsize
     times = len(flow.stack.names) * itemsize
