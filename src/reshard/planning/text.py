@@ -1,0 +1,252 @@
+"""A plan as plain text: what moves, what it costs, and why it costs that.
+
+>>> from reshard.layout import Layout
+>>> from reshard.mesh import Mesh
+>>> from reshard.planning.plan import plan
+>>> have = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
+>>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
+>>> print(describe(plan(have, want, shape=(8192, 4096), dtype="bfloat16")))
+Plan of 1 tensor, 64.0 MiB of bfloat16, from mesh dp=2 tp=4 to mesh tp=2 @ 8-9
+<BLANKLINE>
+tensor  shape      from       to        size      wire  round
+tensor  8192x4096  (dp tp) -  - tp  64.0 MiB  64.0 MiB      0
+<BLANKLINE>
+wire      64.0 MiB, the least possible
+messages  16 in 1 round
+staging   32.0 MiB at most on a rank, under a cap of 256.0 MiB
+sources   8 send, the busiest 8.0 MiB, 1.00 x the mean
+<BLANKLINE>
+why
+  Destinations want 64.0 MiB and hold none of it; each byte arrives once, so 64.0 MiB travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.bytesize import format_bytes
+from reshard.dtypes import itemsize
+from reshard.layout import Layout
+from reshard.planning.reasons import reasons
+from reshard.planning.stacks import Stack
+from reshard.planning.summary import needs_of
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+
+__all__ = ["StackRow", "align", "describe", "figures", "headline", "shorten", "stack_rows"]
+
+MAX_ROWS = 24
+"""Stacks that the text lists, the largest first."""
+MAX_NAME = 48
+MAX_LAYOUT = 36
+
+
+@dataclass(frozen=True, slots=True)
+class StackRow:
+    """One line of the table: tensors that move alike."""
+
+    stack: Stack
+    num_bytes: int
+    """Bytes of the destination tensors that the stack fills, each counted once."""
+    wire_bytes: int
+    first_round: int
+    last_round: int
+
+    @property
+    def name(self) -> str:
+        """The first tensor, and how many more there are."""
+        have, want = self.stack.names[0]
+        name = want if have == want else f"{want} <- {have}"
+        more = len(self.stack.names) - 1
+        return shorten(name, MAX_NAME) + (f" and {more:,} more" if more else "")
+
+    @property
+    def shape(self) -> str:
+        """The shape, or both where a tensor is joined, cropped or padded."""
+        return _change(*(_dims(side.shape) for side in (self.stack.have, self.stack.want)))
+
+    @property
+    def dtype(self) -> str:
+        """The dtype, or both where it is cast."""
+        return _change(self.stack.have.dtype, self.stack.want.dtype)
+
+    @property
+    def rounds(self) -> str:
+        """The rounds in which the stack moves."""
+        if self.last_round > self.first_round:
+            return f"{self.first_round}-{self.last_round}"
+        return str(self.first_round)
+
+
+def describe(plan: Plan) -> str:
+    """The table that ``str(plan)`` prints."""
+    rows = stack_rows(plan)
+    parts = [headline(plan, rows)]
+    if rows:
+        parts.append("\n".join(_table(plan, rows)))
+    parts.append("\n".join(align(figures(plan))))
+    parts.append("\n".join(["why", *(f"  {sentence}" for sentence in reasons(plan))]))
+    return "\n\n".join(parts)
+
+
+def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
+    """How many tensors move from where to where."""
+    count = len({name for row in rows for _, name in row.stack.names})
+    total = format_bytes(sum(row.num_bytes for row in rows))
+    dtypes, meshes = {row.dtype for row in rows}, _meshes(plan)
+    kind = f" of {next(iter(dtypes))}" if len(dtypes) == 1 else ""
+    where = f"between {len(meshes)} pairs of meshes" if meshes else "nothing to do"
+    if len(meshes) == 1:
+        have, want = next(iter(meshes))
+        where = f"from mesh {have} to mesh {want}" if have != want else f"within mesh {have}"
+    return f"Plan of {_count(count, 'tensor')}, {total}{kind}, {where}"
+
+
+def stack_rows(plan: Plan) -> list[StackRow]:
+    """All lines of the table, in the order in which the stacks move."""
+    wire: dict[Stack, int] = {}
+    span: dict[Stack, tuple[int, int]] = {}
+    for flow, slot in zip(plan.flows, plan.schedule.slots, strict=True):
+        wire[flow.stack] = wire.get(flow.stack, 0) + needs_of(flow)[0]
+        low, high = span.get(flow.stack, (slot.first, slot.first))
+        span[flow.stack] = (
+            min(low, slot.first),
+            max(high, slot.first + max(slot.num_rounds, 1) - 1),
+        )
+    return [StackRow(stack, _num_bytes(stack), wire[stack], *span[stack]) for stack in plan.stacks]
+
+
+def _num_bytes(stack: Stack) -> int:
+    """What a stack fills: all of its tensors, or the parts that a join or a crop gives them."""
+    lengths = [sum(length for _, _, length in runs) for runs in stack.feed.moves]
+    size = prod(lengths if stack.feed.moves else stack.want.shape)
+    return size * itemsize(stack.want.dtype) * len(stack.names)
+
+
+def figures(plan: Plan) -> list[tuple[str, str]]:
+    """What the move costs, as labels and texts."""
+    found = plan.summary()
+    staging = f"{format_bytes(found.peak_bytes)} at most on a rank"
+    rows = [
+        ("wire", _against_least(found.wire_bytes, found.lower_bound_bytes)),
+        ("messages", f"{found.num_messages:,} in {_count(found.num_rounds, 'round')}"),
+        ("staging", f"{staging}, under a cap of {format_bytes(plan.memory)}"),
+    ]
+    rows += _sources(plan)
+    if found.copied_bytes:
+        rows.append(("copied", f"{format_bytes(found.copied_bytes)} stays on its rank"))
+    if found.busiest_relay_bytes:
+        busiest = format_bytes(found.busiest_relay_bytes)
+        rows.append(("passed on", f"{busiest} at most by one destination rank"))
+    return rows + _topology(plan)
+
+
+def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
+    found = plan.summary()
+    if found.mean_sender_bytes:
+        senders = np.unique(plan.traffic.source[plan.traffic.first_hand > 0])
+        ratio = found.busiest_sender_bytes / found.mean_sender_bytes
+        busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
+        yield "sources", f"{len(senders):,} send, {busiest}"
+
+
+def _topology(plan: Plan) -> list[tuple[str, str]]:
+    found = plan.summary()
+    if found.seconds is None:
+        return []
+    between = _against_least(
+        found.between_hosts_bytes or 0, found.between_hosts_lower_bound_bytes or 0
+    )
+    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
+    return [("between hosts", between), ("seconds", seconds)]
+
+
+def _against_least(num_bytes: int, least: int) -> str:
+    if num_bytes == least:
+        return f"{format_bytes(num_bytes)}, the least possible"
+    over = f"{num_bytes / least:.2f} x " if least else "above "
+    return f"{format_bytes(num_bytes)}, {over}the least possible {format_bytes(least)}"
+
+
+def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
+    """The largest stacks in the order in which they move, and how many are left out."""
+    with_mesh, with_dtype = len(_meshes(plan)) > 1, len({row.dtype for row in rows}) > 1
+    largest = set(sorted(range(len(rows)), key=lambda i: -rows[i].num_bytes)[:MAX_ROWS])
+    cells = [_cells(row, with_mesh) for i, row in enumerate(rows) if i in largest]
+    cells.insert(0, ("tensor", "shape", "dtype", "from", "to", "size", "wire", "round"))
+    if not with_dtype:
+        cells = [row[:2] + row[3:] for row in cells]
+    width = len(cells[0])
+    yield from align(cells, right={width - 3, width - 2, width - 1})
+    if len(rows) > len(largest):
+        rest = [row for i, row in enumerate(rows) if i not in largest]
+        tensors = sum(len(row.stack.names) for row in rest)
+        size = format_bytes(sum(row.num_bytes for row in rest))
+        yield f"and {_count(len(rest), 'smaller group')} of {_count(tensors, 'tensor')}, {size}"
+
+
+def _cells(row: StackRow, with_mesh: bool) -> tuple[str, ...]:
+    return (
+        row.name,
+        row.shape,
+        row.dtype,
+        _layout(row.stack.have.layout, with_mesh),
+        _layout(row.stack.want.layout, with_mesh),
+        format_bytes(row.num_bytes),
+        format_bytes(row.wire_bytes),
+        row.rounds,
+    )
+
+
+def _meshes(plan: Plan) -> set[tuple[str, str]]:
+    return {(str(stack.have.layout.mesh), str(stack.want.layout.mesh)) for stack in plan.stacks}
+
+
+def _layout(layout: Layout, with_mesh: bool) -> str:
+    return shorten(f"{layout.mesh}: {layout}" if with_mesh else str(layout), MAX_LAYOUT)
+
+
+def _change(before: str, after: str) -> str:
+    return before if before == after else f"{before} -> {after}"
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "0-d"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def shorten(text: str, most: int) -> str:
+    """Leave out the middle of a long text.
+
+    >>> shorten("model.layers.0.weight and 31 more", 24)
+    'model.layers.0...31 more'
+    """
+    if len(text) <= most:
+        return text
+    tail = (most - 3) // 3
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Lines with the columns of all rows below each other.
+
+    >>> align([("a", "10"), ("bcd", "9")], right={1})
+    ['a    10', 'bcd   9']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
