@@ -1,5 +1,6 @@
 """Formulas, patterns and templates of rules files, against Python's own and brute force."""
 
+import contextlib
 import fnmatch
 import time
 
@@ -38,10 +39,8 @@ def test_formulas_mean_what_they_mean_in_python(text: str) -> None:
 
 @given(st.text(alphabet="i12+-*/%()=, \n.{}__'x", max_size=40))
 def test_any_text_is_a_formula_or_one_error(text: str) -> None:
-    try:
+    with contextlib.suppress(RulesError):
         parse_formula(text)
-    except RulesError as error:
-        assert str(error)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Rules:
 
     source: str
     """What errors call these rules: a family, a file, or the text itself."""
-    document: Document
+    document: Document = field(repr=False)
     _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod

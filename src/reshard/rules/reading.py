@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Collection, Mapping
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -31,12 +32,14 @@ _KEYS = ("extends", "mesh", "axes", "fsdp", "model", "factor", "tensors")
 _FOLDER = resources.files("reshard.rules") / "families"
 
 
+@cache
 def families() -> tuple[str, ...]:
     """The names of the shipped rules."""
     found = (entry.name for entry in _FOLDER.iterdir())
     return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
 
 
+@cache
 def read_family(name: str) -> Document:
     """The shipped rules of a family."""
     with located(f"rules {quote(name)}"):
