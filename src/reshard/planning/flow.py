@@ -78,23 +78,27 @@ class Flow:
     def for_rank(self, rank: int) -> Iterator[Transfers]:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
-        for rows in self._first_hand(self._parts(self.geometry.sent_by(rank))):
+        for rows in self.first_hand(self._parts(self.geometry.sent_by(rank))):
             yield rows.take(np.flatnonzero((rows.source == rank) & (rows.destination != rank)))
         parts = self._parts(self.geometry.wanted_by(rank))
-        for rows in self._first_hand(parts):
+        for rows in self.first_hand(parts):
             yield rows.take(np.flatnonzero(rows.destination == rank))
         yield from self._passed_on(parts, rank)
 
     def everything(self) -> Iterator[Transfers]:
         """Every row of every rank; what stays on a rank may have that rank on both sides."""
-        parts = self._parts(self.geometry.all())
-        yield from self._first_hand(parts)
+        parts = self.parts()
+        yield from self.first_hand(parts)
         yield from self._passed_on(parts, None)
+
+    def parts(self) -> Transfers:
+        """What every first receiver receives, of all ranks."""
+        return self._parts(self.geometry.all())
 
     def accumulated(self) -> Iterator[Transfers]:
         """The parts in which receivers add up addends, if they do."""
         if self.geometry.num_addends > 1:
-            yield self._parts(self.geometry.all())
+            yield self.parts()
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
@@ -129,7 +133,7 @@ class Flow:
         receiver, line = self.receiving.ranks[slot], lined.receive_line[runs.cell]
         return Transfers(lined.cells, runs, source[old], receiver, line, np.arange(len(line)), 0)
 
-    def _first_hand(self, parts: Transfers) -> Iterator[Transfers]:
+    def first_hand(self, parts: Transfers) -> Iterator[Transfers]:
         """Rows from source ranks: one list, or one per addend."""
         if self.geometry.num_addends == 1:
             yield parts
@@ -142,15 +146,17 @@ class Flow:
         """First receivers to their neighbours, and to other hosts, which do the same."""
         if int(np.diff(self.geometry.wanting.first).max(initial=0)) > 1:
             yield from _to_neighbours(rows, self.geometry.wanting, rank)
-        relays = self.geometry.relays
-        if relays is None or self.relaying is None:
-            return
-        for line, parent in enumerate(relays.parent):
-            fed = rows.take(np.flatnonzero(rows.line == parent))
-            entered = self._entering(fed, line)
+        for entered, lines in self.entering(rows):
             mine = (entered.source == rank) | (entered.destination == rank)
             yield entered if rank is None else entered.take(np.flatnonzero(mine))
-            yield from _to_neighbours(entered, relays.lines, rank)
+            yield from _to_neighbours(entered, lines, rank)
+
+    def entering(self, rows: Transfers) -> Iterator[tuple[Transfers, LineSet]]:
+        """Rows from first receivers to ranks of other hosts, and the lines of these."""
+        relays = self.geometry.relays
+        for line, parent in enumerate(relays.parent if relays else ()):
+            fed = rows.take(np.flatnonzero(rows.line == parent))
+            yield self._entering(fed, line), relays.lines  # type: ignore[union-attr]
 
     def _entering(self, rows: Transfers, line: int) -> Transfers:
         """Rows of first receivers cut where slots of another host's ranks begin."""

@@ -163,26 +163,29 @@ class _Builder:
         self.senders: list[Ints] = []
 
     def build(self) -> ListedGeometry:
+        """Everything about a stack, worked out once."""
         cells = self._cells()
         check_coverage(self.stack, self.want, cells)
-        has, wants = self.have_sets.of_box[cells.have_region], self.want_sets.of_box[cells.want_region]
-        chosen, send, receive = self._demands(has, wants, self._common(has, wants))
+        has = self.have_sets.of_box[cells.have_region]
+        wants = self.want_sets.of_box[cells.want_region]
+        common = self._common(has, wants)
+        chosen, send, receive = self._demands(has, wants, common)
         travelling = _take(cells, chosen)
+        sizes = travelling.size
         lined = Lined(
             travelling,
             send,
-            _before(send, travelling.size, len(self.senders)),
+            _before(send, sizes, len(self.senders)),
             receive,
-            _before(receive, travelling.size, len(self.receivers)),
+            _before(receive, sizes, len(self.receivers)),
         )
-        sizes = travelling.size
         return ListedGeometry(
             lined,
             _line_set(self.senders, send, sizes if self.addends is None else sizes * 0),
             _line_set(self.receivers, receive, sizes),
             _line_set(self.wanting, receive, sizes),
             self._relays(receive, sizes),
-            self._copies(cells, has, wants) if self.addends is None else (_take(cells, []), cells.size[:0]),
+            self._copies(cells, has, wants, common),
             self._addend_holders(travelling.have_region),
         )
 
@@ -200,44 +203,66 @@ class _Builder:
         )
         return _take(cells, order)
 
-    def _common(self, has: Ints, wants: Ints) -> dict[tuple[int, int], Ints]:
-        """The ranks that pairs of sets have in common, for pairs that have any."""
-        met = set(zip(has.tolist(), wants.tolist(), strict=True))
+    def _kind(self, has: Ints, wants: Ints) -> Ints:
+        """One number for each pair of a set that holds and a set that wants."""
+        return has * len(self.want_sets.ranks) + wants
+
+    def _common(self, has: Ints, wants: Ints) -> dict[int, Ints]:
+        """The ranks that both hold and want, by kind of cell, for kinds that have any."""
         holder, have_set = self.have_sets.members()
         wanter, want_set = self.want_sets.members()
         first = np.searchsorted(wanter, holder, side="left")
         counts = np.searchsorted(wanter, holder, side="right") - first
         at = np.repeat(np.arange(len(holder)), counts)
         other = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        found: dict[tuple[int, int], list[int]] = {}
-        for rank, one, two in zip(holder[at], have_set[at], want_set[other], strict=True):
-            if (int(one), int(two)) in met:
-                found.setdefault((int(one), int(two)), []).append(int(rank))
-        return {pair: np.array(ranks, dtype=np.int64) for pair, ranks in found.items()}
+        kinds = self._kind(have_set[at], want_set[other])
+        met = np.flatnonzero(np.isin(kinds, self._kind(has, wants)))
+        met = met[np.argsort(kinds[met], kind="stable")]
+        found, begin = np.unique(kinds[met], return_index=True)
+        ranks = np.split(holder[at][met], begin[1:]) if len(found) else []
+        return dict(zip(found.tolist(), ranks, strict=True))
 
     def _demands(
-        self, has: Ints, wants: Ints, common: dict[tuple[int, int], Ints]
+        self, has: Ints, wants: Ints, common: dict[int, Ints]
     ) -> tuple[Ints, Ints, Ints]:
         """Which cells travel, and along which line of senders and which of receivers."""
-        pairs = np.stack([has, wants], axis=1)
-        kinds, of_cell = np.unique(pairs, axis=0, return_inverse=True)
-        of_cell = of_cell.reshape(-1)
-        sends, receives, counts = [], [], []
-        for one, two in kinds.tolist():
-            demands = list(self._lines_of(one, two, common.get((one, two))))
-            counts.append(len(demands))
-            sends += [send for send, _ in demands]
-            receives += [receive for _, receive in demands]
-        many = np.array(counts, dtype=np.int64)
-        first = np.cumsum(many) - many
-        times = many[of_cell] if len(kinds) else of_cell
-        chosen = np.repeat(np.arange(len(of_cell)), times)
-        within = np.arange(len(chosen)) - np.repeat(np.cumsum(times) - times, times)
-        at = first[of_cell[chosen]] + within if len(chosen) else chosen
-        return chosen, np.array(sends, np.int64)[at], np.array(receives, np.int64)[at]
+        kinds = self._kind(has, wants)
+        special = np.isin(kinds, np.array([*common], dtype=np.int64))
+        if self.hosts is not None:
+            special[:] = True
+        plain = np.flatnonzero(~special)
+        rows, sends, receives = [plain], [self._plain_senders(has[plain])], [self._plain_receivers(wants[plain])]
+        cells = np.flatnonzero(special)
+        order = cells[np.argsort(kinds[cells], kind="stable")]
+        names, begin = np.unique(kinds[order], return_index=True)
+        for kind, alike in zip(names.tolist(), np.split(order, begin[1:]), strict=bool(len(names))):
+            for send, receive in self._lines_of(int(kind), common.get(kind)):
+                rows.append(alike)
+                sends.append(np.full(len(alike), send))
+                receives.append(np.full(len(alike), receive))
+        chosen = np.concatenate(rows)
+        in_order = np.argsort(chosen, kind="stable")
+        return (
+            chosen[in_order],
+            np.concatenate(sends)[in_order],
+            np.concatenate(receives)[in_order],
+        )
 
-    def _lines_of(self, has: int, wants: int, common: Ints | None) -> Iterator[tuple[int, int]]:
+    def _plain_senders(self, has: Ints) -> Ints:
+        """The lines of all holders of each of these sets."""
+        sets, inverse = np.unique(has, return_inverse=True)
+        lines = [self._sender_line(number, None) for number in sets.tolist()]
+        return np.array(lines, dtype=np.int64)[inverse]
+
+    def _plain_receivers(self, wants: Ints) -> Ints:
+        """The lines of ranks that want each of these sets, of which none holds anything of it."""
+        sets, inverse = np.unique(wants, return_inverse=True)
+        ranks = [self.want_sets.ranks[number] for number in sets.tolist()]
+        return np.array([self._line(r, r, []) for r in ranks], dtype=np.int64)[inverse]
+
+    def _lines_of(self, kind: int, common: Ints | None) -> Iterator[tuple[int, int]]:
         """The demands of one kind of cell: a line of senders and a line of receivers each."""
+        has, wants = divmod(kind, len(self.want_sets.ranks))
         holders, wanting = self.have_sets.ranks[has], self.want_sets.ranks[wants]
         if self.addends is not None:
             reducers = wanting if common is None else common
@@ -269,9 +294,9 @@ class _Builder:
 
     def _line(self, receivers: Ints, wanting: Ints, others: Sequence[Ints]) -> int:
         """The number of the line of these receivers, made at first use."""
-        key = (receivers.tobytes(), wanting.tobytes(), *sorted(o.tobytes() for o in others))
-        groups = frozenset([receivers.tobytes(), *(o.tobytes() for o in others)])
-        key = groups if others else key
+        key: object = (receivers.tobytes(), wanting.tobytes())
+        if others:
+            key = frozenset([receivers.tobytes(), *(ranks.tobytes() for ranks in others)])
         if key not in self.lines:
             self.lines[key] = len(self.receivers)
             self.relays += [(ranks, len(self.receivers)) for ranks in others]
@@ -297,15 +322,17 @@ class _Builder:
         lines = LineSet(amounts.astype(np.int64)[parent], first, np.concatenate(ranks))
         return Relays(lines, parent)
 
-    def _copies(self, cells: Cells, has: Ints, wants: Ints) -> tuple[Cells, Ints]:
+    def _copies(
+        self, cells: Cells, has: Ints, wants: Ints, common: dict[int, Ints]
+    ) -> tuple[Cells, Ints]:
         """The cells that some rank both holds and wants, once per such rank."""
-        common = self._common(has, wants)
-        pairs = zip(has.tolist(), wants.tolist(), strict=True)
-        found = [common.get(pair) for pair in pairs]
-        counts = [0 if ranks is None else len(ranks) for ranks in found]
-        ranks = [ranks for ranks in found if ranks is not None]
-        rows = np.repeat(np.arange(len(cells)), counts)
-        return _take(cells, rows), np.concatenate([*ranks, np.zeros(0, np.int64)])
+        if self.addends is not None:
+            return _take(cells, []), np.zeros(0, np.int64)
+        kinds = self._kind(has, wants)
+        rows = np.flatnonzero(np.isin(kinds, np.array([*common], dtype=np.int64)))
+        ranks = [common[kind] for kind in kinds[rows].tolist()]
+        copied = np.repeat(rows, [len(r) for r in ranks])
+        return _take(cells, copied), np.concatenate([*ranks, np.zeros(0, np.int64)])
 
     def _addend_holders(self, boxes: Ints) -> list[list[Ints]]:
         """For each addend and each source box the ranks that hold that addend of it."""

@@ -49,7 +49,7 @@ def _bytes(plan: Plan) -> Iterator[str]:
     figures = plan.summary()
     copied = format_bytes(figures.copied_bytes)
     if not figures.wire_bytes:
-        here = f"destinations hold all {copied} they want" if figures.copied_bytes else "no bytes"
+        here = f"destinations hold all {copied} they want" if figures.copied_bytes else "there are no bytes"
         yield f"Nothing travels: {here}."
         return
     if all(stack.have.layout.reduce for stack in plan.stacks):

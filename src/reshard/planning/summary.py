@@ -12,7 +12,7 @@ from reshard.planning.flow import Flow
 from reshard.planning.open_geometry import OpenGeometry
 from reshard.planning.rounds import Schedule
 from reshard.planning.topology import Topology
-from reshard.planning.traffic import Traffic, moving
+from reshard.planning.traffic import Traffic
 from reshard.regions import Ints
 
 __all__ = ["Summary", "needs_of", "summarize"]
@@ -94,7 +94,9 @@ def needs_of(flow: Flow) -> tuple[int, int]:
     geometry, itemsize = flow.geometry, flow.stack.itemsize
     times = len(flow.stack.names) * itemsize
     if geometry.num_addends > 1:
-        return sum(int(rows.sizes.sum()) for rows in moving(flow)) * itemsize, 0
+        rows = list(flow.everything())
+        moved = (int(r.sizes[r.source != r.destination].sum()) for r in rows)
+        return sum(moved) * itemsize, 0
     wanted = int((geometry.wanting.amounts * np.diff(geometry.wanting.first)).sum())
     if geometry.relays is not None:
         lines = geometry.relays.lines

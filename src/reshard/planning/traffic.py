@@ -1,4 +1,9 @@
-"""Who exchanges how much with whom, over a whole plan."""
+"""Who exchanges how much with whom, over a whole plan.
+
+First-hand rows are counted one by one. What is passed on is counted by sender: a rank passes the
+same rows to every other rank that wants them, so its rows are looked at once and its pairs are
+listed once, also when hundreds of replicas pass on to each other.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.planning.flow import Flow, Transfers
+from reshard.planning.lines import LineSet
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.regions import Ints
 
-__all__ = ["Traffic", "moving", "traffic_of"]
+__all__ = ["Traffic", "traffic_of"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -27,92 +33,144 @@ class Traffic:
     """Rounds in which the pair exchanges something."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class _Stream:
+    """Rows of one hop, in groups; every pair of a group exchanges all rows of the group."""
+
+    flow: Flow
+    slot: Slot
+    hop: int
+    rows: Transfers
+    group: Ints
+    """The group of each row."""
+    first: Ints
+    """Where the pairs of each group begin; one more entry ends the last."""
+    pairs: Ints
+    """One number per pair of ranks."""
+
+    def sizes(self) -> Ints:
+        """Bytes of each pair."""
+        total = np.bincount(self.group, weights=self.rows.sizes, minlength=len(self.first) - 1)
+        return np.repeat(total.astype(np.int64) * self.flow.stack.itemsize, np.diff(self.first))
+
+    def active(self, number: int, units: Ints) -> Ints | slice:
+        """The places of the pairs that exchange something in a round."""
+        turn = self.slot.turn(number, self.hop)
+        if turn is None:
+            return slice(0, 0)
+        if self.slot.slices * self.slot.phases == 1:
+            return slice(None)
+        runs, (phase, part) = self.rows.runs, turn
+        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
+        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
+        moves = (low < high) & (self.rows.part % self.slot.phases == phase)
+        groups = np.zeros(len(self.first) - 1, dtype=bool)
+        groups[self.group[moves]] = True
+        return slice(None) if groups.all() else np.flatnonzero(np.repeat(groups, np.diff(self.first)))
+
+
 def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Traffic:
     """Add up all rows by pair of ranks."""
-    none = np.zeros(0, dtype=np.int64)
-    keys, sizes, first = [none], [none], [none]
-    for flow in flows:
-        for transfers in moving(flow):
-            key, inverse = np.unique(_keys(transfers, world), return_inverse=True)
-            total = np.bincount(inverse, weights=transfers.sizes).astype(np.int64)
-            keys.append(key)
-            sizes.append(total * flow.stack.itemsize)
-            first.append(sizes[-1] if transfers.hop == 0 else sizes[-1] * 0)
-    pairs, inverse = np.unique(np.concatenate(keys), return_inverse=True)
+    known: dict[bytes, Ints] = {}
+    streams = [
+        stream
+        for flow, slot in zip(flows, slots, strict=True)
+        for stream in _streams(flow, slot, world, known)
+    ]
+    distinct = {id(stream.pairs): stream.pairs for stream in streams}
+    pairs = np.unique(np.concatenate([*distinct.values(), np.zeros(0, np.int64)]))
+    places = {key: np.searchsorted(pairs, keys) for key, keys in distinct.items()}
+    num_bytes, first_hand = np.zeros_like(pairs), np.zeros_like(pairs)
+    for stream in streams:
+        # The pairs of one stream may repeat, so plain indexing would lose some.
+        place, sizes = places[id(stream.pairs)], stream.sizes()
+        added = np.bincount(place, weights=sizes, minlength=len(pairs)).astype(np.int64)
+        num_bytes += added
+        first_hand += added if stream.hop == 0 else 0
     return Traffic(
         world[pairs // max(len(world), 1)],
         world[pairs % max(len(world), 1)],
-        np.bincount(inverse, weights=np.concatenate(sizes), minlength=len(pairs)).astype(np.int64),
-        np.bincount(inverse, weights=np.concatenate(first), minlength=len(pairs)).astype(np.int64),
-        _messages(flows, slots, world, pairs),
+        num_bytes,
+        first_hand,
+        _messages(streams, places, len(pairs)),
     )
 
 
-def moving(flow: Flow) -> Iterator[Transfers]:
-    """The rows of a flow that go from one rank to another."""
-    for transfers in flow.everything():
-        rows = np.flatnonzero(transfers.source != transfers.destination)
-        if len(rows):
-            yield transfers if len(rows) == len(transfers) else transfers.take(rows)
-
-
-def _keys(transfers: Transfers, world: Ints) -> Ints:
-    """One number per pair of ranks."""
-    source = np.searchsorted(world, transfers.source)
-    return source * len(world) + np.searchsorted(world, transfers.destination)
-
-
-def _messages(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints, pairs: Ints) -> Ints:
+def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
     """How many rounds each pair exchanges something in; what shares a round shares a message."""
-    counts = np.zeros(len(pairs), dtype=np.int64)
-    shared: dict[int, list[Ints]] = {}
-    for flow, slot in zip(flows, slots, strict=True):
-        if slot.slices * slot.phases > 1:
-            counts += _sliced_messages(flow, slot, world, pairs)
-            continue
-        for transfers in moving(flow):
-            keys = np.unique(_keys(transfers, world))
-            shared.setdefault(slot.first + transfers.hop, []).append(keys)
-    for keys_of_round in shared.values():
-        keys = np.unique(np.concatenate(keys_of_round))
-        counts[np.searchsorted(pairs, keys)] += 1
-    return counts
-
-
-def _sliced_messages(flow: Flow, slot: Slot, world: Ints, pairs: Ints) -> Ints:
-    """Messages of a stack that has its rounds to itself.
-
-    A transfer of at least one unit per slice has a part in each of them; only shorter ones, and
-    those that take turns in phases, need a look at every round.
-    """
-    steady: dict[int, Ints] = {}
-    short: list[tuple[Transfers, Ints, Ints]] = []
-    for transfers in moving(flow):
-        place = np.searchsorted(pairs, _keys(transfers, world))
-        units = flow.units(transfers.cells, slot.unit)[transfers.runs.cell]
-        full = (transfers.sizes >= slot.slices * units) & (slot.phases == 1)
-        steady.setdefault(transfers.hop, np.zeros(len(pairs), dtype=bool))[place[full]] = True
-        rest = np.flatnonzero(~full)
-        if len(rest):
-            short.append((transfers.take(rest), units[rest], place[rest]))
-    counts = np.zeros(len(pairs), dtype=np.int64)
-    for number in range(slot.first, slot.first + slot.num_rounds):
-        here = np.zeros(len(pairs), dtype=bool)
-        for hop, places in steady.items():
-            if slot.turn(number, hop) is not None:
-                here |= places
-        for transfers, units, place in short:
-            here[place[_has_part(transfers, units, slot, number)]] = True
+    counts = np.zeros(num_pairs, dtype=np.int64)
+    by_round: dict[int, list[int]] = {}
+    for number, stream in enumerate(streams):
+        slot = stream.slot
+        for at in range(slot.first, slot.first + slot.num_rounds):
+            by_round.setdefault(at, []).append(number)
+    units = [
+        stream.flow.units(stream.rows.cells, stream.slot.unit)[stream.rows.runs.cell]
+        for stream in streams
+    ]
+    for at, numbers in by_round.items():
+        here = np.zeros(num_pairs, dtype=bool)
+        for number in numbers:
+            stream = streams[number]
+            here[places[id(stream.pairs)][stream.active(at, units[number])]] = True
         counts += here
     return counts
 
 
-def _has_part(transfers: Transfers, units: Ints, slot: Slot, number: int) -> Ints:
-    """The transfers that have anything to move in a round."""
-    turn = slot.turn(number, transfers.hop)
-    if turn is None:
-        return np.zeros(0, dtype=np.int64)
-    runs, (phase, part) = transfers.runs, turn
-    low = slice_edges(runs.start, runs.stop, units, slot.slices, part)
-    high = slice_edges(runs.start, runs.stop, units, slot.slices, part + 1)
-    return np.flatnonzero((low < high) & (transfers.part % slot.phases == phase))
+def _streams(
+    flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]
+) -> Iterator[_Stream]:
+    """The rows of a flow by hop; equal lists of pairs are kept once, in ``known``."""
+    parts = flow.parts()
+    for rows in flow.first_hand(parts):
+        yield from _one_by_one(flow, slot, rows, world)
+    yield from _by_sender(flow, slot, parts, flow.geometry.wanting, world, known)
+    for entered, lines in flow.entering(parts):
+        yield from _one_by_one(flow, slot, entered, world)
+        yield from _by_sender(flow, slot, entered, lines, world, known)
+
+
+def _one_by_one(flow: Flow, slot: Slot, rows: Transfers, world: Ints) -> Iterator[_Stream]:
+    rows = rows.take(np.flatnonzero(rows.source != rows.destination))
+    if len(rows):
+        keys = _places(rows.source, world) * len(world) + _places(rows.destination, world)
+        pairs, group = np.unique(keys, return_inverse=True)
+        yield _Stream(flow, slot, rows.hop, rows, group, np.arange(len(pairs) + 1), pairs)
+
+
+def _by_sender(
+    flow: Flow,
+    slot: Slot,
+    rows: Transfers,
+    wanting: LineSet,
+    world: Ints,
+    known: dict[bytes, Ints],
+) -> Iterator[_Stream]:
+    """Every first receiver of a line, and the pairs it makes with the others of the line."""
+    rows = rows.take(np.flatnonzero(np.diff(wanting.first)[rows.line] > 1))
+    if not len(rows):
+        return
+    size = len(world)
+    keys = rows.line * size + _places(rows.destination, world)
+    senders, group = np.unique(keys, return_inverse=True)
+    counts = np.diff(wanting.first)[senders // size] - 1
+    first = np.concatenate([[0], np.cumsum(counts)])
+    name = b"".join((senders.tobytes(), wanting.first.tobytes(), wanting.members.tobytes()))
+    if name not in known:
+        known[name] = _pairs_of(senders // size, senders % size, wanting, world)
+    yield _Stream(flow, slot, rows.hop + 1, rows, group, first, known[name])
+
+
+def _pairs_of(lines: Ints, senders: Ints, wanting: LineSet, world: Ints) -> Ints:
+    """Each sender with every other member of its line."""
+    counts = np.diff(wanting.first)[lines]
+    of = np.repeat(np.arange(len(lines)), counts)
+    within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
+    others = _places(wanting.members, world)[wanting.first[lines][of] + within]
+    apart = others != senders[of]
+    pairs: Ints = (senders[of] * len(world) + others)[apart]
+    return pairs
+
+
+def _places(ranks: Ints, world: Ints) -> Ints:
+    return np.searchsorted(world, ranks)

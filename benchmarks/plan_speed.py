@@ -1,0 +1,166 @@
+"""How long does planning take, and how does it grow? CPU seconds, no processes started.
+
+    python benchmarks/plan_speed.py [--quick] [--json]
+
+Measured per case: ``rs.plan`` of the whole state dict, ``for_rank`` of the rank with the most rows,
+and the digest; then ``summary()``, which looks at every rank. Each case runs in a fresh process so
+that nothing is cached, and memory is that process's peak above the imports.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import reshard as rs
+from reshard.models import tensors
+
+
+@dataclass(frozen=True)
+class Case:
+    """A state dict that moves from one mesh to another, and the seconds it may take."""
+
+    name: str
+    model: str
+    have: str
+    want: str
+    target: float | None = None
+    fsdp: bool = False
+    """The source cuts every tensor by dp, after tp where there is one."""
+
+
+def tp_cases(ranks: int, target: float | None) -> Case:
+    half = f"@ {ranks}-{2 * ranks - 1}"
+    return Case(
+        f"L70 {ranks}+{ranks}", "llama-3-70b", f"dp={ranks // 8} tp=8", f"rep={ranks // 4} tp=4 {half}", target
+    )
+
+
+CASES = [
+    Case("L8 dp2 tp4 -> 2 x tp2", "llama-3-8b", "dp=2 tp=4", "rep=2 tp=2 @ 8-11"),
+    tp_cases(8, None),
+    tp_cases(64, None),
+    tp_cases(256, 0.05),
+    tp_cases(1024, 1.0),
+    Case("L70 FSDP 256 -> TP4", "llama-3-70b", "dp=256", "rep=64 tp=4 @ 256-511", 1.0, fsdp=True),
+    Case("L70 FSDP 1024 -> TP8", "llama-3-70b", "dp=1024", "rep=128 tp=8 @ 1024-2047", 1.0, fsdp=True),
+    Case(
+        "L70 FSDP 16384 -> 256 x tp8", "llama-3-70b", "dp=16384", "rep=256 tp=8 @ 16384-18431", 1.0, fsdp=True
+    ),
+    Case(
+        "L70 FSDP 16384 -> 256 x tp8, same ranks", "llama-3-70b", "dp=16384", "rep=256 tp=8", None, fsdp=True
+    ),
+    Case("M30 EP8 -> TP4", "qwen3-30b-a3b", "ep=8", "tp=4 @ 8-11", 0.5),
+    Case("M30 EP8 -> 2 x TP4, same ranks", "qwen3-30b-a3b", "ep=8", "rep=2 tp=4"),
+]
+
+
+def specs(case: Case, mesh_text: str, fsdp: bool) -> dict[str, rs.TensorSpec]:
+    mesh = rs.Mesh.parse(mesh_text)
+    names = tensors(case.model)
+    family = "qwen3_moe" if "qwen3" in case.model else "llama"
+    rules = rs.Rules.load(family, **numbers(case.model), **({"fsdp": "dp"} if fsdp else {}))
+    layouts = rules.layouts({name: shape for name, (shape, _) in names.items()}, mesh=mesh)
+    return {
+        name: rs.TensorSpec(shape, dtype, layouts[name]) for name, (shape, dtype) in names.items()
+    }
+
+
+def numbers(model: str) -> dict[str, int]:
+    from reshard.models import numbers_of, preset
+
+    return dict(numbers_of(preset(model)))
+
+
+def measure(case: Case) -> dict[str, object]:
+    """Plan one case in this process and say what it took."""
+    have, want = specs(case, case.have, case.fsdp), specs(case, case.want, False)
+    make_plan = rs.plan  # loads the planner, which is not what is measured
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.process_time()
+    plan = make_plan(have, want)
+    planned = time.process_time()
+    rank = worst_rank(plan)
+    before = time.process_time()
+    mine = plan.for_rank(rank)
+    rows = mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
+    derived = time.process_time()
+    digest = plan.digest
+    done = time.process_time()
+    summary = plan.summary()
+    summed = time.process_time()
+    return {
+        "case": case.name,
+        "tensors": len(want),
+        "stacks": len(plan.stacks),
+        "plan_s": planned - start,
+        "for_rank_s": derived - before,
+        "digest_s": done - derived,
+        "total_s": planned - start + done - before,
+        "summary_s": summed - done,
+        "target_s": case.target,
+        "rank": rank,
+        "rows": rows,
+        "rounds": plan.num_rounds,
+        "messages": summary.num_messages,
+        "wire_over_bound": summary.wire_bytes / max(summary.lower_bound_bytes, 1),
+        "busiest_over_mean": summary.busiest_sender_bytes / max(summary.mean_sender_bytes, 1),
+        "rss_mib": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base) / 1024,
+        "digest": digest,
+    }
+
+
+def worst_rank(plan: rs.Plan) -> int:
+    """The rank with the most rows among the first, last and middle of either side."""
+    ranks = plan.ranks
+    tried = {ranks[i * (len(ranks) - 1) // 7] for i in range(8)}
+    def count(rank: int) -> int:
+        mine = plan.for_rank(rank)
+        return mine.sends.num_rows + mine.receives.num_rows
+
+    return max(sorted(tried), key=count)
+
+
+def main() -> int:
+    """Run every case in its own process, best of three, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--one", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--quick", action="store_true", help="each case once")
+    parser.add_argument("--json", action="store_true", help="one JSON object per line")
+    options = parser.parse_args()
+    if options.one is not None:
+        print(json.dumps(measure(CASES[options.one])))
+        return 0
+    print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores; CPU seconds, best of runs")
+    missed = 0
+    for number, case in enumerate(CASES):
+        command = [sys.executable, __file__, "--one", str(number)]
+        runs = [
+            json.loads(subprocess.run(command, capture_output=True, check=True, text=True).stdout)
+            for _ in range(1 if options.quick else 3)
+        ]
+        best = min(runs, key=lambda run: run["total_s"])
+        late = case.target is not None and best["total_s"] > case.target
+        missed += late
+        if options.json:
+            print(json.dumps(best))
+            continue
+        target = f"target {case.target:.2f}" if case.target else ""
+        print(
+            f"{case.name:42s} {best['total_s']:7.3f} s (plan {best['plan_s']:.3f}, rank "
+            f"{best['for_rank_s']:.3f}, digest {best['digest_s']:.3f}) summary {best['summary_s']:6.3f} s "
+            f"rows {best['rows']:7d} rounds {best['rounds']:5d} messages {best['messages']:9d} "
+            f"+{best['rss_mib']:.0f} MiB wire/bound {best['wire_over_bound']:.4f} "
+            f"busiest/mean {best['busiest_over_mean']:.3f} {target} {'MISSED' if late else ''}"
+        )
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,150 @@
+"""Who sends how much to whom, as a small matrix: between ranks, hosts, or groups of them.
+
+    >>> from reshard.layout import Layout
+    >>> from reshard.mesh import Mesh
+    >>> from reshard.planning.plan import plan
+    >>> from reshard.show.ink import plain
+    >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
+    >>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
+    >>> print(plain(draw(traffic_matrix(move, most=8))))
+    MiB from rank (down) to rank (across)
+             4    5    6  total
+        0  2.0  2.0  2.0    6.0
+        1  2.0  2.0  2.0    6.0
+    total  4.0  4.0  4.0   12.0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from reshard.regions import Ints
+from reshard.show.ink import Line, Span, heat
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+
+__all__ = ["Groups", "Matrix", "draw", "group", "traffic_matrix"]
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Groups:
+    """Numbers (of ranks or hosts) in rising order, put into few groups."""
+
+    labels: tuple[str, ...]
+    numbers: Ints
+    of: Ints
+    """The group of each number."""
+
+    def find(self, numbers: Ints) -> Ints:
+        """The groups of these numbers."""
+        found: Ints = self.of[np.searchsorted(self.numbers, numbers)]
+        return found
+
+
+def group(numbers: Ints, most: int) -> Groups:
+    """At most so many groups of equally many neighbours; the size is a power of two.
+
+    >>> group(np.arange(64), 16).labels[:2]
+    ('0-3', '4-7')
+    """
+    numbers = np.unique(numbers)
+    size = 1
+    while -(-len(numbers) // size) > most:
+        size *= 2
+    runs = [numbers[i : i + size].tolist() for i in range(0, len(numbers), size)]
+    labels = tuple(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+    return Groups(labels, numbers, np.arange(len(numbers)) // size)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Matrix:
+    """Bytes from each source (rows) to each destination (columns)."""
+
+    kind: str
+    """What the rows and columns are: ``rank`` or ``host``."""
+    sources: tuple[str, ...]
+    destinations: tuple[str, ...]
+    num_bytes: Ints
+    first_hand: Ints
+    """The part of the bytes that comes from source tensors; the rest is passed on."""
+
+
+def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
+    """The traffic of a plan between at most so many senders and receivers.
+
+    Between hosts where the plan has a topology, else between ranks.
+    """
+    traffic = plan.traffic
+    source, destination, kind = traffic.source, traffic.destination, "rank"
+    if plan.topology is not None:
+        hosts = plan.topology.hosts_of(plan.ranks)
+        number = np.array([hosts[rank] for rank in plan.ranks], dtype=np.int64)
+        source = number[np.searchsorted(plan.world, source)]
+        destination = number[np.searchsorted(plan.world, destination)]
+        kind = "host"
+    rows, columns = group(source, most), group(destination, most)
+    shape = len(rows.labels), len(columns.labels)
+    places = rows.find(source) * shape[1] + columns.find(destination)
+    sums = (
+        np.bincount(places, weights=amount, minlength=shape[0] * shape[1]).reshape(shape)
+        for amount in (traffic.num_bytes, traffic.first_hand)
+    )
+    num_bytes, first_hand = (total.astype(np.int64) for total in sums)
+    return Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand)
+
+
+def draw(matrix: Matrix) -> list[Line]:
+    """The matrix as lines, with sums; the more bytes, the stronger the colour."""
+    if not matrix.num_bytes.size:
+        return [[Span("no traffic between ranks")]]
+    largest = int(matrix.num_bytes.max())
+    power = min(max(largest.bit_length() - 1, 0) // 10, len(UNITS) - 1)
+    rows = [*matrix.num_bytes, matrix.num_bytes.sum(axis=0)]
+    texts = [[_amount(int(n), power) for n in (*row, row.sum())] for row in rows]
+    labels = [*matrix.sources, "total"]
+    across = [*matrix.destinations, "total"]
+    widths = [max(map(len, column)) for column in zip(across, *texts, strict=True)]
+    gutter = max(map(len, labels))
+    kinds = f"{matrix.kind} (down) to {matrix.kind} (across)"
+    lines: list[Line] = [
+        [Span(f"{UNITS[power]} from {kinds}")],
+        _line("", across, [None] * len(across), gutter, widths),
+    ]
+    for label, row, text in zip(labels, rows, texts, strict=True):
+        tones = [heat(n / largest) if n and label != "total" else None for n in row]
+        lines.append(_line(label, text, [*tones, None], gutter, widths))
+    return lines
+
+
+def _line(
+    label: str,
+    texts: Sequence[str],
+    tones: Sequence[str | None],
+    gutter: int,
+    widths: Sequence[int],
+) -> Line:
+    spans = [Span(label.rjust(gutter))]
+    for text, tone, width in zip(texts, tones, widths, strict=True):
+        spans.append(Span("  " + text.rjust(width), tone))
+    return spans
+
+
+def _amount(num_bytes: int, power: int) -> str:
+    """An amount in the unit of the matrix.
+
+    >>> _amount(1536, 1), _amount(0, 1), _amount(12, 1)
+    ('1.5', '.', '<0.1')
+    """
+    if not num_bytes:
+        return "."
+    if not power:
+        return str(num_bytes)
+    scaled = num_bytes / 1024**power
+    return f"{scaled:,.1f}" if scaled >= 0.05 else "<0.1"

@@ -1,0 +1,152 @@
+"""A layout of a 1-d or 2-d tensor as a small grid of cells: who holds what, and where?
+
+Cells end where any box of the layout ends. Where that would be more cells than can be drawn,
+neighbours are merged: such a cell has several parts, on different ranks.
+
+    >>> from reshard.mesh import Mesh
+    >>> picture = picture_of(Layout(Mesh(dp=2, tp=2), "dp tp"), (8, 6), most=(4, 4))
+    >>> picture.rows, picture.columns
+    ((0, 4, 8), (0, 3, 6))
+    >>> [[str(cell) for cell in row] for row in picture.cells]
+    [['0', '1'], ['2', '3']]
+    >>> merged = picture_of(Layout(Mesh(dp=64), "dp"), (1024,), most=(1, 4))
+    >>> [str(cell) for cell in merged.cells[0]]
+    ['0..15', '16..31', '32..47', '48..63']
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from reshard.layout import BoxLayout, Layout
+from reshard.listed import Listed, listed_of
+from reshard.mesh import format_ranks
+from reshard.regions import Ints, grids_of
+
+__all__ = ["Cell", "Picture", "num_boxes", "picture_of"]
+
+MAX_BOXES = 200_000
+"""More boxes than this are not worth listing for a drawing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """A region of the drawing and the ranks that hold it."""
+
+    ranks: tuple[int, ...]
+    """All that hold any part of it, in rising order."""
+    num_parts: int = 1
+    """1 where every rank holds all of it; more where neighbours were merged."""
+    whole: bool = True
+    """False where some of it is held by nobody."""
+
+    def text(self, most: int) -> str:
+        """The ranks in at most so many characters, if that is possible.
+
+        >>> Cell((0, 4, 8, 12)).text(8), Cell((0, 4, 8, 12)).text(5), Cell(()).text(9)
+        ('0,4,8,12', '0+3', 'nobody')
+        """
+        if not self.ranks:
+            return "nobody" if most >= 6 else "?"
+        first, last, more = self.ranks[0], self.ranks[-1], len(self.ranks) - 1
+        if self.num_parts > 1 and more:
+            return f"{first}..{last}" if len(f"{first}..{last}") <= most else f"{first}.."
+        full = format_ranks(self.ranks)
+        return full if len(full) <= most else f"{first}+{more}"
+
+    def __str__(self) -> str:
+        return self.text(1000)
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """Cells in rows and columns, and where these begin and end in the tensor."""
+
+    shape: tuple[int, ...]
+    rows: tuple[int, ...]
+    """The edges of the rows; (0, 1) for a 1-d tensor."""
+    columns: tuple[int, ...]
+    cells: tuple[tuple[Cell, ...], ...]
+
+    @property
+    def is_merged(self) -> bool:
+        """Whether a cell stands for parts on different ranks."""
+        return any(cell.num_parts > 1 for row in self.cells for cell in row)
+
+    def holders(self) -> list[tuple[int, ...]]:
+        """The different sets of ranks, in rising order: what is drawn in the same colour."""
+        return sorted({cell.ranks for row in self.cells for cell in row if cell.ranks})
+
+
+def picture_of(layout: Layout, shape: Sequence[int], most: tuple[int, int]) -> Picture | None:
+    """Draw a layout with at most so many rows and columns.
+
+    None where there is nothing to draw: not 1-d or 2-d, no elements, or far too many boxes.
+    """
+    shape = tuple(shape)
+    layout.dims(shape)
+    if len(shape) not in (1, 2) or not prod(shape) or num_boxes(layout, shape) > MAX_BOXES:
+        return None
+    listed = listed_of(layout, shape)
+    if len(shape) == 1:
+        flat = np.zeros_like(listed.starts)
+        listed = replace(
+            listed,
+            starts=np.hstack([flat, listed.starts]),
+            stops=np.hstack([flat + 1, listed.stops]),
+        )
+    lengths = shape if len(shape) == 2 else (1, *shape)
+    rows, columns = (_edges(listed, dim, lengths[dim], most[dim]) for dim in (0, 1))
+    cells = tuple(
+        tuple(_cell(listed, rows[i : i + 2], columns[j : j + 2]) for j in range(len(columns) - 1))
+        for i in range(len(rows) - 1)
+    )
+    rows, cells = _without_repeats(rows, cells)
+    columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
+    return Picture(shape, rows, columns, tuple(zip(*turned, strict=True)))
+
+
+def _without_repeats(
+    edges: Sequence[int], lines: tuple[tuple[Cell, ...], ...]
+) -> tuple[tuple[int, ...], tuple[tuple[Cell, ...], ...]]:
+    """Join rows, or columns, that look like the one before."""
+    kept = [i for i in range(len(lines)) if i == 0 or lines[i] != lines[i - 1]]
+    return (*(int(edges[i]) for i in kept), int(edges[-1])), tuple(lines[i] for i in kept)
+
+
+def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
+    """How many boxes listing a layout would give, at least; cheap even where that is a lot.
+
+    >>> from reshard.mesh import Mesh
+    >>> num_boxes(Layout(Mesh(x=2, y=2), "x:1 y:1"), (8192, 4096))
+    33554432
+    """
+    if isinstance(layout, BoxLayout):
+        return sum(map(len, layout.boxes.values()))
+    regular = replace(layout.words, flat=(), without=())
+    grids = grids_of(Layout(layout.mesh, regular), shape)
+    if grids is None:
+        return len(layout.ranks)
+    return sum(prod(len(dim.starts) for dim in grid.dims) for grid in grids)
+
+
+def _edges(listed: Listed, dim: int, length: int, most: int) -> Ints:
+    """Where rows or columns begin and end: at the ends of boxes, or at every k-th of them."""
+    ends = [listed.starts[:, dim], listed.stops[:, dim], [0, length]]
+    edges = np.unique(np.concatenate(ends)).astype(np.int64)
+    step = -(-(len(edges) - 1) // most)
+    return edges if step == 1 else np.unique(np.append(edges[::step], length))
+
+
+def _cell(listed: Listed, rows: Ints, columns: Ints) -> Cell:
+    low, high = np.array([rows[0], columns[0]]), np.array([rows[1], columns[1]])
+    sides = np.minimum(listed.stops, high) - np.maximum(listed.starts, low)
+    found = np.flatnonzero((sides > 0).all(axis=1))
+    whole = int(sides[found].prod(axis=1).sum()) == int((high - low).prod())
+    ranks = np.unique(np.concatenate([*map(listed.of, found.tolist()), np.zeros(0, np.int64)]))
+    same = len({listed.of(box).tobytes() for box in found.tolist()}) == 1
+    return Cell(tuple(map(int, ranks)), 1 if same else len(found), whole)

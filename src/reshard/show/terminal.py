@@ -1,0 +1,123 @@
+"""Layouts as text: a picture where there can be one, and a table of who holds what.
+
+    >>> from reshard.mesh import Mesh
+    >>> from reshard.show.ink import plain
+    >>> print(plain(draw(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30)))
+    tp on mesh dp=2 tp=2, shape 8: 2 parts, each on 2 ranks
+    <BLANKLINE>
+      0            4            8
+      +------------+------------+
+      |    0,2     |    1,3     |
+      +------------+------------+
+    <BLANKLINE>
+    ranks  at    local shape  holds
+    0,2    tp=0  4            [0:4]
+    1,3    tp=1  4            [4:8]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from reshard.layout import BoxLayout, Layout
+from reshard.mesh import format_ranks
+from reshard.planning.text import align, shorten
+from reshard.show.frame import CELL_WIDTH, frame
+from reshard.show.holdings import Holding, Holdings, holdings
+from reshard.show.ink import Line, Span
+from reshard.show.picture import picture_of
+
+__all__ = ["draw", "headline", "pieces_table", "table"]
+
+MAX_ROWS = 16
+"""Rows of a picture and of a table."""
+MAX_PIECES = 64
+
+
+def draw(
+    layout: Layout, shape: Sequence[int], *, width: int = 80, unicode: bool = False
+) -> list[Line]:
+    """A headline, a picture where there can be one, and a table of the ranks."""
+    found = holdings(layout, shape, MAX_ROWS)
+    most = (MAX_ROWS, max((min(width, 80) - 10) // (CELL_WIDTH + 1), 1))
+    picture = picture_of(layout, shape, most)
+    lines: list[Line] = [[Span(headline(layout, shape, found), bold=True)], []]
+    if picture is not None:
+        lines += [*frame(picture, width, unicode=unicode, tall=True), []]
+        if picture.is_merged:
+            lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
+    return lines + [[Span(line)] for line in table(found, width)]
+
+
+def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
+    """The layout, its mesh and how often everything is held, in a sentence."""
+    where = "" if isinstance(layout, BoxLayout) else f" on mesh {layout.mesh}"
+    what = "nobody holds any element"
+    if found.num_different:
+        each, rest = divmod(found.num_ranks, found.num_different)
+        ranks = found.num_ranks if rest else each
+        what = f"{_count(found.num_different, 'part')}, {'' if rest else 'each '}on "
+        what += _count(ranks, "rank")
+    if layout.reduce:
+        what += f", with a pending {layout.reduce[0]} over {' '.join(layout.reduce[1])}"
+    return f"{shorten(str(layout), 60)}{where}, shape {_dims(shape)}: {what}"
+
+
+def table(found: Holdings, width: int = 80) -> list[str]:
+    """The ranks, their coordinates, and what they hold."""
+    if not found.rows:
+        return []
+    rows = [("ranks", "at", "local shape", "holds"), *map(_row, found.rows)]
+    lines = [shorten(line, max(width, 60)) for line in align(rows)]
+    if found.num_different > len(found.rows):
+        lines.append(f"and {_count(found.num_different - len(found.rows), 'more part')}")
+    return lines
+
+
+def _row(holding: Holding) -> tuple[str, ...]:
+    return (
+        shorten(format_ranks(holding.ranks), 24),
+        " ".join(f"{axis}={at}" for axis, at in holding.coords.items()),
+        _dims(holding.local_shape),
+        holding.text,
+    )
+
+
+def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
+    """What one rank holds, box by box, and where each sits in its local tensor.
+
+    >>> from reshard.mesh import Mesh
+    >>> for line in pieces_table(Layout(Mesh(cp=2), "cp~"), 0, (8,)):
+    ...     print(line)
+    rank 0 at cp=0 of mesh cp=2 holds 4 elements in 2 pieces, local shape 4
+    <BLANKLINE>
+    box    offset  strides
+    [0:2]       0  1
+    [6:8]       2  1
+    """
+    pieces = layout.pieces(rank, shape)
+    coords = layout.holds(rank)
+    if not pieces:
+        return [f"rank {rank} holds nothing of shape {_dims(shape)} in layout {layout}"]
+    at = " ".join(f"{axis}={place}" for axis, place in (coords or {}).items())
+    count = sum(piece.box.size for piece in pieces)
+    first = (
+        f"rank {rank}{f' at {at}' * bool(at)} of mesh {layout.mesh} holds "
+        f"{_count(count, 'element')} in {_count(len(pieces), 'piece')}, "
+        f"local shape {_dims(layout.local_shape(rank, shape))}"
+    )
+    rows = [("box", "offset", "strides")]
+    rows += [
+        (str(piece.box), str(piece.offset), ",".join(map(str, piece.strides)))
+        for piece in pieces[:MAX_PIECES]
+    ]
+    more = len(pieces) - MAX_PIECES
+    return [first, "", *align(rows, right={1}), *([f"and {more:,} more"] if more > 0 else [])]
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "0-d"
