@@ -9,7 +9,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.planning.balance import balance
 from reshard.planning.coverage import raise_uncovered
-from reshard.planning.flow import Flow
+from reshard.planning.flow import Flow, Transfers
 from reshard.planning.geometry import Geometry
 from reshard.planning.lines import LineSet, Slots
 from reshard.planning.listed_geometry import Addends, listed_geometry
@@ -131,45 +131,94 @@ def load_of(flow: Flow, world: Ints) -> Load:
     """What a flow makes every rank stage."""
     if isinstance(flow.geometry, OpenGeometry):
         return _open_load(flow, world)
-    uses, hops, longest = _uses(flow, world)
-    staged = np.bincount(uses.rank, weights=uses.num_bytes, minlength=len(world))
-    rows = np.bincount(uses.rank, weights=uses.elements, minlength=len(world))
+    return _listed_load(flow, world)
+
+
+def _listed_load(flow: Flow, world: Ints) -> Load:
+    """Count every row; what is passed on by sender, without listing its pairs."""
+    tally = _Tally(world)
+    parts = flow.parts()
+    for rows in flow.first_hand(parts):
+        tally.exchange(rows)
+    tally.pass_on(parts, flow.geometry.wanting)
+    for entered, lines in flow.entering(parts):
+        tally.exchange(entered)
+        tally.pass_on(entered, lines)
+    itemsize = flow.stack.itemsize
+    staged, count = tally.elements * itemsize, tally.rows
+    for part in flow.accumulated():
+        wide, place = flow.accumulator_itemsize, np.searchsorted(world, part.destination)
+        np.add.at(staged, place, part.sizes * wide)
+        np.add.at(count, place, -(-wide // itemsize))
     return Load(
         flow.stack.label,
-        staged.astype(np.int64),
-        int(rows.max(initial=0)),
-        flow.stack.itemsize,
-        hops,
-        longest,
-        uses,
+        staged,
+        int(count.max(initial=0)),
+        itemsize,
+        tally.hops,
+        int(parts.sizes.max(initial=0)),
+        lambda: _uses(flow, world),
     )
 
 
-def _uses(flow: Flow, world: Ints) -> tuple[Uses, int, int]:
-    """Both ends of every row of every rank, the number of hops and the longest row."""
-    ranks, parts, sizes, elements = [], [], [], []
-    hops = longest = 0
+class _Tally:
+    """Elements and rows that every rank sends or receives."""
+
+    def __init__(self, world: Ints) -> None:
+        self.world = world
+        self.elements = np.zeros(len(world), dtype=np.int64)
+        self.rows = np.zeros(len(world), dtype=np.int64)
+        self.hops = 0
+
+    def exchange(self, rows: Transfers) -> None:
+        """Count both ends of rows."""
+        moved = np.flatnonzero(rows.source != rows.destination)
+        for ends in (rows.source[moved], rows.destination[moved]):
+            self._add(ends, rows.sizes[moved], 1)
+        self.hops = max(self.hops, rows.hop if len(moved) else 0)
+
+    def pass_on(self, rows: Transfers, wanting: LineSet) -> None:
+        """Count rows that their receivers pass on to all others of the line."""
+        others = np.diff(wanting.first)[rows.line] - 1
+        if not len(rows) or not others.any():
+            return
+        self._add(rows.destination, rows.sizes * others, others)
+        # Every member of a line gets all of it, except what it received itself.
+        num_lines = len(wanting.first) - 1
+        sizes = np.bincount(rows.line, weights=rows.sizes, minlength=num_lines).astype(np.int64)
+        counts = np.bincount(rows.line, minlength=num_lines)
+        times = np.diff(wanting.first)
+        self._add(wanting.members, np.repeat(sizes, times), np.repeat(counts, times))
+        self._add(rows.destination, -rows.sizes * (others > 0), -1 * (others > 0))
+        self.hops = max(self.hops, rows.hop + 1)
+
+    def _add(self, ranks: Ints, elements: Ints, rows: Ints | int) -> None:
+        place = np.searchsorted(self.world, ranks)
+        np.add.at(self.elements, place, elements)
+        np.add.at(self.rows, place, rows)
+
+
+def _uses(flow: Flow, world: Ints) -> Uses:
+    """Both ends of every row of every rank, and the parts in which receivers add up."""
+    none = np.zeros(0, dtype=np.int64)
+    ranks, parts, sizes, elements = [none], [none], [none], [none]
     for transfers in flow.everything():
         moved = np.flatnonzero(transfers.source != transfers.destination)
-        if not len(moved):
-            continue
-        size = transfers.sizes[moved]
         for end in (transfers.source[moved], transfers.destination[moved]):
             ranks.append(end)
             parts.append(transfers.part[moved])
-            sizes.append(size * flow.stack.itemsize)
-            elements.append(np.ones_like(size))
-        hops, longest = max(hops, transfers.hop), max(longest, int(size.max()))
+            sizes.append(transfers.sizes[moved] * flow.stack.itemsize)
+            elements.append(np.ones_like(end))
     for part in flow.accumulated():
         wide = flow.accumulator_itemsize
         ranks.append(part.destination)
         parts.append(part.part)
         sizes.append(part.sizes * wide)
         elements.append(np.full(len(part), -(-wide // flow.stack.itemsize)))
-    none = np.zeros(0, dtype=np.int64)
-    place = np.searchsorted(world, np.concatenate([*ranks, none]))
-    columns = (np.concatenate([*column, none]) for column in (parts, sizes, elements))
-    return Uses(place, *columns, len(world)), hops, longest
+    place = np.searchsorted(world, np.concatenate(ranks))
+    return Uses(
+        place, np.concatenate(parts), np.concatenate(sizes), np.concatenate(elements), len(world)
+    )
 
 
 def _open_load(flow: Flow, world: Ints) -> Load:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class Transfers:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Flow:
     """One stack with its cells and the cuts that balancing found."""
 
@@ -93,7 +94,15 @@ class Flow:
 
     def parts(self) -> Transfers:
         """What every first receiver receives, of all ranks."""
-        return self._parts(self.geometry.all())
+        return self._all_parts if self.geometry.listed else self._cut(self.geometry.all())
+
+    @cached_property
+    def _all_parts(self) -> Transfers:
+        return self._cut(self.geometry.all())
+
+    def _parts(self, lined: Lined) -> Transfers:
+        """What the first receivers of some cells receive; of listed cells it is always all."""
+        return self._all_parts if self.geometry.listed else self._cut(lined)
 
     def accumulated(self) -> Iterator[Transfers]:
         """The parts in which receivers add up addends, if they do."""
@@ -116,7 +125,7 @@ class Flow:
             unit = np.where(block <= most, block, unit)
         return unit
 
-    def _parts(self, lined: Lined) -> Transfers:
+    def _cut(self, lined: Lined) -> Transfers:
         """Cut cells where slots of senders begin, then where slots of receivers begin.
 
         Where addends are added up, every holder sends, and only receivers' slots count.

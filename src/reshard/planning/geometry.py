@@ -53,6 +53,8 @@ class Geometry(Protocol):
     """The ranks that want each line, first receivers included; they pass on among themselves."""
     relays: Relays | None
     """Further lines on other hosts; only with a topology."""
+    listed: bool
+    """Whether all cells are listed, so that a rank gets them all."""
     num_addends: int
     """How many addends make a value; 1 where nothing is added up."""
 

@@ -89,6 +89,8 @@ def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
 class ListedGeometry:
     """All cells of a stack and their lines, as columns."""
 
+    listed = True
+
     def __init__(
         self,
         cells: Lined,
@@ -268,7 +270,7 @@ class _Builder:
             reducers = wanting if common is None else common
             yield self._sender_line(has, None), self._line(reducers, wanting, [])
             return
-        lacking = wanting if common is None else np.setdiff1d(wanting, common)
+        lacking = wanting if common is None else _except(wanting, common)
         if not len(lacking):
             return
         if self.hosts is None:
@@ -308,8 +310,10 @@ class _Builder:
         if (has, host) not in self.sender_lines:
             self.sender_lines[has, host] = len(self.senders)
             ranks = self.have_sets.ranks[has]
-            here = [host is None or (self.hosts or {})[int(rank)] == host for rank in ranks]
-            self.senders.append(ranks[np.array(here, dtype=bool)])
+            if host is not None:
+                here = [(self.hosts or {})[int(rank)] == host for rank in ranks]
+                ranks = ranks[np.array(here, dtype=bool)]
+            self.senders.append(ranks)
         return self.sender_lines[has, host]
 
     def _relays(self, receive: Ints, sizes: Ints) -> Relays | None:
@@ -352,6 +356,13 @@ class _Builder:
                     f"{_text(self.have, box)}: a lost addend cannot be rebuilt"
                 )
         return held
+
+
+def _except(ranks: Ints, some: Ints) -> Ints:
+    """Ranks without some of them; both in rising order."""
+    kept = np.ones(len(ranks), dtype=bool)
+    kept[np.searchsorted(ranks, some)] = False
+    return ranks[kept]
 
 
 def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:

@@ -66,6 +66,7 @@ class OpenGeometry:
     receive_base: list[int]
     relays: Relays | None = None
     num_addends: int = 1
+    listed: bool = False
 
     @classmethod
     def of(cls, pairs: list[GridPair]) -> OpenGeometry:

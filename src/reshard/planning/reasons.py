@@ -49,7 +49,11 @@ def _bytes(plan: Plan) -> Iterator[str]:
     figures = plan.summary()
     copied = format_bytes(figures.copied_bytes)
     if not figures.wire_bytes:
-        here = f"destinations hold all {copied} they want" if figures.copied_bytes else "there are no bytes"
+        here = (
+            f"destinations hold all {copied} they want"
+            if figures.copied_bytes
+            else "there are no bytes"
+        )
         yield f"Nothing travels: {here}."
         return
     if all(stack.have.layout.reduce for stack in plan.stacks):
@@ -81,10 +85,13 @@ def _fan_out(plan: Plan) -> Iterator[str]:
     first = int(plan.traffic.first_hand.sum())
     passed = plan.summary().wire_bytes - first
     if passed:
+        takers = f"{(first + passed) / first:.3g} takers on average"
+        if passed < first / 20:
+            takers = "more than one taker in places"
         yield (
-            f"A byte has {(first + passed) / first:.3g} takers on average, and they share the "
-            f"receiving: sources send {format_bytes(first)}, the other {format_bytes(passed)} is "
-            "passed on between destinations."
+            f"A byte has {takers}, and they share the receiving: sources send "
+            f"{format_bytes(first)}, the other {format_bytes(passed)} is passed on between "
+            "destinations."
         )
 
 

@@ -10,7 +10,7 @@ received.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -56,8 +56,8 @@ class Load:
     """The rounds that passing on takes after the first."""
     longest: int
     """The elements of the longest transfer."""
-    uses: Uses | None
-    """Who has to do with which part; None where that was not listed."""
+    uses: Callable[[], Uses] | None
+    """Who has to do with which part, worked out on demand; None where that is not listed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,23 +127,32 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
 def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
     """The slot of a stack that does not fit into one round."""
     phases, staged, rows = 1, int(load.staged.max(initial=0)), load.rows
-    while rows * load.itemsize > cap:
-        if load.uses is None:
-            raise TooTight(number)
-        num_parts = int(load.uses.part.max(initial=0)) + 1
-        if phases >= num_parts:
-            raise MemoryCapError(
-                f"{load.label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
-                f"the smallest that works is {rows * load.itemsize} bytes; raise memory="
-            )
-        phases = min(phases * 2, num_parts)
-        staged, rows = load.uses.per_phase(phases)
+    if rows * load.itemsize > cap:
+        phases, staged, rows = _phases(load, number, cap)
     least = rows * load.itemsize
     unit = max((cap - least) // 4 // least, 1)
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
     stage = min(staged // slices + least * unit, cap)
     return Slot(start, slices, unit, load.hops, phases), stage
+
+
+def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
+    """How many phases it takes until an element of every transfer of a phase fits under the cap."""
+    if load.uses is None:
+        raise TooTight(number)
+    uses, phases = load.uses(), 1
+    num_parts = int(uses.part.max(initial=0)) + 1
+    staged, rows = uses.per_phase(phases)
+    while rows * load.itemsize > cap:
+        if phases >= num_parts:
+            raise MemoryCapError(
+                f"{load.label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
+                f"the smallest that works is {rows * load.itemsize} bytes; raise memory="
+            )
+        phases = min(phases * 2, num_parts)
+        staged, rows = uses.per_phase(phases)
+    return phases, staged, rows
 
 
 def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -> Ints:

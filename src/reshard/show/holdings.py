@@ -1,10 +1,10 @@
 """What each rank holds, as rows of a table; ranks that hold the same share a row.
 
-    >>> from reshard.mesh import Mesh
-    >>> for row in holdings(Layout(Mesh(dp=2, tp=2), "tp -"), (8, 6)).rows:
-    ...     print(row.ranks, row.coords, row.local_shape, row.text)
-    (0, 2) {'tp': 0} (4, 6) [0:4, 0:6]
-    (1, 3) {'tp': 1} (4, 6) [4:8, 0:6]
+>>> from reshard.mesh import Mesh
+>>> for row in holdings(Layout(Mesh(dp=2, tp=2), "tp -"), (8, 6)).rows:
+...     print(row.ranks, row.coords, row.local_shape, row.text)
+(0, 2) {'tp': 0} (4, 6) [0:4, 0:6]
+(1, 3) {'tp': 1} (4, 6) [4:8, 0:6]
 """
 
 from __future__ import annotations
@@ -133,4 +133,3 @@ def _common(layout: Layout, ranks: tuple[int, ...]) -> dict[str, int]:
     first = layout.mesh.coords(ranks[0])
     sample = [layout.mesh.coords(rank) for rank in ranks]
     return {axis: at for axis, at in first.items() if all(at == c[axis] for c in sample)}
-

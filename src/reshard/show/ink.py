@@ -1,8 +1,8 @@
 """Text with coloured backgrounds, and the same text plain.
 
-    >>> line = [Span("rank 0", "#ffcc00"), Span(" | ")]
-    >>> plain([line])
-    'rank 0 |'
+>>> line = [Span("rank 0", "#ffcc00"), Span(" | ")]
+>>> plain([line])
+'rank 0 |'
 """
 
 from __future__ import annotations
@@ -15,7 +15,18 @@ from typing import TYPE_CHECKING, TextIO, TypeAlias
 if TYPE_CHECKING:
     from rich.text import Text
 
-__all__ = ["Line", "Lines", "Span", "coloured", "heat", "hue", "hues", "plain", "tone", "wants_colour"]
+__all__ = [
+    "Line",
+    "Lines",
+    "Span",
+    "coloured",
+    "heat",
+    "hue",
+    "hues",
+    "plain",
+    "tone",
+    "wants_colour",
+]
 
 
 @dataclass(frozen=True, slots=True)

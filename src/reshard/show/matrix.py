@@ -1,17 +1,17 @@
 """Who sends how much to whom, as a small matrix: between ranks, hosts, or groups of them.
 
-    >>> from reshard.layout import Layout
-    >>> from reshard.mesh import Mesh
-    >>> from reshard.planning.plan import plan
-    >>> from reshard.show.ink import plain
-    >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
-    >>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
-    >>> print(plain(draw(traffic_matrix(move, most=8))))
-    MiB from rank (down) to rank (across)
-             4    5    6  total
-        0  2.0  2.0  2.0    6.0
-        1  2.0  2.0  2.0    6.0
-    total  4.0  4.0  4.0   12.0
+>>> from reshard.layout import Layout
+>>> from reshard.mesh import Mesh
+>>> from reshard.planning.plan import plan
+>>> from reshard.show.ink import plain
+>>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
+>>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
+>>> print(plain(draw(traffic_matrix(move, most=8))))
+MiB from rank (down) to rank (across)
+         4    5    6  total
+    0  2.0  2.0  2.0    6.0
+    1  2.0  2.0  2.0    6.0
+total  4.0  4.0  4.0   12.0
 """
 
 from __future__ import annotations

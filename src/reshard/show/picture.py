@@ -105,13 +105,13 @@ def picture_of(layout: Layout, shape: Sequence[int], most: tuple[int, int]) -> P
         tuple(_cell(listed, rows[i : i + 2], columns[j : j + 2]) for j in range(len(columns) - 1))
         for i in range(len(rows) - 1)
     )
-    rows, cells = _without_repeats(rows, cells)
-    columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
-    return Picture(shape, rows, columns, tuple(zip(*turned, strict=True)))
+    kept_rows, cells = _without_repeats(rows, cells)
+    kept_columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
+    return Picture(shape, kept_rows, kept_columns, tuple(zip(*turned, strict=True)))
 
 
 def _without_repeats(
-    edges: Sequence[int], lines: tuple[tuple[Cell, ...], ...]
+    edges: Ints, lines: tuple[tuple[Cell, ...], ...]
 ) -> tuple[tuple[int, ...], tuple[tuple[Cell, ...], ...]]:
     """Join rows, or columns, that look like the one before."""
     kept = [i for i in range(len(lines)) if i == 0 or lines[i] != lines[i - 1]]
@@ -136,8 +136,8 @@ def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
 
 def _edges(listed: Listed, dim: int, length: int, most: int) -> Ints:
     """Where rows or columns begin and end: at the ends of boxes, or at every k-th of them."""
-    ends = [listed.starts[:, dim], listed.stops[:, dim], [0, length]]
-    edges = np.unique(np.concatenate(ends)).astype(np.int64)
+    ends = [listed.starts[:, dim], listed.stops[:, dim], np.array([0, length], dtype=np.int64)]
+    edges = np.unique(np.concatenate(ends))
     step = -(-(len(edges) - 1) // most)
     return edges if step == 1 else np.unique(np.append(edges[::step], length))
 

@@ -1,18 +1,18 @@
 """Layouts as text: a picture where there can be one, and a table of who holds what.
 
-    >>> from reshard.mesh import Mesh
-    >>> from reshard.show.ink import plain
-    >>> print(plain(draw(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30)))
-    tp on mesh dp=2 tp=2, shape 8: 2 parts, each on 2 ranks
-    <BLANKLINE>
-      0            4            8
-      +------------+------------+
-      |    0,2     |    1,3     |
-      +------------+------------+
-    <BLANKLINE>
-    ranks  at    local shape  holds
-    0,2    tp=0  4            [0:4]
-    1,3    tp=1  4            [4:8]
+>>> from reshard.mesh import Mesh
+>>> from reshard.show.ink import plain
+>>> print(plain(draw(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30)))
+tp on mesh dp=2 tp=2, shape 8: 2 parts, each on 2 ranks
+<BLANKLINE>
+  0            4            8
+  +------------+------------+
+  |    0,2     |    1,3     |
+  +------------+------------+
+<BLANKLINE>
+ranks  at    local shape  holds
+0,2    tp=0  4            [0:4]
+1,3    tp=1  4            [4:8]
 """
 
 from __future__ import annotations
