@@ -130,9 +130,9 @@ def _line(
     gutter: int,
     widths: Sequence[int],
 ) -> Line:
-    spans = [Span(label.rjust(gutter))]
+    spans = [Span(label.rjust(gutter) + " ")]
     for text, tone, width in zip(texts, tones, widths, strict=True):
-        spans.append(Span("  " + text.rjust(width), tone))
+        spans.append(Span(f" {text.rjust(width)} ", tone))
     return spans
 
 

@@ -1,0 +1,104 @@
+"""The command line: ``reshard show``, ``reshard plan``, ``reshard demo``, ``reshard bench``.
+
+Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
+answer is no, 2 bad usage or input, 3 failed midway, 130 interrupted. Only click is loaded here:
+every command loads what it needs when it runs, so that ``reshard --help`` is instant.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from reshard.cli.bench import bench
+from reshard.cli.demo import demo
+from reshard.cli.plan import plan
+from reshard.cli.show import show
+from reshard.errors import ReshardError
+
+__all__ = ["main", "run"]
+
+BAD_INPUT = 2
+INTERRUPTED = 130
+
+_LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
+
+
+@click.group(
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    no_args_is_help=False,
+    invoke_without_command=True,
+)
+@click.option("--version", is_flag=True, help="Print the version and leave.")
+@click.pass_context
+def cli(context: click.Context, version: bool) -> None:
+    """Say how a tensor is cut over ranks, say how you want it cut, and see how it would move."""
+    if version:
+        import reshard
+
+        click.echo(f"reshard {reshard.__version__}")
+    elif context.invoked_subcommand is None:
+        click.echo(context.get_help())
+
+
+for _command in (show, plan, demo, bench):
+    cli.add_command(_command)
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit code; errors are printed, not raised."""
+    if sys.stdout is None:  # started with standard output closed
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    try:
+        return _invoke([_protect(argument) for argument in arguments])
+    except BrokenPipeError:
+        # Whoever read our output has seen enough; nothing may be flushed to it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (KeyboardInterrupt, click.Abort):
+        return INTERRUPTED
+
+
+def _invoke(arguments: list[str]) -> int:
+    try:
+        with cli.make_context("reshard", arguments) as context:
+            result = cli.invoke(context)
+            sys.stdout.flush()
+            return result if isinstance(result, int) else 0
+    except click.exceptions.Exit as done:
+        return done.exit_code
+    except click.ClickException as error:
+        return _complain(error.format_message())
+    except ReshardError as error:
+        return _complain(str(error))
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(f"{where}{error.strerror or error}")
+
+
+def _protect(argument: str) -> str:
+    """A layout such as ``- tp`` is no option, though it begins like one."""
+    return f" {argument}" if _LAYOUT.match(argument) else argument
+
+
+def _complain(message: str) -> int:
+    """Print an error as one line of printable characters."""
+    line = " ".join(message.split())
+    line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
+    print(f"reshard: {line}", file=sys.stderr)
+    return BAD_INPUT

@@ -1,0 +1,145 @@
+"""What people write on the command line, read into values: shapes, sides, models, ranks."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import FormatError, LayoutError, NotationError, PlanError
+
+if TYPE_CHECKING:
+    from reshard.layout import Layout
+    from reshard.mesh import Mesh
+    from reshard.rules import Rules
+    from reshard.spec import TensorSpec
+
+__all__ = ["ModelSide", "model_config", "model_specs", "parse_lost", "parse_shape", "parse_side"]
+
+MAX_ELEMENTS = 1 << 56
+MAX_CONFIG = 1 << 24
+
+_TIMES = re.compile(r"\d+(x\d+)+\Z", re.ASCII)
+
+
+def parse_shape(text: str) -> tuple[int, ...]:
+    """Read ``8192,4096`` or ``8192x4096``; an empty text is the shape of a 0-d tensor.
+
+    >>> parse_shape("8192,4096"), parse_shape("")
+    ((8192, 4096), ())
+    """
+    inside = text.strip().strip("()[]").removesuffix(",")
+    between = "x" if _TIMES.match(inside) else ","
+    words = inside.split(between) if inside.strip() else []
+    sizes = [_size(word.strip(), text) for word in words]
+    if prod(size or 1 for size in sizes) > MAX_ELEMENTS:
+        raise LayoutError(f'shape "{text}" has more than {MAX_ELEMENTS} elements: check the sizes')
+    return tuple(sizes)
+
+
+def _size(word: str, text: str) -> int:
+    digits = word.removeprefix("-")
+    if not digits.isascii() or not digits.isdigit():
+        raise NotationError(
+            f'"{word}" in shape "{text}" is not a size: expected numbers such as 8192,4096'
+        )
+    if word.startswith("-"):
+        raise LayoutError(f'size {word} in shape "{text}" is negative: sizes are >= 0')
+    if len(digits) > 18:
+        raise LayoutError(f'size {word[:20]}... in shape "{text[:60]}" is too large')
+    return int(digits)
+
+
+def parse_side(text: str, option: str) -> Layout:
+    """Read ``dp=2 tp=4: (dp tp) -``, a mesh and a layout.
+
+    >>> parse_side("tp=2 @ 8-9: - tp", "--to")
+    Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
+    """
+    from reshard.layout import Layout
+    from reshard.mesh import Mesh
+
+    mesh, colon, layout = text.partition(":")
+    if not colon:
+        raise NotationError(
+            f'{option} "{text}" has no layout: expected "MESH: LAYOUT", such as "tp=2: - tp"'
+        )
+    return Layout(Mesh.parse(mesh.strip()), layout.strip())
+
+
+def parse_lost(text: str) -> tuple[int, ...]:
+    """Read the ranks of ``--without``."""
+    from reshard.mesh import parse_ranks
+
+    return tuple(parse_ranks(text, f"--without {text}"))
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSide:
+    """How one side of a model's move is cut: a mesh, rules, and axes of FSDP."""
+
+    option: str
+    mesh: str
+    rules: str | None
+    fsdp: str | None
+    dtype: str | None
+
+
+def model_config(name: str) -> Mapping[str, Any]:
+    """The config of a known model, or of a ``config.json`` file."""
+    import json
+
+    from reshard.models import preset
+
+    path = Path(name)
+    if path.suffix != ".json":
+        return preset(name)
+    if path.stat().st_size > MAX_CONFIG:
+        raise FormatError(f'"{name}" is larger than {MAX_CONFIG} bytes: is it a config.json?')
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise FormatError(f'"{name}" is not JSON ({error}): expected a config.json') from None
+    if not isinstance(config, dict):
+        raise FormatError(f'"{name}" holds a {type(config).__name__}: expected a config.json')
+    return config
+
+
+def model_specs(config: Mapping[str, Any], side: ModelSide) -> dict[str, TensorSpec]:
+    """The specs of all tensors of a model on one side of a move."""
+    from reshard.models import tensors
+    from reshard.spec import TensorSpec
+
+    model = tensors(config)
+    rules = _rules(config, side)
+    layouts = rules.layouts({name: shape for name, (shape, _) in model.items()}, _mesh(side))
+    return {
+        name: TensorSpec(shape, side.dtype or dtype, layouts[name])
+        for name, (shape, dtype) in model.items()
+    }
+
+
+def _mesh(side: ModelSide) -> Mesh:
+    from reshard.mesh import Mesh
+
+    mesh, colon, layout = side.mesh.partition(":")
+    if colon:
+        raise PlanError(
+            f'{side.option} has the layout "{layout.strip()}": with --model the layouts come from '
+            f'rules; give the mesh alone, "{mesh.strip()}"'
+        )
+    return Mesh.parse(mesh)
+
+
+def _rules(config: Mapping[str, Any], side: ModelSide) -> Rules:
+    from reshard.models import numbers_of
+    from reshard.rules import Rules
+
+    if side.rules is None:
+        return Rules.for_config(config, fsdp=side.fsdp)
+    rules = Rules.load(side.rules, fsdp=side.fsdp)
+    known = {key: n for key, n in numbers_of(config).items() if key in rules.numbers}
+    return Rules.load(side.rules, fsdp=side.fsdp, **known)

@@ -1,0 +1,288 @@
+"""``reshard plan``: what would move, what would it cost, and why?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from reshard.errors import PlanError, ProofError
+
+if TYPE_CHECKING:
+    from reshard.planning.plan import Plan
+    from reshard.planning.rank import RankPlan, Step, Steps
+    from reshard.planning.topology import Topology
+    from reshard.spec import TensorSpec
+
+__all__ = ["plan"]
+
+MAX_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The options of ``reshard plan``, as they were written."""
+
+    have: str
+    want: str
+    shape: str | None
+    model: str | None
+    dtype: str | None
+    to_dtype: str | None
+    memory: str | None
+    topology: str | None
+    without: str | None
+    from_rules: str | None
+    to_rules: str | None
+    from_fsdp: str | None
+    to_fsdp: str | None
+
+
+@click.command()
+@click.option("--from", "have", required=True, help='Where it is: "dp=2 tp=4: (dp tp) -".')
+@click.option("--to", "want", required=True, help='Where it goes: "tp=2 @ 8-9: - tp".')
+@click.option("--shape", help="The shape of one tensor, such as 8192,4096.")
+@click.option("--model", help="A whole model: llama-3-8b, ... or a config.json.")
+@click.option("--dtype", help="The dtype; if not given float32, or the model's.")
+@click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
+@click.option("--memory", help="The most that a rank may stage; 256MiB if not given.")
+@click.option("--topology", metavar="FILE", help="Hosts and links, as TOML: predicts seconds.")
+@click.option("--without", metavar="RANKS", help="Source ranks that are lost, such as 3,7.")
+@click.option("--rules", help="With --model: a family such as llama, or a TOML file.")
+@click.option("--from-rules", help="Rules for the source alone.")
+@click.option("--to-rules", help="Rules for the destination alone.")
+@click.option("--from-fsdp", metavar="AXES", help="Axes that cut dim 0 of the source further.")
+@click.option("--to-fsdp", metavar="AXES", help="Axes that cut dim 0 of the destination further.")
+@click.option("--rank", type=int, help="Print what one rank does, step by step.")
+@click.option("--check", is_flag=True, help="Prove the plan; exit code 1 if it does not hold.")
+@click.option("--html", metavar="FILE", help="Write the plan as a page.")
+@click.option("--save", metavar="FILE", help="Write the plan as .html, .json or .trace.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def plan(
+    rules: str | None,
+    rank: int | None,
+    check: bool,
+    html: str | None,
+    save: str | None,
+    as_json: bool,
+    **words: str | None,
+) -> int:
+    """Plan a move: of one tensor, or of a whole model by rules.
+
+    \b
+    reshard plan --shape 8192,4096 --from "dp=2 tp=4: (dp tp) -" --to "tp=2 @ 8-9: - tp"
+    reshard plan --model llama-3-8b --from "dp=2 tp=4" --from-fsdp dp --to "dp=2 tp=2 @ 8-11"
+    """
+    words["from_rules"] = words["from_rules"] or rules
+    words["to_rules"] = words["to_rules"] or rules
+    move = make_plan(Request(**words))  # type: ignore[arg-type]
+    _check_rank(move, rank)
+    failure = _prove(move) if check else None
+    _write(move, html, save)
+    if as_json:
+        _print_json(move, rank, failure if check else "not asked")
+    else:
+        _print(move, rank)
+        if check:
+            print(f"\n{failure or 'proven: every wanted element is written exactly once'}")
+    return 1 if failure else 0
+
+
+def make_plan(request: Request) -> Plan:
+    """The plan that the options ask for."""
+    from reshard.planning.plan import plan as make
+
+    have, want = _sides(request)
+    return make(have, want, memory=request.memory, topology=_topology(request.topology))
+
+
+def _sides(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    if (request.shape is None) == (request.model is None):
+        given = "both" if request.shape is not None else "neither"
+        raise PlanError(
+            f"give --shape (one tensor) or --model (a whole model): {given} of them were given"
+        )
+    have, want = _tensor(request) if request.shape is not None else _model(request)
+    return _without(have, request.without), want
+
+
+def _tensor(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    from reshard.cli.inputs import parse_shape, parse_side
+    from reshard.spec import TensorSpec
+
+    for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp"):
+        if getattr(request, option) is not None:
+            name = option.replace("_", "-")
+            raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
+    shape = parse_shape(request.shape or "")
+    dtype = request.dtype or "float32"
+    have = TensorSpec(shape, dtype, parse_side(request.have, "--from"))
+    want = TensorSpec(shape, request.to_dtype or dtype, parse_side(request.want, "--to"))
+    have.layout.dims(shape)
+    want.layout.dims(shape)
+    return {"tensor": have}, {"tensor": want}
+
+
+def _model(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    from reshard.cli.inputs import ModelSide, model_config, model_specs
+
+    config = model_config(request.model or "")
+    dtype = request.dtype
+    have = ModelSide("--from", request.have, request.from_rules, request.from_fsdp, dtype)
+    to = request.to_dtype or dtype
+    want = ModelSide("--to", request.want, request.to_rules, request.to_fsdp, to)
+    return model_specs(config, have), model_specs(config, want)
+
+
+def _without(specs: dict[str, TensorSpec], ranks: str | None) -> dict[str, TensorSpec]:
+    from reshard.cli.inputs import parse_lost
+
+    if ranks is None:
+        return specs
+    lost = parse_lost(ranks)
+    layouts = {spec.layout: spec.layout.without(lost) for spec in specs.values()}
+    return {name: replace(spec, layout=layouts[spec.layout]) for name, spec in specs.items()}
+
+
+def _topology(path: str | None) -> Topology | None:
+    from reshard.planning.topology import Topology
+
+    return None if path is None else Topology.load(path)
+
+
+def _check_rank(move: Plan, rank: int | None) -> None:
+    from reshard.mesh import format_ranks
+
+    if rank is not None and rank not in move.ranks:
+        raise PlanError(
+            f"rank {rank} has no part in this plan: its ranks are {format_ranks(move.ranks)}"
+        )
+
+
+def _prove(move: Plan) -> str | None:
+    """Why the plan does not hold; None if it does."""
+    try:
+        move.check()
+    except ProofError as error:
+        return f"does not hold: {error}"
+    return None
+
+
+def _write(move: Plan, html: str | None, save: str | None) -> None:
+    if html is not None:
+        from reshard.show.page import render
+
+        Path(html).write_text(render(move), encoding="utf-8")
+    if save is not None:
+        move.save(save)
+
+
+def _print(move: Plan, rank: int | None) -> None:
+    from reshard.cli.output import print_lines, terminal_width
+    from reshard.planning.text import describe
+    from reshard.show.ink import Span
+    from reshard.show.matrix import draw, traffic_matrix
+
+    if rank is not None:
+        print("\n".join(_rank_lines(move.for_rank(rank))))
+        return
+    first, *rest = describe(move).splitlines()
+    rest = rest[: rest.index("why") + 1] + _wrapped(rest[rest.index("why") + 1 :])
+    most = max(min((terminal_width() - 16) // 8, 16), 2)
+    print_lines(
+        [
+            [Span(first, bold=True)],
+            *([Span(line, bold=line == "why")] for line in rest),
+            [],
+            *draw(traffic_matrix(move, most)),
+        ]
+    )
+
+
+def _wrapped(sentences: Sequence[str]) -> list[str]:
+    """Sentences broken into lines where somebody watches a terminal."""
+    import sys
+    from textwrap import wrap
+
+    from reshard.cli.output import terminal_width
+
+    if not sys.stdout.isatty():
+        return list(sentences)
+    width = min(terminal_width(), 100)
+    return [line for one in sentences for line in wrap(one, width, subsequent_indent="    ")]
+
+
+def _rank_lines(mine: RankPlan) -> list[str]:
+    """What a rank sends, receives and copies, each with its first steps."""
+    from reshard.bytesize import format_bytes
+
+    lines = []
+    kinds = (("sends", mine.sends), ("receives", mine.receives), ("copies", mine.copies))
+    for verb, steps in kinds:
+        lines.append(f"rank {mine.rank} {verb} {format_bytes(steps.num_bytes)}")
+        lines += [f"  {line}" for line in _step_lines(verb, steps)]
+    return lines
+
+
+def _step_lines(verb: str, steps: Steps) -> list[str]:
+    from itertools import islice
+
+    from reshard.bytesize import format_bytes
+    from reshard.planning.text import align, shorten
+
+    shown = list(islice(iter(steps), MAX_STEPS + 1))
+    if not shown:
+        return []
+    rows = [("round", "tensor", "box", "with", "bytes")]
+    for step in shown[:MAX_STEPS]:
+        peer = {"sends": f"to {step.destination}", "receives": f"from {step.source}"}.get(verb, "")
+        size = format_bytes(step.num_bytes)
+        rows.append((str(step.round), shorten(step.name, 60), str(step.box), peer, size))
+    more = ["and more; --json lists all"] if len(shown) > MAX_STEPS else []
+    return align(rows, right={0, 4}) + more
+
+
+def _print_json(move: Plan, rank: int | None, failure: str | None) -> None:
+    from reshard.cli.output import print_json
+    from reshard.planning.reasons import reasons
+    from reshard.planning.serial import to_dict
+    from reshard.show.matrix import traffic_matrix
+
+    matrix = traffic_matrix(move)
+    data: dict[str, Any] = {
+        **to_dict(move),
+        "summary": move.summary().to_dict(),
+        "why": reasons(move),
+        "traffic": {
+            "between": matrix.kind,
+            "sources": matrix.sources,
+            "destinations": matrix.destinations,
+            "bytes": matrix.num_bytes.tolist(),
+        },
+    }
+    if failure != "not asked":
+        data["proof"] = {"holds": failure is None, "error": failure}
+    if rank is not None:
+        mine = move.for_rank(rank)
+        kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
+        data["rank"] = {"rank": rank, **{kind: _steps(steps) for kind, steps in kinds.items()}}
+    print_json(data)
+
+
+def _steps(steps: Sequence[Step]) -> list[dict[str, Any]]:
+    return [
+        {
+            "round": step.round,
+            "name": step.name,
+            "start": list(step.box.start),
+            "stop": list(step.box.stop),
+            "source": step.source,
+            "destination": step.destination,
+            "bytes": step.num_bytes,
+            "hop": step.hop,
+        }
+        for step in steps
+    ]
