@@ -36,7 +36,22 @@ __all__ = [
     "RulesError",
     "SizeError",
     "TopologyError",
+    "quoted",
 ]
+
+MOST_QUOTED = 160
+
+
+def quoted(text: object) -> str:
+    """A text of the user's in quotes, on one line and not endless, to be part of a message.
+
+    >>> print(quoted("tp -"), quoted("tp" + chr(10)))
+    "tp -" "tp\\n"
+    """
+    shown = str(text)
+    if len(shown) > MOST_QUOTED:
+        shown = f"{shown[:MOST_QUOTED]}... ({len(shown)} characters)"
+    return '"' + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown) + '"'
 
 
 class ReshardError(ValueError):

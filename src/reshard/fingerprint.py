@@ -80,8 +80,10 @@ def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
 def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]) -> None:
     pieces = {rank: layout.pieces(rank, shape) for rank in sorted(layout.ranks)}
     pieces = {rank: mine for rank, mine in pieces.items() if mine}
-    if all(len(mine) == 1 for mine in pieces.values()) and not layout.words.flat:
-        rows = [(r, *sum(zip(m[0].box.start, m[0].box.stop, strict=True), ())) for r, m in pieces.items()]
+    alone = all(len(mine) == 1 for mine in pieces.values())
+    if alone and (len(shape) < 2 or not layout.words.flat):
+        boxes = [(rank, mine[0].box) for rank, mine in pieces.items()]
+        rows = [(r, *sum(zip(b.start, b.stop, strict=True), ())) for r, b in boxes]
         hasher.update(b"box")
         hasher.update(np.array(rows, dtype=np.int64).tobytes())
     else:

@@ -160,7 +160,7 @@ class Layout:
         """Read what ``to_json`` wrote."""
         try:
             return Layout.from_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise FormatError(f"a layout's JSON cannot be read: {error}") from None
 
     @staticmethod

@@ -10,20 +10,23 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
 from types import MappingProxyType
 
-from reshard.errors import MeshError, NotationError
+from reshard.errors import MeshError, NotationError, quoted
 
 __all__ = ["RESERVED", "Mesh", "format_ranks", "parse_ranks"]
 
 RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without", "ranks"})
 """Words of the notation that cannot name an axis."""
 
-MAX_RANKS = 1 << 24
+MAX_TEXT = 1 << 20
+MAX_AXES = 32
+MAX_RANKS = 1 << 20
 """More ranks than any cluster has; a text may not make us allocate more."""
 
 _AXIS = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z", re.ASCII)
@@ -48,9 +51,11 @@ class Mesh:
         self.axes = MappingProxyType(axes)
         for axis, size in self._sizes:
             _check_axis(axis, size)
+        if len(axes) > MAX_AXES:
+            raise MeshError(f"a mesh of {len(axes)} axes: at most {MAX_AXES} work")
         count = prod(size for _, size in self._sizes)
         if count > MAX_RANKS:
-            raise MeshError(f"mesh {self._axes_text()} has {count} ranks: at most {MAX_RANKS} work")
+            raise MeshError(f"mesh {quoted(self._axes_text())} has {count} ranks: at most {MAX_RANKS} work")
         self.ranks = range(count) if ranks is None else _as_ranks(ranks)
         if len(self.ranks) != count:
             raise MeshError(
@@ -62,20 +67,29 @@ class Mesh:
     @classmethod
     def parse(cls, text: str) -> Mesh:
         """Read ``dp=2 tp=4`` or ``dp=2 tp=4 @ 8-11,16-19``."""
+        if len(text) > MAX_TEXT:
+            raise NotationError(f"a mesh text of {len(text)} characters: at most {MAX_TEXT} work")
         axes_text, at, ranks_text = text.partition("@")
         axes: dict[str, int] = {}
         for word in axes_text.split():
             match = _AXIS_SIZE.match(word)
             if not match or not match[2].isascii() or not match[2].isdigit():
                 raise NotationError(
-                    f'"{word}" in mesh "{text}" is not an axis: expected name=size, such as tp=4'
+                    f"{quoted(word)} in mesh {quoted(text)} is not an axis: "
+                    "expected name=size, such as tp=4"
                 )
             if match[1] in axes:
-                raise MeshError(f'axis "{match[1]}" appears twice in mesh "{text}": name each once')
+                raise MeshError(
+                    f"axis {quoted(match[1])} appears twice in mesh {quoted(text)}: name each once"
+                )
+            if len(axes) >= MAX_AXES:
+                raise MeshError(f"mesh {quoted(text)} has more than {MAX_AXES} axes: use fewer")
             axes[match[1]] = _bounded(match[2], text)
             _check_axis(match[1], axes[match[1]])
         if not axes and not at:
-            raise NotationError(f'mesh "{text}" names no axis: expected name=size, such as tp=4')
+            raise NotationError(
+                f"mesh {quoted(text)} names no axis: expected name=size, such as tp=4"
+            )
         return cls(ranks=parse_ranks(ranks_text, text) if at else None, **axes)
 
     @property
@@ -148,11 +162,11 @@ def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
 def _check_axis(axis: str, size: int) -> None:
     if not _AXIS.match(axis) or axis in RESERVED:
         raise MeshError(
-            f'"{axis}" cannot name an axis: use letters, digits and _, '
+            f"{quoted(axis)} cannot name an axis: use letters, digits and _, "
             f"and none of {' '.join(sorted(RESERVED))}"
         )
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        raise MeshError(f'axis "{axis}" has size {size!r}: an axis has at least 1 rank')
+        raise MeshError(f"axis {quoted(axis)} has size {size!r}: an axis has at least 1 rank")
 
 
 def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
@@ -160,8 +174,8 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
     if not isinstance(ranks, range):
         ranks = tuple(int(rank) for rank in ranks)
     if len(set(ranks)) != len(ranks):
-        twice = sorted({rank for rank in ranks if ranks.count(rank) > 1})
-        raise MeshError(f"rank {twice[0]} appears twice in a mesh: each rank has one place")
+        twice = min(rank for rank, count in Counter(ranks).items() if count > 1)
+        raise MeshError(f"rank {twice} appears twice in a mesh: each rank has one place")
     if ranks and min(ranks) < 0:
         raise MeshError(f"rank {min(ranks)} in a mesh is negative: ranks count from 0")
     if len(ranks) < 2:
@@ -178,14 +192,17 @@ def parse_ranks(text: str, where: str) -> Sequence[int]:
         match = _RANGE.match(word.strip())
         if not match:
             raise NotationError(
-                f'"{word.strip()}" in "{where.strip()}" is not a rank: expected 8 or 8-11'
+                f"{quoted(word.strip())} in {quoted(where.strip())} is not a rank: "
+                "expected 8 or 8-11"
             )
         first, last = _bounded(match[1], where), _bounded(match[2] or match[1], where)
         if last < first or last - first >= MAX_RANKS:
-            raise NotationError(f'"{word.strip()}" in "{where.strip()}" goes backwards or too far')
+            raise NotationError(
+                f"{quoted(word.strip())} in {quoted(where.strip())} goes backwards or too far"
+            )
         ranks.extend(range(first, last + 1))
         if len(ranks) > MAX_RANKS:
-            raise NotationError(f'"{where.strip()}" lists more than {MAX_RANKS} ranks')
+            raise NotationError(f"{quoted(where.strip())} lists more than {MAX_RANKS} ranks")
     return ranks
 
 
@@ -206,5 +223,5 @@ def format_ranks(ranks: Sequence[int]) -> str:
 
 def _bounded(digits: str, where: str) -> int:
     if len(digits) > 12:
-        raise NotationError(f'"{digits[:12]}..." in "{where.strip()}" is too large a number')
+        raise NotationError(f"{quoted(digits)} in {quoted(where.strip())} is too large a number")
     return int(digits)

@@ -7,11 +7,11 @@ every command loads what it needs when it runs, so that ``reshard --help`` is in
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import click
 
@@ -58,7 +58,7 @@ def main() -> None:
 def run(arguments: Sequence[str]) -> int:
     """Run one command and return its exit code; errors are printed, not raised."""
     if sys.stdout is None:  # started with standard output closed
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+        sys.stdout = io.StringIO()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
-from reshard.errors import NotationError
+from reshard.errors import NotationError, quoted
 from reshard.mesh import RESERVED, parse_ranks
 from reshard.notation.words import (
     OPS,
@@ -82,7 +82,9 @@ class _Parser:
         if self.depth > MAX_DEPTH:
             self._fail(f"words are nested more than {MAX_DEPTH} deep", "write a simpler word")
         cuts = self._group() if self._take("(") else (self._cut(),)
-        while self._touching() and self._take("{"):
+        if self._touching() and self._take("{"):
+            if any(isinstance(cut, Packed) for cut in cuts):
+                self._fail("segments are cut into segments", "give one list of segments")
             sizes = self._list(self._int)
             self._expect("}", '"," or "}"')
             cuts = (Packed(tuple(Segment(size, cuts) for size in sizes)),)
@@ -157,7 +159,7 @@ class _Parser:
         seen: set[str] = set()
         for axis in self._all_axes(words):
             if axis in seen:
-                self._fail(f'axis "{axis}" appears twice', "an axis has one place in a layout")
+                self._fail(f"axis {quoted(axis)} appears twice", "an axis has one place in a layout")
             seen.add(axis)
 
     def _all_axes(self, words: Words) -> Iterator[str]:
@@ -182,7 +184,7 @@ class _Parser:
 
     def _int(self) -> int:
         token = self._peek()
-        if not token.isdigit():
+        if not (token.isascii() and token.isdigit()):
             self._wrong("a number")
         if len(token) > 18:
             self._wrong("a number of at most 18 digits")
@@ -223,11 +225,11 @@ class _Parser:
             self._wrong(expected)
 
     def _wrong(self, expected: str) -> NoReturn:
-        found = f'"{self._peek()}"' if self._peek() else "the end"
+        found = quoted(self._peek()) if self._peek() else "the end"
         where = self.tokens[self.at][1] + 1 if self._peek() else len(self.text) + 1
         raise NotationError(
-            f'layout "{self.text}": found {found} at character {where}, expected {expected}'
+            f"layout {quoted(self.text)}: found {found} at character {where}, expected {expected}"
         )
 
     def _fail(self, what: str, hint: str) -> NoReturn:
-        raise NotationError(f'layout "{self.text}": {what}: {hint}')
+        raise NotationError(f"layout {quoted(self.text)}: {what}: {hint}")

@@ -122,7 +122,7 @@ def _lost(plan: Plan) -> Iterator[str]:
 
 def _rounds(plan: Plan) -> Iterator[str]:
     """Memory, or passing on, is why there is more than one round."""
-    if plan.num_rounds < 2:
+    if plan.num_rounds < 2 or not plan.summary().wire_bytes:
         return
     traffic, cap = plan.traffic, format_bytes(plan.memory)
     ends = np.concatenate([traffic.source, traffic.destination])

@@ -140,7 +140,8 @@ class _Machine:
             addends.setdefault((step.name, step.box), []).append((step.addend, part, step))
             return
         have, want = self.specs[0][step.have_name].dtype, self.specs[1][step.name].dtype
-        self._view(1, step.name, step.box)[...] = cast(part, wire_dtype(have, want), want)
+        view = self._view(1, step.name, step.box)
+        view[...] = cast(part, wire_dtype(have, want), want).reshape(view.shape)
 
     def _reduce(self, parts: list[tuple[int, Array, Step]]) -> None:
         step = parts[0][2]
@@ -149,7 +150,8 @@ class _Machine:
         ordered = [part for _, part, _ in sorted(parts, key=lambda part: part[0])]
         self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
         value = reduce_in_order(op, ordered, have.dtype)
-        self._view(1, step.name, step.box)[...] = cast(value, have.dtype, want.dtype)
+        view = self._view(1, step.name, step.box)
+        view[...] = cast(value, have.dtype, want.dtype).reshape(view.shape)
 
     def _read(self, step: Step) -> Array:
         if step.hop == 0:

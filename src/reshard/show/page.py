@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
@@ -28,6 +29,8 @@ from reshard.show.svg import Drawing, bars_of, drawing_of, matrix_of
 from reshard.show.terminal import table
 
 if TYPE_CHECKING:
+    from jinja2 import Template
+
     from reshard.planning.plan import Plan
 
 __all__ = ["render"]
@@ -74,15 +77,9 @@ class Move:
 
 def render(plan: Plan) -> str:
     """The page as text."""
-    from jinja2 import Environment, StrictUndefined
-
-    source = resources.files("reshard.show").joinpath("page.html").read_text(encoding="utf-8")
-    environment = Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
-    )
     rows = stack_rows(plan)
     matrix = traffic_matrix(plan, MAX_GROUPS)
-    return environment.from_string(source).render(
+    return _template().render(
         headline=headline(plan, rows),
         digest=plan.digest,
         cards=list(_cards(plan)),
@@ -98,6 +95,17 @@ def render(plan: Plan) -> str:
         format_bytes=format_bytes,
         shorten=shorten,
     )
+
+
+@lru_cache(maxsize=1)
+def _template() -> Template:
+    from jinja2 import Environment, StrictUndefined
+
+    source = resources.files("reshard.show").joinpath("page.html").read_text(encoding="utf-8")
+    environment = Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined
+    )
+    return environment.from_string(source)
 
 
 def _largest(rows: Sequence[StackRow], most: int) -> list[StackRow]:
