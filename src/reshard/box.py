@@ -33,8 +33,8 @@ class Box:
     """One past the last index of each dim."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", tuple(int(i) for i in self.start))
-        object.__setattr__(self, "stop", tuple(int(i) for i in self.stop))
+        object.__setattr__(self, "start", tuple(map(int, self.start)))
+        object.__setattr__(self, "stop", tuple(map(int, self.stop)))
         if len(self.start) != len(self.stop):
             raise BoxError(
                 f"box start {self.start} has {len(self.start)} dims and stop {self.stop} has "

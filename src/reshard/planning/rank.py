@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -42,7 +43,7 @@ class Step:
     """The same box in the source tensor."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Rows:
     """Some rows of one flow, and when that flow moves."""
 
@@ -50,7 +51,8 @@ class Rows:
     slot: Slot
     transfers: Transfers
 
-    def units(self) -> Ints:
+    @cached_property
+    def _units(self) -> Ints:
         """Slices end between whole parts of this many elements."""
         return self.flow.units(self.transfers.cells, self.slot.unit)[self.transfers.runs.cell]
 
@@ -64,7 +66,7 @@ class Rows:
         if turn is None:
             none = np.zeros(0, dtype=np.int64)
             return none, none, none
-        runs, slot, (phase, part), units = self.transfers.runs, self.slot, turn, self.units()
+        runs, slot, (phase, part), units = self.transfers.runs, self.slot, turn, self._units
         low = slice_edges(runs.start, runs.stop, units, slot.slices, part)
         high = slice_edges(runs.start, runs.stop, units, slot.slices, part + 1)
         kept = np.flatnonzero((low < high) & (self.transfers.part % slot.phases == phase))
