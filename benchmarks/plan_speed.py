@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import reshard as rs
 from reshard.models import tensors
@@ -38,26 +39,49 @@ class Case:
 def tp_cases(ranks: int, target: float | None) -> Case:
     half = f"@ {ranks}-{2 * ranks - 1}"
     return Case(
-        f"L70 {ranks}+{ranks}", "llama-3-70b", f"dp={ranks // 8} tp=8", f"rep={ranks // 4} tp=4 {half}", target
+        f"L70 {ranks}+{ranks}",
+        "llama-3-70b",
+        f"dp={ranks // 8} tp=8",
+        f"replica={ranks // 4} tp=4 {half}",
+        target,
     )
 
 
 CASES = [
-    Case("L8 dp2 tp4 -> 2 x tp2", "llama-3-8b", "dp=2 tp=4", "rep=2 tp=2 @ 8-11"),
+    Case("L8 dp2 tp4 -> 2 x tp2", "llama-3-8b", "dp=2 tp=4", "replica=2 tp=2 @ 8-11"),
     tp_cases(8, None),
     tp_cases(64, None),
     tp_cases(256, 0.05),
     tp_cases(1024, 1.0),
-    Case("L70 FSDP 256 -> TP4", "llama-3-70b", "dp=256", "rep=64 tp=4 @ 256-511", 1.0, fsdp=True),
-    Case("L70 FSDP 1024 -> TP8", "llama-3-70b", "dp=1024", "rep=128 tp=8 @ 1024-2047", 1.0, fsdp=True),
     Case(
-        "L70 FSDP 16384 -> 256 x tp8", "llama-3-70b", "dp=16384", "rep=256 tp=8 @ 16384-18431", 1.0, fsdp=True
+        "L70 FSDP 256 -> TP4", "llama-3-70b", "dp=256", "replica=64 tp=4 @ 256-511", 1.0, fsdp=True
     ),
     Case(
-        "L70 FSDP 16384 -> 256 x tp8, same ranks", "llama-3-70b", "dp=16384", "rep=256 tp=8", None, fsdp=True
+        "L70 FSDP 1024 -> TP8",
+        "llama-3-70b",
+        "dp=1024",
+        "replica=128 tp=8 @ 1024-2047",
+        1.0,
+        fsdp=True,
+    ),
+    Case(
+        "L70 FSDP 16384 -> 256 x tp8",
+        "llama-3-70b",
+        "dp=16384",
+        "replica=256 tp=8 @ 16384-18431",
+        1.0,
+        fsdp=True,
+    ),
+    Case(
+        "L70 FSDP 16384 -> 256 x tp8, same ranks",
+        "llama-3-70b",
+        "dp=16384",
+        "replica=256 tp=8",
+        None,
+        fsdp=True,
     ),
     Case("M30 EP8 -> TP4", "qwen3-30b-a3b", "ep=8", "tp=4 @ 8-11", 0.5),
-    Case("M30 EP8 -> 2 x TP4, same ranks", "qwen3-30b-a3b", "ep=8", "rep=2 tp=4"),
+    Case("M30 EP8 -> 2 x TP4, same ranks", "qwen3-30b-a3b", "ep=8", "replica=2 tp=4"),
 ]
 
 
@@ -78,7 +102,7 @@ def numbers(model: str) -> dict[str, int]:
     return dict(numbers_of(preset(model)))
 
 
-def measure(case: Case) -> dict[str, object]:
+def measure(case: Case) -> dict[str, Any]:
     """Plan one case in this process and say what it took."""
     have, want = specs(case, case.have, case.fsdp), specs(case, case.want, False)
     make_plan = rs.plan  # loads the planner, which is not what is measured
@@ -120,11 +144,24 @@ def worst_rank(plan: rs.Plan) -> int:
     """The rank with the most rows among the first, last and middle of either side."""
     ranks = plan.ranks
     tried = {ranks[i * (len(ranks) - 1) // 7] for i in range(8)}
+
     def count(rank: int) -> int:
         mine = plan.for_rank(rank)
         return mine.sends.num_rows + mine.receives.num_rows
 
     return max(sorted(tried), key=count)
+
+
+def line(run: dict[str, Any], late: bool) -> str:
+    """One case as a line of the table."""
+    target = f" target {run['target_s']:.2f}{' MISSED' if late else ''}" if run["target_s"] else ""
+    return (
+        f"{run['case']:40s} {run['total_s']:6.3f} s (plan {run['plan_s']:.3f}, "
+        f"rank {run['for_rank_s']:.3f}, digest {run['digest_s']:.3f}){target}; "
+        f"summary {run['summary_s']:.3f} s; {run['rows']} rows of rank {run['rank']}, "
+        f"{run['rounds']} rounds, {run['messages']} messages, +{run['rss_mib']:.0f} MiB; "
+        f"wire/bound {run['wire_over_bound']:.4f}, busiest/mean {run['busiest_over_mean']:.3f}"
+    )
 
 
 def main() -> int:
@@ -152,13 +189,7 @@ def main() -> int:
             print(json.dumps(best))
             continue
         target = f"target {case.target:.2f}" if case.target else ""
-        print(
-            f"{case.name:42s} {best['total_s']:7.3f} s (plan {best['plan_s']:.3f}, rank "
-            f"{best['for_rank_s']:.3f}, digest {best['digest_s']:.3f}) summary {best['summary_s']:6.3f} s "
-            f"rows {best['rows']:7d} rounds {best['rounds']:5d} messages {best['messages']:9d} "
-            f"+{best['rss_mib']:.0f} MiB wire/bound {best['wire_over_bound']:.4f} "
-            f"busiest/mean {best['busiest_over_mean']:.3f} {target} {'MISSED' if late else ''}"
-        )
+        print(line(best, late))
     return 1 if missed else 0
 
 

@@ -38,7 +38,7 @@ _ERRORS = (
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 
-__all__ = [*sorted(_HOMES)]  # noqa: PLE0604
+__all__ = [*sorted(_HOMES)]
 
 
 def __getattr__(name: str) -> object:

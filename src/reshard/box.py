@@ -1,10 +1,10 @@
 """A box is a half-open region of a tensor: which elements, in global coordinates?
 
-    >>> a = Box((0, 0), (4, 6))
-    >>> a & Box((2, 3), (9, 9))
-    Box((2, 3), (4, 6))
-    >>> [str(part) for part in a - Box((1, 0), (2, 6))]
-    ['[0:1, 0:6]', '[2:4, 0:6]']
+>>> a = Box((0, 0), (4, 6))
+>>> a & Box((2, 3), (9, 9))
+Box((2, 3), (4, 6))
+>>> [str(part) for part in a - Box((1, 0), (2, 6))]
+['[0:1, 0:6]', '[2:4, 0:6]']
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Box:
         (Box((0, 0), (4, 2)), Box((0, 2), (4, 6)))
         """
         at = min(max(at, self.start[dim]), self.stop[dim])
-        stop = self.stop[:dim] + (at,) + self.stop[dim + 1 :]
-        start = self.start[:dim] + (at,) + self.start[dim + 1 :]
+        stop = (*self.stop[:dim], at, *self.stop[dim + 1 :])
+        start = (*self.start[:dim], at, *self.start[dim + 1 :])
         return Box(self.start, stop), Box(start, self.stop)
 
     def shift(self, by: Sequence[int]) -> Box:
@@ -145,7 +145,9 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     inner = prod(shape[1:])
     first, last = start // inner, (stop - 1) // inner
     if first == last:
-        yield from _within(first, flat_range(shape[1:], start - first * inner, stop - first * inner))
+        yield from _within(
+            first, flat_range(shape[1:], start - first * inner, stop - first * inner)
+        )
         return
     if start > first * inner:
         yield from _within(first, flat_range(shape[1:], start - first * inner, inner))
@@ -167,7 +169,7 @@ def uncovered(box: Box, by: Iterable[Box]) -> tuple[Box, ...]:
     >>> uncovered(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
     (Box((6,), (9,)),)
     """
-    rest = (box,) if box.size else ()
+    rest: tuple[Box, ...] = (box,) if box.size else ()
     for cover in by:
         rest = tuple(part for left in rest for part in left - cover)
         if not rest:

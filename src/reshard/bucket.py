@@ -37,7 +37,9 @@ def flat_bucket(
     ['... | flat dp[5,1,0]', '... | flat dp[0,2,0]', '... | flat dp[0,2,5]']
     """
     if axis not in mesh.axes:
-        raise LayoutError(f'"{axis}" is not an axis of mesh {mesh}: use one of {", ".join(mesh.axes)}')
+        raise LayoutError(
+            f'"{axis}" is not an axis of mesh {mesh}: use one of {", ".join(mesh.axes)}'
+        )
     if align < 1 or pad_to < 1:
         raise LayoutError(f"align={align} and pad_to={pad_to}: both are at least 1")
     num = mesh.axes[axis]
@@ -45,7 +47,9 @@ def flat_bucket(
     total = _up(_up(length, pad_to), num)
     share = total // num
     return {
-        name: Layout(mesh, f"... | flat {axis}[{','.join(map(str, _cut(start, size, share, num)))}]")
+        name: Layout(
+            mesh, f"... | flat {axis}[{','.join(map(str, _cut(start, size, share, num)))}]"
+        )
         for name, start, size in starts
     }
 

@@ -151,7 +151,11 @@ def _ragged(cut: Ragged, sizes: Sequence[int], length: int, num: int) -> Tiling:
         )
     check_sum(cut, sizes, length)
     starts = accumulate(sizes, initial=0)
-    kept = [(start, owner) for owner, (start, size) in enumerate(zip(starts, sizes)) if size]
+    kept = [
+        (start, owner)
+        for owner, (start, size) in enumerate(zip(starts, sizes, strict=False))
+        if size
+    ]
     return Tiling(length, [start for start, _ in kept], [owner for _, owner in kept])
 
 

@@ -88,4 +88,4 @@ def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]
         hasher.update(np.array(rows, dtype=np.int64).tobytes())
     else:
         hasher.update(b"pieces")
-        hasher.update(repr([(rank, mine) for rank, mine in pieces.items()]).encode())
+        hasher.update(repr(list(pieces.items())).encode())

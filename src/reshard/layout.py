@@ -1,11 +1,11 @@
 """A layout says who holds what of a tensor: a mesh and words, or explicit boxes.
 
-    >>> from reshard.mesh import Mesh
-    >>> layout = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
-    >>> layout.pieces(rank=3, shape=(8192, 4096))
-    (Piece(box=Box((3072, 0), (4096, 4096)), offset=0, strides=(4096, 1)),)
-    >>> layout.owners(Box((0, 0), (1500, 1)), shape=(8192, 4096))
-    (Owners(box=Box((0, 0), (1024, 1)), ranks=(0,)), Owners(box=Box((1024, 0), (1500, 1)), ranks=(1,)))
+>>> from reshard.mesh import Mesh
+>>> layout = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
+>>> layout.pieces(rank=3, shape=(8192, 4096))
+(Piece(box=Box((3072, 0), (4096, 4096)), offset=0, strides=(4096, 1)),)
+>>> layout.owners(Box((0, 0), (1500, 1)), shape=(8192, 4096))
+(Owners(box=Box((0, 0), (1024, 1)), ranks=(0,)), Owners(box=Box((1024, 0), (1500, 1)), ranks=(1,)))
 """
 
 from __future__ import annotations
@@ -171,7 +171,9 @@ class Layout:
                 return Layout(Mesh.parse(mesh), text)
             case {"shape": list(shape), "boxes": dict(boxes)}:
                 return BoxLayout(tuple(_ints(shape)), dict(map(_read_boxes, boxes.items())))
-        raise FormatError('a layout is {"mesh": ..., "layout": ...} or {"shape": ..., "boxes": ...}')
+        raise FormatError(
+            'a layout is {"mesh": ..., "layout": ...} or {"shape": ..., "boxes": ...}'
+        )
 
     def __str__(self) -> str:
         return self._text

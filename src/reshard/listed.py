@@ -19,7 +19,7 @@ import numpy as np
 
 from reshard.box import Box
 from reshard.layout import BoxLayout, Layout, Owners
-from reshard.regions import Grid, Ints, grids_of
+from reshard.regions import DimTable, Grid, Ints, grids_of
 
 __all__ = ["Listed", "join_boxes", "listed_of", "owners"]
 
@@ -158,7 +158,7 @@ def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) ->
 def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ...]:
     """Who holds the data inside a box, by arithmetic where the layout is regular."""
     layout.dims(shape)
-    Box.whole(shape) & box
+    box = Box.whole(shape) & box
     grids = None if isinstance(layout, BoxLayout) else grids_of(layout, shape)
     if grids is None:
         found = list(_owners_listed(listed_of(layout, shape), box))
@@ -178,18 +178,8 @@ def _owners_listed(listed: Listed, box: Box) -> Iterable[Owners]:
 def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
     if not box.size:
         return
-    near = replace(
-        grid,
-        dims=tuple(
-            replace(dim, starts=dim.starts[i:j], stops=dim.stops[i:j], parts=dim.parts[i:j])
-            for dim, i, j in zip(
-                grid.dims,
-                (int(np.searchsorted(d.stops, at, "right")) for d, at in _with(grid, box.start)),
-                (int(np.searchsorted(d.starts, at, "left")) for d, at in _with(grid, box.stop)),
-                strict=True,
-            )
-        ),
-    )
+    limits = zip(grid.dims, box.start, box.stop, strict=True)
+    near = replace(grid, dims=tuple(_near(dim, low, high) for dim, low, high in limits))
     starts, stops, regions = near.boxes()
     for start, stop, region in zip(starts, stops, regions, strict=True):
         ranks = [grid.holders(region[None], a) for a in range(len(grid.addends))]
@@ -197,5 +187,10 @@ def _owners_in_grid(grid: Grid, box: Box) -> Iterable[Owners]:
         yield Owners(Box(tuple(start), tuple(stop)) & box, holders)
 
 
-def _with(grid: Grid, at: tuple[int, ...]) -> Iterable[tuple[object, int]]:
-    return zip(grid.dims, at, strict=True)
+def _near(dim: DimTable, low: int, high: int) -> DimTable:
+    """Only the intervals that meet a range of the dim."""
+    kept = slice(
+        int(np.searchsorted(dim.stops, low, side="right")),
+        int(np.searchsorted(dim.starts, high, side="left")),
+    )
+    return replace(dim, starts=dim.starts[kept], stops=dim.stops[kept], parts=dim.parts[kept])

@@ -1,10 +1,10 @@
 """A mesh gives names to the ways a set of ranks is arranged: which rank sits where?
 
-    >>> mesh = Mesh(dp=2, tp=4)
-    >>> mesh.coords(6)
-    {'dp': 1, 'tp': 2}
-    >>> str(Mesh(tp=2, ranks=[8, 9]))
-    'tp=2 @ 8-9'
+>>> mesh = Mesh(dp=2, tp=4)
+>>> mesh.coords(6)
+{'dp': 1, 'tp': 2}
+>>> str(Mesh(tp=2, ranks=[8, 9]))
+'tp=2 @ 8-9'
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Mesh:
             raise MeshError(f"a mesh of {len(axes)} axes: at most {MAX_AXES} work")
         count = prod(size for _, size in self._sizes)
         if count > MAX_RANKS:
-            raise MeshError(f"mesh {quoted(self._axes_text())} has {count} ranks: at most {MAX_RANKS} work")
+            raise MeshError(
+                f"mesh {quoted(self._axes_text())} has {count} ranks: at most {MAX_RANKS} work"
+            )
         self.ranks = range(count) if ranks is None else _as_ranks(ranks)
         if len(self.ranks) != count:
             raise MeshError(
@@ -170,7 +172,7 @@ def _check_axis(axis: str, size: int) -> None:
 
 
 def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
-    """A range if the ranks are evenly spaced and rising, else a tuple; distinct and not negative."""
+    """A range if the ranks are evenly spaced and rising, else a tuple of distinct ranks."""
     if not isinstance(ranks, range):
         ranks = tuple(int(rank) for rank in ranks)
     if len(set(ranks)) != len(ranks):

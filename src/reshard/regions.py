@@ -180,14 +180,10 @@ def _table(layout: Layout, group: _Group) -> DimTable:
     for axis in axes:
         places = places[..., None] + np.arange(layout.mesh.axes[axis]) * layout.mesh.stride(axis)
     parts = np.concatenate([part for _, part in found])
-    return DimTable(
-        np.concatenate(starts), np.concatenate(stops), parts, places.reshape(-1), axes
-    )
+    return DimTable(np.concatenate(starts), np.concatenate(stops), parts, places.reshape(-1), axes)
 
 
-def _partition(
-    layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]
-) -> tuple[Ints, Ints]:
+def _partition(layout: Layout, cuts: Cuts, length: int, axes: Sequence[str]) -> tuple[Ints, Ints]:
     """Divide a length by all cuts: where each interval starts, and the part that holds it.
 
     Parts count row-major over the coordinates of ``axes``.

@@ -126,7 +126,9 @@ class _Parser:
         if key not in _ORDER:
             self._wrong("one of on, sum, avg, max, min, prod, flat, without")
         if any(_ORDER.index(key) <= _ORDER.index(earlier) for earlier in found):
-            self._fail(f'suffix "{word}" is out of order or repeated', "write on, sum, flat, without")
+            self._fail(
+                f'suffix "{word}" is out of order or repeated', "write on, sum, flat, without"
+            )
         self.at += 1
         read = {"on": self._on, "flat": self._cuts, "without": self._without}
         found[key] = read[key]() if key in read else self._reduce(word)
@@ -159,7 +161,9 @@ class _Parser:
         seen: set[str] = set()
         for axis in self._all_axes(words):
             if axis in seen:
-                self._fail(f"axis {quoted(axis)} appears twice", "an axis has one place in a layout")
+                self._fail(
+                    f"axis {quoted(axis)} appears twice", "an axis has one place in a layout"
+                )
             seen.add(axis)
 
     def _all_axes(self, words: Words) -> Iterator[str]:

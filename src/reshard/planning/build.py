@@ -109,9 +109,7 @@ def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:
     return min(max(total // max(senders, 1) // 128, 1), SMALL)
 
 
-def _share(
-    lines: Sequence[tuple[Stack, LineSet]], world: Ints, grain: int
-) -> list[Slots]:
+def _share(lines: Sequence[tuple[Stack, LineSet]], world: Ints, grain: int) -> list[Slots]:
     """Balance the lines of all stacks together and cut each by its members' shares."""
     sets = [
         LineSet(line.amounts * len(stack.names), line.first, line.members) for stack, line in lines

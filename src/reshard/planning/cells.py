@@ -86,7 +86,6 @@ class DimMeet:
     needed: Ints
     """Elements of each destination part that the source should provide."""
 
-
     def common(self, have_part: Ints, want_part: Ints) -> Ints:
         """How many elements pairs of parts have in common."""
         num = len(self.want.total)
@@ -186,7 +185,7 @@ class GridPair:
 
     def common_elements(self) -> int:
         """Elements that ranks of both meshes both hold and want."""
-        ranks, mine, theirs = np.intersect1d(
+        _, mine, theirs = np.intersect1d(
             self.have.ranks, self.want.ranks, assume_unique=True, return_indices=True
         )
         have, want = self.have.region_at[mine], self.want.region_at[theirs]

@@ -59,7 +59,7 @@ def raise_uncovered(stack: Stack) -> None:
             hint = f"ranks {list(lost)} are lost" if lost else "let some source rank hold it"
             raise CoverageError(
                 f"{stack.label}: destination rank {ranks} wants box {missing[0]} of shape "
-                f"{stack.want.shape} and no source rank of \"{stack.have.layout}\" holds it "
+                f'{stack.want.shape} and no source rank of "{stack.have.layout}" holds it '
                 f"({len(missing)} boxes, {sum(m.size for m in missing)} elements missing): {hint}"
             )
     raise CoverageError(f"{stack.label}: some wanted box has no source; please report this case")

@@ -45,18 +45,29 @@ class Relays:
 class Geometry(Protocol):
     """Cells by rank, and who shares what."""
 
-    senders: LineSet
-    """The ranks that share the sending of each line."""
-    receivers: LineSet
-    """The ranks that share the first receiving of each line."""
-    wanting: LineSet
-    """The ranks that want each line, first receivers included; they pass on among themselves."""
-    relays: Relays | None
-    """Further lines on other hosts; only with a topology."""
-    listed: bool
-    """Whether all cells are listed, so that a rank gets them all."""
-    num_addends: int
-    """How many addends make a value; 1 where nothing is added up."""
+    @property
+    def senders(self) -> LineSet:
+        """The ranks that share the sending of each line."""
+
+    @property
+    def receivers(self) -> LineSet:
+        """The ranks that share the first receiving of each line."""
+
+    @property
+    def wanting(self) -> LineSet:
+        """The ranks that want each line, first receivers included; they pass on to each other."""
+
+    @property
+    def relays(self) -> Relays | None:
+        """Further lines on other hosts; only with a topology."""
+
+    @property
+    def listed(self) -> bool:
+        """Whether all cells are listed, so that a rank gets them all."""
+
+    @property
+    def num_addends(self) -> int:
+        """How many addends make a value; 1 where nothing is added up."""
 
     def sent_by(self, rank: int) -> Lined:
         """At least the cells that a rank may send."""

@@ -67,9 +67,9 @@ def listed_geometry(
     stack: Stack, hosts: dict[int, int] | None = None, addends: Addends | None = None
 ) -> ListedGeometry:
     """List all cells of a stack; of some addends only, if these are given."""
-    wanted = None if addends is None or addends.want is None else (addends.want,)
-    have = _of_addends(stack.have, addends and addends.have)
-    want = _of_addends(stack.want, wanted)
+    have = _of_addends(stack.have, addends.have if addends else None)
+    kept = addends.want if addends else None
+    want = _of_addends(stack.want, None if kept is None else (kept,))
     return _Builder(stack, have, want, hosts, addends).build()
 
 
@@ -224,16 +224,18 @@ class _Builder:
         ranks = np.split(holder[at][met], begin[1:]) if len(found) else []
         return dict(zip(found.tolist(), ranks, strict=True))
 
-    def _demands(
-        self, has: Ints, wants: Ints, common: dict[int, Ints]
-    ) -> tuple[Ints, Ints, Ints]:
+    def _demands(self, has: Ints, wants: Ints, common: dict[int, Ints]) -> tuple[Ints, Ints, Ints]:
         """Which cells travel, and along which line of senders and which of receivers."""
         kinds = self._kind(has, wants)
         special = np.isin(kinds, np.array([*common], dtype=np.int64))
         if self.hosts is not None:
             special[:] = True
         plain = np.flatnonzero(~special)
-        rows, sends, receives = [plain], [self._plain_senders(has[plain])], [self._plain_receivers(wants[plain])]
+        rows, sends, receives = (
+            [plain],
+            [self._plain_senders(has[plain])],
+            [self._plain_receivers(wants[plain])],
+        )
         cells = np.flatnonzero(special)
         order = cells[np.argsort(kinds[cells], kind="stable")]
         names, begin = np.unique(kinds[order], return_index=True)
@@ -349,7 +351,9 @@ class _Builder:
             for number in self.addends.have
         ]
         for box in np.unique(boxes).tolist():
-            lost = [a for a, sets in zip(self.addends.have, held, strict=True) if not len(sets[box])]
+            lost = [
+                a for a, sets in zip(self.addends.have, held, strict=True) if not len(sets[box])
+            ]
             if lost:
                 raise CoverageError(
                     f"{self.stack.label}: no rank holds addend {lost[0]} of box "

@@ -24,7 +24,18 @@ from reshard.box import Box, uncovered
 from reshard.errors import NamesError, PlanError
 from reshard.spec import TensorSpec
 
-__all__ = ["Feed", "Join", "Names", "Source", "Stacked", "Take", "feeds_of", "join", "stack", "take"]
+__all__ = [
+    "Feed",
+    "Join",
+    "Names",
+    "Source",
+    "Stacked",
+    "Take",
+    "feeds_of",
+    "join",
+    "stack",
+    "take",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Join
     Join(names=('layers.0.q', 'layers.0.k'), dim=0, rows=(512, 128))
     """
     if bool(names) == bool(rows):
-        raise PlanError('join takes names, or parts with rows such as q=512, k=128: give one kind')
+        raise PlanError("join takes names, or parts with rows such as q=512, k=128: give one kind")
     if names:
         return Join(names, dim)
     if any(not isinstance(count, int) or count < 1 for count in rows.values()):
@@ -165,9 +176,7 @@ def _fill_in(template: str, captured: Mapping[str, str]) -> str:
     return template
 
 
-def _stacked_names(
-    source: Stacked, want: TensorSpec, captured: Mapping[str, str]
-) -> Iterator[str]:
+def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str]) -> Iterator[str]:
     names = [_fill_in(part, captured) for part in source.names]
     free = re.search(r"\{[A-Za-z_]\w*\}", names[0]) if len(names) == 1 else None
     if free is None:
@@ -196,7 +205,7 @@ def _whole(shape: Sequence[int]) -> tuple[Segments, ...]:
 
 
 def _with(moves: tuple[Segments, ...], dim: int, segments: Segments) -> tuple[Segments, ...]:
-    return moves[:dim] + (segments,) + moves[dim + 1 :]
+    return (*moves[:dim], segments, *moves[dim + 1 :])
 
 
 def _joined(
@@ -272,7 +281,7 @@ def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpe
     if not fits:
         raise PlanError(
             f'"{part}" gives shape {found} and "{name}" wants {want.shape}: shapes must agree; '
-            'try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})'
+            "try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
         )
     plain = spec.shape == want.shape and not inserted and not source.crop
     return Feed(part, () if plain else moves, want_insert=inserted)

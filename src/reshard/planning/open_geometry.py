@@ -100,12 +100,16 @@ class OpenGeometry:
     def sent_by(self, rank: int) -> Lined:
         """The cells of the regions a rank holds."""
         found = [(n, pair.have.region_of(rank)) for n, pair in enumerate(self.pairs)]
-        return self._lined({n: self.pairs[n].cells(have_region=r) for n, r in found if r is not None})
+        return self._lined(
+            {n: self.pairs[n].cells(have_region=r) for n, r in found if r is not None}
+        )
 
     def wanted_by(self, rank: int) -> Lined:
         """The cells of the regions a rank wants."""
         found = [(n, pair.want.region_of(rank)) for n, pair in enumerate(self.pairs)]
-        return self._lined({n: self.pairs[n].cells(want_region=r) for n, r in found if r is not None})
+        return self._lined(
+            {n: self.pairs[n].cells(want_region=r) for n, r in found if r is not None}
+        )
 
     def all(self) -> Lined:
         """All cells of all pairs."""

@@ -1,13 +1,13 @@
 """A plan says who copies which box to whom, in which round, before anything moves.
 
-    >>> from reshard.layout import Layout
-    >>> from reshard.mesh import Mesh
-    >>> have = Layout(Mesh(dp=2, tp=2), "(dp tp) -")
-    >>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
-    >>> move = plan(have, want, shape=(4, 6), dtype="float32")
-    >>> move.check()
-    >>> move.summary().wire_bytes, move.summary().num_messages
-    (96, 8)
+>>> from reshard.layout import Layout
+>>> from reshard.mesh import Mesh
+>>> have = Layout(Mesh(dp=2, tp=2), "(dp tp) -")
+>>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
+>>> move = plan(have, want, shape=(4, 6), dtype="float32")
+>>> move.check()
+>>> move.summary().wire_bytes, move.summary().num_messages
+(96, 8)
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.planning.build import flows_of, load_of, world_of
 from reshard.planning.flow import Flow
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
-from reshard.planning.rounds import Schedule, TooTight, schedule
+from reshard.planning.rounds import Schedule, TooTightError, schedule
 from reshard.planning.stacks import Fill, Stack, stacks_of
 from reshard.planning.summary import Summary, summarize
 from reshard.planning.topology import Topology
@@ -108,7 +108,7 @@ class Plan:
             try:
                 loads = [load_of(flow, self.world) for flow in flows]
                 return flows, schedule(loads, self.memory)
-            except TooTight:
+            except TooTightError:
                 continue
         raise AssertionError("listed flows are never too tight")
 

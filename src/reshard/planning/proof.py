@@ -3,7 +3,7 @@
 The proof looks at each rank's rows as they are, not at how they were found. For one rank and one
 tensor the boxes that are written must lie in what the layout says it wants, must not overlap, and
 must have as many elements as are wanted; then none is missing. A row that is sent first-hand must
-lie in what its sender holds, and a row that is passed on in what its sender got in an earlier round.
+lie in what its sender holds, and a row that is passed on in what its sender got one hop before.
 """
 
 from __future__ import annotations
@@ -145,14 +145,12 @@ def _check_inside(name: str, rank: int, low: Ints, width: Ints, pieces: Sequence
     if not good.all():
         row = int(np.flatnonzero(~good)[0])
         raise ProofError(
-            f'rank {rank} writes box {Box(tuple(low[row]), tuple(low[row] + width[row]))} of '
+            f"rank {rank} writes box {Box(tuple(low[row]), tuple(low[row] + width[row]))} of "
             f'"{name}", which is not inside a piece it wants'
         )
 
 
-def _check_apart(
-    name: str, rank: int, low: Ints, width: Ints, start: Ints, stop: Ints
-) -> None:
+def _check_apart(name: str, rank: int, low: Ints, width: Ints, start: Ints, stop: Ints) -> None:
     """Runs of one cell follow each other; different cells have nothing in common."""
     cells, of_run = np.unique(np.concatenate([low, width], axis=1), axis=0, return_inverse=True)
     of_run = of_run.reshape(-1)
@@ -191,7 +189,9 @@ def _check_held(plan: Plan, rows: Rows, rank: int) -> None:
     try:
         _check_inside(rows.flow.stack.names[0][0], rank, low, width, pieces)
     except ProofError as error:
-        raise ProofError(str(error).replace("writes", "sends").replace("it wants", "it holds")) from None
+        raise ProofError(
+            str(error).replace("writes", "sends").replace("it wants", "it holds")
+        ) from None
 
 
 def _check_passed_on(mine: RankPlan) -> None:

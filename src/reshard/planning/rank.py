@@ -168,14 +168,21 @@ class RankPlan:
         cls, rank: int, flows: Sequence[Flow], slots: Sequence[Slot], fills: Sequence[Fill]
     ) -> RankPlan:
         """Collect the rows of a rank from all flows."""
-        sends, receives, copies = [], [], []
+        sends: list[Rows] = []
+        receives: list[Rows] = []
+        copies: list[Rows] = []
         for flow, slot in zip(flows, slots, strict=True):
             for transfers in flow.for_rank(rank):
                 if not len(transfers):
                     continue
                 mine = transfers.source == rank
                 theirs = transfers.destination == rank
-                for kind, mask in ((sends, mine & ~theirs), (receives, theirs & ~mine), (copies, mine & theirs)):
+                kinds = (
+                    (sends, mine & ~theirs),
+                    (receives, theirs & ~mine),
+                    (copies, mine & theirs),
+                )
+                for kind, mask in kinds:
                     rows = np.flatnonzero(mask)
                     if len(rows):
                         kind.append(Rows(flow, slot, transfers.take(rows)))
@@ -185,5 +192,7 @@ class RankPlan:
     def round(self, number: int) -> RankRound:
         """What the rank does in one round."""
         return RankRound(
-            self.sends.of_round(number), self.receives.of_round(number), self.copies.of_round(number)
+            self.sends.of_round(number),
+            self.receives.of_round(number),
+            self.copies.of_round(number),
         )

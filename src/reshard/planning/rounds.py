@@ -19,7 +19,7 @@ from reshard.bytesize import format_bytes
 from reshard.errors import MemoryCapError
 from reshard.regions import Ints
 
-__all__ = ["Load", "Schedule", "Slot", "TooTight", "Uses", "schedule", "slice_edges"]
+__all__ = ["Load", "Schedule", "Slot", "TooTightError", "Uses", "schedule", "slice_edges"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -95,7 +95,7 @@ class Schedule:
     peak_bytes: int
 
 
-class TooTight(Exception):
+class TooTightError(Exception):
     """A stack whose rows are not listed needs phases: list it and try again."""
 
     def __init__(self, number: int) -> None:
@@ -140,7 +140,7 @@ def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
 def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
     """How many phases it takes until an element of every transfer of a phase fits under the cap."""
     if load.uses is None:
-        raise TooTight(number)
+        raise TooTightError(number)
     uses, phases = load.uses(), 1
     num_parts = int(uses.part.max(initial=0)) + 1
     staged, rows = uses.per_phase(phases)

@@ -136,11 +136,12 @@ def _link_figures(
     source = number[np.searchsorted(world, table.source)]
     destination = number[np.searchsorted(world, table.destination)]
     away = source != destination
+    inside, between = topology.inside, topology.between
     links = [
-        *_links("rank {} sending inside its host", table.source, table, ~away, topology.inside),
-        *_links("rank {} receiving inside its host", table.destination, table, ~away, topology.inside),
-        *_links("host {} sending", source, table, away, topology.between),
-        *_links("host {} receiving", destination, table, away, topology.between),
+        *_links("rank {} sending inside its host", table.source, table, ~away, inside),
+        *_links("rank {} receiving inside its host", table.destination, table, ~away, inside),
+        *_links("host {} sending", source, table, away, between),
+        *_links("host {} receiving", destination, table, away, between),
     ]
     seconds, name = max(links, default=(0.0, "nothing moves"))
     return {

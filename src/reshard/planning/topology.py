@@ -1,12 +1,12 @@
 """A topology says which ranks share a host and how fast the links are: how long will a move take?
 
-    ranks_per_host = 8
-    [inside]                  # between ranks of one host
-    bandwidth = "400GB"       # bytes per second and rank
-    latency = 5e-6            # seconds per message
-    [between]                 # between hosts
-    bandwidth = "50GB"        # bytes per second and host, each way
-    latency = 2e-5
+ranks_per_host = 8
+[inside]                  # between ranks of one host
+bandwidth = "400GB"       # bytes per second and rank
+latency = 5e-6            # seconds per message
+[between]                 # between hosts
+bandwidth = "50GB"        # bytes per second and host, each way
+latency = 2e-5
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class Topology:
         unknown = set(data) - {"ranks_per_host", "hosts", "inside", "between"}
         if unknown:
             raise TopologyError(
-                f'{where}: "{min(unknown)}" is not known: use ranks_per_host, hosts, inside, between'
+                f'{where}: "{min(unknown)}" is not known: '
+                "use ranks_per_host, hosts, inside, between"
             )
         per_host = data.get("ranks_per_host", 8)
         hosts = data.get("hosts", [])

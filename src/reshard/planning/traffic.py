@@ -77,7 +77,9 @@ class _Stream:
         moves = (low < high) & (self.rows.part % self.slot.phases == phase)
         groups = np.zeros(len(self.first) - 1, dtype=bool)
         groups[self.group[moves]] = True
-        return slice(None) if groups.all() else np.flatnonzero(np.repeat(groups, np.diff(self.first)))
+        if groups.all():
+            return slice(None)
+        return np.flatnonzero(np.repeat(groups, np.diff(self.first)))
 
 
 def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Traffic:
@@ -110,7 +112,8 @@ def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Tra
 def _distinct(keys: Ints) -> Ints:
     """Each key once, in rising order; by sorting, which here beats numpy's hashing tenfold."""
     keys = np.sort(keys)
-    return keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
+    found: Ints = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
+    return found
 
 
 def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
@@ -139,9 +142,7 @@ def _by_flow(streams: Sequence[_Stream]) -> list[list[_Stream]]:
     return list(found.values())
 
 
-def _steady_messages(
-    streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int
-) -> Ints:
+def _steady_messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
     """The rounds of a sliced stack, which has them to itself, if every pair is busy in every slice.
 
     A pair of one hop exchanges a message per slice; one of two hops is busy one round longer.
@@ -156,9 +157,7 @@ def _steady_messages(
     return counts
 
 
-def _streams(
-    flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]
-) -> Iterator[_Stream]:
+def _streams(flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]) -> Iterator[_Stream]:
     """The rows of a flow by hop; equal lists of pairs are kept once, in ``known``."""
     parts = flow.parts()
     for rows in flow.first_hand(parts):

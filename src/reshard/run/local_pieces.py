@@ -22,8 +22,9 @@ class LocalPieces:
 
     def __init__(self, pieces: Sequence[Piece], num_dims: int) -> None:
         self.pieces = pieces
-        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(len(pieces), num_dims)
-        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(len(pieces), num_dims)
+        table = (len(pieces), num_dims)
+        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(table)
+        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(table)
 
     def find(self, box: Box) -> tuple[int, tuple[int, ...]] | None:
         """The offset and the strides of a box, in elements; None if no piece contains it."""

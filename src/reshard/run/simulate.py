@@ -77,8 +77,8 @@ def _exchange(machines: Mapping[int, _Machine], number: int, counts: SimulationR
         for step in machine.plan.sends.of_round(number):
             packed = machine.pack(step)
             messages.setdefault((step.source, step.destination), []).append(packed)
-    for (source, destination), packed in messages.items():
-        size = sum(part.nbytes for part in packed)
+    for (source, destination), parts in messages.items():
+        size = sum(part.nbytes for part in parts)
         counts.wire_bytes += size
         counts.num_messages += 1
         counts.sent_bytes[source] = counts.sent_bytes.get(source, 0) + size
@@ -182,7 +182,7 @@ def _checked(name: str, rank: int, spec: TensorSpec, array: Array) -> Array:
     array = np.ascontiguousarray(array)
     if prod(shape) != array.size or array.dtype.itemsize != dtype.itemsize:
         raise PlanError(
-            f'rank {rank} has an array of shape {array.shape} and dtype {array.dtype} for '
+            f"rank {rank} has an array of shape {array.shape} and dtype {array.dtype} for "
             f'"{name}" and its layout says {shape} and {spec.dtype}: give the local array'
         )
     return array.view(dtype) if array.ndim else array.reshape(1).view(dtype)

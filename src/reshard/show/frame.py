@@ -44,7 +44,8 @@ def frame(picture: Picture, width: int, *, unicode: bool = False, tall: bool = F
     """Draw a picture; with ``tall``, few rows are stretched so that they look like areas."""
     is_flat = len(picture.shape) == 1
     gutter = 2 if is_flat else max(len(str(edge)) for edge in picture.rows) + 3
-    room = min(width, MAX_WIDTH) - gutter - len(picture.columns)
+    last = len(str(picture.columns[-1])) - 1
+    room = min(width, MAX_WIDTH) - gutter - len(picture.columns) - last
     widths = shares(picture.columns, room, CELL_WIDTH)
     lines = min(MAX_LINES, 4 * len(picture.cells)) if tall and not is_flat else 1
     heights = shares(picture.rows, lines, 1)
