@@ -188,7 +188,6 @@ def main() -> int:
         if options.json:
             print(json.dumps(best))
             continue
-        target = f"target {case.target:.2f}" if case.target else ""
         print(line(best, late))
     return 1 if missed else 0
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from reshard.errors import LayoutError
+from reshard.errors import DtypeError, quoted
 
 __all__ = ["ITEMSIZE", "accumulator", "canonical_dtype", "itemsize", "wire_dtype"]
 
@@ -30,7 +30,7 @@ def canonical_dtype(dtype: object) -> str:
     name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in ITEMSIZE:
-        raise LayoutError(f'"{dtype}" is not a dtype: use one of {" ".join(ITEMSIZE)}')
+        raise DtypeError(f"{quoted(dtype)} is not a dtype: use one of {' '.join(ITEMSIZE)}")
     return name
 
 

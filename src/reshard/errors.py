@@ -5,6 +5,7 @@
     +-- MeshError                     axes or ranks of a mesh that make no sense
     +-- BoxError                      a box whose stop lies before its start
     +-- LayoutError                   a layout that does not fit its mesh or a shape
+    +-- DtypeError                    a dtype nobody knows
     +-- SizeError                     an amount of bytes that cannot be read
     +-- RulesError                    a rules file, or a name no rule knows
     +-- TopologyError                 a topology file or its numbers
@@ -24,6 +25,7 @@ from __future__ import annotations
 __all__ = [
     "BoxError",
     "CoverageError",
+    "DtypeError",
     "FormatError",
     "LayoutError",
     "MemoryCapError",
@@ -72,6 +74,10 @@ class BoxError(ReshardError):
 
 class LayoutError(ReshardError):
     """A layout does not fit its mesh or the shape of a tensor."""
+
+
+class DtypeError(ReshardError):
+    """A name is not the name of a dtype."""
 
 
 class SizeError(ReshardError):

@@ -53,13 +53,14 @@ def plan(
     dtype: object = None,
     names: Names | None = None,
     memory: int | str | None = None,
-    topology: Topology | None = None,
+    topology: Topology | str | None = None,
     strict: bool = True,
 ) -> Plan:
     """Plan the move of one tensor (two layouts, a shape, a dtype) or of a state dict (two dicts).
 
     ``memory`` caps what any rank stages, ``names`` says where renamed or joined tensors come from,
-    ``strict=False`` moves only the names that both sides have.
+    ``topology`` (or the path of its file) knows hosts and links, and ``strict=False`` moves only
+    the names that both sides have.
     """
     if isinstance(have, Layout) and isinstance(want, Layout):
         if shape is None:
@@ -72,6 +73,7 @@ def plan(
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
     cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    topology = Topology.load(topology) if isinstance(topology, str) else topology
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
 
 
