@@ -100,7 +100,6 @@ class Plan:
         self.stacks: tuple[Stack, ...] = tuple(stacks)
         self.fills: tuple[Fill, ...] = tuple(fills)
         self.world: Ints = world_of(stacks)
-        self.fed = {name for stack in stacks for _, name in stack.names}
         self.flows, self.schedule = self._arrange()
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:

@@ -1,25 +1,29 @@
 """Why a plan is right: every wanted element is written exactly once, by a rank that holds it.
 
-The proof looks at each rank's rows as they are, not at how they were found. For one rank and one
-tensor the boxes that are written must lie in what the layout says it wants, must not overlap, and
-must have as many elements as are wanted; then none is missing. A row that is sent first-hand must
-lie in what its sender holds, and a row that is passed on in what its sender got one hop before.
+The proof looks at the rows of each rank as they are, not at how they were found:
+
+1. the runs of every cell that a rank writes make up the whole cell, for all tensors of the stack,
+   without a gap and without an overlap;
+2. these cells and the boxes filled with zeros lie inside the pieces that the layout says the rank
+   wants, do not overlap, and have as many elements as the pieces; so none is missing;
+3. what is sent or copied first-hand lies inside the pieces that the sender holds;
+4. what is passed on was received one hop before;
+5. both ends of every pair of ranks list the same rows in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from math import prod
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.box import Box, flat_range, uncovered
+from reshard.box import Box, uncovered
 from reshard.errors import ProofError
 from reshard.listed import join_boxes
+from reshard.planning.flow import Transfers
 from reshard.planning.rank import RankPlan, Rows
+from reshard.planning.stacks import Stack
 from reshard.regions import Ints
 from reshard.spec import TensorSpec
 
@@ -28,113 +32,146 @@ if TYPE_CHECKING:
 
 __all__ = ["check_plan", "check_rank"]
 
+_Pairs = dict[tuple[int, int], list[bytes]]
+
 
 def check_plan(plan: Plan) -> None:
     """Prove a plan for every rank, or raise an error that names the box that is wrong."""
-    sent: dict[tuple[int, int], list[bytes]] = {}
-    received: dict[tuple[int, int], list[bytes]] = {}
+    sent: _Pairs = {}
+    received: _Pairs = {}
+    groups = list(_groups(plan))
     for rank in plan.ranks:
         mine = plan.for_rank(rank)
-        check_rank(plan, mine)
-        for rows in mine.sends.rows:
-            _note(sent, rows, rows.transfers.destination, rank, first=True)
-        for rows in mine.receives.rows:
-            _note(received, rows, rows.transfers.source, rank, first=False)
-    _check_matching(sent, received)
+        _check_rank(mine, groups)
+        _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
+        _note(received, ((rows, None, rank) for rows in mine.receives.rows))
+    for pair in sorted({*sent, *received}):
+        if sent.get(pair) != received.get(pair):
+            raise ProofError(
+                f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
+            )
 
 
 def check_rank(plan: Plan, mine: RankPlan) -> None:
-    """Prove the rows of one rank."""
-    written = _written(plan, mine)
-    for name, spec in plan.want.items():
-        parts = written.get(name, [])
-        if spec.layout.holds(mine.rank) is None:
-            if parts:
-                raise ProofError(f'rank {mine.rank} writes "{name}", which it does not want')
-            continue
-        if name in plan.fed:
-            _check_written(name, spec, mine.rank, parts)
+    """Prove the rows of one rank alone."""
+    _check_rank(mine, list(_groups(plan)))
+
+
+class _Group:
+    """Destination tensors that are fed by the same stacks and filled in the same boxes."""
+
+    def __init__(self, name: str, spec: TensorSpec, stacks: set[int], fills: Sequence[Box]) -> None:
+        self.name, self.spec, self.stacks, self.fills = name, spec, stacks, fills
+
+
+def _groups(plan: Plan) -> Iterator[_Group]:
+    fed: dict[str, list[int]] = {}
+    for number, stack in enumerate(plan.stacks):
+        for _, name in stack.names:
+            fed.setdefault(name, []).append(number)
+    filled: dict[str, list[Box]] = {}
+    for fill in plan.fills:
+        filled.setdefault(fill.name, []).append(fill.box)
+    seen: set[tuple[object, ...]] = set()
+    for name, numbers in fed.items():
+        spec, boxes = plan.want[name], filled.get(name, [])
+        key = (*numbers, None, *boxes, spec.shape, id(spec.layout))
+        if key not in seen:
+            seen.add(key)
+            yield _Group(name, spec, {id(plan.stacks[n]) for n in numbers}, boxes)
+
+
+def _check_rank(mine: RankPlan, groups: Iterable[_Group]) -> None:
+    written: dict[int, list[Rows]] = {}
+    for rows in [*mine.receives.rows, *mine.copies.rows]:
+        # Of several addends the first stands for all: they are parts of the same sum.
+        if rows.transfers.addend <= 0:
+            written.setdefault(id(rows.flow.stack), []).append(rows)
+    cells = {stack: _whole_cells(mine.rank, rows) for stack, rows in written.items()}
+    for group in groups:
+        found = [cells[stack] for stack in group.stacks if stack in cells]
+        _check_group(group, mine.rank, found)
     for rows in [*mine.sends.rows, *mine.copies.rows]:
-        _check_held(plan, rows, mine.rank)
+        _check_held(rows, mine.rank)
     _check_passed_on(mine)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Written:
-    """Runs of cells that are written to some tensors of a stack, seen in the destination."""
+def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
+    """The low corner and the width of every cell of a stack that a rank writes, proven whole."""
+    stack = written[0].flow.stack
+    table = np.concatenate([_table(rows.transfers) for rows in written])
+    dims = (table.shape[1] - 2) // 2
+    table = table[np.lexsort(table[:, :-1].T[::-1])]
+    start, stop = table[:, -2], table[:, -1]
+    new = np.append(True, (table[1:, :-2] != table[:-1, :-2]).any(axis=1))
+    size = table[:, dims : 2 * dims].prod(axis=1) * len(stack.names)
+    expected = np.where(new, 0, np.append(0, stop[:-1]))
+    ends = np.append(new[1:], True)
+    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)))
+    if len(wrong):
+        row = int(wrong[0])
+        at = min(int(start[row]), int(expected[row])) if start[row] != expected[row] else stop[row]
+        _raise_run(rank, stack, table[row], int(at), start[row] < expected[row])
+    cells = table[new]
+    keep = [dim for dim in range(dims) if dim not in stack.feed.want_insert]
+    return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
 
-    low: Ints
-    width: Ints
-    start: Ints
-    stop: Ints
 
-
-def _written(plan: Plan, mine: RankPlan) -> dict[str, list[_Written]]:
-    """What is written to each destination tensor; of many addends the first stands for all."""
-    found: dict[str, list[_Written]] = {}
-    for rows in [*mine.receives.rows, *mine.copies.rows]:
-        if rows.transfers.addend > 0:
-            continue
-        for name, part in _by_tensor(rows):
-            found.setdefault(name, []).append(part)
-    for fill in mine.fills:
-        for piece in fill.spec.layout.pieces(mine.rank, fill.spec.shape):
-            common = piece.box & fill.box
-            if common.size:
-                found.setdefault(fill.name, []).append(_of_box(common))
+def _table(transfers: Transfers) -> Ints:
+    """Where each row lands: the cell's low corner and width, and the run's start and stop."""
+    cells, runs = transfers.cells, transfers.runs
+    found: Ints = np.concatenate(
+        [
+            cells.want_low[runs.cell],
+            cells.width[runs.cell],
+            runs.start[:, None],
+            runs.stop[:, None],
+        ],
+        axis=1,
+    )
     return found
 
 
-def _of_box(box: Box) -> _Written:
-    low, width = np.array([box.start]), np.array([box.shape])
-    return _Written(
-        low.reshape(1, -1), width.reshape(1, -1), np.zeros(1, np.int64), np.array([box.size])
-    )
+def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None:
+    dims = (len(row) - 2) // 2
+    low, width = row[:dims], row[dims : 2 * dims]
+    name = stack.names[min(at // max(int(width.prod()), 1), len(stack.names) - 1)][1]
+    box = Box(tuple(low), tuple(low + width))
+    what = "is written twice" if twice else "is missing"
+    raise ProofError(f'rank {rank}: a part of box {box} of "{name}" {what}')
 
 
-def _by_tensor(rows: Rows) -> Iterator[tuple[str, _Written]]:
-    """The runs of rows, cut where one tensor of the stack ends and the next begins."""
-    transfers, stack = rows.transfers, rows.flow.stack
-    cells, runs = transfers.cells, transfers.runs
-    size = cells.size[runs.cell]
-    first, last = runs.start // size, (runs.stop - 1) // size
-    keep = [d for d in range(cells.width.shape[1]) if d not in stack.feed.want_insert]
-    low, width = cells.want_low[:, keep], cells.width[:, keep]
-    for tensor in range(int(first.min()), int(last.max()) + 1):
-        at = np.flatnonzero((first <= tensor) & (tensor <= last))
-        if len(at):
-            cell, base = runs.cell[at], tensor * size[at]
-            start = np.maximum(runs.start[at] - base, 0)
-            stop = np.minimum(runs.stop[at] - base, size[at])
-            yield stack.names[tensor][1], _Written(low[cell], width[cell], start, stop)
-
-
-def _check_written(name: str, spec: TensorSpec, rank: int, parts: Sequence[_Written]) -> None:
-    """All runs lie in wanted pieces, do not overlap, and are as many elements as are wanted."""
+def _check_group(group: _Group, rank: int, found: Sequence[tuple[Ints, Ints]]) -> None:
+    spec = group.spec
     pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-    wanted = sum(box.size for box in pieces)
-    num_dims = len(spec.shape)
-    low = _joined([part.low for part in parts], num_dims)
-    width = _joined([part.width for part in parts], num_dims)
-    start = np.concatenate([np.zeros(0, np.int64), *(part.start for part in parts)])
-    stop = np.concatenate([np.zeros(0, np.int64), *(part.stop for part in parts)])
-    _check_inside(name, rank, low, width, pieces)
-    _check_apart(name, rank, low, width, start, stop)
-    count = int((stop - start).sum())
-    if count != wanted:
-        done = [box for row in range(len(low)) for box in _boxes(low, width, start, stop, row)]
-        missing = next((m for box in pieces for m in uncovered(box, done)), None)
+    none = np.zeros((0, len(spec.shape)), dtype=np.int64)
+    fills = [piece & box for piece in pieces for box in group.fills]
+    fills = [box for box in fills if box.size]
+    low = np.concatenate([none, *(low for low, _ in found), *(_row(box.start) for box in fills)])
+    width = np.concatenate([none, *(w for _, w in found), *(_row(box.shape) for box in fills)])
+    outside = _outside(low, width, pieces)
+    if outside is not None:
         raise ProofError(
-            f'rank {rank} wants {wanted} elements of "{name}" and gets {count}: '
+            f'rank {rank} writes box {outside} of "{group.name}", which is not inside a piece '
+            "it wants"
+        )
+    _check_apart(group.name, rank, low, low + width)
+    wanted, count = sum(box.size for box in pieces), int(width.prod(axis=1).sum())
+    if count != wanted:
+        done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
+        missing = next((gap for box in pieces for gap in uncovered(box, done)), None)
+        raise ProofError(
+            f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
             f"box {missing} is missing"
         )
 
 
-def _joined(columns: Sequence[Ints], num_dims: int) -> Ints:
-    return np.concatenate([np.zeros((0, num_dims), np.int64), *columns])
+def _row(numbers: Sequence[int]) -> Ints:
+    return np.array([numbers], dtype=np.int64).reshape(1, len(numbers))
 
 
-def _check_inside(name: str, rank: int, low: Ints, width: Ints, pieces: Sequence[Box]) -> None:
+def _outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
+    """The first box that does not lie inside one of the pieces."""
     dims = low.shape[1]
     starts = np.array([box.start for box in pieces], dtype=np.int64).reshape(len(pieces), dims)
     stops = np.array([box.stop for box in pieces], dtype=np.int64).reshape(len(pieces), dims)
@@ -142,118 +179,79 @@ def _check_inside(name: str, rank: int, low: Ints, width: Ints, pieces: Sequence
     inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
     good = np.zeros(len(low), dtype=bool)
     good[mine[inside.all(axis=1)]] = True
-    if not good.all():
-        row = int(np.flatnonzero(~good)[0])
-        raise ProofError(
-            f"rank {rank} writes box {Box(tuple(low[row]), tuple(low[row] + width[row]))} of "
-            f'"{name}", which is not inside a piece it wants'
-        )
+    if good.all():
+        return None
+    row = int(np.flatnonzero(~good)[0])
+    return Box(tuple(low[row]), tuple(low[row] + width[row]))
 
 
-def _check_apart(name: str, rank: int, low: Ints, width: Ints, start: Ints, stop: Ints) -> None:
-    """Runs of one cell follow each other; different cells have nothing in common."""
-    cells, of_run = np.unique(np.concatenate([low, width], axis=1), axis=0, return_inverse=True)
-    of_run = of_run.reshape(-1)
-    order = np.lexsort([start, of_run])
-    for one, two in pairwise(order.tolist()):
-        if of_run[one] == of_run[two] and start[two] < stop[one]:
-            box = next(_boxes(low, width, start, stop, two))
-            raise ProofError(f'rank {rank} writes box {box} of "{name}" twice')
-    dims = low.shape[1]
-    lows, highs = cells[:, :dims], cells[:, :dims] + cells[:, dims:]
-    one, two = join_boxes(lows, highs, lows, highs)
+def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
+    one, two = join_boxes(low, high, low, high)
     crossing = np.flatnonzero(one < two)
     if len(crossing):
         a, b = one[crossing[0]], two[crossing[0]]
-        box = Box(tuple(lows[a]), tuple(highs[a])) & Box(tuple(lows[b]), tuple(highs[b]))
+        box = Box(tuple(low[a]), tuple(high[a])) & Box(tuple(low[b]), tuple(high[b]))
         raise ProofError(f'rank {rank} writes box {box} of "{name}" twice')
 
 
-def _boxes(low: Ints, width: Ints, start: Ints, stop: Ints, row: int) -> Iterator[Box]:
-    for box in flat_range(tuple(width[row].tolist()), int(start[row]), int(stop[row])):
-        yield box.shift(low[row].tolist())
-
-
-def _check_held(plan: Plan, rows: Rows, rank: int) -> None:
+def _check_held(rows: Rows, rank: int) -> None:
     """What is read from a source tensor lies in what the rank holds of it."""
     if rows.transfers.hop:
         return
-    cells, feed = rows.transfers.cells, rows.flow.stack.feed
-    spec = rows.flow.stack.have
+    cells, stack = rows.transfers.cells, rows.flow.stack
     used = np.unique(rows.transfers.runs.cell)
-    keep = [d for d in range(cells.width.shape[1]) if d not in feed.have_insert]
-    low, width = cells.have_low[used][:, keep], cells.width[used][:, keep]
-    pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-    if sum(box.size for box in pieces) == prod(spec.shape) and len(pieces) == 1:
-        return
-    try:
-        _check_inside(rows.flow.stack.names[0][0], rank, low, width, pieces)
-    except ProofError as error:
+    keep = [d for d in range(cells.width.shape[1]) if d not in stack.feed.have_insert]
+    pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
+    outside = _outside(cells.have_low[used][:, keep], cells.width[used][:, keep], pieces)
+    if outside is not None:
         raise ProofError(
-            str(error).replace("writes", "sends").replace("it wants", "it holds")
-        ) from None
+            f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
+        )
 
 
 def _check_passed_on(mine: RankPlan) -> None:
-    """What a rank passes on it has received, one hop and at least one round before."""
-    got: dict[tuple[int, int], set[tuple[int, ...]]] = {}
-    for rows in mine.receives.rows:
-        got.setdefault((id(rows.flow), rows.transfers.hop), set()).update(_identities(rows))
-    for rows in mine.copies.rows:
-        if rows.transfers.addend >= 0:
-            got.setdefault((id(rows.flow), 0), set()).update(_identities(rows))
+    """What a rank passes on it has received, or added up, one hop before."""
+    got: dict[tuple[int, int], list[Ints]] = {}
+    for rows in [*mine.receives.rows, *mine.copies.rows]:
+        key = (id(rows.flow), rows.transfers.hop)
+        got.setdefault(key, []).append(_table(rows.transfers))
     for rows in mine.sends.rows:
         hop = rows.transfers.hop
         if hop == 0:
             continue
-        before = got.get((id(rows.flow), hop - 1), set())
-        for key in _identities(rows):
-            if not any(_contains(other, key) for other in _same_cell(before, key)):
-                raise ProofError(
-                    f"rank {mine.rank} passes on elements {key[-2]} to {key[-1]} of a cell of "
-                    f"{rows.flow.stack.label} that it has not received before"
-                )
-
-
-def _identities(rows: Rows) -> set[tuple[int, ...]]:
-    """Cells by their place in the destination, and the run of each row."""
-    cells, runs = rows.transfers.cells, rows.transfers.runs
-    low = cells.want_low[runs.cell]
-    table = np.concatenate([low, runs.start[:, None], runs.stop[:, None]], axis=1)
-    return set(map(tuple, table.tolist()))
-
-
-def _same_cell(keys: set[tuple[int, ...]], key: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    if key in keys:
-        yield key
-        return
-    yield from (other for other in keys if other[:-2] == key[:-2])
-
-
-def _contains(other: tuple[int, ...], key: tuple[int, ...]) -> bool:
-    return other[-2] <= key[-2] and key[-1] <= other[-1]
-
-
-def _note(
-    found: dict[tuple[int, int], list[bytes]], rows: Rows, peers: Ints, rank: int, first: bool
-) -> None:
-    """Remember what a rank says it exchanges with each peer, row by row."""
-    cells, runs = rows.transfers.cells, rows.transfers.runs
-    extra = np.full(len(runs.cell), rows.transfers.hop * 4096 + rows.transfers.addend)
-    low, width = cells.want_low[runs.cell], cells.width[runs.cell]
-    table = np.column_stack([low, width, runs.start, runs.stop, extra])
-    for peer in np.unique(peers).tolist():
-        pair = (rank, peer) if first else (peer, rank)
-        found.setdefault(pair, []).append(np.ascontiguousarray(table[peers == peer]).tobytes())
-
-
-def _check_matching(
-    sent: dict[tuple[int, int], list[bytes]], received: dict[tuple[int, int], list[bytes]]
-) -> None:
-    """Both ends of every pair list the same rows in the same order."""
-    for pair in sorted({*sent, *received}):
-        if sent.get(pair) != received.get(pair):
+        passed = _table(rows.transfers)
+        before = got.get((id(rows.flow), hop - 1), [passed[:0]])
+        if not _all_within(np.unique(passed, axis=0), np.unique(np.concatenate(before), axis=0)):
             raise ProofError(
-                f"rank {pair[0]} sends {len(sent.get(pair, []))} lists of rows to rank {pair[1]}, "
-                f"which expects {len(received.get(pair, []))} or others: the two disagree"
+                f"rank {mine.rank} passes on a part of {rows.flow.stack.label} "
+                "that it has not received before"
             )
+
+
+def _all_within(rows: Ints, others: Ints) -> bool:
+    """Whether each run lies inside a run of the same cell among the others."""
+    exact = {row.tobytes() for row in others}
+    rest = [row for row in rows if row.tobytes() not in exact]
+    by_cell: dict[bytes, list[Ints]] = {}
+    for row in others if rest else ():
+        by_cell.setdefault(row[:-2].tobytes(), []).append(row)
+    return all(
+        any(o[-2] <= row[-2] and row[-1] <= o[-1] for o in by_cell.get(row[:-2].tobytes(), []))
+        for row in rest
+    )
+
+
+def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) -> None:
+    """Remember what a rank says it exchanges with each peer, row by row."""
+    for rows, source, destination in ends:
+        peers = rows.transfers.destination if destination is None else rows.transfers.source
+        kind = np.array([rows.transfers.hop, rows.transfers.addend]).tobytes()
+        table = _table(rows.transfers)
+        order = np.argsort(peers, kind="stable")
+        peer, begin = np.unique(peers[order], return_index=True)
+        for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):
+            pair = (
+                other if source is None else source,
+                other if destination is None else destination,
+            )
+            found.setdefault(pair, []).append(kind + np.ascontiguousarray(part).tobytes())
