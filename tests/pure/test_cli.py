@@ -59,11 +59,11 @@ sources   2 send, the busiest 8.0 KiB, 1.00 x the mean
 why
   Destinations want 16.0 KiB and hold none of it; each byte arrives once, so 16.0 KiB travels.
 
-KiB from rank (down) to rank (across)
-         8    9  total
-    0  4.0  4.0    8.0
-    1  4.0  4.0    8.0
-total  8.0  8.0   16.0
+bytes from rank (down) to rank (across)
+          8     9  total
+    0  4.0K  4.0K   8.0K
+    1  4.0K  4.0K   8.0K
+total  8.0K  8.0K  16.0K
 """
 PLANNED_RANK = """\
 rank 0 sends 8.0 KiB
@@ -183,7 +183,7 @@ def test_options_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     text = printed(capsys, [*plan(), "--topology", str(topology), "--dtype", "bf16"])
     assert "8.0 KiB of bfloat16" in text
     assert "seconds        8.19e-06 predicted; the bottleneck is host" in text
-    assert "KiB from host (down) to host (across)" in text
+    assert "bytes from host (down) to host (across)" in text
     text = printed(capsys, [*plan(), "--to-dtype", "float16", "--memory", "1KiB"])
     assert "float32 becomes float16 before it travels" in text
     assert "and the cap is 1.0 KiB" in text

@@ -191,7 +191,8 @@ def _print(move: Plan, rank: int | None) -> None:
         return
     first, *rest = describe(move).splitlines()
     rest = rest[: rest.index("why") + 1] + _wrapped(rest[rest.index("why") + 1 :])
-    most = max(min((terminal_width() - 16) // 8, 16), 2)
+    label = max(2 * len(str(move.ranks[-1])) + 1 if len(move.ranks) > 16 else 2, 5)
+    most = max(min((terminal_width() - label - 9) // (label + 2), 16), 2)
     print_lines(
         [
             [Span(first, bold=True)],

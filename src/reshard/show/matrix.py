@@ -7,11 +7,11 @@
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
 >>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
 >>> print(plain(draw(traffic_matrix(move, most=8))))
-MiB from rank (down) to rank (across)
-         4    5    6  total
-    0  2.0  2.0  2.0    6.0
-    1  2.0  2.0  2.0    6.0
-total  4.0  4.0  4.0   12.0
+bytes from rank (down) to rank (across)
+          4     5     6  total
+    0  2.0M  2.0M  2.0M   6.0M
+    1  2.0M  2.0M  2.0M   6.0M
+total  4.0M  4.0M  4.0M  12.0M
 """
 
 from __future__ import annotations
@@ -28,9 +28,7 @@ from reshard.show.ink import Line, Span, heat
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
 
-__all__ = ["Groups", "Matrix", "draw", "group", "traffic_matrix"]
-
-UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+__all__ = ["Groups", "Matrix", "draw", "group", "short_bytes", "traffic_matrix"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -49,18 +47,22 @@ class Groups:
 
 
 def group(numbers: Ints, most: int) -> Groups:
-    """At most so many groups of equally many neighbours; the size is a power of two.
+    """At most so many groups of neighbours, each within one block of a power of two.
 
-    >>> group(np.arange(64), 16).labels[:2]
-    ('0-3', '4-7')
+    >>> group(np.arange(10, 64), 16).labels[:2]
+    ('10-11', '12-15')
     """
     numbers = np.unique(numbers)
     size = 1
-    while -(-len(numbers) // size) > most:
+    while len(np.unique(numbers // size)) > most:
         size *= 2
-    runs = [numbers[i : i + size].tolist() for i in range(0, len(numbers), size)]
-    labels = tuple(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-    return Groups(labels, numbers, np.arange(len(numbers)) // size)
+    _, first, of = np.unique(numbers // size, return_index=True, return_inverse=True)
+    if not len(numbers):
+        return Groups((), numbers, of)
+    lows, highs = numbers[first].tolist(), numbers[np.append(first[1:], len(numbers)) - 1].tolist()
+    runs = zip(lows, highs, strict=True)
+    labels = tuple(f"{low}-{high}" if high > low else str(low) for low, high in runs)
+    return Groups(labels, numbers, of)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -105,16 +107,15 @@ def draw(matrix: Matrix) -> list[Line]:
     if not matrix.num_bytes.size:
         return [[Span("no traffic between ranks")]]
     largest = int(matrix.num_bytes.max())
-    power = min(max(largest.bit_length() - 1, 0) // 10, len(UNITS) - 1)
     rows = [*matrix.num_bytes, matrix.num_bytes.sum(axis=0)]
-    texts = [[_amount(int(n), power) for n in (*row, row.sum())] for row in rows]
+    texts = [[short_bytes(int(n)) for n in (*row, row.sum())] for row in rows]
     labels = [*matrix.sources, "total"]
     across = [*matrix.destinations, "total"]
     widths = [max(map(len, column)) for column in zip(across, *texts, strict=True)]
     gutter = max(map(len, labels))
     kinds = f"{matrix.kind} (down) to {matrix.kind} (across)"
     lines: list[Line] = [
-        [Span(f"{UNITS[power]} from {kinds}")],
+        [Span(f"bytes from {kinds}")],
         _line("", across, [None] * len(across), gutter, widths),
     ]
     for label, row, text in zip(labels, rows, texts, strict=True):
@@ -136,15 +137,13 @@ def _line(
     return spans
 
 
-def _amount(num_bytes: int, power: int) -> str:
-    """An amount in the unit of the matrix.
+def short_bytes(num_bytes: int) -> str:
+    """An amount in at most five characters; K, M, G and T are powers of 1024.
 
-    >>> _amount(1536, 1), _amount(0, 1), _amount(12, 1)
-    ('1.5', '.', '<0.1')
+    >>> short_bytes(8 * 1024**2), short_bytes(1536), short_bytes(7), short_bytes(0)
+    ('8.0M', '1.5K', '7', '.')
     """
-    if not num_bytes:
-        return "."
-    if not power:
-        return str(num_bytes)
+    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
     scaled = num_bytes / 1024**power
-    return f"{scaled:,.1f}" if scaled >= 0.05 else "<0.1"
+    digits = int(power > 0 and scaled < 99.95)
+    return f"{scaled:.{digits}f}{' KMGT'[power].strip()}" if num_bytes else "."

@@ -18,7 +18,7 @@ from itertools import pairwise
 from reshard.bytesize import format_bytes
 from reshard.mesh import format_ranks
 from reshard.planning.text import StackRow, shorten
-from reshard.show.matrix import Matrix
+from reshard.show.matrix import Matrix, short_bytes
 from reshard.show.picture import Cell, Picture
 
 __all__ = ["Drawing", "Rect", "Tick", "bars_of", "drawing_of", "matrix_of"]
@@ -150,7 +150,7 @@ def matrix_of(matrix: Matrix) -> Drawing:
             if first < size:
                 title += f", {format_bytes(size - first)} of it passed on"
             hue = round(212 - 178 * (size - first) / size) if size else None
-            label = _short(size) if size else ""
+            label = short_bytes(size) if size else ""
             strength = round(0.15 + 0.85 * size / largest, 3)
             rects.append(Rect(j * width, i * height, width, height, label, title, hue, strength))
     top = [Tick((j + 0.5) * width, text) for j, text in enumerate(matrix.destinations)]
@@ -165,17 +165,6 @@ def matrix_of(matrix: Matrix) -> Drawing:
         longest * LETTER + 12,
         max(map(len, matrix.destinations), default=0) * LETTER > width,
     )
-
-
-def _short(num_bytes: int) -> str:
-    """An amount in at most five characters.
-
-    >>> _short(8 * 1024**2), _short(1536), _short(7)
-    ('8.0M', '1.5K', '7')
-    """
-    power = min(max(num_bytes.bit_length() - 1, 0) // 10, 4)
-    scaled = num_bytes / 1024**power
-    return f"{scaled:.{int(power > 0 and scaled < 100)}f}{' KMGT'[power].strip()}"
 
 
 def bars_of(rows: Sequence[StackRow], num_rounds: int, most: int = 24) -> Drawing:
