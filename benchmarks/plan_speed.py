@@ -36,50 +36,30 @@ class Case:
     """The source cuts every tensor by dp, after tp where there is one."""
 
 
-def tp_cases(ranks: int, target: float | None) -> Case:
-    half = f"@ {ranks}-{2 * ranks - 1}"
-    return Case(
-        f"L70 {ranks}+{ranks}",
-        "llama-3-70b",
-        f"dp={ranks // 8} tp=8",
-        f"replica={ranks // 4} tp=4 {half}",
-        target,
-    )
+def replicas(ranks: int, target: float | None) -> Case:
+    """Trainers with tp=8 to as many servers with tp=4 on other ranks."""
+    want = f"replica={ranks // 4} tp=4 @ {ranks}-{2 * ranks - 1}"
+    name = f"L70 {ranks}+{ranks}: tp8 -> tp4"
+    return Case(name, "llama-3-70b", f"dp={ranks // 8} tp=8", want, target)
+
+
+def fsdp(ranks: int, num: int, target: float | None, same: bool = False) -> Case:
+    """FSDP over many ranks to replicas of tp=8, on other ranks or on the same."""
+    want = f"replica={num} tp=8" + ("" if same else f" @ {ranks}-{ranks + 8 * num - 1}")
+    name = f"L70 FSDP {ranks} -> {num} x tp8{', same ranks' if same else ''}"
+    return Case(name, "llama-3-70b", f"dp={ranks}", want, target, fsdp=True)
 
 
 CASES = [
     Case("L8 dp2 tp4 -> 2 x tp2", "llama-3-8b", "dp=2 tp=4", "replica=2 tp=2 @ 8-11"),
-    tp_cases(8, None),
-    tp_cases(64, None),
-    tp_cases(256, 0.05),
-    tp_cases(1024, 1.0),
-    Case(
-        "L70 FSDP 256 -> TP4", "llama-3-70b", "dp=256", "replica=64 tp=4 @ 256-511", 1.0, fsdp=True
+    *(
+        replicas(ranks, target)
+        for ranks, target in ((8, None), (64, None), (256, 0.05), (1024, 1.0))
     ),
-    Case(
-        "L70 FSDP 1024 -> TP8",
-        "llama-3-70b",
-        "dp=1024",
-        "replica=128 tp=8 @ 1024-2047",
-        1.0,
-        fsdp=True,
-    ),
-    Case(
-        "L70 FSDP 16384 -> 256 x tp8",
-        "llama-3-70b",
-        "dp=16384",
-        "replica=256 tp=8 @ 16384-18431",
-        1.0,
-        fsdp=True,
-    ),
-    Case(
-        "L70 FSDP 16384 -> 256 x tp8, same ranks",
-        "llama-3-70b",
-        "dp=16384",
-        "replica=256 tp=8",
-        None,
-        fsdp=True,
-    ),
+    *(fsdp(ranks, num, None) for ranks, num in ((8, 1), (64, 8), (256, 32), (1024, 128))),
+    fsdp(16384, 256, 1.0),
+    fsdp(1024, 128, None, same=True),
+    fsdp(16384, 256, None, same=True),
     Case("M30 EP8 -> TP4", "qwen3-30b-a3b", "ep=8", "tp=4 @ 8-11", 0.5),
     Case("M30 EP8 -> 2 x TP4, same ranks", "qwen3-30b-a3b", "ep=8", "replica=2 tp=4"),
 ]

@@ -11,29 +11,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
 from math import prod
 from typing import Any
 
-from reshard.box import Box, flat_range, row_major
+from reshard.box import Box, row_major
 from reshard.dims import Interval, held, length_of
 from reshard.errors import FormatError, LayoutError
 from reshard.mesh import Mesh, format_ranks
 from reshard.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
+from reshard.pieces import Piece, pieces_of_flat, pieces_of_local
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box that a rank holds, and where it sits in that rank's local tensor, in elements."""
-
-    box: Box
-    offset: int
-    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +112,9 @@ class Layout:
         intervals = self._intervals(coords, shape)
         local = tuple(map(length_of, intervals))
         if not self.words.flat:
-            return tuple(_pieces_of_local(intervals, Box.whole(local), 0))
+            return tuple(pieces_of_local(intervals, Box.whole(local), 0))
         ranges = self._held(self.words.flat, prod(local), coords)
-        return tuple(_pieces_of_flat(intervals, local, ranges))
+        return tuple(pieces_of_flat(intervals, local, ranges))
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
@@ -292,46 +283,6 @@ def check_shape(shape: Sequence[int]) -> None:
     for dim, size in enumerate(shape):
         if size < 0:
             raise LayoutError(f"shape {tuple(shape)} has size {size} in dim {dim}: sizes are >= 0")
-
-
-def _pieces_of_local(
-    intervals: Sequence[Sequence[Interval]], local: Box, offset: int
-) -> Iterator[Piece]:
-    """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
-    shape = tuple(map(length_of, intervals))
-    strides = row_major(shape)
-    start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
-    per_dim = [
-        list(_slices(dim, low, high))
-        for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
-    ]
-    for parts in product(*per_dim):
-        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
-        at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))
-        if box.size:
-            yield Piece(box, start + at, strides)
-
-
-def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
-    """The global slices (start, stop) of local positions low to high, and where each begins."""
-    before = 0
-    for start, stop in intervals:
-        first, last = max(low, before), min(high, before + stop - start)
-        if first < last:
-            yield start + first - before, start + last - before, first
-        before += stop - start
-
-
-def _pieces_of_flat(
-    intervals: Sequence[Sequence[Interval]], local: tuple[int, ...], ranges: Iterable[Interval]
-) -> Iterator[Piece]:
-    before = 0
-    for low, high in ranges:
-        at = before
-        for box in flat_range(local, low, high):
-            yield from _pieces_of_local(intervals, box, at)
-            at += box.size
-        before += high - low
 
 
 def _check_words(layout: Layout) -> None:
