@@ -14,7 +14,7 @@ from tests import moves, oracle, strategies
 from tests.cases import Side
 from tests.checks import build
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=100, derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 

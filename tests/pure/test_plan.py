@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter, defaultdict
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -28,13 +29,14 @@ from tests.cases import Side
 from tests.checks import build
 from tests.state_cases import StateCase, names_argument, random_state, specs
 
-EXAMPLES = settings(max_examples=120, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=60, derandomize=True, deadline=None)
 
 
 def layout(mesh: str, text: str) -> rs.Layout:
     return rs.Layout(rs.Mesh.parse(mesh), text)
 
 
+@cache
 def random_plan(number: int) -> rs.Plan:
     """A plan for one tensor, with sums, caps and topologies among them, or for a state dict."""
     rng = Random(number)
@@ -67,10 +69,10 @@ def messages(plan: rs.Plan) -> tuple[dict, dict]:
     return dict(sent), dict(received)
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 100, 25))
 def test_ranks_agree_on_every_message(first: int) -> None:
     """Sender and receiver derive the same boxes in the same order, each by itself."""
-    for number in range(first, first + 30):
+    for number in range(first, first + 25):
         plan = random_plan(number)
         sent, received = messages(plan)
         assert sent == received, f"plan {number}"
@@ -82,9 +84,9 @@ def test_ranks_agree_on_every_message(first: int) -> None:
         assert all(step.box.size and step.box.shape for step in steps if step.box.start)
 
 
-@pytest.mark.parametrize("first", range(0, 120, 30))
+@pytest.mark.parametrize("first", range(0, 100, 25))
 def test_the_summary_is_what_the_rows_add_up_to(first: int) -> None:
-    for number in range(first, first + 30):
+    for number in range(first, first + 25):
         plan = random_plan(number)
         summary, by_hop = plan.summary(), (Counter(), Counter())
         for rank in plan.ranks:
@@ -146,17 +148,10 @@ def _at(box: rs.Box) -> tuple[slice, ...]:
     return tuple(map(slice, box.start, box.stop))
 
 
-@pytest.mark.parametrize("first", range(0, 90, 30))
+@pytest.mark.parametrize("first", range(0, 100, 25))
 def test_written_once_and_passed_on_later(first: int) -> None:
-    for number in range(first, first + 30):
-        plan = random_plan(number)
-        if plan.want and not any(_nested(spec) for spec in plan.want.values()):
-            check_order(plan)
-
-
-def _nested(spec: rs.TensorSpec) -> bool:
-    """Words that the oracle reads only in the way they were written."""
-    return "}{" in str(spec.layout)
+    for number in range(first, first + 25):
+        check_order(random_plan(number))
 
 
 def state_dict() -> tuple[dict[str, rs.TensorSpec], dict[str, rs.TensorSpec]]:
@@ -491,8 +486,8 @@ def test_the_proof_notices(kind: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_the_proof_notices_what_is_passed_on_too_early() -> None:
-    """Hops in the same round: what is passed on has not been received yet."""
+def test_the_proof_notices_rounds_that_are_missing() -> None:
+    """A slot without rounds for passing on: half of it never moves, though every row is right."""
     have, want = layout("x=1", "-"), layout("y=3 @ 1-3", "-")
     plan = rs.plan(have, want, shape=(96,), dtype="float32")
     plan.check()
