@@ -32,7 +32,8 @@ _HOMES = {
     "take": "planning.names",
 }
 _ERRORS = (
-    "BoxError", "CoverageError", "DtypeError", "FormatError", "LayoutError", "MemoryCapError", "MeshError",
+    "BoxError", "CoverageError", "DtypeError", "FormatError", "LayoutError", "MemoryCapError",
+    "MeshError",
     "NamesError", "NotationError", "PlanError", "ProofError", "ReshardError", "RulesError",
     "SizeError", "TopologyError",
 )  # fmt: skip

@@ -34,6 +34,8 @@ class Line:
     """The index of each member, one row per amount."""
     grain: int
     """No share is smaller than this, unless the amount is."""
+    item: int = 1
+    """Shares are whole multiples of this many bytes, as amounts are."""
 
     @property
     def crossing(self) -> bool:
@@ -96,7 +98,8 @@ def _refill(line: Line, shares: Ints, loads: Ints) -> None:
         rows = slice(first, first + step)
         members = line.members[rows]
         loads[members] -= shares[rows]
-        shares[rows] = fill(line.amounts[rows], loads[members], most[rows])
+        items = fill(line.amounts[rows] // line.item, loads[members] // line.item, most[rows])
+        shares[rows] = items * line.item
         loads[members] += shares[rows]
 
 

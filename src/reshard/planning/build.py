@@ -132,6 +132,14 @@ def load_of(flow: Flow, world: Ints) -> Load:
     return _listed_load(flow, world)
 
 
+def _kin(stack: Stack) -> object:
+    """What stacks have in common that differ only in who holds the source."""
+    have, want, feed = stack.have, stack.want, stack.feed
+    inserted = (feed.have_insert, feed.want_insert)
+    sizes = (have.shape, have.dtype, want.shape, want.dtype)
+    return (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
+
+
 def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count every row; what is passed on by sender, without listing its pairs."""
     tally = _Tally(world)
@@ -150,6 +158,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         np.add.at(count, place, -(-wide // itemsize))
     return Load(
         flow.stack.label,
+        _kin(flow.stack),
         staged,
         int(count.max(initial=0)),
         itemsize,
@@ -233,9 +242,18 @@ def _open_load(flow: Flow, world: Ints) -> Load:
         np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
     lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
+    for ranks, elements in flow.geometry.copies_per_rank():
+        np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
     sent, wanted = flow.geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
     return Load(
-        flow.stack.label, staged, rows, itemsize, int(most > 1), int(lines.max(initial=1)), None
+        flow.stack.label,
+        _kin(flow.stack),
+        staged,
+        rows,
+        itemsize,
+        int(most > 1),
+        int(lines.max(initial=1)),
+        None,
     )

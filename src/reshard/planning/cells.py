@@ -183,9 +183,9 @@ class GridPair:
         """How many cells there are in all."""
         return int(np.prod([len(dim.width) for dim in self.dims], dtype=np.int64))
 
-    def common_elements(self) -> int:
-        """Elements that ranks of both meshes both hold and want."""
-        _, mine, theirs = np.intersect1d(
+    def common_elements(self) -> tuple[Ints, Ints]:
+        """The ranks of both meshes, and how many elements each both holds and wants."""
+        ranks, mine, theirs = np.intersect1d(
             self.have.ranks, self.want.ranks, assume_unique=True, return_indices=True
         )
         have, want = self.have.region_at[mine], self.want.region_at[theirs]
@@ -194,7 +194,7 @@ class GridPair:
         parts = (self.have.parts_of(have[both]), self.want.parts_of(want[both]))
         for dim, one, other in zip(self.dims, *parts, strict=True):
             elements *= dim.common(one, other)
-        return int(elements.sum())
+        return ranks[both], elements
 
     def cells(self, have_region: int | None = None, want_region: int | None = None) -> Cells:
         """All cells, or those of one region; in rising order of their place in the tensor."""

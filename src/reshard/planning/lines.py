@@ -73,7 +73,7 @@ class LineSet:
     def to_share(self, world: Ints, itemsize: int, grain: int) -> list[Line]:
         """What ``balance`` needs: amounts in bytes, members as places in ``world``."""
         return [
-            Line(self.amounts[lines] * itemsize, np.searchsorted(world, members), grain)
+            Line(self.amounts[lines] * itemsize, np.searchsorted(world, members), grain, itemsize)
             for lines, members in self.by_size()
         ]
 

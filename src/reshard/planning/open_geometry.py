@@ -123,7 +123,11 @@ class OpenGeometry:
 
     def copied_elements(self) -> int:
         """Elements of one tensor that ranks both hold and want."""
-        return sum(pair.common_elements() for pair in self.pairs)
+        return sum(int(elements.sum()) for _, elements in self.copies_per_rank())
+
+    def copies_per_rank(self) -> list[tuple[Ints, Ints]]:
+        """Ranks of both sides, and how much of one tensor each both holds and wants."""
+        return [pair.common_elements() for pair in self.pairs]
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Nothing is added up here."""

@@ -41,6 +41,9 @@ __all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
 DEFAULT_MEMORY = "256MiB"
 """What a rank may stage beyond source and destination, if nobody says otherwise."""
 
+MAX_KEPT = 16
+"""How many ranks' parts a plan keeps, for executors that ask more than once."""
+
 ONE = "tensor"
 """The name of the tensor in a plan for one tensor."""
 
@@ -101,6 +104,7 @@ class Plan:
         self.fills: tuple[Fill, ...] = tuple(fills)
         self.world: Ints = world_of(stacks)
         self.flows, self.schedule = self._arrange()
+        self._ranks: dict[int, RankPlan] = {}
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
@@ -125,7 +129,11 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
-        return RankPlan.of(rank, self.flows, self.schedule.slots, self.fills)
+        if rank not in self._ranks:
+            if len(self._ranks) >= MAX_KEPT:
+                self._ranks.clear()
+            self._ranks[rank] = RankPlan.of(rank, self.flows, self.schedule.slots, self.fills)
+        return self._ranks[rank]
 
     def summary(self) -> Summary:
         """What the move costs."""

@@ -3,15 +3,16 @@
 Staging is every byte a rank keeps beyond source and destination: what it has packed to send and
 what it has received and not yet unpacked. Stacks that fit together share rounds; a stack that does
 not fit alone is cut into slices, a slice being the same fraction of every one of its transfers, so
-that all ranks stay busy in every round. Under a very small cap not even one element of every
-transfer fits; then transfers take turns in phases. What is passed on travels one round after it was
-received.
+that all ranks stay busy in every round. Stacks that differ only in which ranks hold the source
+(pipeline stages, experts) are cut together, so that all of these send in every round. Under a very
+small cap not even one element of every transfer fits; then transfers take turns in phases. What is
+passed on travels one round after it was received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -47,6 +48,8 @@ class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
     label: str
+    kin: object
+    """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
     staged: Ints
     """Bytes of each rank."""
     rows: int
@@ -104,24 +107,51 @@ class TooTightError(Exception):
 
 
 def schedule(loads: Sequence[Load], cap: int) -> Schedule:
-    """Put stacks into rounds, in order, as many as fit into each."""
-    slots: list[Slot] = []
+    """Put stacks into rounds, kin by kin, as many as fit into each."""
+    slots: dict[int, Slot] = {}
     start = end = peak = 0
     shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
-    for number, load in enumerate(loads):
-        together = shared + load.staged
+    for numbers in _batches(loads, cap):
+        batch = _together([loads[number] for number in numbers])
+        together = shared + batch.staged
         if int(together.max(initial=0)) > cap:
-            start, together = end, load.staged
+            start, together = end, batch.staged
         staged = int(together.max(initial=0))
-        slot = Slot(start, hops=load.hops) if staged <= cap else None
-        if slot is None:
-            slot, staged = _cut(load, number, start, cap)
+        slot = Slot(start, hops=batch.hops)
+        if staged > cap:
+            slot, staged = _cut(batch, numbers[0], start, cap)
             together = np.full_like(shared, cap)
-        slots.append(slot)
+        slots |= dict.fromkeys(numbers, slot)
         peak = max(peak, staged)
         end = max(end, start + slot.num_rounds)
         shared = together
-    return Schedule(tuple(slots), end, peak)
+    return Schedule(tuple(slots[number] for number in range(len(loads))), end, peak)
+
+
+def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
+    """Numbers of stacks that are cut together; alone where one alone is too much for slices."""
+    kin: dict[object, list[int]] = {}
+    for number, load in enumerate(loads):
+        kin.setdefault(load.kin, []).append(number)
+    batches: list[list[int]] = []
+    for numbers in kin.values():
+        tight = sum(loads[n].rows * loads[n].itemsize for n in numbers) * 4 > cap
+        batches += [[number] for number in numbers] if tight else [numbers]
+    return batches
+
+
+def _together(loads: Sequence[Load]) -> Load:
+    """One load for stacks that move in the same rounds."""
+    if len(loads) == 1:
+        return loads[0]
+    return replace(
+        loads[0],
+        staged=np.sum([load.staged for load in loads], axis=0),
+        rows=sum(load.rows for load in loads),
+        hops=max(load.hops for load in loads),
+        longest=max(load.longest for load in loads),
+        uses=None,
+    )
 
 
 def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:

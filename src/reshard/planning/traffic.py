@@ -120,13 +120,13 @@ def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: in
     """How many rounds each pair exchanges something in; what shares a round shares a message."""
     counts = np.zeros(num_pairs, dtype=np.int64)
     by_round: dict[int, list[_Stream]] = {}
-    for flow_streams in _by_flow(streams):
-        slot = flow_streams[0].slot
-        if slot.slices > 1 and all(stream.is_steady() for stream in flow_streams):
-            counts += _steady_messages(flow_streams, places, num_pairs)
+    for together in _by_slot(streams):
+        slot = together[0].slot
+        if slot.slices > 1 and all(stream.is_steady() for stream in together):
+            counts += _steady_messages(together, places, num_pairs)
             continue
         for at in range(slot.first, slot.first + slot.num_rounds):
-            by_round.setdefault(at, []).extend(flow_streams)
+            by_round.setdefault(at, []).extend(together)
     for at, together in by_round.items():
         here = np.zeros(num_pairs, dtype=bool)
         for stream in together:
@@ -135,15 +135,16 @@ def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: in
     return counts
 
 
-def _by_flow(streams: Sequence[_Stream]) -> list[list[_Stream]]:
-    found: dict[int, list[_Stream]] = {}
+def _by_slot(streams: Sequence[_Stream]) -> list[list[_Stream]]:
+    """Streams that move in the same rounds."""
+    found: dict[Slot, list[_Stream]] = {}
     for stream in streams:
-        found.setdefault(id(stream.flow), []).append(stream)
+        found.setdefault(stream.slot, []).append(stream)
     return list(found.values())
 
 
 def _steady_messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
-    """The rounds of a sliced stack, which has them to itself, if every pair is busy in every slice.
+    """The rounds of sliced stacks, which have them to themselves, if all pairs are always busy.
 
     A pair of one hop exchanges a message per slice; one of two hops is busy one round longer.
     """

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from reshard.errors import RulesError
@@ -85,6 +85,19 @@ class Table:
         """Whether a pattern such as ``layers.0.*`` may tell this integer from others."""
         return any(digits in index for digits in self._digits)
 
+    @cached_property
+    def _axes(self) -> set[str]:
+        """The axes of the mesh that rules may use.
+
+        The axes an axis is factored into mean something only together: on a mesh with ``rep`` and
+        without ``kv``, ``rep`` is an axis like any other, along which tensors are replicated.
+        """
+        axes = set(self._mesh.axes)
+        for factor in self._document.factors:
+            if not axes.issuperset(factor.into):
+                axes -= set(factor.into)
+        return axes
+
     def _entry(self, name: str, num_dims: int | None) -> Entry:
         found = self._best(name, [rule for rule in self._document.rules if rule.layout])
         if found is None:
@@ -94,7 +107,7 @@ class Table:
         with located(where):
             words = self._words(rule, num_dims)
             spots = () if words.on else self._spots(name)
-            words = keep_axes(words, self._mesh.axes)
+            words = keep_axes(words, self._axes)
             placed = {spot.place.axis for spot in spots}
             further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
             words = cut_first_dim(words, further, num_dims=num_dims)
