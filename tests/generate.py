@@ -23,7 +23,7 @@ MAX_RANKS = 12
 RANK_IDS = range(21)
 MAX_ELEMENTS = 2000
 SUM_DTYPES = ("float32", "float64", "int32", "int64")
-MEMORY = (None, None, None, 512, 2048, 8192, 65536)
+MEMORY = (None, None, None, None, None, 512, 2048, 8192, 65536)
 SIZES_OF_AXES = {
     num: [sizes for k in (1, 2, 3) for sizes in itertools.product((1, 2, 3, 4), repeat=k)
           if math.prod(sizes) == num]
