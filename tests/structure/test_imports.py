@@ -8,7 +8,19 @@ import pytest
 
 HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
-    *("errors", "box", "mesh", "notation", "layout", "listed", "spec", "bucket", "models", "rules", "planning.plan"),
+    *(
+        "errors",
+        "box",
+        "mesh",
+        "notation",
+        "layout",
+        "listed",
+        "spec",
+        "bucket",
+        "models",
+        "rules",
+        "planning.plan",
+    ),
     *("run.simulate", "show", "cli"),
 ]
 MAX_CPU_SECONDS = 0.15
