@@ -160,7 +160,7 @@ def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
     if rows * load.itemsize > cap:
         phases, staged, rows = _phases(load, number, cap)
     least = rows * load.itemsize
-    unit = max((cap - least) // 4 // least, 1)
+    unit = max((cap - least) // 16 // least, 1)
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
     stage = min(staged // slices + least * unit, cap)
