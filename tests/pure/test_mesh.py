@@ -16,7 +16,7 @@ from tests import oracle, strategies
 from tests.generate import Mesh as Drawn
 
 EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
-MAX_SECONDS = 3.0
+MAX_SECONDS = 10.0
 
 
 @EXAMPLES
@@ -112,7 +112,7 @@ HOSTILE = {
 }
 
 
-@pytest.mark.timeout(20, method="signal")
+@pytest.mark.timeout(60, method="signal")
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_hostile_texts_are_refused_quickly(kind: str) -> None:
     start = time.process_time()

@@ -28,7 +28,7 @@ from tests import strategies
 from tests.cases import Side
 
 EXAMPLES = settings(max_examples=120, derandomize=True, deadline=None)
-MAX_SECONDS = 3.0
+MAX_SECONDS = 10.0
 
 TP, DP, KV = Chunk("tp"), Chunk("dp"), Chunk("kv")
 
@@ -209,7 +209,7 @@ ODD = {
 }
 
 
-@pytest.mark.timeout(20, method="signal")
+@pytest.mark.timeout(60, method="signal")
 @pytest.mark.parametrize("kind", [*LONG, *ODD])
 def test_hostile_texts_are_refused_quickly(kind: str) -> None:
     start = time.process_time()
@@ -221,7 +221,7 @@ def test_hostile_texts_are_refused_quickly(kind: str) -> None:
     assert len(message) < 1000, f"a message of {len(message)} characters"
 
 
-@pytest.mark.timeout(20, method="signal")
+@pytest.mark.timeout(60, method="signal")
 @pytest.mark.parametrize(
     "text",
     [
