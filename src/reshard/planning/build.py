@@ -12,7 +12,7 @@ from reshard.planning.coverage import raise_uncovered
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.geometry import Geometry
 from reshard.planning.lines import LineSet, Slots
-from reshard.planning.listed_geometry import Addends, listed_geometry
+from reshard.planning.listing import Addends, listed_geometry
 from reshard.planning.open_geometry import OpenGeometry, open_geometry
 from reshard.planning.rounds import Load, Uses
 from reshard.planning.stacks import Stack

@@ -2,7 +2,7 @@
 
 Two geometries, one meaning. Two regular layouts on separate ranks, or without replicas, are *open*:
 the cells of a rank follow from its own regions by arithmetic (``open_geometry``). All others are
-*listed*: all cells are worked out once (``listed_geometry``).
+*listed*: all cells are worked out once (``listing``).
 """
 
 from __future__ import annotations
