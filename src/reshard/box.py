@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from operator import index
 
 from reshard.errors import BoxError
 
@@ -33,8 +34,8 @@ class Box:
     """One past the last index of each dim."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "start", tuple(map(int, self.start)))
-        object.__setattr__(self, "stop", tuple(map(int, self.stop)))
+        object.__setattr__(self, "start", tuple(map(index, self.start)))
+        object.__setattr__(self, "stop", tuple(map(index, self.stop)))
         if len(self.start) != len(self.stop):
             raise BoxError(
                 f"box start {self.start} has {len(self.start)} dims and stop {self.stop} has "

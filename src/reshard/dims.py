@@ -33,6 +33,9 @@ from reshard.notation import (
 
 __all__ = ["Interval", "Tiling", "check_sum", "held", "is_mixed", "length_of", "tiling"]
 
+MAX_BLOCKS = 1 << 22
+"""Blocks of a block-cyclic dim are listed one by one."""
+
 Interval = tuple[int, int]
 """Start and stop of a half-open range of indices."""
 
@@ -127,11 +130,20 @@ def tiling(cut: Cut, length: int, num: int) -> Tiling:
         case ZigZag():
             return _even(length, _ceil(length, 2 * num), [*range(num), *reversed(range(num))])
         case Cyclic(block=block):
+            _check_blocks(cut, length, block)
             return _even(length, block, [*range(num)] * _ceil(length, block * num))
         case Ragged(sizes=sizes):
             return _ragged(cut, sizes, length, num)
         case Packed():
             raise TypeError("a packed word has segments, each with a tiling of its own")
+
+
+def _check_blocks(cut: Cyclic, length: int, block: int) -> None:
+    if _ceil(length, block) > MAX_BLOCKS:
+        raise LayoutError(
+            f'"{cut}" deals {_ceil(length, block)} blocks of a dim of {length}: at most '
+            f"{MAX_BLOCKS} work; use larger blocks"
+        )
 
 
 def _ceil(length: int, parts: int) -> int:

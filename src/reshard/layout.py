@@ -27,6 +27,10 @@ from reshard.pieces import Piece, pieces_of_flat, pieces_of_local
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
 
 
+MAX_ELEMENTS = 1 << 48
+"""More elements than any tensor has; beyond, bytes could not be counted exactly."""
+
+
 @dataclass(frozen=True, slots=True)
 class Owners:
     """A box and the ranks that hold all of it."""
@@ -215,6 +219,10 @@ class BoxLayout(Layout):
     def without(self, ranks: Iterable[int]) -> BoxLayout:
         """The same layout after these ranks are lost."""
         lost = set(ranks)
+        for rank in sorted(lost - set(self.boxes)):
+            raise LayoutError(
+                f"rank {rank} is lost and this layout has no rank {rank}: name others"
+            )
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
@@ -279,10 +287,14 @@ class BoxLayout(Layout):
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Refuse a shape with a negative size."""
+    """Refuse a shape with a negative size, or one too large to count in 64 bits."""
     for dim, size in enumerate(shape):
         if size < 0:
             raise LayoutError(f"shape {tuple(shape)} has size {size} in dim {dim}: sizes are >= 0")
+    if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
+        raise LayoutError(
+            f"shape {tuple(shape)} has {prod(shape)} elements: at most {MAX_ELEMENTS} work"
+        )
 
 
 def _check_words(layout: Layout) -> None:

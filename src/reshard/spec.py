@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import index
 
 from reshard.dtypes import canonical_dtype, itemsize
 from reshard.fingerprint import fingerprint
@@ -28,7 +29,7 @@ class TensorSpec:
     layout: Layout
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(int, self.shape)))
+        object.__setattr__(self, "shape", tuple(map(index, self.shape)))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         check_shape(self.shape)
 

@@ -112,7 +112,8 @@ class Packed:
 
     def __str__(self) -> str:
         first = self.segments[0].cuts
-        if first and all(segment.cuts == first for segment in self.segments):
+        alike = all(segment.cuts == first for segment in self.segments)
+        if first and alike and not any(isinstance(cut, Packed) for cut in first):
             sizes = ",".join(str(segment.size) for segment in self.segments)
             return f"{format_cuts(first)}{{{sizes}}}"
         return "{" + ", ".join(map(_format_segment, self.segments)) + "}"

@@ -62,6 +62,7 @@ def flows_of(
 
 
 def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
+    """The geometries of a stack: one, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is not None:
         return [listed_geometry(stack, hosts, addends) for addends in _addends(stack)]
     geometry = open_geometry(stack) if hosts is None and not listed else None
@@ -164,6 +165,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         itemsize,
         tally.hops,
         int(parts.sizes.max(initial=0)),
+        flow.geometry.relays is not None,
         lambda: _uses(flow, world),
     )
 
@@ -255,5 +257,6 @@ def _open_load(flow: Flow, world: Ints) -> Load:
         itemsize,
         int(most > 1),
         int(lines.max(initial=1)),
+        False,
         None,
     )

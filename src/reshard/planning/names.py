@@ -301,7 +301,7 @@ def _check_others(
 
 def _unfed(name: str, want: TensorSpec, source: Source, feeds: Sequence[Feed]) -> tuple[Box, ...]:
     """The boxes of a padded destination that no source fills."""
-    if not isinstance(source, Take) or not source.pad:
+    if not isinstance(source, Take) or not source.pad or not feeds[0].moves:
         return ()
     kept = [m for dim, m in enumerate(feeds[0].moves) if dim not in feeds[0].want_insert]
     fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))

@@ -8,7 +8,8 @@ The proof looks at the rows of each rank as they are, not at how they were found
    wants, do not overlap, and have as many elements as the pieces; so none is missing;
 3. what is sent or copied first-hand lies inside the pieces that the sender holds;
 4. what is passed on was received one hop before;
-5. both ends of every pair of ranks list the same rows in the same order.
+5. both ends of every pair of ranks list the same rows in the same order;
+6. every row has its turn in a round of the plan, and what is passed on has it after it was received.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def check_plan(plan: Plan) -> None:
     for rank in plan.ranks:
         mine = plan.for_rank(rank)
         _check_rank(mine, groups)
+        _check_turns(mine, plan.num_rounds)
         _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
         _note(received, ((rows, None, rank) for rows in mine.receives.rows))
     for pair in sorted({*sent, *received}):
@@ -94,6 +96,23 @@ def _check_rank(mine: RankPlan, groups: Iterable[_Group]) -> None:
     for rows in [*mine.sends.rows, *mine.copies.rows]:
         _check_held(rows, mine.rank)
     _check_passed_on(mine)
+
+
+def _check_turns(mine: RankPlan, num_rounds: int) -> None:
+    """Every slice of every row moves in some round; hops follow each other."""
+    for rows in [*mine.sends.rows, *mine.receives.rows, *mine.copies.rows]:
+        slot, hop = rows.slot, rows.transfers.hop
+        turns = [slot.turn(number, hop) for number in rows.rounds() if number < num_rounds]
+        expected = [(p, s) for p in range(slot.phases) for s in range(slot.slices)]
+        if [turn for turn in turns if turn] != expected or slot.first < 0:
+            raise ProofError(
+                f"rank {mine.rank}: some of {len(expected)} slices of {rows.flow.stack.label} "
+                f"have no turn in the {num_rounds} rounds of the plan"
+            )
+        if hop and slot.lag < (slot.slices if rows.flow.relaying else 1):
+            raise ProofError(
+                f"rank {mine.rank} passes on a part of {rows.flow.stack.label} before it arrives"
+            )
 
 
 def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:

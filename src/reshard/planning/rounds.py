@@ -34,6 +34,11 @@ class Uses:
     """How many elements each counts when a slice holds one element of its row."""
     num_ranks: int
 
+    @property
+    def num_parts(self) -> int:
+        """How many parts could take turns."""
+        return int(self.part.max(initial=0)) + 1
+
     def per_phase(self, phases: int) -> tuple[int, int]:
         """The most bytes and the most elements that any rank has in any of so many phases."""
         key = self.rank * phases + self.part % phases
@@ -59,6 +64,8 @@ class Load:
     """The rounds that passing on takes after the first."""
     longest: int
     """The elements of the longest transfer."""
+    relayed: bool
+    """Whether other hosts are entered, which cuts transfers anew."""
     uses: Callable[[], Uses] | None
     """Who has to do with which part, worked out on demand; None where that is not listed."""
 
@@ -76,17 +83,25 @@ class Slot:
     """Slices end between whole parts of a cell of at most so many elements."""
     hops: int = 0
     phases: int = 1
+    lag: int = 1
+    """How many rounds after a hop the next begins: one slice, or all of them where a transfer is
+    cut anew, because then its slices are not those of the transfer it came with."""
 
     @property
     def num_rounds(self) -> int:
         """The rounds from the first to the last."""
-        return self.phases * (self.slices + self.hops)
+        return self.phases * self._rounds_of_phase
+
+    @property
+    def _rounds_of_phase(self) -> int:
+        return self.slices + self.hops * self.lag
 
     def turn(self, number: int, hop: int) -> tuple[int, int] | None:
         """The phase and the slice that move at a hop in a round, if any do."""
-        phase, at = divmod(number - self.first, self.slices + self.hops)
-        moves = 0 <= phase < self.phases and hop <= at < hop + self.slices
-        return (phase, at - hop) if moves else None
+        phase, at = divmod(number - self.first, self._rounds_of_phase)
+        part = at - hop * self.lag
+        moves = 0 <= phase < self.phases and 0 <= part < self.slices
+        return (phase, part) if moves else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +123,11 @@ class TooTightError(Exception):
 
 def schedule(loads: Sequence[Load], cap: int) -> Schedule:
     """Put stacks into rounds, kin by kin, as many as fit into each."""
+    open_ones = [n for n, load in enumerate(loads) if load.uses is None]
+    tight = [n for n, load in enumerate(loads) if _is_tight(load, cap)]
+    if tight and open_ones:
+        raise TooTightError(tight[0])
+    _check_cap([loads[n] for n in tight], cap)
     slots: dict[int, Slot] = {}
     start = end = peak = 0
     shared = np.zeros(len(loads[0].staged) if loads else 0, dtype=np.int64)
@@ -126,6 +146,11 @@ def schedule(loads: Sequence[Load], cap: int) -> Schedule:
         end = max(end, start + slot.num_rounds)
         shared = together
     return Schedule(tuple(slots[number] for number in range(len(loads))), end, peak)
+
+
+def _is_tight(load: Load, cap: int) -> bool:
+    """Whether not even one element of every transfer fits, so that they must take turns."""
+    return int(load.staged.max(initial=0)) > cap and load.rows * load.itemsize > cap
 
 
 def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
@@ -149,6 +174,7 @@ def _together(loads: Sequence[Load]) -> Load:
         staged=np.sum([load.staged for load in loads], axis=0),
         rows=sum(load.rows for load in loads),
         hops=max(load.hops for load in loads),
+        relayed=any(load.relayed for load in loads),
         longest=max(load.longest for load in loads),
         uses=None,
     )
@@ -164,7 +190,8 @@ def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
     stage = min(staged // slices + least * unit, cap)
-    return Slot(start, slices, unit, load.hops, phases), stage
+    lag = slices if load.relayed else 1
+    return Slot(start, slices, unit, load.hops, phases, lag), stage
 
 
 def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
@@ -172,17 +199,26 @@ def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
     if load.uses is None:
         raise TooTightError(number)
     uses, phases = load.uses(), 1
-    num_parts = int(uses.part.max(initial=0)) + 1
     staged, rows = uses.per_phase(phases)
     while rows * load.itemsize > cap:
-        if phases >= num_parts:
-            raise MemoryCapError(
-                f"{load.label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
-                f"the smallest that works is {rows * load.itemsize} bytes; raise memory="
-            )
-        phases = min(phases * 2, num_parts)
+        phases = min(phases * 2, uses.num_parts)
         staged, rows = uses.per_phase(phases)
     return phases, staged, rows
+
+
+def _check_cap(loads: Sequence[Load], cap: int) -> None:
+    """Refuse a cap under which some stack does not fit even part by part; name the smallest."""
+    least, label = 0, ""
+    for load in loads:
+        if load.uses is not None and load.rows * load.itemsize > cap:
+            uses = load.uses()
+            needs = uses.per_phase(uses.num_parts)[1] * load.itemsize
+            least, label = max((least, label), (needs, load.label))
+    if least > cap:
+        raise MemoryCapError(
+            f"{label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
+            f"the smallest that works is {least} bytes; raise memory="
+        )
 
 
 def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -> Ints:

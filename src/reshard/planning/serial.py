@@ -87,7 +87,7 @@ def from_json(text: str) -> Plan:
         )
     except ReshardError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(f"a plan's JSON cannot be read: {type(error).__name__} {error}") from None
     if plan.digest != data.get("digest"):
         raise FormatError(

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 
 from reshard.box import Box
 from reshard.dtypes import itemsize, wire_dtype
-from reshard.errors import PlanError
+from reshard.errors import LayoutError, PlanError
+from reshard.fingerprint import fingerprint
 from reshard.planning.names import Feed, Names, feeds_of, missing_names
 from reshard.spec import TensorSpec
 
@@ -93,13 +94,21 @@ def _add(
     name: str,
 ) -> None:
     key = (
-        have.shape, have.dtype, have.layout, want.shape, want.dtype, want.layout,
-        feed.moves, feed.have_insert, feed.want_insert,
+        have.shape, have.dtype, _cutting(have, feed.name), want.shape, want.dtype,
+        _cutting(want, name), feed.moves, feed.have_insert, feed.want_insert,
     )  # fmt: skip
     stack = stacks.get(key)
     if stack is None:
         stack = stacks[key] = Stack(have, want, feed)
     stack.names.append((feed.name, name))
+
+
+def _cutting(spec: TensorSpec, name: str) -> bytes:
+    """Who holds what, so that tensors cut alike in other words come into one stack."""
+    try:
+        return fingerprint(spec.layout, spec.shape)
+    except LayoutError as error:
+        raise LayoutError(f'tensor "{name}": {error}') from None
 
 
 def _check_reduce(stack: Stack) -> None:

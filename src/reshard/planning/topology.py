@@ -66,6 +66,7 @@ class Topology:
 
     def hosts_of(self, ranks: Iterable[int]) -> dict[int, int]:
         """The host of each of these ranks."""
+        ranks = list(ranks)
         if not self.hosts:
             return {rank: rank // self.ranks_per_host for rank in ranks}
         where = {rank: number for number, host in enumerate(self.hosts) for rank in host}

@@ -62,7 +62,7 @@ class _Stream:
         full = self.rows.sizes >= self.slot.slices * self.units()
         groups = np.zeros(len(self.first) - 1, dtype=bool)
         groups[self.group[full]] = True
-        return self.slot.phases == 1 and bool(groups.all())
+        return self.slot.phases == self.slot.lag == 1 and bool(groups.all())
 
     def active(self, number: int) -> Ints | slice:
         """The places of the pairs that exchange something in a round."""
