@@ -82,6 +82,7 @@ class Layout:
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
         check_shape(shape)
+        _check_countable(shape)
         dims = self.words.expand(len(shape))
         if dims is None:
             raise LayoutError(
@@ -205,6 +206,7 @@ class BoxLayout(Layout):
 
     def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
         check_shape(shape)
+        _check_countable(shape)
         self.shape = tuple(shape)
         self.boxes = dict(sorted(boxes.items()))
         for rank, held_boxes in self.boxes.items():
@@ -287,10 +289,14 @@ class BoxLayout(Layout):
 
 
 def check_shape(shape: Sequence[int]) -> None:
-    """Refuse a shape with a negative size, or one too large to count in 64 bits."""
+    """Refuse a shape with a negative size."""
     for dim, size in enumerate(shape):
         if size < 0:
             raise LayoutError(f"shape {tuple(shape)} has size {size} in dim {dim}: sizes are >= 0")
+
+
+def _check_countable(shape: Sequence[int]) -> None:
+    """Refuse a shape too large to count its bytes exactly."""
     if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise LayoutError(
             f"shape {tuple(shape)} has {prod(shape)} elements: at most {MAX_ELEMENTS} work"

@@ -9,7 +9,7 @@ The proof looks at the rows of each rank as they are, not at how they were found
 3. what is sent or copied first-hand lies inside the pieces that the sender holds;
 4. what is passed on was received one hop before;
 5. both ends of every pair of ranks list the same rows in the same order;
-6. every row has its turn in a round of the plan, and what is passed on has it after it was received.
+6. every row has its turn in a round of the plan, what is passed on after it was received.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def check_plan(plan: Plan) -> None:
     received: _Pairs = {}
     groups = list(_groups(plan))
     for rank in plan.ranks:
-        mine = plan.for_rank(rank)
+        mine = RankPlan.of(rank, plan.flows, plan.schedule.slots, plan.fills)
         _check_rank(mine, groups)
         _check_turns(mine, plan.num_rounds)
         _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
