@@ -104,7 +104,7 @@ class Plan:
         self.fills: tuple[Fill, ...] = tuple(fills)
         self.world: Ints = world_of(stacks)
         self.flows, self.schedule = self._arrange()
-        self._ranks: dict[int, RankPlan] = {}
+        self._ranks: dict[tuple[object, ...], RankPlan] = {}
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
@@ -129,11 +129,12 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
-        if rank not in self._ranks:
+        key = (rank, self.flows, self.schedule)
+        if key not in self._ranks:
             if len(self._ranks) >= MAX_KEPT:
                 self._ranks.clear()
-            self._ranks[rank] = RankPlan.of(rank, self.flows, self.schedule.slots, self.fills)
-        return self._ranks[rank]
+            self._ranks[key] = RankPlan.of(rank, self.flows, self.schedule.slots, self.fills)
+        return self._ranks[key]
 
     def summary(self) -> Summary:
         """What the move costs."""

@@ -42,7 +42,7 @@ def check_plan(plan: Plan) -> None:
     received: _Pairs = {}
     groups = list(_groups(plan))
     for rank in plan.ranks:
-        mine = RankPlan.of(rank, plan.flows, plan.schedule.slots, plan.fills)
+        mine = plan.for_rank(rank)
         _check_rank(mine, groups)
         _check_turns(mine, plan.num_rounds)
         _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
