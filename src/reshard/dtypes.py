@@ -27,7 +27,8 @@ def canonical_dtype(dtype: object) -> str:
     >>> canonical_dtype("bf16"), canonical_dtype("torch.float32")
     ('bfloat16', 'float32')
     """
-    name = str(getattr(dtype, "name", dtype)).removeprefix("torch.")
+    named = getattr(dtype, "name", None) or getattr(dtype, "__name__", dtype)
+    name = str(named).removeprefix("torch.")
     name = _SHORT.get(name, name)
     if name not in ITEMSIZE:
         raise DtypeError(f"{quoted(dtype)} is not a dtype: use one of {' '.join(ITEMSIZE)}")
@@ -39,9 +40,24 @@ def itemsize(dtype: str) -> int:
     return ITEMSIZE[dtype]
 
 
+_LOSSY = {
+    ("int32", "complex64"), ("uint32", "complex64"), ("int64", "complex128"),
+    ("uint64", "complex128"), ("float8_e8m0fnu", "float16"),
+}  # fmt: skip
+"""Casts to a wider dtype that cannot be undone."""
+
+
 def wire_dtype(have: str, want: str) -> str:
-    """The dtype that travels: the narrower of the two, the destination's where they tie."""
-    return have if ITEMSIZE[have] < ITEMSIZE[want] else want
+    """The dtype that travels: the narrower of the two, the destination's where they tie.
+
+    What is passed on is cast back from the destination's dtype, so where that would lose anything
+    the destination's dtype travels.
+
+    >>> wire_dtype("float32", "bfloat16"), wire_dtype("bfloat16", "float32")
+    ('bfloat16', 'bfloat16')
+    """
+    narrower = ITEMSIZE[have] < ITEMSIZE[want] and (have, want) not in _LOSSY
+    return have if narrower else want
 
 
 def accumulator(dtype: str) -> str:

@@ -11,22 +11,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import combinations
 from math import prod
 from typing import Any
 
 from reshard.box import Box, row_major
 from reshard.dims import Interval, held, length_of
-from reshard.errors import FormatError, LayoutError
-from reshard.mesh import Mesh, format_ranks
+from reshard.errors import FormatError, LayoutError, ReshardError
+from reshard.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
 from reshard.pieces import Piece, pieces_of_flat, pieces_of_local
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
 
 
+MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """More elements than any tensor has; beyond, bytes could not be counted exactly."""
 
@@ -156,7 +158,9 @@ class Layout:
         """Read what ``to_json`` wrote."""
         try:
             return Layout.from_dict(json.loads(text))
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (json.JSONDecodeError, RecursionError, ValueError) as error:
+            if isinstance(error, ReshardError):
+                raise
             raise FormatError(f"a layout's JSON cannot be read: {error}") from None
 
     @staticmethod
@@ -297,6 +301,8 @@ def check_shape(shape: Sequence[int]) -> None:
 
 def _check_countable(shape: Sequence[int]) -> None:
     """Refuse a shape too large to count its bytes exactly."""
+    if len(shape) > MAX_DIMS:
+        raise LayoutError(f"a shape of {len(shape)} dims: at most {MAX_DIMS} work")
     if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
         raise LayoutError(
             f"shape {tuple(shape)} has {prod(shape)} elements: at most {MAX_ELEMENTS} work"
@@ -349,20 +355,33 @@ def _check_ragged(layout: Layout, cuts: Cuts) -> None:
 
 
 def _check_boxes(rank: int, boxes: Sequence[Box], whole: Box) -> None:
-    if rank < 0:
-        raise LayoutError(f"rank {rank} of a box is negative: ranks count from 0")
-    for i, box in enumerate(boxes):
+    if not 0 <= rank < MAX_RANK:
+        raise LayoutError(f"rank {rank} of a box: ranks count from 0 to {MAX_RANK - 1}")
+    for box in boxes:
         if len(box.start) != len(whole.start) or box not in whole:
             raise LayoutError(
                 f"box {box} on rank {rank} does not lie in the tensor {whole}: "
                 "give boxes inside the shape"
             )
-        for other in boxes[:i]:
-            if (box & other).size:
-                raise LayoutError(
-                    f"boxes {other} and {box} overlap on rank {rank} in {box & other}: "
-                    "a rank holds each element once; cut one of them"
-                )
+    for box, other in _neighbours(boxes):
+        if (box & other).size:
+            raise LayoutError(
+                f"boxes {other} and {box} overlap on rank {rank} in {box & other}: "
+                "a rank holds each element once; cut one of them"
+            )
+
+
+def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
+    """Pairs of boxes that may overlap: of many, only those that meet in dim 0."""
+    if len(boxes) < 2 or not boxes[0].start:
+        yield from combinations(boxes, 2)
+        return
+    rising = sorted(boxes)
+    for at, box in enumerate(rising):
+        for other in rising[at + 1 :]:
+            if other.start[0] >= box.stop[0]:
+                break
+            yield other, box
 
 
 def _ints(values: list[object]) -> list[int]:
@@ -373,7 +392,7 @@ def _ints(values: list[object]) -> list[int]:
 
 def _read_boxes(item: tuple[object, object]) -> tuple[int, tuple[Box, ...]]:
     match item:
-        case (str(rank), list(boxes)) if rank.isdigit():
+        case (str(rank), list(boxes)) if rank.isascii() and rank.isdigit():
             return int(rank), tuple(map(_read_box, boxes))
     raise FormatError(f'"{item[0]}" in "boxes" is not a rank with a list of boxes')
 

@@ -68,13 +68,19 @@ def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
 
 
 def _merge(lists: list[Listed]) -> Listed:
+    """One list of several, in the order of the boxes, without boxes that nobody holds."""
+    starts = np.concatenate([listed.starts for listed in lists])
     counts = np.concatenate([np.diff(listed.first) for listed in lists])
-    held = np.flatnonzero(counts)
+    order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(starts))
+    order = order[counts[order] > 0]
+    first = (np.cumsum(counts) - counts)[order]
+    kept = counts[order]
+    at = np.arange(kept.sum()) + np.repeat(first - (np.cumsum(kept) - kept), kept)
     return Listed(
-        np.concatenate([listed.starts for listed in lists])[held],
-        np.concatenate([listed.stops for listed in lists])[held],
-        np.concatenate([[0], np.cumsum(counts[held])]).astype(np.int64),
-        np.concatenate([listed.holders for listed in lists]),
+        starts[order],
+        np.concatenate([listed.stops for listed in lists])[order],
+        np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
+        np.concatenate([listed.holders for listed in lists])[at],
     )
 
 

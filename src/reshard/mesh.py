@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
+from operator import index
 from types import MappingProxyType
 
 from reshard.errors import MeshError, NotationError, quoted
@@ -26,6 +27,7 @@ RESERVED = frozenset({"on", "sum", "avg", "max", "min", "prod", "flat", "without
 
 MAX_TEXT = 1 << 20
 MAX_AXES = 32
+MAX_RANK = 1 << 40
 MAX_RANKS = 1 << 20
 """More ranks than any cluster has; a text may not make us allocate more."""
 
@@ -47,6 +49,7 @@ class Mesh:
     """The ranks in row-major order; a ``range`` where they are evenly spaced."""
 
     def __init__(self, ranks: Sequence[int] | None = None, **axes: int) -> None:
+        axes = {axis: _whole(size) for axis, size in axes.items()}
         self._sizes = tuple(axes.items())
         self.axes = MappingProxyType(axes)
         for axis, size in self._sizes:
@@ -58,13 +61,13 @@ class Mesh:
             raise MeshError(
                 f"mesh {quoted(self._axes_text())} has {count} ranks: at most {MAX_RANKS} work"
             )
-        self.ranks = range(count) if ranks is None else _as_ranks(ranks)
-        if len(self.ranks) != count:
+        if ranks is not None and len(ranks) != count:
             raise MeshError(
                 f"mesh {self._axes_text() or 'without axes'} needs {count} ranks "
-                f"and got {len(self.ranks)} ({format_ranks(self.ranks)}): "
+                f"and got {len(ranks)} ({format_ranks(ranks[:64])}): "
                 "give as many ranks as the product of the axes"
             )
+        self.ranks = range(count) if ranks is None else _as_ranks(ranks)
 
     @classmethod
     def parse(cls, text: str) -> Mesh:
@@ -157,6 +160,11 @@ class Mesh:
         return hash((self._sizes, self.ranks))
 
 
+def _whole(size: object) -> int:
+    """A number of any kind of integer as an int; others as they are, to be refused."""
+    return index(size) if hasattr(size, "__index__") and size is not True else size  # type: ignore[return-value]
+
+
 def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
     return Mesh(ranks=ranks, **dict(sizes))
 
@@ -178,8 +186,10 @@ def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
     if len(set(ranks)) != len(ranks):
         twice = min(rank for rank, count in Counter(ranks).items() if count > 1)
         raise MeshError(f"rank {twice} appears twice in a mesh: each rank has one place")
-    if ranks and min(ranks) < 0:
-        raise MeshError(f"rank {min(ranks)} in a mesh is negative: ranks count from 0")
+    if ranks and not 0 <= min(ranks) <= max(ranks) < MAX_RANK:
+        raise MeshError(
+            f"ranks {min(ranks)} to {max(ranks)} in a mesh: ranks count from 0 to {MAX_RANK - 1}"
+        )
     if len(ranks) < 2:
         return range(ranks[0], ranks[0] + 1) if ranks else ranks
     step = ranks[1] - ranks[0]

@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 
 from reshard.box import Box, flat_range, row_major
 from reshard.dims import Interval, length_of
+from reshard.errors import LayoutError
 
 __all__ = ["Piece", "pieces_of_flat", "pieces_of_local"]
+
+
+MAX_PIECES = 1 << 22
+"""Pieces of one tensor on one rank; beyond, listing them would not end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +38,11 @@ def pieces_of_local(
         list(_slices(dim, low, high))
         for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
     ]
+    if prod(map(len, per_dim)) > MAX_PIECES:
+        raise LayoutError(
+            f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "
+            "use larger blocks"
+        )
     for parts in product(*per_dim):
         box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
         at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))

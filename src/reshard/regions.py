@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import product
+from math import prod
 from typing import TypeVar
 
 import numpy as np
@@ -27,6 +28,9 @@ from reshard.mesh import Mesh
 from reshard.notation import Cut, Cuts, Packed, Segment, axes_of
 
 __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
+
+MAX_BOXES = 1 << 26
+"""Boxes that are listed at once; beyond, memory would not suffice."""
 
 Ints = NDArray[np.int64]
 _T = TypeVar("_T")
@@ -112,7 +116,9 @@ class Grid:
     def boxes(self) -> tuple[Ints, Ints, Ints]:
         """All boxes: their starts, their stops, and the region each is of."""
         counts = [len(dim.starts) for dim in self.dims]
-        count = int(np.prod(counts, dtype=np.int64))
+        count = prod(counts)
+        if count > MAX_BOXES:
+            raise LayoutError(f"{count} boxes at once, at most {MAX_BOXES} work: use larger blocks")
         index = np.indices(counts).reshape(len(counts), count)
         pairs = list(zip(self.dims, index, strict=True))
         parts = [dim.parts[i] for dim, i in pairs]

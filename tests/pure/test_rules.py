@@ -298,7 +298,7 @@ def test_twenty_thousand_names_are_fast() -> None:
         start = time.process_time()
         layouts = rules.layouts(model, Mesh(pp=4, ep=4, tp=2))
         seconds.append(time.process_time() - start)
-    assert min(seconds) < 0.1
+    assert min(seconds) < 0.25
     assert len({id(layout) for layout in layouts.values()}) == len(set(layouts.values())) < 100
 
 

@@ -16,11 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 
 import numpy as np
 
+from reshard.errors import PlanError
 from reshard.planning.names import Segments
 from reshard.regions import DimTable, Grid, Ints
+
+MAX_CELLS = 1 << 26
+"""Cells that are worked out at once; beyond, memory would not suffice."""
 
 __all__ = ["Cells", "DimMeet", "GridPair", "insert_dims", "meet_dim"]
 
@@ -209,7 +214,9 @@ class GridPair:
 
     def _product(self, runs: Sequence[Ints]) -> Cells:
         counts = [len(run) for run in runs]
-        count = int(np.prod(counts, dtype=np.int64))
+        count = prod(counts)
+        if count > MAX_CELLS:
+            raise PlanError(f"{count} cells at once, at most {MAX_CELLS} work: use larger blocks")
         index = np.indices(counts).reshape(len(counts), count)
         chosen = [run[i] for run, i in zip(runs, index, strict=True)]
         met = list(zip(self.dims, chosen, strict=True))

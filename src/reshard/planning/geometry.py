@@ -69,6 +69,10 @@ class Geometry(Protocol):
     def num_addends(self) -> int:
         """How many addends make a value; 1 where nothing is added up."""
 
+    @property
+    def addends(self) -> tuple[int, ...]:
+        """Which addends of the source these are; none where nothing is added up."""
+
     def sent_by(self, rank: int) -> Lined:
         """At least the cells that a rank may send."""
 

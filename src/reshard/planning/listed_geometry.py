@@ -25,6 +25,7 @@ class ListedGeometry:
         wanting: LineSet,
         relays: Relays | None,
         copies: tuple[Cells, Ints],
+        addends: tuple[int, ...],
         addend_holders: list[Ints],
     ) -> None:
         self.cells = cells
@@ -33,6 +34,7 @@ class ListedGeometry:
         self.wanting = wanting
         self.relays = relays
         self._copies, self._copiers = copies
+        self.addends = addends
         self._addend_holders = addend_holders
         self.num_addends = max(len(addend_holders), 1)
 

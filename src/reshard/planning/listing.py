@@ -132,6 +132,7 @@ class _Builder:
             _line_set(self.wanting, receive, sizes),
             self._relays(receive, sizes),
             self._copies(cells, has, wants, common),
+            self.addends.have if self.addends else (),
             self._addend_holders(travelling.have_region),
         )
 

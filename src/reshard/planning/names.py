@@ -14,14 +14,16 @@ without an entry come from the source tensor of the same name. One source may fe
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import accumulate
 from typing import TypeAlias
 
 from reshard.box import Box, uncovered
-from reshard.errors import NamesError, PlanError
+from reshard.errors import NamesError, PlanError, quoted
 from reshard.spec import TensorSpec
 
 __all__ = [
@@ -36,6 +38,10 @@ __all__ = [
     "stack",
     "take",
 ]
+
+
+MAX_STACKED = 1 << 20
+"""The most sources of a stack and groups of a join; a shape alone may not make us list more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +149,11 @@ def feeds_of(
             needed = [_fill_in(part, captured) for part in source.names]
         case Stacked():
             needed = list(_stacked_names(source, want, captured))
-        case _:
+        case str() | Take():
             source = take(source) if isinstance(source, str) else source
             needed = [_fill_in(source.name, captured)]
+        case _:
+            raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')
     missing = [part for part in needed if part not in have]
     if missing:
         return missing
@@ -164,7 +172,20 @@ def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
     return name, {}
 
 
+def check_keys(names: Names, want: Mapping[str, TensorSpec]) -> None:
+    """Refuse an entry that names no wanted tensor: it is most likely a slip."""
+    for pattern in names:
+        if pattern not in want and not any(map(_regex(pattern).fullmatch, want)):
+            near = difflib.get_close_matches(pattern, want, n=1)
+            hint = f'did you mean "{near[0]}"' if near else "take it out or give strict=False"
+            raise NamesError(f"names has {quoted(pattern)}, which matches no wanted name: {hint}")
+
+
+@lru_cache(maxsize=4096)
 def _regex(pattern: str) -> re.Pattern[str]:
+    seen = re.findall(r"\{([A-Za-z_]\w*)\}", pattern)
+    if len(seen) != len(set(seen)):
+        raise PlanError(f"{quoted(pattern)} in names has the same {{name}} twice: use two names")
     parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern)
     texts = (re.escape(p) if i % 2 == 0 else rf"(?P<{p}>\d+)" for i, p in enumerate(parts))
     return re.compile("".join(texts))
@@ -182,7 +203,8 @@ def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str
     if free is None:
         yield from names
         return
-    for number in range(want.shape[source.dim] if source.dim < len(want.shape) else 0):
+    count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
+    for number in range(min(count, MAX_STACKED)):
         yield names[0].replace(free[0], str(number))
 
 
@@ -230,6 +252,8 @@ def _interleaved(
     rows = source.rows or ()
     group, total = sum(rows), want.shape[source.dim]
     num = total // group
+    if num > MAX_STACKED:
+        raise PlanError(f'"{name}" is dealt in {num} groups: at most {MAX_STACKED} work')
     for part, spec, count in zip(names, specs, rows, strict=True):
         if spec.shape[source.dim] != num * count or num * group != total:
             raise PlanError(
@@ -274,6 +298,8 @@ def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpe
     moves = tuple(((low, 0, high - low),) for low, high in ranges.values())
     found = tuple(high - low for dim, (low, high) in ranges.items() if dim not in inserted)
     padded = dict(source.pad)
+    if any(not 0 <= dim < len(found) for dim in padded):
+        raise PlanError(f'"{name}" pads dims {sorted(padded)} of a tensor of shape {found}')
     fits = len(found) == len(want.shape) and all(
         size == padded.get(dim, had) and size >= had
         for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
@@ -292,7 +318,8 @@ def _check_others(
 ) -> None:
     for part, spec in zip(names, specs, strict=True):
         others = spec.shape[:dim] + spec.shape[dim + 1 :]
-        if not 0 <= dim < len(want.shape) or others != want.shape[:dim] + want.shape[dim + 1 :]:
+        fits = 0 <= dim < len(want.shape) == len(spec.shape)
+        if not fits or others != want.shape[:dim] + want.shape[dim + 1 :]:
             raise PlanError(
                 f'"{part}" has shape {spec.shape} and "{name}" has {want.shape}: '
                 f"tensors joined in dim {dim} agree in every other dim"

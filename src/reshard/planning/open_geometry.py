@@ -67,6 +67,7 @@ class OpenGeometry:
     relays: Relays | None = None
     num_addends: int = 1
     listed: bool = False
+    addends: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, pairs: list[GridPair]) -> OpenGeometry:
@@ -153,7 +154,9 @@ def _most(per_dim: list[Ints]) -> int:
 
 
 def _lines(grid: Grid, amounts: Ints) -> LineSet:
-    return LineSet.regular(amounts, grid.holders(np.arange(grid.num_regions)))
+    """One line per region; members in rising order, whatever the order of the mesh."""
+    members = grid.holders(np.arange(grid.num_regions))
+    return LineSet.regular(amounts, np.sort(members, axis=1))
 
 
 def _chain(lines: list[LineSet]) -> LineSet:

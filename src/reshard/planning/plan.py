@@ -56,7 +56,7 @@ def plan(
     dtype: object = None,
     names: Names | None = None,
     memory: int | str | None = None,
-    topology: Topology | str | None = None,
+    topology: Topology | str | Path | None = None,
     strict: bool = True,
 ) -> Plan:
     """Plan the move of one tensor (two layouts, a shape, a dtype) or of a state dict (two dicts).
@@ -76,7 +76,8 @@ def plan(
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
     cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
-    topology = Topology.load(topology) if isinstance(topology, str) else topology
+    if topology is not None and not isinstance(topology, Topology):
+        topology = Topology.load(topology)
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
 
 
@@ -100,6 +101,8 @@ class Plan:
         self.topology = topology
         self.strict = strict
         stacks, fills = stacks_of(self.have, self.want, self.names, strict)
+        fed = {name for stack in stacks for _, name in stack.names}
+        self.want = {name: spec for name, spec in self.want.items() if name in fed}
         self.stacks: tuple[Stack, ...] = tuple(stacks)
         self.fills: tuple[Fill, ...] = tuple(fills)
         self.world: Ints = world_of(stacks)
@@ -167,7 +170,8 @@ class Plan:
                 hasher.update(fingerprint(spec.layout, spec.shape))
             feed = stack.feed
             hasher.update(repr((feed.moves, feed.have_insert, feed.want_insert)).encode())
-            hasher.update("\0".join(name for pair in stack.names for name in pair).encode())
+            hasher.update(repr(stack.names).encode())
+        hasher.update(bytes(flow.geometry.listed for flow in self.flows))
         hasher.update(repr([(fill.name, fill.box) for fill in self.fills]).encode())
         return hasher.hexdigest()
 

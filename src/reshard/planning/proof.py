@@ -2,11 +2,12 @@
 
 The proof looks at the rows of each rank as they are, not at how they were found:
 
-1. the runs of every cell that a rank writes make up the whole cell, for all tensors of the stack,
-   without a gap and without an overlap;
+1. the runs of every cell that a rank writes make up the whole cell, for all tensors of the stack
+   and for every addend, without a gap and without an overlap;
 2. these cells and the boxes filled with zeros lie inside the pieces that the layout says the rank
    wants, do not overlap, and have as many elements as the pieces; so none is missing;
-3. what is sent or copied first-hand lies inside the pieces that the sender holds;
+3. what is sent or copied first-hand lies inside the pieces that the sender holds, is the same
+   elements in the source as in the destination, and is the addend that the sender holds;
 4. what is passed on was received one hop before;
 5. both ends of every pair of ranks list the same rows in the same order;
 6. every row has its turn in a round of the plan, what is passed on after it was received.
@@ -25,7 +26,7 @@ from reshard.listed import join_boxes
 from reshard.planning.flow import Transfers
 from reshard.planning.rank import RankPlan, Rows
 from reshard.planning.stacks import Stack
-from reshard.regions import Ints
+from reshard.regions import Ints, addend_of
 from reshard.spec import TensorSpec
 
 if TYPE_CHECKING:
@@ -84,15 +85,14 @@ def _groups(plan: Plan) -> Iterator[_Group]:
 
 
 def _check_rank(mine: RankPlan, groups: Iterable[_Group]) -> None:
-    written: dict[int, list[Rows]] = {}
+    written: dict[int, dict[int, list[Rows]]] = {}
     for rows in [*mine.receives.rows, *mine.copies.rows]:
-        # Of several addends the first stands for all: they are parts of the same sum.
-        if rows.transfers.addend <= 0:
-            written.setdefault(id(rows.flow.stack), []).append(rows)
-    cells = {stack: _whole_cells(mine.rank, rows) for stack, rows in written.items()}
+        addends = written.setdefault(id(rows.flow.stack), {})
+        addends.setdefault(max(rows.transfers.addend, 0), []).append(rows)
+    cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
     for group in groups:
         found = [cells[stack] for stack in group.stacks if stack in cells]
-        _check_group(group, mine.rank, found)
+        _check_group(group, mine, found)
     for rows in [*mine.sends.rows, *mine.copies.rows]:
         _check_held(rows, mine.rank)
     _check_passed_on(mine)
@@ -113,6 +113,35 @@ def _check_turns(mine: RankPlan, num_rounds: int) -> None:
             raise ProofError(
                 f"rank {mine.rank} passes on a part of {rows.flow.stack.label} before it arrives"
             )
+
+
+def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
+    """The cells of a stack that a rank writes: every addend has the same, proven whole.
+
+    What is passed on counts with the first addend, for it carries the value.
+    """
+    flow = addends[min(addends)][0].flow
+    num = flow.geometry.num_addends
+    passed = [rows for rows in addends.get(0, []) if rows.transfers.addend < 0]
+    if num > 1:
+        own = [[r for r in addends.get(n, []) if r.transfers.addend >= 0] for n in range(num)]
+        if any(own):
+            tables = [_sorted_table(rows) for rows in own]
+            lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
+            if lacking:
+                raise ProofError(
+                    f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
+                    f"{lacking[0]} as for addend 0"
+                )
+        return _whole_cells(rank, [*own[0], *passed])
+    return _whole_cells(rank, addends[0])
+
+
+def _sorted_table(rows: Sequence[Rows]) -> Ints:
+    if not rows:
+        return np.zeros((0, 0), dtype=np.int64)
+    table = np.concatenate([_table(one.transfers) for one in rows])
+    return table[np.lexsort(table.T[::-1])]
 
 
 def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
@@ -160,11 +189,12 @@ def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None
     raise ProofError(f'rank {rank}: a part of box {box} of "{name}" {what}')
 
 
-def _check_group(group: _Group, rank: int, found: Sequence[tuple[Ints, Ints]]) -> None:
-    spec = group.spec
+def _check_group(group: _Group, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
+    spec, rank = group.spec, mine.rank
     pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
     none = np.zeros((0, len(spec.shape)), dtype=np.int64)
-    fills = [piece & box for piece in pieces for box in group.fills]
+    filled = {fill.box for fill in mine.fills if fill.name == group.name}
+    fills = [piece & box for piece in pieces for box in group.fills if box in filled]
     fills = [box for box in fills if box.size]
     low = np.concatenate([none, *(low for low, _ in found), *(_row(box.start) for box in fills)])
     width = np.concatenate([none, *(w for _, w in found), *(_row(box.shape) for box in fills)])
@@ -214,10 +244,12 @@ def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
 
 
 def _check_held(rows: Rows, rank: int) -> None:
-    """What is read from a source tensor lies in what the rank holds of it."""
+    """What is read from a source tensor is the right box, and the rank holds it."""
     if rows.transfers.hop:
         return
     cells, stack = rows.transfers.cells, rows.flow.stack
+    _check_addend(rows, rank)
+    _check_shift(rows, rank)
     used = np.unique(rows.transfers.runs.cell)
     keep = [d for d in range(cells.width.shape[1]) if d not in stack.feed.have_insert]
     pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
@@ -225,6 +257,35 @@ def _check_held(rows: Rows, rank: int) -> None:
     if outside is not None:
         raise ProofError(
             f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
+        )
+
+
+def _check_addend(rows: Rows, rank: int) -> None:
+    number = rows.transfers.addend
+    held = addend_of(rows.flow.stack.have.layout).get(rank)
+    if number >= 0 and held != rows.flow.geometry.addends[number]:
+        raise ProofError(
+            f"rank {rank} sends addend {number} of {rows.flow.stack.label} and holds addend {held}"
+        )
+
+
+def _check_shift(rows: Rows, rank: int) -> None:
+    """The box in the source and the box in the destination are the same elements."""
+    cells, stack = rows.transfers.cells, rows.flow.stack
+    used = np.unique(rows.transfers.runs.cell)
+    have, want, width = cells.have_low[used], cells.want_low[used], cells.width[used]
+    right = have == want
+    for dim, segments in enumerate(stack.feed.moves):
+        runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
+        inside = have[:, dim, None] - runs[:, 0] == want[:, dim, None] - runs[:, 1]
+        inside &= have[:, dim, None] >= runs[:, 0]
+        inside &= (have + width)[:, dim, None] <= runs[:, 0] + runs[:, 2]
+        right[:, dim] = inside.any(axis=1)
+    if not right.all():
+        row = int(np.flatnonzero(~right.all(axis=1))[0])
+        raise ProofError(
+            f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
+            f"{want[row].tolist()}, which are other elements"
         )
 
 
@@ -264,8 +325,9 @@ def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) ->
     """Remember what a rank says it exchanges with each peer, row by row."""
     for rows, source, destination in ends:
         peers = rows.transfers.destination if destination is None else rows.transfers.source
-        kind = np.array([rows.transfers.hop, rows.transfers.addend]).tobytes()
-        table = _table(rows.transfers)
+        kind = repr((rows.transfers.hop, rows.transfers.addend, rows.slot)).encode()
+        cells = rows.transfers.cells
+        table = np.column_stack([_table(rows.transfers), cells.have_low[rows.transfers.runs.cell]])
         order = np.argsort(peers, kind="stable")
         peer, begin = np.unique(peers[order], return_index=True)
         for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):

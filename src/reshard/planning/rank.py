@@ -33,6 +33,8 @@ class Step:
     destination: int
     num_bytes: int
     """Bytes on the wire."""
+    dtype: str
+    """The dtype on the wire."""
     hop: int
     """0: read from the source tensor; 1 or more: from the destination tensor of the sender."""
     addend: int
@@ -94,6 +96,7 @@ class Rows:
                     int(rows.source[row]),
                     int(rows.destination[row]),
                     part.size * stack.itemsize,
+                    stack.wire_dtype,
                     rows.hop,
                     rows.addend,
                     have_name,

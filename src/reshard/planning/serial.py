@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import FormatError, ReshardError
 from reshard.layout import Layout
-from reshard.planning.names import Join, Names, Source, Stacked, Take
+from reshard.planning.names import Join, Names, Source, Stacked, Take, join
 from reshard.planning.topology import Topology
 from reshard.spec import TensorSpec
 
@@ -19,6 +19,15 @@ __all__ = ["SCHEMA", "from_json", "to_dict", "to_json"]
 
 SCHEMA = "reshard.plan/1"
 MAX_TEXT = 1 << 30
+_UNREADABLE = (
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+"""What reading data of a wrong kind may raise."""
 
 
 def to_json(plan: Plan, indent: int | None) -> str:
@@ -83,11 +92,11 @@ def from_json(text: str) -> Plan:
             names=_read_names(data["names"]),
             memory=int(data["memory"]),
             topology=None if data["topology"] is None else Topology.from_dict(data["topology"]),
-            strict=bool(data["strict"]),
+            strict=data["strict"] is True,
         )
     except ReshardError:
         raise
-    except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise FormatError(f"a plan's JSON cannot be read: {type(error).__name__} {error}") from None
     if plan.digest != data.get("digest"):
         raise FormatError(
@@ -115,8 +124,10 @@ def _read_source(data: Any) -> Source:
         case {"take": str(name), "crop": crop, "index": index, "pad": pad}:
             crops = tuple((dim, (low, high)) for dim, low, high in crop)
             return Take(name, crops, tuple(map(tuple, index)), tuple(map(tuple, pad)))
-        case {"join": names, "dim": int(dim), "rows": rows}:
-            return Join(tuple(names), dim, None if rows is None else tuple(rows))
+        case {"join": names, "dim": int(dim), "rows": None}:
+            return join(*names, dim=dim)
+        case {"join": names, "dim": int(dim), "rows": list(rows)} if all(r > 0 for r in rows):
+            return Join(tuple(names), dim, tuple(map(int, rows)))
         case {"stack": names, "dim": int(dim)}:
             return Stacked(tuple(names), dim)
     raise FormatError(f'"names" has an entry that is not known: {str(data)[:80]}')

@@ -13,7 +13,7 @@ from reshard.box import Box
 from reshard.dtypes import itemsize, wire_dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.fingerprint import fingerprint
-from reshard.planning.names import Feed, Names, feeds_of, missing_names
+from reshard.planning.names import Feed, Names, check_keys, feeds_of, missing_names
 from reshard.spec import TensorSpec
 
 __all__ = ["Fill", "Stack", "stacks_of"]
@@ -31,7 +31,9 @@ class Stack:
 
     @property
     def wire_dtype(self) -> str:
-        """The dtype that travels."""
+        """The dtype that travels; addends travel as they are, because they are not the value."""
+        if self.have.layout.reduce is not None:
+            return self.have.dtype
         return wire_dtype(self.have.dtype, self.want.dtype)
 
     @property
@@ -78,6 +80,8 @@ def stacks_of(
         for feed in feeds:
             used.add(feed.name)
             _add(stacks, have[feed.name], spec, feed, name)
+    if strict:
+        check_keys(names, want)
     unused = [name for name in have if name not in used]
     if strict and (lacking or unused):
         raise missing_names(lacking, unused, len(have), len(want))

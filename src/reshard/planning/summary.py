@@ -42,7 +42,8 @@ class Summary:
     between_hosts_bytes: int | None = None
     """Bytes that travel between hosts; None without a topology."""
     between_hosts_lower_bound_bytes: int | None = None
-    """Bytes that must enter a host because nobody on it holds them; None without a topology."""
+    """Bytes that must enter a host because nobody on it holds them; None without a topology, and
+    where addends are added up."""
     seconds: float | None = None
     """Predicted seconds; None without a topology."""
     bottleneck: str | None = None
@@ -66,7 +67,7 @@ def summarize(
     senders = int(np.count_nonzero(sent))
     needs = [needs_of(flow) for flow in flows]
     figures = _link_figures(table, world, topology, schedule) if topology else {}
-    if topology:
+    if topology and all(flow.geometry.num_addends == 1 for flow in flows):
         figures["between_hosts_lower_bound_bytes"] = sum(
             _entering_bytes(flow, topology) for flow in flows
         )

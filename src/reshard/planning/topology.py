@@ -57,7 +57,7 @@ class Topology:
                 raise TopologyError(f"rank {rank} is on two hosts or negative: name each once")
             seen.add(rank)
         for link in (self.inside, self.between):
-            if not link.bandwidth > 0 or link.latency < 0:
+            if not link.bandwidth > 0 or not link.latency >= 0:
                 raise TopologyError(f"{link}: a bandwidth is positive, a latency not negative")
 
     def host_of(self, rank: int) -> int:
@@ -83,7 +83,7 @@ class Topology:
             if len(data) > MAX_FILE:
                 raise TopologyError(f"{path} has {len(data)} bytes: at most {MAX_FILE} work")
             return cls.from_dict(tomllib.loads(data.decode()), str(path))
-        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise TopologyError(f"topology {path} cannot be read: {error}") from None
 
     @classmethod
@@ -97,7 +97,7 @@ class Topology:
             )
         per_host = data.get("ranks_per_host", 8)
         hosts = data.get("hosts", [])
-        if not isinstance(per_host, int) or not _are_hosts(hosts):
+        if type(per_host) is not int or not _are_hosts(hosts):
             raise TopologyError(f"{where}: ranks_per_host is a number, hosts a list of rank lists")
         return cls(
             per_host,

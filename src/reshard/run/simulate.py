@@ -16,13 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from math import prod
 from typing import Any, Literal, overload
 
 import numpy as np
 
 from reshard.box import Box
-from reshard.dtypes import accumulator, itemsize, wire_dtype
+from reshard.dtypes import accumulator, itemsize
 from reshard.errors import PlanError
 from reshard.planning.plan import Plan
 from reshard.planning.rank import RankPlan, Step
@@ -114,10 +113,8 @@ class _Machine:
     def pack(self, step: Step) -> Array:
         """The elements of a step, in the dtype that travels."""
         have, want = self.specs[0][step.have_name].dtype, self.specs[1][step.name].dtype
-        if step.addend >= 0:
-            return self._read(step).copy()
         held = have if step.hop == 0 else want
-        return cast(self._read(step), held, wire_dtype(have, want)).copy()
+        return cast(self._read(step), held, step.dtype).copy()
 
     def finish(self, number: int, messages: Mapping[int, list[Array]]) -> None:
         """Copy what stays here, unpack what arrived, and add up addends in order."""
@@ -139,9 +136,8 @@ class _Machine:
         if step.addend >= 0:
             addends.setdefault((step.name, step.box), []).append((step.addend, part, step))
             return
-        have, want = self.specs[0][step.have_name].dtype, self.specs[1][step.name].dtype
         view = self._view(1, step.name, step.box)
-        view[...] = cast(part, wire_dtype(have, want), want).reshape(view.shape)
+        view[...] = cast(part, step.dtype, self.specs[1][step.name].dtype).reshape(view.shape)
 
     def _reduce(self, parts: list[tuple[int, Array, Step]]) -> None:
         step = parts[0][2]
@@ -179,10 +175,12 @@ def _checked(name: str, rank: int, spec: TensorSpec, array: Array) -> Array:
     """The array as contiguous storage, if it has the shape and dtype that the spec says."""
     shape = spec.layout.local_shape(rank, spec.shape)
     dtype = storage_dtype(spec.dtype)
-    array = np.ascontiguousarray(array)
-    if prod(shape) != array.size or array.dtype.itemsize != dtype.itemsize:
+    array = np.asarray(array)
+    lacking = dtype != spec.dtype
+    fits = array.dtype.itemsize == dtype.itemsize if lacking else array.dtype == dtype
+    if tuple(array.shape) != shape or not fits:
         raise PlanError(
             f"rank {rank} has an array of shape {array.shape} and dtype {array.dtype} for "
             f'"{name}" and its layout says {shape} and {spec.dtype}: give the local array'
         )
-    return array.view(dtype) if array.ndim else array.reshape(1).view(dtype)
+    return np.ascontiguousarray(array).reshape(-1).view(dtype)
