@@ -47,13 +47,15 @@ def kind_of(case: Case) -> str:
     return "boxes" if case.have.boxes or case.want.boxes else "layouts"
 
 
-def run_batch(first: int, num_cases: int) -> Batch:
+def run_batch(first: int, num_cases: int, balance_every: int = 4) -> Batch:
+    """Check cases; solve for the best balance of every so many, of none if that is 0."""
     batch = Batch()
     for number in range(first, first + num_cases):
         case = case_of(number)
         batch.kinds[kind_of(case)] += 1
         try:
-            figures = check_case(case, balance=number % 4 == 0)
+            balance = balance_every > 0 and number % balance_every == 0
+            figures = check_case(case, balance)
         except Exception:
             trace = traceback.format_exc(limit=-3)
             batch.failures.append(f"# case {number}\n{case.snippet()}{trace}")
@@ -82,11 +84,13 @@ def main() -> int:
     parser.add_argument("--pairs", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--balance-every", type=int, default=4, help="0: needs no scipy")
     options = parser.parse_args()
     total = Batch()
     start = time.monotonic()
     with ProcessPoolExecutor(options.workers) as pool:
-        work = [pool.submit(run_batch, *b) for b in batches(options.seed, options.pairs)]
+        every = options.balance_every
+        work = [pool.submit(run_batch, *b, every) for b in batches(options.seed, options.pairs)]
         for done, future in enumerate(as_completed(work), 1):
             batch = future.result()
             total.kinds += batch.kinds

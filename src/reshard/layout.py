@@ -225,10 +225,6 @@ class BoxLayout(Layout):
     def without(self, ranks: Iterable[int]) -> BoxLayout:
         """The same layout after these ranks are lost."""
         lost = set(ranks)
-        for rank in sorted(lost - set(self.boxes)):
-            raise LayoutError(
-                f"rank {rank} is lost and this layout has no rank {rank}: name others"
-            )
         return BoxLayout(self.shape, {r: b for r, b in self.boxes.items() if r not in lost})
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
