@@ -11,6 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from reshard.columns import distinct, distinct_first
 from reshard.layout import Layout
 from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of
 
@@ -37,7 +38,7 @@ def _hash_grid(hasher: hashlib.blake2b, grid: Grid) -> None:
     held = np.flatnonzero(grid.region_at >= 0)
     regions = grid.region_at[held]
     columns = [grid.ranks[held]]
-    single = all(len(starts) == len(np.unique(parts)) for starts, _, parts, _ in tables)
+    single = all(len(starts) == len(distinct(parts)) for starts, _, parts, _ in tables)
     for (starts, stops, parts, number), of in zip(tables, grid.parts_of(regions), strict=True):
         part = number[of]
         if single:
@@ -72,7 +73,7 @@ def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
     parts = dim.parts[first]
     last = np.append(first[1:], len(new))[: len(first)] - 1
     number = np.full(dim.num_parts, -1, dtype=np.int64)
-    seen, where = np.unique(parts, return_index=True)
+    seen, where = distinct_first(parts)
     number[seen[np.argsort(where)]] = np.arange(len(seen))
     return dim.starts[first], dim.stops[last], number[parts], number
 

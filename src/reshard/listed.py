@@ -18,6 +18,7 @@ from functools import lru_cache
 import numpy as np
 
 from reshard.box import Box
+from reshard.columns import contained
 from reshard.layout import BoxLayout, Layout, Owners
 from reshard.regions import DimTable, Grid, Ints, grids_of
 
@@ -62,7 +63,7 @@ def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
         [grid.holders(regions, addend) for addend in range(len(grid.addends))], axis=1
     )
     ranks.sort(axis=1)
-    kept = ~np.isin(ranks, np.array([*lost], dtype=np.int64))
+    kept = ~contained(ranks, np.array([*lost], dtype=np.int64))
     first = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int64)
     return Listed(starts, stops, first, ranks[kept])
 

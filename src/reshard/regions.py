@@ -19,8 +19,8 @@ from math import prod
 from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
+from reshard.columns import Ints, distinct
 from reshard.dims import check_sum, is_mixed, tiling
 from reshard.errors import LayoutError
 from reshard.layout import BoxLayout, Layout
@@ -32,7 +32,6 @@ __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
 MAX_BOXES = 1 << 26
 """Boxes that are listed at once; beyond, memory would not suffice."""
 
-Ints = NDArray[np.int64]
 _T = TypeVar("_T")
 
 
@@ -224,7 +223,7 @@ def _refine(
     blocks, owners = _blocks(layout, cut, lengths, num)
     order = np.argsort(parts, kind="stable")
     line = np.cumsum(widths[order]) - widths[order]
-    edges = np.union1d(line, blocks)
+    edges = distinct(np.concatenate([line, blocks]))
     at = np.searchsorted(line, edges, side="right") - 1
     found = starts[order][at] + edges - line[at]
     owner = owners[np.searchsorted(blocks, edges, side="right") - 1]
@@ -236,7 +235,7 @@ def _blocks(layout: Layout, cut: Cut, lengths: Ints, num: int) -> tuple[Ints, In
     """The blocks of every part on the line, and the new part that holds each."""
     base = np.cumsum(lengths) - lengths
     starts, owners = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    for length in np.unique(lengths[lengths > 0]):
+    for length in distinct(lengths[lengths > 0]):
         block, owner = _tiling(layout, cut, int(length), num)
         alike = np.flatnonzero(lengths == length)
         starts.append((base[alike][:, None] + block[None, :]).ravel())

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.columns import distinct
 from reshard.regions import Ints
 
 __all__ = ["Line", "balance", "fill"]
@@ -42,7 +43,7 @@ class Line:
     @property
     def crossing(self) -> bool:
         """Whether a rank is a member of two rows."""
-        return self.members.size != len(np.unique(self.members))
+        return self.members.size != len(distinct(self.members.reshape(-1)))
 
 
 def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from reshard.columns import distinct
 from reshard.errors import PlanError
 from reshard.planning.balance import balance
 from reshard.planning.coverage import raise_uncovered
@@ -29,7 +30,7 @@ def world_of(stacks: Sequence[Stack]) -> Ints:
     """All ranks that any layout speaks of, in rising order."""
     sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
     ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
-    return np.unique(np.concatenate([*ranks, np.zeros(0, np.int64)]))
+    return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
 
 
 def flows_of(

@@ -20,6 +20,7 @@ from math import prod
 
 import numpy as np
 
+from reshard.columns import contained, numbered
 from reshard.errors import PlanError
 from reshard.planning.names import Segments
 from reshard.regions import DimTable, Grid, Ints
@@ -94,7 +95,7 @@ class DimMeet:
     def common(self, have_part: Ints, want_part: Ints) -> Ints:
         """How many elements pairs of parts have in common."""
         num = len(self.want.total)
-        keys, inverse = np.unique(self.have.part * num + self.want.part, return_inverse=True)
+        keys, inverse = numbered(self.have.part * num + self.want.part)
         widths = np.append(np.bincount(inverse, weights=self.width).astype(np.int64), 0)
         wanted = have_part * num + want_part
         at = np.searchsorted(keys, wanted)
@@ -190,9 +191,10 @@ class GridPair:
 
     def common_elements(self) -> tuple[Ints, Ints]:
         """The ranks of both meshes, and how many elements each both holds and wants."""
-        ranks, mine, theirs = np.intersect1d(
-            self.have.ranks, self.want.ranks, assume_unique=True, return_indices=True
-        )
+        mine = np.flatnonzero(contained(self.have.ranks, self.want.ranks))
+        ranks = self.have.ranks[mine]
+        order = np.argsort(self.want.ranks)
+        theirs = order[np.searchsorted(self.want.ranks, ranks, sorter=order)]
         have, want = self.have.region_at[mine], self.want.region_at[theirs]
         both = np.flatnonzero((have >= 0) & (want >= 0))
         elements = np.ones(len(both), dtype=np.int64)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from reshard.columns import distinct
 from reshard.planning.balance import Line
 from reshard.regions import Ints
 
@@ -65,7 +66,7 @@ class LineSet:
         """The lines that are worth sharing, grouped by the number of members, with those."""
         counts = np.diff(self.first)
         groups = []
-        for num in np.unique(counts[(self.amounts > 0) & (counts > 0)]):
+        for num in distinct(counts[(self.amounts > 0) & (counts > 0)]):
             lines = np.flatnonzero((counts == num) & (self.amounts > 0))
             groups.append((lines, self.members[self.first[lines][:, None] + np.arange(num)]))
         return groups

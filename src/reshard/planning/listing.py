@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.columns import contained, distinct, distinct_first, numbered
 from reshard.errors import CoverageError
 from reshard.listed import Listed, join_boxes, listed_of
 from reshard.planning.cells import Cells
@@ -163,16 +164,16 @@ class _Builder:
         at = np.repeat(np.arange(len(holder)), counts)
         other = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
         kinds = self._kind(have_set[at], want_set[other])
-        met = np.flatnonzero(np.isin(kinds, self._kind(has, wants)))
+        met = np.flatnonzero(contained(kinds, self._kind(has, wants)))
         met = met[np.argsort(kinds[met], kind="stable")]
-        found, begin = np.unique(kinds[met], return_index=True)
+        found, begin = distinct_first(kinds[met])
         ranks = np.split(holder[at][met], begin[1:]) if len(found) else []
         return dict(zip(found.tolist(), ranks, strict=True))
 
     def _demands(self, has: Ints, wants: Ints, common: dict[int, Ints]) -> tuple[Ints, Ints, Ints]:
         """Which cells travel, and along which line of senders and which of receivers."""
         kinds = self._kind(has, wants)
-        special = np.isin(kinds, np.array([*common], dtype=np.int64))
+        special = contained(kinds, np.array([*common], dtype=np.int64))
         if self.hosts is not None:
             special[:] = True
         plain = np.flatnonzero(~special)
@@ -183,7 +184,7 @@ class _Builder:
         )
         cells = np.flatnonzero(special)
         order = cells[np.argsort(kinds[cells], kind="stable")]
-        names, begin = np.unique(kinds[order], return_index=True)
+        names, begin = distinct_first(kinds[order])
         for kind, alike in zip(names.tolist(), np.split(order, begin[1:]), strict=bool(len(names))):
             for send, receive in self._lines_of(int(kind), common.get(kind)):
                 rows.append(alike)
@@ -199,13 +200,13 @@ class _Builder:
 
     def _plain_senders(self, has: Ints) -> Ints:
         """The lines of all holders of each of these sets."""
-        sets, inverse = np.unique(has, return_inverse=True)
+        sets, inverse = numbered(has)
         lines = [self._sender_line(number, None) for number in sets.tolist()]
         return np.array(lines, dtype=np.int64)[inverse]
 
     def _plain_receivers(self, wants: Ints) -> Ints:
         """The lines of ranks that want each of these sets, of which none holds anything of it."""
-        sets, inverse = np.unique(wants, return_inverse=True)
+        sets, inverse = numbered(wants)
         ranks = [self.want_sets.ranks[number] for number in sets.tolist()]
         return np.array([self._line(r, r, []) for r in ranks], dtype=np.int64)[inverse]
 
@@ -280,7 +281,7 @@ class _Builder:
         if self.addends is not None:
             return _take(cells, []), np.zeros(0, np.int64)
         kinds = self._kind(has, wants)
-        rows = np.flatnonzero(np.isin(kinds, np.array([*common], dtype=np.int64)))
+        rows = np.flatnonzero(contained(kinds, np.array([*common], dtype=np.int64)))
         ranks = [common[kind] for kind in kinds[rows].tolist()]
         copied = np.repeat(rows, [len(r) for r in ranks])
         return _take(cells, copied), np.concatenate([*ranks, np.zeros(0, np.int64)])
@@ -295,7 +296,7 @@ class _Builder:
         for box in range(len(self.have.starts)):
             for rank in self.have.of(box).tolist():
                 held[place[addend[rank]]].setdefault(box, []).append(rank)
-        for box in np.unique(boxes).tolist():
+        for box in distinct(boxes).tolist():
             lost = [a for a, sets in zip(self.addends.have, held, strict=True) if box not in sets]
             if lost:
                 raise CoverageError(

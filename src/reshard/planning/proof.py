@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.box import Box, uncovered
+from reshard.columns import distinct, distinct_first
 from reshard.errors import ProofError
 from reshard.listed import join_boxes
 from reshard.planning.flow import Transfers
@@ -250,7 +251,7 @@ def _check_held(rows: Rows, rank: int) -> None:
     cells, stack = rows.transfers.cells, rows.flow.stack
     _check_addend(rows, rank)
     _check_shift(rows, rank)
-    used = np.unique(rows.transfers.runs.cell)
+    used = distinct(rows.transfers.runs.cell)
     keep = [d for d in range(cells.width.shape[1]) if d not in stack.feed.have_insert]
     pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
     outside = _outside(cells.have_low[used][:, keep], cells.width[used][:, keep], pieces)
@@ -272,7 +273,7 @@ def _check_addend(rows: Rows, rank: int) -> None:
 def _check_shift(rows: Rows, rank: int) -> None:
     """The box in the source and the box in the destination are the same elements."""
     cells, stack = rows.transfers.cells, rows.flow.stack
-    used = np.unique(rows.transfers.runs.cell)
+    used = distinct(rows.transfers.runs.cell)
     have, want, width = cells.have_low[used], cells.want_low[used], cells.width[used]
     right = have == want
     for dim, segments in enumerate(stack.feed.moves):
@@ -329,7 +330,7 @@ def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) ->
         cells = rows.transfers.cells
         table = np.column_stack([_table(rows.transfers), cells.have_low[rows.transfers.runs.cell]])
         order = np.argsort(peers, kind="stable")
-        peer, begin = np.unique(peers[order], return_index=True)
+        peer, begin = distinct_first(peers[order])
         for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):
             pair = (
                 other if source is None else source,

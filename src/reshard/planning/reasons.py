@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.bytesize import format_bytes
+from reshard.columns import numbered
 from reshard.mesh import format_ranks
 from reshard.regions import Ints, num_addends
 
@@ -140,7 +141,7 @@ def _rounds(plan: Plan) -> Iterator[str]:
 
 def _busiest(ranks: Ints, num_bytes: Ints) -> tuple[int, int]:
     """The rank with the most bytes, and how many."""
-    names, inverse = np.unique(ranks, return_inverse=True)
+    names, inverse = numbered(ranks)
     totals = np.bincount(inverse, weights=num_bytes)
     worst = int(totals.argmax())
     return int(names[worst]), int(totals[worst])

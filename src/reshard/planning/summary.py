@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.columns import numbered
 from reshard.planning.flow import Flow
 from reshard.planning.open_geometry import OpenGeometry
 from reshard.planning.rounds import Schedule
@@ -156,7 +157,7 @@ def _links(name: str, end: Ints, table: Traffic, rows: Ints, link: Any) -> list[
     """The busiest of many equal links and its seconds: bytes over bandwidth, plus latencies."""
     if not rows.any():
         return []
-    ends, inverse = np.unique(end[rows], return_inverse=True)
+    ends, inverse = numbered(end[rows])
     spent = np.bincount(inverse, weights=table.num_bytes[rows] / link.bandwidth)
     spent += np.bincount(inverse, weights=table.messages[rows] * link.latency)
     worst = int(spent.argmax())

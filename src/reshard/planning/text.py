@@ -27,9 +27,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from reshard.bytesize import format_bytes
+from reshard.columns import distinct
 from reshard.dtypes import itemsize
 from reshard.layout import Layout
 from reshard.planning.reasons import reasons
@@ -150,7 +149,7 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
 def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
     found = plan.summary()
     if found.mean_sender_bytes:
-        senders = np.unique(plan.traffic.source[plan.traffic.first_hand > 0])
+        senders = distinct(plan.traffic.source[plan.traffic.first_hand > 0])
         ratio = found.busiest_sender_bytes / found.mean_sender_bytes
         busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
         yield "sources", f"{len(senders):,} send, {busiest}"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from reshard.columns import distinct, numbered
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.lines import LineSet
 from reshard.planning.rounds import Slot, slice_edges
@@ -90,9 +91,9 @@ def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Tra
         for flow, slot in zip(flows, slots, strict=True)
         for stream in _streams(flow, slot, world, known)
     ]
-    distinct = {id(stream.pairs): stream.pairs for stream in streams}
-    pairs = _distinct(np.concatenate([*distinct.values(), np.zeros(0, np.int64)]))
-    places = {key: np.searchsorted(pairs, keys) for key, keys in distinct.items()}
+    lists = {id(stream.pairs): stream.pairs for stream in streams}
+    pairs = distinct(np.concatenate([*lists.values(), np.zeros(0, np.int64)]))
+    places = {key: np.searchsorted(pairs, keys) for key, keys in lists.items()}
     num_bytes, first_hand = np.zeros_like(pairs), np.zeros_like(pairs)
     for stream in streams:
         # The pairs of one stream may repeat, so plain indexing would lose some.
@@ -107,13 +108,6 @@ def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Tra
         first_hand,
         _messages(streams, places, len(pairs)),
     )
-
-
-def _distinct(keys: Ints) -> Ints:
-    """Each key once, in rising order; by sorting, which here beats numpy's hashing tenfold."""
-    keys = np.sort(keys)
-    found: Ints = keys[np.append(True, keys[1:] != keys[:-1])[: len(keys)]]
-    return found
 
 
 def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
@@ -173,7 +167,7 @@ def _one_by_one(flow: Flow, slot: Slot, rows: Transfers, world: Ints) -> Iterato
     rows = rows.take(np.flatnonzero(rows.source != rows.destination))
     if len(rows):
         keys = _places(rows.source, world) * len(world) + _places(rows.destination, world)
-        pairs, group = np.unique(keys, return_inverse=True)
+        pairs, group = numbered(keys)
         yield _Stream(flow, slot, rows.hop, rows, group, np.arange(len(pairs) + 1), pairs)
 
 
@@ -191,7 +185,7 @@ def _by_sender(
         return
     size = len(world)
     keys = rows.line * size + _places(rows.destination, world)
-    senders, group = np.unique(keys, return_inverse=True)
+    senders, group = numbered(keys)
     counts = np.diff(wanting.first)[senders // size] - 1
     first = np.concatenate([[0], np.cumsum(counts)])
     name = b"".join((senders.tobytes(), wanting.first.tobytes(), wanting.members.tobytes()))
