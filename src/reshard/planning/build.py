@@ -6,19 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.columns import distinct
-from reshard.errors import PlanError
+from reshard.columns import Ints, distinct
 from reshard.planning.balance import balance
-from reshard.planning.coverage import raise_uncovered
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.geometry import Geometry
 from reshard.planning.lines import LineSet, Slots
-from reshard.planning.listing import Addends, listed_geometry
 from reshard.planning.open_geometry import OpenGeometry, open_geometry
 from reshard.planning.rounds import Load, Uses
 from reshard.planning.stacks import Stack
 from reshard.planning.topology import Topology
-from reshard.regions import Ints, addend_of, num_addends
 
 __all__ = ["flows_of", "load_of", "world_of"]
 
@@ -63,45 +59,20 @@ def flows_of(
 
 
 def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
-    """The geometries of a stack: one, or one per addend that the destination keeps."""
-    if stack.have.layout.reduce is not None:
-        return [listed_geometry(stack, hosts, addends) for addends in _addends(stack)]
+    """The geometries of a stack: one, or one per addend that the destination keeps.
+
+    Listing loads when it is needed: most moves do without it, and a command should be instant.
+    """
     geometry = open_geometry(stack) if hosts is None and not listed else None
     if geometry is None:
-        return [listed_geometry(stack, hosts)]
+        from reshard.planning.listing import listed_geometries
+
+        return [*listed_geometries(stack, hosts)]
     if not geometry.covered:
+        from reshard.planning.coverage import raise_uncovered
+
         raise_uncovered(stack)
     return [geometry]
-
-
-def _addends(stack: Stack) -> list[Addends]:
-    """Which source addends each destination addend is made of."""
-    have, want = stack.have.layout, stack.want.layout
-    num, kept = num_addends(have), num_addends(want)
-    if want.reduce is None:
-        return [Addends(tuple(range(num)), None)]
-    if num % kept:
-        raise PlanError(
-            f'{stack.label}: the destination "{want}" has {kept} addends and the source "{have}" '
-            f"has {num}: the source's number must be a multiple of the destination's"
-        )
-    owner = _owners_of_addends(stack, num, kept)
-    return [
-        Addends(tuple(a for a in range(num) if owner[a] == number), number)
-        for number in range(kept)
-    ]
-
-
-def _owners_of_addends(stack: Stack, num: int, kept: int) -> list[int]:
-    """The destination addend of each source addend: where it already is, if that comes out even."""
-    if num == kept:
-        return list(range(num))
-    have, want = addend_of(stack.have.layout), addend_of(stack.want.layout)
-    here = {have[rank]: want[rank] for rank in sorted(have, reverse=True) if rank in want}
-    owner = [here.get(addend, -1) for addend in range(num)]
-    if all(owner.count(number) == num // kept for number in range(kept)):
-        return owner
-    return [addend * kept // num for addend in range(num)]
 
 
 def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 from reshard.columns import contained, distinct, distinct_first, numbered
 from reshard.errors import CoverageError
 from reshard.listed import Listed, join_boxes, listed_of
+from reshard.planning.addends import Addends, addends_of
 from reshard.planning.cells import Cells
 from reshard.planning.coverage import check_coverage, in_want_coordinates, insert_columns
 from reshard.planning.geometry import Lined, Relays
@@ -25,20 +26,18 @@ from reshard.planning.stacks import Stack
 from reshard.regions import Ints, addend_of
 from reshard.spec import TensorSpec
 
-__all__ = ["Addends", "listed_geometry"]
+__all__ = ["listed_geometries"]
 
 
-@dataclass(frozen=True, slots=True)
-class Addends:
-    """Which addends of the source make up one addend of the destination."""
-
-    have: tuple[int, ...]
-    want: int | None
-    """None where the destination wants the value itself."""
+def listed_geometries(stack: Stack, hosts: dict[int, int] | None) -> list[ListedGeometry]:
+    """The listed geometry of a stack, or one per addend that the destination keeps."""
+    if stack.have.layout.reduce is None:
+        return [_listed_geometry(stack, hosts, None)]
+    return [_listed_geometry(stack, hosts, addends) for addends in addends_of(stack)]
 
 
-def listed_geometry(
-    stack: Stack, hosts: dict[int, int] | None = None, addends: Addends | None = None
+def _listed_geometry(
+    stack: Stack, hosts: dict[int, int] | None, addends: Addends | None
 ) -> ListedGeometry:
     """List all cells of a stack; of some addends only, if these are given."""
     have = _of_addends(stack.have, addends.have if addends else None)

@@ -14,7 +14,6 @@ without an entry come from the source tensor of the same name. One source may fe
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -176,7 +175,9 @@ def check_keys(names: Names, want: Mapping[str, TensorSpec]) -> None:
     """Refuse an entry that names no wanted tensor: it is most likely a slip."""
     for pattern in names:
         if pattern not in want and not any(map(_regex(pattern).fullmatch, want)):
-            near = difflib.get_close_matches(pattern, want, n=1)
+            from difflib import get_close_matches
+
+            near = get_close_matches(pattern, want, n=1)
             hint = f'did you mean "{near[0]}"' if near else "take it out or give strict=False"
             raise NamesError(f"names has {quoted(pattern)}, which matches no wanted name: {hint}")
 
