@@ -447,8 +447,20 @@ def best_cpu_seconds(arguments: list[str], tries: int = 5) -> float:
     return min(found)
 
 
+def loading_seconds() -> float:
+    """CPU seconds to start Python with numpy and click, which we cannot make faster: best of 5."""
+    found = []
+    for _ in range(5):
+        before = time_of_children()
+        subprocess.run([sys.executable, "-c", "import numpy, click"], check=True)
+        found.append(time_of_children() - before)
+    return min(found)
+
+
 def test_the_example_of_the_readme_is_instant() -> None:
-    assert best_cpu_seconds(EXAMPLE) < MAX_CPU_SECONDS
+    """Under 0.5 s where loading numpy and click takes 0.25 s; a busy machine makes both slower."""
+    slower = max(loading_seconds() / 0.25, 1.0)
+    assert best_cpu_seconds(EXAMPLE) < MAX_CPU_SECONDS * slower
 
 
 def test_help_loads_nothing_heavy() -> None:
