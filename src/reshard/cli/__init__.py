@@ -52,6 +52,8 @@ for _command in (show, plan, demo, bench):
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    # Nothing here multiplies matrices, and starting threads for that takes a tenth of a second.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.exit(run(sys.argv[1:]))
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from reshard.columns import distinct, distinct_first, numbered
 from reshard.regions import Ints
 from reshard.show.ink import Line, Span, heat
 
@@ -52,11 +53,12 @@ def group(numbers: Ints, most: int) -> Groups:
     >>> group(np.arange(10, 64), 16).labels[:2]
     ('10-11', '12-15')
     """
-    numbers = np.unique(numbers)
+    numbers = distinct(numbers)
     size = 1
-    while len(np.unique(numbers // size)) > most:
+    while len(distinct(numbers // size)) > most:
         size *= 2
-    _, first, of = np.unique(numbers // size, return_index=True, return_inverse=True)
+    _, first = distinct_first(numbers // size)
+    _, of = numbered(numbers // size)
     if not len(numbers):
         return Groups((), numbers, of)
     lows, highs = numbers[first].tolist(), numbers[np.append(first[1:], len(numbers)) - 1].tolist()
