@@ -85,7 +85,7 @@ def test_large_meshes_cost_nothing() -> None:
     assert mesh.coords(100 + 16383) == {"dp": 2047, "tp": 7}
     assert str(mesh) == "dp=2048 tp=8 @ 100-16483"
     assert len(pickle.dumps(mesh)) < 1000
-    assert time.process_time() - start < 0.5
+    assert time.process_time() - start < 0.1
 
 
 HUGE = 1 << 20

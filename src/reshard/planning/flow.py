@@ -163,9 +163,11 @@ class Flow:
     def entering(self, rows: Transfers) -> Iterator[tuple[Transfers, LineSet]]:
         """Rows from first receivers to ranks of other hosts, and the lines of these."""
         relays = self.geometry.relays
-        for line, parent in enumerate(relays.parent if relays else ()):
+        if relays is None:
+            return
+        for line, parent in enumerate(relays.parent):
             fed = rows.take(np.flatnonzero(rows.line == parent))
-            yield self._entering(fed, line), relays.lines  # type: ignore[union-attr]
+            yield self._entering(fed, line), relays.lines
 
     def _entering(self, rows: Transfers, line: int) -> Transfers:
         """Rows of first receivers cut where slots of another host's ranks begin."""
