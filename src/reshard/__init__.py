@@ -32,10 +32,10 @@ _HOMES = {
     "take": "planning.names",
 }
 _ERRORS = (
-    "BoxError", "CoverageError", "DtypeError", "FormatError", "LayoutError", "MemoryCapError",
-    "MeshError",
-    "NamesError", "NotationError", "PlanError", "ProofError", "ReshardError", "RulesError",
-    "SizeError", "TopologyError",
+    "BoxError", "CoverageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError",
+    "LiveError", "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
+    "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError",
+    "TensorError", "TopologyError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 

@@ -15,6 +15,11 @@
         +-- CoverageError             a destination wants what no source holds
         +-- MemoryCapError            a memory cap under which no round fits
         +-- ProofError                a plan that does not do what it promises
+    +-- LiveError                     a move between processes that failed (also a RuntimeError)
+        +-- DisagreementError         ranks that were given different things
+        +-- PeerLostError             a rank that is gone (also a ConnectionError)
+        +-- MoveTimeoutError          a rank that is too late (also a TimeoutError)
+        +-- TensorError               a tensor given to a move that does not fit
 
 Each is also a ValueError, so that callers need not import reshard to catch them.
 A message is one line: what is wrong, both numbers, where, and what to try.
@@ -25,18 +30,23 @@ from __future__ import annotations
 __all__ = [
     "BoxError",
     "CoverageError",
+    "DisagreementError",
     "DtypeError",
     "FormatError",
     "LayoutError",
+    "LiveError",
     "MemoryCapError",
     "MeshError",
+    "MoveTimeoutError",
     "NamesError",
     "NotationError",
+    "PeerLostError",
     "PlanError",
     "ProofError",
     "ReshardError",
     "RulesError",
     "SizeError",
+    "TensorError",
     "TopologyError",
     "quoted",
 ]
@@ -114,3 +124,23 @@ class MemoryCapError(PlanError):
 
 class ProofError(PlanError):
     """A plan misses a box, writes one twice, or sends what the sender does not hold."""
+
+
+class LiveError(ReshardError, RuntimeError):
+    """A move between processes failed."""
+
+
+class DisagreementError(LiveError):
+    """Ranks were given different tensors, layouts or plans."""
+
+
+class PeerLostError(LiveError, ConnectionError):
+    """A rank that takes part in a move is gone."""
+
+
+class MoveTimeoutError(LiveError, TimeoutError):
+    """A rank that takes part in a move made no progress in time."""
+
+
+class TensorError(LiveError):
+    """A tensor given to a move does not fit its spec, or is no tensor."""
