@@ -1,0 +1,147 @@
+"""DTensors: which layout does one have, and how is a local tensor made into one?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Placement
+
+from reshard.box import row_major
+from reshard.errors import LayoutError, TensorError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.tensors.kinds import ready
+from reshard.tensors.meshes import mesh_of, this_rank
+from reshard.tensors.placements import as_placed, layout_from, read_placements
+
+__all__ = ["dtensor_layout", "dtensor_local", "dtensor_of"]
+
+
+def dtensor_layout(tensor: DTensor) -> Layout:
+    """The layout that a DTensor's placements say, if its local tensor has the shape they give."""
+    spec, rank = tensor._spec, this_rank()
+    nested = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
+    mesh = mesh_of(spec.mesh, rank)
+    layout, expected = _expected(
+        mesh, spec.placements, spec.shard_order, tensor.shape, nested, rank
+    )
+    local = tensor._local_tensor
+    # Where there is nothing to hold, FSDP2 has (0, 0) for (3, 0), and that harms nobody.
+    if expected is not None and local.shape != expected and (local.numel() or prod(expected)):
+        raise LayoutError(_differs(tensor, layout, expected))
+    return layout
+
+
+@lru_cache(maxsize=8192)
+def _expected(
+    mesh: Mesh,
+    placements: tuple[Placement, ...],
+    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+    shape: tuple[int, ...],
+    nested: bool,
+    rank: int,
+) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout and this rank's local shape; None where the rank is not in the mesh."""
+    shape = tuple(shape)
+    strided = any(hasattr(placement, "split_factor") for placement in placements)
+    layout = read_placements(mesh, placements, order, shape, nested or not strided)
+    inside = mesh.index(rank) is not None
+    return layout, layout.local_shape(rank, shape) if inside else None
+
+
+def _differs(tensor: DTensor, layout: Layout, expected: tuple[int, ...]) -> str:
+    """What to say of a local tensor that its placements do not explain."""
+    held = tuple(tensor._local_tensor.shape)
+    return (
+        f"rank {this_rank()} holds a local tensor of shape {held} and placements "
+        f"{list(tensor.placements)} on mesh {layout.mesh} give it {expected} of the tensor "
+        f'{tuple(tensor.shape)}, as layout "{layout}": {_advice(tensor, held)}'
+    )
+
+
+def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
+    shape, mesh = tuple(tensor.shape), mesh_of(tensor.device_mesh)
+    try:
+        other = read_placements(mesh, tensor.placements, None, shape, nested=False)
+    except LayoutError:
+        other = None
+    if other is not None and other.local_shape(this_rank(), shape) == held:
+        return (
+            f'it has the shape that "{other}" gives, which is how distribute_tensor cuts a '
+            "_StridedShard: move the local tensor with that layout"
+        )
+    return (
+        "DTensor cannot say sizes of your own; move the local tensor with the layout it has, "
+        'such as "tp[2,3,4,5] -"'
+    )
+
+
+def dtensor_local(tensor: DTensor) -> torch.Tensor | None:
+    """This rank's local tensor, in its layout's shape; None on a rank outside the mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    local = ready(tensor._local_tensor)
+    if local.numel():
+        return local
+    return local.reshape(dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape)))
+
+
+def dtensor_of(
+    local: torch.Tensor | None,
+    device_mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    shape: Sequence[int],
+    *,
+    stride: Sequence[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> DTensor:
+    """Wrap a rank's local tensor, which keeps its memory, as a DTensor of this global shape.
+
+    A rank outside the mesh gives ``None`` and the dtype. ``stride`` is the global one, rows after
+    rows if not given. Nothing is communicated; gradients flow back to the local tensor.
+    """
+    sizes = tuple(shape)
+    placed = as_placed(placements, sizes)
+    layout = layout_from(device_mesh, placed, sizes)
+    if local is None:
+        if dtype is None:
+            raise TensorError(
+                f"rank {this_rank()} gives no local tensor for a DTensor on mesh {layout.mesh}: "
+                "give dtype= so that every rank knows it"
+            )
+        local = torch.empty(0, dtype=dtype, device=device_mesh.device_type)
+    _check_local(local, layout, sizes, device_mesh)
+    return DTensor.from_local(
+        local,
+        device_mesh,
+        placed,
+        run_check=False,
+        shape=torch.Size(sizes),
+        stride=tuple(row_major(sizes) if stride is None else stride),
+    )
+
+
+def _check_local(
+    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
+) -> None:
+    rank = this_rank()
+    if layout.mesh.index(rank) is None:
+        return
+    expected = layout.local_shape(rank, shape)
+    if tuple(local.shape) != expected:
+        raise TensorError(
+            f"rank {rank} gives a local tensor of shape {tuple(local.shape)} and layout "
+            f'"{layout}" on mesh {layout.mesh} gives it {expected} of the tensor {shape}: '
+            "give the part that the layout says"
+        )
+    # from_local would copy to the other device without a word.
+    if local.device.type != device_mesh.device_type:
+        raise TensorError(
+            f"rank {rank} gives a local tensor on {local.device} for a mesh of "
+            f"{device_mesh.device_type}: move it to {device_mesh.device_type} first"
+        )

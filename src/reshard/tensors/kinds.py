@@ -1,0 +1,43 @@
+"""What kind of tensor is this? Asked without loading what the caller has not loaded.
+
+``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where somebody
+imported it, so looking among the loaded modules is enough.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from typing import TypeGuard
+
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["is_dtensor", "is_sharded_tensor", "ready"]
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether this is torch's DTensor."""
+    return _is("torch.distributed.tensor", "DTensor", value)
+
+
+def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
+    """Whether this is torch's ShardedTensor."""
+    return _is("torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase", value)
+
+
+def _is(module: str, name: str, value: object) -> bool:
+    kind = getattr(sys.modules.get(module), name, None)
+    return kind is not None and isinstance(value, kind)
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself once a collective that is still filling it has finished."""
+    if _is("torch.distributed._functional_collectives", "AsyncCollectiveTensor", tensor):
+        waited: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
+        return waited
+    return tensor
