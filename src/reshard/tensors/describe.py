@@ -12,6 +12,7 @@ import torch
 from reshard.errors import ReshardError, TensorError, quoted
 from reshard.layout import Layout
 from reshard.spec import TensorSpec
+from reshard.tensors.kinds import is_sharded_tensor
 from reshard.tensors.reading import layout_of
 
 __all__ = ["describe", "spec_of", "tensors_in"]
@@ -44,7 +45,14 @@ def tensors_in(state_dict: Mapping[Any, Any]) -> dict[str, torch.Tensor]:
 
 def spec_of(tensor: torch.Tensor) -> TensorSpec:
     """Global shape, dtype and layout of one tensor."""
-    return _spec(tensor.shape, tensor.dtype, layout_of(tensor))
+    layout = layout_of(tensor)
+    if is_sharded_tensor(tensor):
+        # Asking the tensor itself is an operation on it, and torch warns of every one.
+        metadata = tensor.metadata()
+        return _spec(metadata.size, metadata.tensor_properties.dtype, layout)
+    if tensor.layout is not torch.strided:
+        raise TensorError(f"the tensor is {tensor.layout}: only dense tensors can be moved")
+    return _spec(tensor.shape, tensor.dtype, layout)
 
 
 @lru_cache(maxsize=1 << 16)
@@ -54,8 +62,6 @@ def _spec(shape: torch.Size, dtype: torch.dtype, layout: Layout) -> TensorSpec:
 
 
 def _described(name: str, tensor: torch.Tensor) -> TensorSpec:
-    if tensor.layout is not torch.strided:
-        raise TensorError(f"{quoted(name)} is {tensor.layout}: only dense tensors can be moved")
     try:
         return spec_of(tensor)
     except ReshardError as error:
