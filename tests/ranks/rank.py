@@ -1,0 +1,140 @@
+"""Inside a rank: wait for a function, run it, send back what became of it, until told to leave."""
+
+import faulthandler
+import fcntl
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ranks.outcome import Raised, Returned
+
+READY = b"ready"
+SUB_GROUP_SIZES = (2, 4)
+# Longer than a test may take: the pool should notice a hang, not gloo.
+GROUP_TIMEOUT = timedelta(seconds=150)
+
+_stores: list[dist.TCPStore] = []
+_groups: dict[int, Any] = {}
+
+
+@dataclass(frozen=True)
+class Wires:
+    """A rank's ends of its pipes to the process that started it."""
+
+    tasks: Connection
+    """Functions come in, outcomes go out."""
+    stacks: Connection
+    """faulthandler writes here."""
+    parent: Connection
+    """Nothing ever comes; it closes when the parent is gone."""
+
+
+def pool_group(size: int) -> Any:
+    """The process group of the first `size` ranks; call it inside a rank.
+
+    The sizes are 2, 4 and that of the whole pool. On a rank that is not among the first `size`,
+    this is torch's `GroupMember.NON_GROUP_MEMBER`.
+    """
+    return _groups[size]
+
+
+def serve(rank: int, wires: Wires) -> None:
+    """The life of a rank."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    faulthandler.enable(wires.stacks.fileno())
+    faulthandler.register(signal.SIGUSR1, wires.stacks.fileno(), all_threads=True)
+    _end_with(wires.parent)
+    torch.set_num_threads(1)
+    warnings.simplefilter("error")
+    wires.tasks.send_bytes(READY)
+    while (task := _next_task(wires.tasks)) is not None:
+        wires.tasks.send_bytes(_answer(rank, task))
+    leave_group()
+
+
+def _end_with(parent: Connection) -> None:
+    """Has the kernel kill this process when the parent is gone, whatever it is doing."""
+    fcntl.fcntl(parent, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent, fcntl.F_SETFL, os.O_ASYNC)
+
+
+def _next_task(tasks: Connection) -> bytes | None:
+    try:
+        return tasks.recv_bytes()
+    except (EOFError, ConnectionResetError):
+        return None
+
+
+def _answer(rank: int, task: bytes) -> bytes:
+    # Plain pickle: a tensor is copied. The pickler of multiprocessing would send a handle to shared
+    # memory, which dies with the rank.
+    outcome = _outcome(rank, task)
+    try:
+        return pickle.dumps(outcome)
+    except Exception as error:
+        return pickle.dumps(_raised(error, outcome.ended - outcome.seconds))
+
+
+def _outcome(rank: int, task: bytes) -> Returned | Raised:
+    start = time.monotonic()
+    try:
+        value = _interruptible(rank, task)
+    except BaseException as error:
+        return _raised(error, start)
+    end = time.monotonic()
+    return Returned(value, end - start, end)
+
+
+def _interruptible(rank: int, task: bytes) -> Any:
+    """Runs the task; only now an interrupt counts, it would otherwise end an idle rank."""
+    try:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        function, args = pickle.loads(task)
+        return function(rank, *args)
+    finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _raised(error: BaseException, start: float) -> Raised:
+    end = time.monotonic()
+    text = "".join(traceback.format_exception(error))
+    return Raised(type(error).__name__, str(error), text, end - start, end)
+
+
+def host_store(rank: int) -> int:
+    """Serves the store of the default group, on a free port, which is returned."""
+    del rank
+    _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
+    return int(_stores[0].port)
+
+
+def join_group(rank: int, size: int, port: int) -> None:
+    """Makes the default group and the sub-groups of the first ranks."""
+    if rank != 0:
+        _stores.append(dist.TCPStore("127.0.0.1", port, is_master=False))
+    dist.init_process_group(
+        "gloo", store=_stores[0], rank=rank, world_size=size, timeout=GROUP_TIMEOUT
+    )
+    _groups[size] = dist.group.WORLD
+    for sub_size in SUB_GROUP_SIZES:
+        if sub_size < size:
+            _groups[sub_size] = dist.new_group(range(sub_size))
+
+
+def leave_group() -> None:
+    """Ends all process groups; whatever a function has made is included."""
+    _groups.clear()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    _stores.clear()
