@@ -47,6 +47,13 @@ class Died:
         return f"died: {describe_exit(self.exit_code)}\n{self.stacks}"
 
 
+@dataclass(frozen=True)
+class Told:
+    """Not an end: a value that the function sent on its way."""
+
+    value: Any
+
+
 Outcome: TypeAlias = Returned | Raised | Died
 
 

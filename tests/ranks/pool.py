@@ -9,6 +9,7 @@ def test_add(pool):
     assert pool.run(add, 1, ranks=range(4)) == [10, 10, 10, 10]
 """
 
+import math
 import os
 import signal
 import time
@@ -21,6 +22,7 @@ from tests.ranks.outcome import (
     HangError,
     Outcome,
     RankError,
+    Told,
     describe_exit,
     describe_failures,
     failures,
@@ -43,6 +45,7 @@ class Job:
         self._name = name
         self._workers = workers
         self._ended: dict[int, Outcome] = {}
+        self._told: dict[int, list[Any]] = {rank: [] for rank in workers}
 
     def outcomes(
         self, timeout: float = TIMEOUT, ranks: Iterable[int] | None = None
@@ -53,16 +56,28 @@ class Job:
         of all ranks, which are then killed.
         """
         awaited = list(self._workers if ranks is None else ranks)
-        if not self._collect(awaited, timeout, grace=timeout):
-            raise self._failure(timeout)
+        if not self._collect(awaited, timeout, grace=math.inf):
+            raise self._failure(HangError, timeout)
         return [self._ended[rank] for rank in awaited]
 
     def results(self, timeout: float = TIMEOUT) -> list[Any]:
         """What the function returned on each rank; any other outcome is an error and kills all."""
         complete = self._collect(list(self._workers), timeout, GRACE)
-        if not complete or failures(self._ended):
-            raise self._failure(timeout)
+        if failures(self._ended):
+            raise self._failure(RankError, timeout)
+        if not complete:
+            raise self._failure(HangError, timeout)
         return [self._ended[rank].value for rank in self._workers]
+
+    def hear(self, rank: int, timeout: float = TIMEOUT) -> Any:
+        """The next value that the function has sent from this rank with `tell`."""
+        deadline = time.monotonic() + timeout
+        while not self._told[rank]:
+            if rank in self._ended:
+                raise RankError(f"{self._name}: rank {rank} told nothing, {self._ended[rank]}")
+            if not self._receive([rank], deadline - time.monotonic()):
+                raise self._failure(HangError, timeout)
+        return self._told[rank].pop(0)
 
     def _collect(self, ranks: list[int], timeout: float, grace: float) -> bool:
         """Waits for the outcomes; true when all have come, false when the time is over."""
@@ -79,11 +94,14 @@ class Job:
         if seconds <= 0 or not wait(signs, seconds):
             return False
         for rank in pending:
-            if (outcome := self._workers[rank].receive()) is not None:
-                self._ended[rank] = outcome
+            message = self._workers[rank].receive()
+            if isinstance(message, Told):
+                self._told[rank].append(message.value)
+            elif message is not None:
+                self._ended[rank] = message
         return True
 
-    def _failure(self, timeout: float) -> RankError:
+    def _failure(self, kind: type[RankError], timeout: float) -> RankError:
         """Kills the ranks and makes the error that tells how each failed or where it stands."""
         running = [rank for rank in self._workers if rank not in self._ended]
         failed = sorted(failures(self._ended))
@@ -94,7 +112,7 @@ class Job:
             parts.append(f"{name_ranks(running)} did not end (timeout {timeout:g} s)")
         details = [text for text in (describe_failures(self._ended), stacks) if text]
         message = "\n\n".join([f"{self._name}: {', '.join(parts)}", *details])
-        return (RankError if failed else HangError)(message, self._ended)
+        return kind(message, self._ended)
 
 
 class Ranks:

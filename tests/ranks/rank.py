@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks.outcome import Raised, Returned
+from tests.ranks.outcome import Raised, Returned, Told
 
 READY = b"ready"
 SUB_GROUP_SIZES = (2, 4)
 # Longer than a test may take: the pool should notice a hang, not gloo.
 GROUP_TIMEOUT = timedelta(seconds=150)
 
+_wires: list["Wires"] = []
 _stores: list[dist.TCPStore] = []
 _groups: dict[int, Any] = {}
 
@@ -48,12 +49,18 @@ def pool_group(size: int) -> Any:
     return _groups[size]
 
 
+def tell(value: Any) -> None:
+    """Sends a value to the test while the function goes on; `Job.hear` receives it."""
+    _wires[0].tasks.send_bytes(pickle.dumps(Told(value)))
+
+
 def serve(rank: int, wires: Wires) -> None:
     """The life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(wires.stacks.fileno())
     faulthandler.register(signal.SIGUSR1, wires.stacks.fileno(), all_threads=True)
     _end_with(wires.parent)
+    _wires.append(wires)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
     wires.tasks.send_bytes(READY)

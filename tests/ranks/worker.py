@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
 
-from tests.ranks.outcome import Died, Outcome
+from tests.ranks.outcome import Died, Outcome, Told
 from tests.ranks.rank import READY, Wires, serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -104,21 +104,21 @@ class Worker:
         with suppress(OSError):  # a dead rank is told by `receive`
             self._tasks.send_bytes(task)
 
-    def receive(self) -> Outcome | None:
-        """The outcome of the function that was sent, if it is there."""
+    def receive(self) -> Outcome | Told | None:
+        """What the rank has sent, if anything: its function's outcome, or a word before that."""
         # Asked first: what a rank sent before it died is in the pipe by then.
         dead = not self.alive
         try:
             if self._tasks.poll():
-                outcome: Outcome = pickle.loads(self._tasks.recv_bytes())
+                message: Outcome | Told = pickle.loads(self._tasks.recv_bytes())
             elif dead:
-                outcome = self._death()
+                message = self._death()
             else:
                 return None
         except (EOFError, ConnectionResetError):
-            outcome = self._death()
-        self.busy = False
-        return outcome
+            message = self._death()
+        self.busy = isinstance(message, Told)
+        return message
 
     def _death(self) -> Died:
         noticed = time.monotonic()
