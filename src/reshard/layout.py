@@ -102,26 +102,32 @@ class Layout:
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of a rank's local tensor; ``(0,)`` where it has none."""
-        coords = self.holds(rank)
-        if coords is None:
+        if self.holds(rank) is None:
             return (0,)
-        local = tuple(map(length_of, self._intervals(coords, shape)))
-        if not self.words.flat:
-            return local
-        return (length_of(self._held(self.words.flat, prod(local), coords)),)
+        intervals, ranges = self.intervals(rank, shape)
+        return tuple(map(length_of, intervals)) if ranges is None else (length_of(ranges),)
 
     def pieces(self, rank: int, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The boxes a rank holds, in the order they have in its local tensor."""
+        intervals, ranges = self.intervals(rank, shape)
+        if self.holds(rank) is None:
+            return ()
+        local = tuple(map(length_of, intervals))
+        if ranges is None:
+            return tuple(pieces_of_local(intervals, Box.whole(local), 0))
+        return tuple(pieces_of_flat(intervals, local, ranges))
+
+    def intervals(
+        self, rank: int, shape: Sequence[int]
+    ) -> tuple[list[list[Interval]], list[Interval] | None]:
+        """What a rank holds, dim by dim, and what it keeps of that once flattened, if it is."""
         coords = self.holds(rank)
         if coords is None:
-            self.dims(shape)
-            return ()
+            return [[] for _ in self.dims(shape)], None
         intervals = self._intervals(coords, shape)
-        local = tuple(map(length_of, intervals))
         if not self.words.flat:
-            return tuple(pieces_of_local(intervals, Box.whole(local), 0))
-        ranges = self._held(self.words.flat, prod(local), coords)
-        return tuple(pieces_of_flat(intervals, local, ranges))
+            return intervals, None
+        return intervals, self._held(self.words.flat, prod(map(length_of, intervals)), coords)
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""

@@ -36,6 +36,10 @@ from reshard.spec import TensorSpec
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from torch import Tensor
+
+    from reshard.run.live.engine import Handle
+
 __all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
 
 DEFAULT_MEMORY = "256MiB"
@@ -188,6 +192,28 @@ class Plan:
 
         return from_json(text)
 
+    def run(
+        self, tensors: Mapping[str, Tensor | None], *, into: Any = None, **options: Any
+    ) -> dict[str, Tensor]:
+        """Move this rank's local tensors along the plan, live; gives its destination tensors.
+
+        Every rank of the two layouts calls it with the same plan. Options: ``group``, ``timeout``,
+        ``deadline``, ``transport``, ``check``, ``atomic``, ``donate``, ``device``, ``progress``.
+        """
+        found: dict[str, Tensor] = _engine().run(self, tensors, into=into, **options)
+        return found
+
+    def start(
+        self, tensors: Mapping[str, Tensor | None], *, into: Any = None, **options: Any
+    ) -> Handle:
+        """Begin to move, and go on: the handle's ``wait()`` gives the tensors, ``report`` the rest."""
+        handle: Handle = _engine().start(self, tensors, into=into, **options)
+        return handle
+
+    def release(self) -> None:
+        """Free the buffers and tables that live runs keep for the next call."""
+        _engine().release(self)
+
     def save(self, path: str | Path) -> None:
         """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``)."""
         from importlib import import_module
@@ -210,3 +236,10 @@ class Plan:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Plan.from_json, (self.to_json(),)
+
+
+def _engine() -> Any:
+    """The live engine, which needs torch: loaded when something really moves."""
+    from importlib import import_module
+
+    return import_module("reshard.run.live.engine")

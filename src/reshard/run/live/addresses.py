@@ -1,0 +1,124 @@
+"""From lots to memory: where the blocks of a lot lie in the tensors that a rank brought."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from reshard.columns import Ints
+from reshard.dtypes import itemsize
+from reshard.run.live.copying import Spot
+from reshard.run.live.holding import Held
+from reshard.run.live.lots import End, Lot
+from reshard.run.live.memory import Portion, pair_up
+from reshard.run.live.runs import stretches_of
+from reshard.run.live.ways import run_lengths
+
+__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "their_spot"]
+
+MOST_RUNS = 1 << 16
+"""Runs that are listed at a time: one megabyte of addresses per side."""
+
+
+def own_spot(end: End, held: Held) -> Spot:
+    """Where blocks lie in this rank's own tensors, which may have any strides."""
+    size = itemsize(end.dtype)
+    offset, strides = end.offset, end.strides
+    for number, actual in held.strided.items():
+        mine = np.flatnonzero(end.tensor == number)
+        if len(mine):
+            shape = tuple(held.tensors[number].shape)
+            offset, strides = offset.copy(), np.array(strides)
+            offset[mine] = _actual(offset[mine], shape, actual)
+            strides[mine] = _actual(strides[mine].ravel(), shape, actual).reshape(len(mine), -1)
+    return Spot(held.address[end.tensor] + offset * size, strides, end.dtype)
+
+
+def _actual(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
+    """Offsets in a contiguous tensor as offsets in one with other strides.
+
+    A stride is an offset too: that of the next index. Of a dim of one element it is never used.
+    """
+    count = int(np.prod(shape, dtype=np.int64))
+    index = np.unravel_index(offset % max(count, 1), shape) if shape else ()
+    total = np.zeros(len(offset), dtype=np.int64)
+    for at, stride in zip(index, strides, strict=True):
+        total += at * stride
+    return total
+
+
+def own_views(end: End, width: Ints, held: tuple[Held, Held]) -> Spot | list[torch.Tensor]:
+    """Where blocks lie on this rank: in memory, or as views where tensors are on a device."""
+    side = held[end.side]
+    if side.address[end.tensor].all():
+        return own_spot(end, side)
+    found = []
+    blocks = zip(end.tensor.tolist(), end.offset.tolist(), end.strides, width.tolist(), strict=True)
+    for number, offset, strides, shape in blocks:
+        tensor = side.tensors[number].detach()
+        steps = strides.tolist()
+        if number in side.strided or not tensor.is_contiguous():
+            at = np.array([offset, *steps], dtype=np.int64)
+            offset, *steps = _actual(at, tuple(tensor.shape), tensor.stride()).tolist()
+        found.append(tensor.as_strided(shape, steps, tensor.storage_offset() + offset))
+    return found
+
+
+def their_spot(end: End, table: Ints) -> Spot:
+    """Where blocks lie in a peer's tensors, by the table of addresses that it published."""
+    return Spot(table[end.tensor] + end.offset * itemsize(end.dtype), end.strides, end.dtype)
+
+
+def portions(lot: Lot, own: Spot, theirs: Spot) -> Iterator[Portion]:
+    """The system calls that copy a lot between this process and another."""
+    size = itemsize(own.dtype)
+    for width, here, there in _chunks(lot.width, own, theirs):
+        yield from pair_up(
+            stretches_of(here.address, width, here.strides, size),
+            stretches_of(there.address, width, there.strides, size),
+        )
+
+
+def num_runs(width: Ints, *spots: Spot) -> Ints:
+    """Contiguous runs of each block, on the side that has more."""
+    sizes = np.prod(width, axis=1, dtype=np.int64)
+    counts = [sizes // run_lengths(width, spot.strides) for spot in spots]
+    found: Ints = np.maximum.reduce(counts)
+    return found
+
+
+def _chunks(width: Ints, own: Spot, theirs: Spot) -> Iterator[tuple[Ints, Spot, Spot]]:
+    """Blocks in groups of not too many runs; a block that alone has too many is halved."""
+    counts = num_runs(width, own, theirs)
+    if int(counts.sum()) <= MOST_RUNS:
+        yield width, own, theirs
+        return
+    group = np.cumsum(counts) // MOST_RUNS
+    edges = np.flatnonzero(np.diff(group, prepend=-1))
+    for start, stop in zip(edges.tolist(), [*edges[1:].tolist(), len(width)], strict=True):
+        if stop - start == 1 and counts[start] > MOST_RUNS:
+            yield from _chunks(*_halved(width, own, theirs, start))
+        else:
+            yield width[start:stop], _some(own, start, stop), _some(theirs, start, stop)
+
+
+def _some(spot: Spot, start: int, stop: int) -> Spot:
+    return Spot(spot.address[start:stop], spot.strides[start:stop], spot.dtype)
+
+
+def _halved(width: Ints, own: Spot, theirs: Spot, block: int) -> tuple[Ints, Spot, Spot]:
+    """One block as two, cut in the middle of its first dim of more than one index."""
+    dim = int(np.argmax(width[block] > 1))
+    low = width[block].copy()
+    low[dim] //= 2
+    high = width[block].copy()
+    high[dim] -= low[dim]
+    halves = []
+    for spot in (own, theirs):
+        at = spot.address[block] + np.array(
+            [0, low[dim] * spot.strides[block, dim] * itemsize(spot.dtype)]
+        )
+        halves.append(Spot(at, np.stack([spot.strides[block]] * 2), spot.dtype))
+    return np.stack([low, high]), halves[0], halves[1]

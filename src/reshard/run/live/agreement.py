@@ -1,0 +1,149 @@
+"""Before the first move along a plan, all ranks compare what they were given.
+
+Each posts a digest. Equal digests end the matter; it is not asked again for that plan. Otherwise
+each posts what it knows of every tensor, and all ranks raise the same error, which names the tensor
+and the ranks that differ.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from reshard.bytesize import format_bytes
+from reshard.mesh import format_ranks
+from reshard.planning.plan import Plan
+from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.meeting import await_keys
+
+__all__ = ["Terms", "agree", "raise_disagreement"]
+
+MOST_DETAIL = 64 << 20
+"""Bytes that a description may unpack to: a peer may be broken."""
+
+DETAIL_SECONDS = 1.0
+"""How long to wait for the descriptions of others, once it is known that they differ."""
+
+MOST_NAMED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """What all ranks must have in common to run a plan."""
+
+    plan: Plan
+    options: Mapping[str, object]
+    """Settings that must be equal: transport, gradients."""
+    devices: str
+    """Where this rank's tensors are: ``cpu``, ``cuda``, ``both`` or ``none``; may differ."""
+
+    def to_json(self) -> str:
+        """The terms as they are compared."""
+        return json.dumps([self.plan.digest, dict(self.options), self.devices], sort_keys=True)
+
+
+def agree(watch: Watch, terms: Terms) -> dict[int, str]:
+    """Compare with all ranks of the team; gives where each has its tensors."""
+    team, call = watch.team, watch.call
+    keys = {rank: f"terms/{call}/{rank}" for rank in team.ranks}
+    team.line.ask(lambda store: store.set(keys[team.rank], terms.to_json()))
+    everyone = list(keys.values())
+    watch.wait(
+        lambda: _missing(watch, keys),
+        lambda peer: f"it to compare what is moved, with {_first_tensor(terms.plan)}",
+    )
+    found = dict(zip(keys, team.line.ask(lambda store: store.multi_get(everyone)), strict=True))
+    texts = {rank: json.loads(text) for rank, text in found.items()}
+    if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
+        raise_disagreement(watch, terms)
+    if team.rank == team.leader:
+        old, team.compared = team.compared, everyone
+        team.line.ask(lambda store: [store.delete_key(key) for key in old])
+    return {rank: str(text[2]) for rank, text in texts.items()}
+
+
+def _missing(watch: Watch, keys: Mapping[int, str]) -> list[int]:
+    """The ranks whose terms are not there; asks the store, patiently."""
+    left = watch.team.line.ask(lambda store: await_keys(store, keys.values(), 0.2))
+    return [rank for rank, key in keys.items() if key in set(left)]
+
+
+def _first_tensor(plan: Plan) -> str:
+    return f'"{next(iter(plan.want))}"' if plan.want else "nothing"
+
+
+def raise_disagreement(watch: Watch, terms: Terms) -> NoReturn:
+    """Post what this rank was given, read what the others were, and name the difference."""
+    team, call = watch.team, watch.call
+    keys = {rank: f"detail/{call}/{rank}" for rank in team.ranks}
+    packed = zlib.compress(json.dumps(_describe(terms)).encode(), 1)
+    text = packed.hex()
+    team.line.ask(lambda store: store.set(keys[team.rank], text))
+    left = set(team.line.ask(lambda store: await_keys(store, keys.values(), DETAIL_SECONDS)))
+    there = {rank: key for rank, key in keys.items() if key not in left}
+    values = team.line.ask(lambda store: store.multi_get(list(there.values())))
+    details = {rank: _read(value) for rank, value in zip(there, values, strict=True)}
+    watch.fail(Cause("disagree", difference(details)))
+
+
+def _describe(terms: Terms) -> dict[str, Any]:
+    sides = {"source": terms.plan.have, "destination": terms.plan.want}
+    layouts: dict[int, str] = {}
+    tensors = {}
+    for side, specs in sides.items():
+        for name, spec in specs.items():
+            key = id(spec.layout)
+            if key not in layouts:
+                layouts[key] = f'"{spec.layout}" on {spec.layout.mesh}'
+            tensors[f'{side} "{name}"'] = f"{spec.dtype}{list(spec.shape)} {layouts[key]}"
+    settings = {key: str(value) for key, value in terms.options.items()}
+    settings |= {"memory cap": format_bytes(terms.plan.memory), "plan": terms.plan.digest}
+    return {"tensors": tensors, "settings": settings}
+
+
+def _read(value: bytes) -> dict[str, dict[str, str]]:
+    """A peer's description, however broken, as text to text."""
+    try:
+        unpacked = zlib.decompressobj().decompress(bytes.fromhex(value.decode()), MOST_DETAIL)
+        data = json.loads(unpacked)
+        return {
+            part: {str(key): str(text) for key, text in data[part].items()}
+            for part in ("tensors", "settings")
+        }
+    except (ValueError, TypeError, KeyError, AttributeError, zlib.error):
+        return {"tensors": {}, "settings": {"description": "cannot be read"}}
+
+
+def difference(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> str:
+    """Where descriptions of ranks differ, in words: the tensors first, then the settings."""
+    for part in ("tensors", "settings"):
+        found = _differing(details, part)
+        if found:
+            more = f"; and {len(found) - MOST_NAMED} more differ" if len(found) > MOST_NAMED else ""
+            return "ranks were given different moves: " + "; ".join(found[:MOST_NAMED]) + more
+    return "ranks were given different moves, in something that no tensor shows"
+
+
+def _differing(details: Mapping[int, Mapping[str, Mapping[str, str]]], part: str) -> Sequence[str]:
+    names = sorted({name for detail in details.values() for name in detail[part]})
+    found = []
+    for name in names:
+        said = {rank: detail[part].get(name, "nothing") for rank, detail in details.items()}
+        if len(set(said.values())) > 1:
+            found.append(f"{name}: {_who_says_what(said)}")
+    return found
+
+
+def _who_says_what(said: Mapping[int, str]) -> str:
+    """The common word first, then the ranks that differ."""
+    counted = Counter(said.values()).most_common()
+    parts = []
+    for text, _ in counted:
+        ranks = [rank for rank, word in said.items() if word == text]
+        verb = "rank" if len(ranks) == 1 else "ranks"
+        parts.append(f"{verb} {format_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} {text}")
+    return ", ".join(parts)

@@ -1,0 +1,88 @@
+"""Memory that two processes of one host both see, and that vanishes with them.
+
+An arena is an anonymous memory file (`memfd`): it has no name in any folder, its descriptor is
+handed over a socket, and the kernel frees it when the last process that maps it is gone, whether it
+returned, raised or was killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from itertools import count
+
+__all__ = ["Arena", "Arenas"]
+
+_numbers = count(1)
+
+
+class Arena:
+    """A stretch of shared memory of this process, or another's mapped into this one."""
+
+    def __init__(self, num_bytes: int, number: int, fd: int) -> None:
+        self.num_bytes = num_bytes
+        self.number = number
+        self.fd = fd
+        self._map = mmap.mmap(fd, num_bytes)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        self.known_to: set[int] = set()
+        """The ranks that were handed the descriptor."""
+
+    @classmethod
+    def make(cls, num_bytes: int) -> Arena:
+        """New memory; pages cost nothing until they are written."""
+        fd = os.memfd_create("reshard", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(fd, num_bytes)
+            return cls(num_bytes, next(_numbers), fd)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @classmethod
+    def of(cls, fd: int, number: int) -> Arena:
+        """Another process's memory, from its descriptor, which is closed."""
+        try:
+            mapped = cls(os.fstat(fd).st_size, number, fd)
+        finally:
+            os.close(fd)
+        mapped.fd = -1
+        return mapped
+
+    def close(self) -> None:
+        """Give the memory back; addresses into it are void."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+        self._map.close()
+
+
+class Arenas:
+    """The arenas that a process keeps for its next calls, so that pages are warm."""
+
+    def __init__(self, retire: Callable[[Arena], None]) -> None:
+        self._free: list[Arena] = []
+        self._retire = retire
+
+    def take(self, num_bytes: int) -> Arena:
+        """An arena of at least this size, for one call."""
+        fitting = [arena for arena in self._free if arena.num_bytes >= num_bytes]
+        if fitting:
+            best = min(fitting, key=lambda arena: arena.num_bytes)
+            self._free.remove(best)
+            return best
+        if self._free:
+            self._retire(self._free.pop())
+        page = mmap.PAGESIZE
+        return Arena.make(max(1, -(-num_bytes // page)) * page)
+
+    def give_back(self, arena: Arena) -> None:
+        """Keep an arena for the next call."""
+        self._free.append(arena)
+
+    def release(self) -> None:
+        """Free all that is kept."""
+        while self._free:
+            self._retire(self._free.pop())

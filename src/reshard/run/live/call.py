@@ -1,0 +1,270 @@
+"""One move on one rank: greet, exchange round by round, add up, and be done.
+
+Every round is the same few steps: put what others need where they find it, copy what stays, take
+what has come, add up, and wait until others have taken theirs. Where a peer is reached (memory of
+this host, or the network) is the carrier's business.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from reshard.bytesize import format_bytes
+from reshard.errors import LiveError
+from reshard.run.live.addresses import own_spot, own_views
+from reshard.run.live.agreement import Terms, raise_disagreement
+from reshard.run.live.copying import Copies, Spot
+from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.holding import Held
+from reshard.run.live.lots import WANT, Lot, Program, Round
+from reshard.run.live.report import RoundReport, RunReport
+from reshard.run.live.summing import Sum
+
+__all__ = ["Call", "Carrier"]
+
+
+class Carrier(Protocol):
+    """A way to exchange messages with some peers."""
+
+    peers: frozenset[int]
+
+    def name(self, peer: int) -> str:
+        """How a peer is reached."""
+
+    def greet(self) -> None:
+        """Say that this rank has entered the call."""
+
+    def unmet(self) -> list[int]:
+        """Peers that have not entered the call."""
+
+    def learn(self) -> None:
+        """Take note of what greetings said."""
+
+    def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
+        """Make this rank's messages of a round available; gives bytes staged."""
+
+    def expect(self, number: int, receives: dict[int, list[Lot]]) -> int:
+        """Make room for messages of a round; gives bytes staged."""
+
+    def take(
+        self, number: int, peer: int, lots: Sequence[Lot], summed: Callable[[Lot, int], None]
+    ) -> None:
+        """Move a message that is ready into its place."""
+
+    def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
+        """A message is not needed any more."""
+
+    def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
+        """Peers that have not taken this rank's messages of a round."""
+
+    def close(self) -> None:
+        """The call is over."""
+
+
+class Call:
+    """One move on one rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        held: tuple[Held, Held],
+        watch: Watch | None,
+        terms: Terms,
+        carriers: Sequence[Carrier],
+        report: RunReport,
+        after_round: Callable[[int, RoundReport], None],
+    ) -> None:
+        self.program = program
+        self.held = held
+        self._watch = watch
+        self.terms = terms
+        self.carriers = carriers
+        self.report = report
+        self.after_round = after_round
+        self.number = -1
+        self.carrier_of = {peer: carrier for carrier in carriers for peer in carrier.peers}
+        report.transports = {peer: c.name(peer) for peer, c in self.carrier_of.items()}
+
+    @property
+    def watch(self) -> Watch:
+        """Who looks after this call; there is none where nothing is exchanged."""
+        assert self._watch is not None
+        return self._watch
+
+    def run(self) -> None:
+        """Do all of it; on any error everyone is told."""
+        if self.carriers:
+            self._meet()
+        for number in range(self.program.num_rounds):
+            self.number = number
+            with self.report.round(number) as part:
+                self._round(number, self.program.round(number), part)
+            self.after_round(number, part)
+        for carrier in self.carriers:
+            carrier.close()
+
+    def status(self) -> str:
+        """How far this rank has come, for messages."""
+        done = self.report.bytes_received + self.report.bytes_copied
+        total = self.program.num_bytes
+        where = (
+            f"round {self.number + 1} of {self.program.num_rounds}"
+            if self.number >= 0
+            else "no round begun"
+        )
+        amount = f"{format_bytes(done)} of {format_bytes(total)} done"
+        return f"on rank {self.program.rank}: {where}, {amount}"
+
+    def _meet(self) -> None:
+        for carrier in self.carriers:
+            carrier.greet()
+        self.watch.wait(
+            self._unmet, lambda peer: f"it to begin the move of {self._first_name(peer)}"
+        )
+        for carrier in self.carriers:
+            carrier.learn()
+
+    def _unmet(self) -> list[int]:
+        hellos = self.watch.inbox.hellos
+        if any(hello.digest != self.watch.digest for hello in hellos.values()):
+            raise_disagreement(self.watch, self.terms)
+        return [peer for carrier in self.carriers for peer in carrier.unmet()]
+
+    def _first_name(self, peer: int) -> str:
+        for number in range(self.program.num_rounds):
+            made = self.program.round(number)
+            for lots in (made.receives.get(peer, []), made.sends.get(peer, [])):
+                for lot in lots:
+                    return f'"{lot.name}"'
+        return "nothing"
+
+    def _round(self, number: int, made: Round, part: RoundReport) -> None:
+        sums: dict[int, Sum] = {}
+        with part.phase("packing"):
+            for carrier in self.carriers:
+                part.bytes_staged += carrier.expect(number, made.receives)
+                part.bytes_staged += carrier.put(number, made.sends)
+        part.messages_sent = len(made.sends)
+        part.bytes_sent = sum(lot.num_bytes for lots in made.sends.values() for lot in lots)
+        with part.phase("unpacking"):
+            self._copy(number, made, part, sums)
+        if self._watch is not None:
+            self._take_all(number, made, part, sums)
+        if sums:
+            with part.phase("unpacking"):
+                self._add_up(number, made, part, sums)
+        if self._watch is not None:
+            self._wait(
+                part,
+                lambda: self._unread(number, made),
+                lambda peer: self._to_take(made, peer, number),
+            )
+
+    def _copy(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
+        """What stays on this rank; its own addends wait for the others."""
+        stamp = (self.program.stamp(-1, np.concatenate([side.address for side in self.held])),)
+        kept = self.program.recall((number, -1), stamp)
+        if kept is None:
+            plain = [lot for lot in made.copies if lot.addend < 0]
+            kept = [
+                Copies(
+                    lot.width,
+                    *(own_views(end, lot.width, self.held) for end in (lot.target, lot.source)),
+                )
+                for lot in plain
+            ]
+            self.program.remember((number, -1), stamp, kept, sum(map(len, kept)))
+        for copies in kept:
+            copies.run()
+        for lot in made.copies:
+            part.bytes_copied += lot.num_bytes
+            if lot.addend >= 0:
+                _sum_of(sums, lot).own.append(lot)
+
+    def _take_all(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
+        """Take messages in the order in which they come."""
+        pending = set(made.receives)
+        ready = self.watch.inbox.ready
+
+        def missing() -> set[int]:
+            return set() if any((peer, number) in ready for peer in pending) else pending
+
+        while pending:
+            self._wait(part, missing, lambda peer: self._its_part(made, peer, number))
+            for peer in [peer for peer in pending if (peer, number) in ready]:
+                lots, carrier = made.receives[peer], self.carrier_of[peer]
+                with part.phase("unpacking"):
+                    carrier.take(number, peer, lots, lambda lot, at: _arrive(sums, lot, at))
+                if all(lot.addend < 0 for lot in lots):
+                    carrier.taken(number, peer, lots)
+                part.messages_received += 1
+                part.bytes_received += sum(lot.num_bytes for lot in lots)
+                pending.remove(peer)
+
+    def _add_up(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
+        largest = 0
+        for one in sums.values():
+            largest = max(largest, one.num_bytes)
+            one.run(self._source_spot, self._target_place)
+        part.bytes_staged += largest
+        for peer, lots in made.receives.items():
+            if any(lot.addend >= 0 for lot in lots):
+                self.carrier_of[peer].taken(number, peer, lots)
+
+    def _source_spot(self, lot: Lot) -> Spot:
+        return own_spot(lot.source, self.held[lot.source.side])
+
+    def _target_place(self, lot: Lot) -> Spot:
+        return own_spot(lot.target, self.held[WANT])
+
+    def _unread(self, number: int, made: Round) -> list[int]:
+        return [peer for carrier in self.carriers for peer in carrier.unread(number, made.sends)]
+
+    def _wait(
+        self,
+        part: RoundReport,
+        missing: Callable[[], Sequence[int] | set[int]],
+        what: Callable[[int], str],
+    ) -> None:
+        began = time.perf_counter()
+        self.watch.wait(missing, what)
+        part.spent("waiting", began, time.perf_counter() - began)
+
+    def _its_part(self, made: Round, peer: int, number: int) -> str:
+        return f'its part of "{made.receives[peer][0].name}" in {self._which(number)}'
+
+    def _to_take(self, made: Round, peer: int, number: int) -> str:
+        return f'it to take its part of "{made.sends[peer][0].name}" in {self._which(number)}'
+
+    def _which(self, number: int) -> str:
+        return f"round {number + 1} of {self.program.num_rounds}"
+
+
+def _sum_of(sums: dict[int, Sum], lot: Lot) -> Sum:
+    reduce = lot.stack.have.layout.reduce
+    return sums.setdefault(id(lot.stack), Sum(reduce[0] if reduce else "sum"))
+
+
+def _arrive(sums: dict[int, Sum], lot: Lot, at: int) -> None:
+    _sum_of(sums, lot).arrived.append((lot, at))
+
+
+@contextlib.contextmanager
+def told(watch: Watch) -> Iterator[None]:
+    """Whatever is raised inside, also an interrupt, is told to the other ranks of the call."""
+    try:
+        yield
+    except LiveError:
+        raise
+    except BaseException as error:
+        kind = (
+            "was interrupted" if isinstance(error, KeyboardInterrupt) else f"failed with {error!r}"
+        )
+        with contextlib.suppress(LiveError):
+            watch.fail(Cause("error", f"rank {watch.team.rank} {kind}"))
+        raise

@@ -1,0 +1,275 @@
+"""Copy many strided blocks on a GPU in one kernel launch.
+
+    table = CopyTable(blocks)               # once per plan
+    table.launch(sources, destinations)     # every call; sends addresses only if they changed
+
+Packing (blocks of tensors into a message) and unpacking (a message into blocks of tensors) are both
+such a copy. Without Triton, or where it lacks a cast, torch copies the blocks one by one: the same
+bytes, slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.columns import Ints
+from reshard.errors import PlanError
+from reshard.run.live.device_table import (
+    Cast,
+    CopyBlocks,
+    LaunchTable,
+    Strided,
+    compile_table,
+    merged_blocks,
+)
+
+__all__ = ["CopyTable"]
+
+MOST_KEPT = 8
+"""Launch tables kept for tensors that are aligned differently, and addresses kept per stream."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+E4M3 = torch.float8_e4m3fn
+
+
+class CopyTable:
+    """Blocks to copy between tensors, compiled for one kernel launch.
+
+    ``cast`` is (source dtype, destination dtype), the same for all blocks; without it bytes are
+    copied as they are. Tensors may change between launches, the blocks may not.
+    """
+
+    def __init__(
+        self, blocks: CopyBlocks, *, cast: tuple[torch.dtype, torch.dtype] | None = None
+    ) -> None:
+        self.blocks = blocks
+        self.cast = None if cast is None or cast[0] == cast[1] else cast
+        self._sizes = None if self.cast is None else Cast(*(d.itemsize for d in self.cast))
+        self._compiled: dict[bytes, _Compiled] = {}
+        self._sent: dict[tuple[torch.device, int], tuple[bytes, torch.Tensor]] = {}
+
+    def launch(
+        self,
+        sources: Sequence[torch.Tensor],
+        destinations: Sequence[torch.Tensor],
+        stream: torch.cuda.Stream | None = None,
+    ) -> None:
+        """Copy all blocks, on the current stream if none is given; returns at once."""
+        if not len(self.blocks.source):
+            return
+        device = _common_device([*sources, *destinations])
+        bases = np.fromiter(
+            (tensor.data_ptr() for tensor in (*sources, *destinations)), dtype=np.int64
+        )
+        compiled = self._compile(bases, len(sources))
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            if device.type == "cuda" and compiled.aligned and _kernel_casts(self.cast):
+                self._launch_kernel(compiled, bases, device)
+            else:
+                _copy_one_by_one(compiled.blocks, sources, destinations, self.cast)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the kept tables and addresses take up on the device."""
+        kept = [tensor for _, tensor in self._sent.values()]
+        for compiled in self._compiled.values():
+            kept += compiled.uploaded.values()
+        return sum(tensor.nbytes for tensor in kept)
+
+    def _compile(self, bases: Ints, num_sources: int) -> _Compiled:
+        """The table for tensors aligned like these: it is made once."""
+        phases = bases % 16
+        key = num_sources.to_bytes(8, "little") + phases.astype(np.uint8).tobytes()
+        if key not in self._compiled:
+            sides = phases[:num_sources], phases[num_sources:]
+            blocks = merged_blocks(self.blocks, *sides, self._sizes)
+            aligned = self._sizes is None or _aligned(blocks, sides, self._sizes)
+            _drop_oldest(self._compiled)
+            table = compile_table(blocks, num_sources)
+            self._compiled[key] = _Compiled(blocks, table, aligned, {})
+        return self._compiled[key]
+
+    def _launch_kernel(self, compiled: _Compiled, bases: Ints, device: torch.device) -> None:
+        from reshard.run.live.device_kernel import cast_tiles, copy_tiles
+
+        table = compiled.table
+        if not len(table.tiles):
+            return
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device)
+            addresses = self._send(bases, device, stream.cuda_stream)
+            rows, tiles = compiled.on(device, stream)
+            grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
+            num_warps = max(1, table.lanes // 256)
+            if self.cast is None or self._sizes is None:
+                only = table.units[0] if len(table.units) == 1 else 0
+                copy_tiles[grid](rows, tiles, addresses, *shape, only, num_warps=num_warps)
+            else:
+                dtypes = (_triton_dtype(self.cast[0]), _triton_dtype(self.cast[1]))
+                together = self._sizes.num_together
+                cast_tiles[grid](
+                    rows, tiles, addresses, *shape, together, *dtypes, num_warps=num_warps
+                )
+
+    def _send(self, bases: Ints, device: torch.device, stream: int) -> torch.Tensor:
+        """The addresses on the device; sent if they are not those of the last launch there.
+
+        A fresh tensor each time: a kernel in flight may still read the one before. Both belong to
+        the same stream, so that torch reuses the old one's memory only after that kernel.
+        """
+        known = bases.tobytes()
+        kept = self._sent.get((device, stream))
+        if kept is None or kept[0] != known:
+            _drop_oldest(self._sent)
+            sent = torch.from_numpy(bases).pin_memory().to(device, non_blocking=True)
+            kept = self._sent[device, stream] = known, sent
+        return kept[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A launch table for tensors of one alignment, and its copies on devices."""
+
+    blocks: Strided
+    table: LaunchTable
+    aligned: bool
+    """Whether every element that is cast lies at a multiple of its size."""
+    uploaded: dict[torch.device, torch.Tensor]
+
+    def on(
+        self, device: torch.device, stream: torch.cuda.Stream
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and tiles on a device, in one tensor that is uploaded once."""
+        num_rows = self.table.rows.size
+        if device not in self.uploaded:
+            tiles = np.zeros(-(-len(self.table.tiles) // 2) * 2, dtype=np.int32)
+            tiles[: len(self.table.tiles)] = self.table.tiles
+            both = np.concatenate([self.table.rows.reshape(-1), tiles.view(np.int64)])
+            self.uploaded[device] = torch.from_numpy(both).to(device)
+        both_there = self.uploaded[device]
+        both_there.record_stream(stream)
+        return both_there[:num_rows], both_there[num_rows:].view(torch.int32)
+
+
+def _common_device(tensors: Sequence[torch.Tensor]) -> torch.device:
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) != 1:
+        raise PlanError(
+            f"one launch copies on one device and these tensors lie on {len(devices)}: "
+            f"{sorted(map(str, devices))}; make a table per device"
+        )
+    return devices.pop()
+
+
+def _aligned(blocks: Strided, phases: tuple[Ints, Ints], sizes: Cast) -> bool:
+    """Whether casts find whole elements: a pointer to a float32 must be a multiple of 4."""
+    source = blocks.source_offset + phases[0][blocks.source]
+    destination = blocks.destination_offset + phases[1][blocks.destination]
+    halves = source % sizes.source_itemsize, destination % sizes.destination_itemsize
+    return not (halves[0].any() or halves[1].any())
+
+
+def _drop_oldest(kept: dict[Any, Any]) -> None:
+    while len(kept) >= MOST_KEPT:
+        del kept[next(iter(kept))]
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernel_casts(cast: tuple[torch.dtype, torch.dtype] | None) -> bool:
+    """Whether the kernel gives torch's own result for this cast."""
+    if not _has_triton():
+        return False
+    if cast is None:
+        return True
+    have, want = cast
+    small = want == E4M3 and have in FLOATS, have == E4M3 and want in FLOATS[:3]
+    return (have in FLOATS and want in FLOATS) or any(small)
+
+
+def _triton_dtype(dtype: torch.dtype) -> Any:
+    import triton.language as tl
+
+    names = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+    return {**names, torch.float64: tl.float64, E4M3: tl.float8e4nv}[dtype]
+
+
+def _copy_one_by_one(
+    blocks: Strided,
+    sources: Sequence[torch.Tensor],
+    destinations: Sequence[torch.Tensor],
+    cast: tuple[torch.dtype, torch.dtype] | None,
+) -> None:
+    """What the kernel does, block by block with torch."""
+    for row in range(len(blocks)):
+        source = _Side(
+            sources[blocks.source[row]],
+            int(blocks.source_offset[row]),
+            blocks.source_strides[row].tolist(),
+        )
+        destination = _Side(
+            destinations[blocks.destination[row]],
+            int(blocks.destination_offset[row]),
+            blocks.destination_strides[row].tolist(),
+        )
+        widths, unit = blocks.widths[row].tolist(), int(blocks.unit[row])
+        if cast is None:
+            word = math.gcd(source.grid, destination.grid, unit)
+            destination.view(widths, unit, word).copy_(source.view(widths, unit, word))
+        else:
+            _cast_block(source, destination, [*widths, unit], cast)
+
+
+def _cast_block(
+    source: _Side, destination: _Side, widths: list[int], cast: tuple[torch.dtype, torch.dtype]
+) -> None:
+    """Cast by way of contiguous copies: those may be viewed as any dtype."""
+    have, want = cast
+    source, destination = source.of_items(have.itemsize), destination.of_items(want.itemsize)
+    word = math.gcd(source.grid, have.itemsize)
+    value = source.view(widths, have.itemsize, word).contiguous().view(have).to(want)
+    word = math.gcd(destination.grid, want.itemsize)
+    destination.view(widths, want.itemsize, word).copy_(value.view(WORDS[word]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Where a block lies in one tensor, in bytes."""
+
+    tensor: torch.Tensor
+    offset: int
+    strides: list[int]
+
+    @property
+    def start(self) -> int:
+        """Bytes from the start of the tensor's storage."""
+        return self.tensor.data_ptr() - self.tensor.untyped_storage().data_ptr() + self.offset
+
+    @property
+    def grid(self) -> int:
+        """The most bytes, up to 8, of which all places of the block are multiples."""
+        return math.gcd(8, self.start, *self.strides)
+
+    def of_items(self, itemsize: int) -> _Side:
+        """The same place with one more dim, over the elements that are cast together."""
+        return _Side(self.tensor, self.offset, [*self.strides, itemsize])
+
+    def view(self, widths: list[int], size: int, word: int) -> torch.Tensor:
+        """The block as words, with one more dim over the words of a unit of ``size`` bytes."""
+        strides = [*(stride // word for stride in self.strides), 1]
+        empty = torch.empty(0, dtype=WORDS[word], device=self.tensor.device)
+        storage = self.tensor.untyped_storage()
+        return empty.set_(storage, self.start // word, [*widths, size // word], strides)

@@ -1,0 +1,338 @@
+"""The door to the live engine: run a plan with the tensors of this rank.
+
+res = plan.run(tensors, group=group)              # {name: local tensor}
+handle = plan.start(tensors, into=mine)           # goes on in a thread
+res = handle.wait(); print(handle.report)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import LiveError, TensorError
+from reshard.planning.plan import Plan
+from reshard.run.live.agreement import Terms, agree
+from reshard.run.live.call import Call, Carrier, told
+from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.finishing import Donation, fill_zeros
+from reshard.run.live.holding import (
+    Held,
+    Local,
+    Tensors,
+    check_apart,
+    check_names,
+    fresh,
+    held_of,
+    locals_of,
+)
+from reshard.run.live.lots import HAVE, WANT, Program
+from reshard.run.live.neighbours import Neighbours
+from reshard.run.live.network import Network
+from reshard.run.live.report import RoundReport, RunReport
+from reshard.run.live.team import Team, team_of
+
+__all__ = ["Handle", "Options", "release", "run", "start"]
+
+TRANSPORTS = ("auto", "peer", "shared", "network")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a plan is run."""
+
+    timeout: float = 60.0
+    """The longest wait without a sign of life from the rank waited for, in seconds."""
+    deadline: float | None = None
+    """The longest that the whole call may take."""
+    transport: str = "auto"
+    """``auto``, or one that is forced: ``peer`` memory, ``shared`` memory, ``network``."""
+    check: Literal["first", "always"] = "first"
+    """When ranks compare what they were given."""
+    atomic: bool = False
+    donate: bool = False
+    device: torch.device | None = None
+    """Where new destination tensors are made; with the sources, if nobody says."""
+
+    def __post_init__(self) -> None:
+        if self.transport not in TRANSPORTS:
+            raise LiveError(f'transport "{self.transport}" is none of {", ".join(TRANSPORTS)}')
+        if not self.timeout > 0:
+            raise LiveError(f"a timeout of {self.timeout} s: give more than 0 seconds")
+
+
+class _Prepared:
+    """What is kept of a plan between its calls."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.program = Program(plan, rank)
+        self.locals = (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank))
+        self.digest = bytes.fromhex(plan.digest)
+        self.apart: tuple[bytes, bytes] | None = None
+        """The addresses that were last found not to overlap."""
+
+
+_prepared: weakref.WeakKeyDictionary[Plan, _Prepared] = weakref.WeakKeyDictionary()
+
+
+def prepared_of(plan: Plan) -> _Prepared:
+    """The addresses of a plan, worked out once."""
+    found = _prepared.get(plan)
+    if found is None or found.program.rank != dist.get_rank():
+        found = _prepared[plan] = _Prepared(plan, dist.get_rank())
+    return found
+
+
+def release(plan: Plan) -> None:
+    """Free the buffers and tables that are kept for the next call."""
+    from reshard.run.live.team import teams
+
+    found = _prepared.pop(plan, None)
+    if found is not None:
+        found.program.forget()
+    for team in teams():
+        team.arenas.release()
+
+
+class Handle:
+    """A move that is under way."""
+
+    def __init__(self, run: Run, thread: bool) -> None:
+        self._run = run
+        self.report = run.report
+        self._result: dict[str, torch.Tensor] | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        if thread:
+            self._thread = threading.Thread(target=self._work, daemon=True, name="reshard-move")
+            self._thread.start()
+        else:
+            self._work()
+
+    def _work(self) -> None:
+        try:
+            self._result = self._run.run()
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the move is over, well or badly."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """The destination tensors of this rank, once all are complete."""
+        if self._thread is not None:
+            try:
+                self._thread.join()
+            except KeyboardInterrupt:
+                self._run.interrupt()
+                raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        return self._result
+
+
+def run(
+    plan: Plan,
+    tensors: Tensors,
+    *,
+    into: Tensors | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
+    """Move this rank's tensors along a plan; every rank of the two layouts calls it."""
+    return start(plan, tensors, into=into, group=group, _thread=False, **options).wait()
+
+
+def start(
+    plan: Plan,
+    tensors: Tensors,
+    *,
+    into: Tensors | None = None,
+    group: dist.ProcessGroup | None = None,
+    _thread: bool = True,
+    **options: Any,
+) -> Handle:
+    """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
+    if not dist.is_initialized():
+        raise LiveError(
+            "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
+        )
+    options.setdefault("transport", os.environ.get("RESHARD_TRANSPORT", "auto"))
+    settings = Options(**options)
+    return Handle(Run(plan, tensors, into, group or dist.group.WORLD, settings), _thread)
+
+
+class Run:
+    """One call of ``run`` or ``start``: numbered when it is made, done when it runs."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        tensors: Tensors,
+        into: Tensors | None,
+        group: dist.ProcessGroup | None,
+        options: Options,
+    ) -> None:
+        assert group is not None
+        self.plan, self.tensors, self.into, self.options = plan, tensors, into, options
+        self.rank = dist.get_rank()
+        self.began = time.perf_counter()
+        self.report = RunReport(self.rank, -1, plan.digest, started=self.began)
+        self.watch: Watch | None = None
+        self.call: Call | None = None
+        self.prepared: _Prepared | None = None
+        self.team: Team | None = None
+        if self.rank not in plan.ranks:
+            return
+        self.prepared = prepared_of(plan)
+        if self._talks():
+            self.team = team_of(group, plan.ranks, options.timeout)
+            self.report.call = self.team.next_call()
+            self.watch = Watch(
+                self.team,
+                self.report.call,
+                self.prepared.digest,
+                timeout=options.timeout,
+                deadline=options.deadline,
+                status=lambda: self.call.status() if self.call else "",
+            )
+
+    def _talks(self) -> bool:
+        """Whether any rank sends anything: a move without messages communicates nothing."""
+        return self.options.check == "always" or self.plan.summary().num_messages > 0
+
+    def run(self) -> dict[str, torch.Tensor]:
+        """Do the move."""
+        if self.prepared is None:
+            return {}
+        try:
+            if self.watch is None:
+                return self._move(None)
+            with told(self.watch):
+                return self._move(self.watch)
+        finally:
+            if self.watch is not None:
+                self.watch.close()
+            self.report.seconds = time.perf_counter() - self.began
+
+    def interrupt(self) -> None:
+        """Tell the other ranks that this one gives up."""
+        if self.watch is not None:
+            with contextlib.suppress(LiveError):
+                self.watch.fail(Cause("error", f"rank {self.rank} was interrupted"))
+
+    def _move(self, watch: Watch | None) -> dict[str, torch.Tensor]:
+        assert self.prepared is not None
+        try:
+            held, result = self._bind(self.prepared)
+        except TensorError as error:
+            if watch is not None:
+                watch.fail(Cause("tensor", str(error)))
+            raise
+        terms = Terms(self.plan, {"transport": self.options.transport}, _devices(held))
+        if watch is not None:
+            self._agree(watch, terms)
+        fill_zeros(self.prepared.program, held[WANT])
+        donation = Donation(self.prepared.program, held[HAVE]) if self.options.donate else None
+
+        def after_round(number: int, part: RoundReport) -> None:
+            if donation is not None:
+                donation.after(number)
+
+        carriers = [] if watch is None else self._carriers(watch, held)
+        self.call = Call(
+            self.prepared.program, held, watch, terms, carriers, self.report, after_round
+        )
+        self.report.planning = time.perf_counter() - self.began
+        self.call.run()
+        if self.options.atomic and self.into is not None:
+            self._commit(watch, result)
+            return {name: tensor for name, tensor in self.into.items() if tensor is not None}
+        return result
+
+    def _bind(self, prepared: _Prepared) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
+        """Check this rank's tensors and make those that are missing."""
+        plan, rank = self.plan, self.rank
+        check_names(self.tensors, plan.have, rank, "to move")
+        have = held_of(prepared.locals[HAVE], self.tensors, len(plan.have), rank, "to move")
+        given: Tensors = {} if self.into is None else self.into
+        check_names(given, plan.want, rank, "to move into")
+        if self.into is None:
+            return self._with_fresh(prepared, have)
+        want = held_of(prepared.locals[WANT], given, len(plan.want), rank, "to move into")
+        addresses = (have.address.tobytes(), want.address.tobytes())
+        if prepared.apart != addresses:
+            check_apart(have, want, prepared.program.names, rank)
+            prepared.apart = addresses
+        if self.options.atomic:
+            return self._with_fresh(prepared, have)
+        return (have, want), {name: tensor for name, tensor in given.items() if tensor is not None}
+
+    def _with_fresh(
+        self, prepared: _Prepared, have: Held
+    ) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
+        want = Held(len(self.plan.want))
+        result = {}
+        for local in prepared.locals[WANT]:
+            tensor = fresh(local, self._device(local))
+            want.add(local.number, tensor)
+            result[local.name] = tensor
+        return (have, want), result
+
+    def _device(self, local: Local) -> torch.device:
+        """With the source of the same name, with any source, or where the user says."""
+        if self.options.device is not None:
+            return self.options.device
+        near = self.tensors.get(local.name)
+        if near is None:
+            near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)
+        return torch.device("cpu") if near is None else near.device
+
+    def _agree(self, watch: Watch, terms: Terms) -> None:
+        """Compare with the other ranks, unless this plan was compared before."""
+        key = watch.digest + terms.to_json().encode()
+        if self.options.check == "always" or key not in watch.team.agreed:
+            agree(watch, terms)
+            watch.team.agreed.add(key)
+
+    def _carriers(self, watch: Watch, held: tuple[Held, Held]) -> list[Carrier]:
+        """Who of this rank's peers is reached how."""
+        assert self.prepared is not None
+        team, program = watch.team, self.prepared.program
+        peers = program.peers[0] | program.peers[1]
+        near = frozenset() if self.options.transport == "network" else peers & team.links.keys()
+        carriers: list[Carrier] = []
+        if near:
+            direct = self.options.transport != "shared"
+            carriers.append(Neighbours(watch, program, held, frozenset(near), direct))
+        wire = team.wire(watch, self.options.transport == "network")
+        if wire is not None:
+            carriers.append(Network(watch, program, held, frozenset(peers - near), wire))
+        return carriers
+
+    def _commit(self, watch: Watch | None, result: Mapping[str, torch.Tensor]) -> None:
+        """Every rank has all of its part: only now does anybody change its tensors."""
+        if watch is not None:
+            watch.barrier("complete")
+        assert self.into is not None
+        for name, tensor in result.items():
+            mine = self.into.get(name)
+            if mine is not None:
+                mine.detach().copy_(tensor)
+
+
+def _devices(held: tuple[Held, Held]) -> str:
+    """Where the tensors of this rank are."""
+    kinds = {tensor.device.type for side in held for tensor in side.tensors.values()}
+    return "+".join(sorted(kinds)) or "none"

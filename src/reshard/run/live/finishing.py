@@ -1,0 +1,67 @@
+"""What a move does besides moving: zeros where nothing comes, and sources given away."""
+
+from __future__ import annotations
+
+import torch
+
+from reshard.run.live.holding import Held
+from reshard.run.live.lots import Program
+
+__all__ = ["Donation", "fill_zeros"]
+
+
+def fill_zeros(program: Program, want: Held) -> None:
+    """Fill the boxes of destination tensors that no source reaches (padding)."""
+    numbers = {name: number for number, name in enumerate(program.names[1])}
+    for fill in program.part.fills:
+        tensor = want.tensors.get(numbers[fill.name])
+        if tensor is None:
+            continue
+        for piece in fill.spec.layout.pieces(program.rank, fill.spec.shape):
+            inside = piece.box & fill.box
+            if inside.size:
+                _zero(
+                    tensor.detach(),
+                    inside.shift([-low for low in piece.box.start]).start,
+                    inside.shape,
+                    piece.offset,
+                    piece.strides,
+                )
+
+
+def _zero(
+    tensor: torch.Tensor,
+    start: tuple[int, ...],
+    shape: tuple[int, ...],
+    offset: int,
+    strides: tuple[int, ...],
+) -> None:
+    if not tensor.is_contiguous():
+        # A view of the same memory with the strides of the pieces exists only where it is 1-d.
+        index = tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
+        tensor[index].zero_()
+        return
+    at = offset + sum(low * stride for low, stride in zip(start, strides, strict=True))
+    tensor.as_strided(shape, strides, tensor.storage_offset() + at).zero_()
+
+
+class Donation:
+    """Source tensors that are freed as soon as their last element has been read."""
+
+    def __init__(self, program: Program, have: Held) -> None:
+        last: dict[int, int] = {}
+        steps = (program.part.sends, program.part.copies)
+        for rows in (rows for one in steps for rows in one.rows if rows.transfers.hop == 0):
+            end = max(n for n in rows.rounds() if rows.slot.turn(n, 0) is not None)
+            for number in program.numbers_of(rows.flow.stack, 0).tolist():
+                last[number] = max(last.get(number, 0), end)
+        self._after: dict[int, list[torch.Tensor]] = {}
+        for number, tensor in have.tensors.items():
+            self._after.setdefault(last.get(number, 0), []).append(tensor)
+
+    def after(self, number: int) -> None:
+        """Free what no later round reads; memory shared with other tensors stays."""
+        for tensor in self._after.pop(number, []):
+            storage = tensor.untyped_storage()
+            if storage.nbytes() == tensor.numel() * tensor.element_size():
+                storage.resize_(0)

@@ -1,0 +1,220 @@
+"""The tensors that one rank brings to a move: checked, and where each lies in memory.
+
+Everything that can be wrong with a tensor is found here, before anything moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.columns import Ints
+from reshard.dtypes import itemsize
+from reshard.errors import TensorError
+from reshard.planning.plan import Plan
+from reshard.run.live.memory import array_at
+
+__all__ = ["Held", "Local", "locals_of"]
+
+Tensors = Mapping[str, torch.Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """What a plan says of one rank's local tensor."""
+
+    number: int
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def kind(self) -> torch.dtype:
+        """The dtype as torch names it."""
+        found: torch.dtype = getattr(torch, self.dtype)
+        return found
+
+
+def locals_of(plan: Plan, side: int, rank: int) -> list[Local]:
+    """The local tensors that a rank has of one side of a plan."""
+    specs = (plan.have, plan.want)[side]
+    shapes: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+    found = []
+    for number, (name, spec) in enumerate(specs.items()):
+        key = (id(spec.layout), spec.shape)
+        if key not in shapes:
+            held = spec.layout.holds(rank) is not None
+            shapes[key] = spec.layout.local_shape(rank, spec.shape) if held else None
+        shape = shapes[key]
+        if shape is not None:
+            found.append(Local(number, name, shape, spec.dtype))
+    return found
+
+
+class Held:
+    """The tensors of one side on this rank, by number, and their addresses."""
+
+    def __init__(self, count: int) -> None:
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.address = np.zeros(count, dtype=np.int64)
+        """Where each tensor begins; 0 for what this rank has not, or what is on a device."""
+        self.strided: dict[int, tuple[int, ...]] = {}
+        """The strides of tensors that are not contiguous."""
+
+    def add(self, number: int, tensor: torch.Tensor) -> None:
+        """Take in a tensor that was checked."""
+        self.tensors[number] = tensor
+        if tensor.device.type == "cpu":
+            self.address[number] = tensor.data_ptr()
+            if not tensor.is_contiguous():
+                self.strided[number] = tensor.stride()
+
+    @property
+    def published(self) -> Ints:
+        """The addresses that peers may use: of contiguous tensors."""
+        if not self.strided:
+            return self.address
+        table = self.address.copy()
+        table[list(self.strided)] = 0
+        return table
+
+    def on_device(self) -> list[int]:
+        """Numbers of tensors that are not in the memory of the host."""
+        return [n for n, tensor in self.tensors.items() if tensor.device.type != "cpu"]
+
+
+def held_of(locals_: list[Local], given: Tensors, count: int, rank: int, role: str) -> Held:
+    """Check the given tensors against the plan."""
+    held = Held(count)
+    for local in locals_:
+        tensor = given.get(local.name)
+        if tensor is None:
+            if prod(local.shape):
+                raise TensorError(
+                    f'rank {rank} holds {local.dtype}{list(local.shape)} of "{local.name}" and was '
+                    f"given none {role}: give its local tensor"
+                )
+            continue
+        _check(tensor, local, rank, role)
+        held.add(local.number, tensor)
+    return held
+
+
+def _check(tensor: Any, local: Local, rank: int, role: str) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TensorError(
+            f'"{local.name}" {role} on rank {rank} is a {type(tensor).__name__}: give a tensor'
+        )
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        raise TensorError(
+            f'"{local.name}" {role} on rank {rank} is a {tensor.layout} tensor on '
+            f"{tensor.device}: give a dense tensor that has memory"
+        )
+    if tensor.shape != local.shape or tensor.dtype is not local.kind:
+        raise TensorError(
+            f'"{local.name}" {role} on rank {rank} is {tensor.dtype}{list(tensor.shape)} and its '
+            f"layout says torch.{local.dtype}{list(local.shape)}: give this rank's local tensor"
+        )
+
+
+def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
+    """Refuse names that the plan does not have."""
+    unknown = [name for name in given if name not in names]
+    if unknown:
+        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+        raise TensorError(
+            f'rank {rank} was given "{unknown[0]}"{more} {role}, which the plan does not have: '
+            "give only what was planned"
+        )
+
+
+def check_apart(have: Held, want: Held, names: tuple[list[str], list[str]], rank: int) -> None:
+    """Refuse destinations that overlap one another or a source; equal ones are tied and fine."""
+    spans = [
+        (*_span(tensor), side, number)
+        for side, held in enumerate((have, want))
+        for number, tensor in held.tensors.items()
+        if tensor.device.type == "cpu" and tensor.numel()
+    ]
+    if not spans:
+        return
+    table = np.array(spans, dtype=np.int64)
+    table = table[np.lexsort((table[:, 1], table[:, 0]))]
+    # Only where the furthest end so far reaches into the next span can two overlap.
+    reach = np.maximum.accumulate(table[:, 1])
+    for at in np.flatnonzero(reach[:-1] > table[1:, 0]) + 1:
+        for before in range(at - 1, -1, -1):
+            if reach[before] <= table[at, 0]:
+                break
+            _check_pair(have, want, names, table[before], table[at], rank)
+
+
+def _check_pair(
+    have: Held, want: Held, names: tuple[list[str], list[str]], one: Ints, other: Ints, rank: int
+) -> None:
+    sides = (int(one[2]), int(other[2]))
+    tensors = [
+        (have, want)[side].tensors[int(row[3])]
+        for side, row in zip(sides, (one, other), strict=True)
+    ]
+    if sides == (0, 0) or one[1] <= other[0]:
+        return
+    a, b = tensors
+    tied = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    if (sides == (1, 1) and tied) or not _share(a, b):
+        return
+    first, second = (
+        f'"{names[side][int(row[3])]}"' for side, row in zip(sides, (one, other), strict=True)
+    )
+    if sides == (1, 1):
+        raise TensorError(
+            f"on rank {rank} the destinations {first} and {second} overlap in memory: tied tensors "
+            "have the same memory, shape and strides; give others memory of their own"
+        )
+    raise TensorError(
+        f"on rank {rank} a destination overlaps a source in memory ({first} and {second}): the "
+        "source is read while the destination is written; give other memory, or leave out into="
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor, and the one after its last."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps)
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common; where that is hard to say, yes."""
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    arrays = [
+        array_at(
+            t.data_ptr(),
+            tuple(t.shape),
+            np.dtype(f"V{t.element_size()}"),
+            [stride * t.element_size() for stride in t.stride()],
+        )
+        for t in (one, other)
+    ]
+    try:
+        # Exact, and bounded: the general question is hard.
+        return bool(np.shares_memory(arrays[0], arrays[1], max_work=100_000))  # type: ignore[arg-type]
+    except np.exceptions.TooHardError:
+        return True
+
+
+def fresh(local: Local, device: torch.device) -> torch.Tensor:
+    """A new destination tensor; its values are whatever was there."""
+    return torch.empty(local.shape, dtype=local.kind, device=device)
+
+
+def bytes_of(locals_: list[Local]) -> int:
+    """Bytes of local tensors."""
+    return sum(prod(local.shape) * itemsize(local.dtype) for local in locals_)

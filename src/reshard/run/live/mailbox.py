@@ -1,0 +1,225 @@
+"""Short messages between the ranks of one host, over unix sockets.
+
+Data never goes this way: a message says that data is there to be taken, or was taken. Each is 64
+bytes, carries the number of its call and the digest of its plan, and may carry the descriptor of
+shared memory. When a process dies its sockets close, so its peers know at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+
+from reshard.run.live.arena import Arena
+
+__all__ = ["Inbox", "Kind", "Mailbox", "Message"]
+
+_FORM = struct.Struct("<4sIQ16sQQQQ")
+_MAGIC = b"rsh1"
+
+
+class Kind(IntEnum):
+    """What a message says."""
+
+    HELLO = 1
+    """I have entered this call; ``a``: where my table of addresses is, ``b``: its length."""
+    READY = 2
+    """My part of this round is there; ``a``: arena, ``b``: where in it."""
+    TAKEN = 3
+    """I have read what you had for me in this round."""
+    ABORT = 4
+    """This call has failed; the store says why."""
+    GONE = 5
+    """The arena ``a`` of mine is no longer used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one rank tells another."""
+
+    kind: Kind
+    call: int
+    digest: bytes
+    round: int = 0
+    a: int = 0
+    b: int = 0
+
+    def pack(self) -> bytes:
+        """The 64 bytes on the socket."""
+        return _FORM.pack(
+            _MAGIC, int(self.kind), self.call, self.digest, self.round, self.a, self.b, 0
+        )
+
+    @classmethod
+    def unpack(cls, data: bytes) -> Message | None:
+        """Read what ``pack`` wrote; None for anything else."""
+        if len(data) != _FORM.size or data[:4] != _MAGIC:
+            return None
+        _, kind, call, digest, number, a, b, _ = _FORM.unpack(data)
+        return cls(Kind(kind), call, digest, number, a, b) if kind in set(Kind) else None
+
+
+@dataclass(eq=False, slots=True)
+class Inbox:
+    """What has arrived for one call."""
+
+    hellos: dict[int, Message] = field(default_factory=dict)
+    ready: dict[tuple[int, int], Message] = field(default_factory=dict)
+    """By peer and round."""
+    taken: set[tuple[int, int]] = field(default_factory=set)
+    aborted_by: int | None = None
+    heard: dict[int, float] = field(default_factory=dict)
+    """When each peer last said something."""
+
+    def put(self, peer: int, message: Message) -> None:
+        """File a message."""
+        self.heard[peer] = time.monotonic()
+        match message.kind:
+            case Kind.HELLO:
+                self.hellos[peer] = message
+            case Kind.READY:
+                self.ready[peer, message.round] = message
+            case Kind.TAKEN:
+                self.taken.add((peer, message.round))
+            case Kind.ABORT:
+                self.aborted_by = peer
+
+
+class Mailbox:
+    """All sockets of one rank to the ranks of its host, and what came over them.
+
+    Several calls may be in flight, each in a thread: whoever needs a message polls for all.
+    """
+
+    def __init__(self, links: Mapping[int, socket.socket]) -> None:
+        self.links = dict(links)
+        self.lost: set[int] = set()
+        self.arenas: dict[tuple[int, int], Arena] = {}
+        """Memory that peers share with us, by peer and number; the latest of each."""
+        self._open: dict[int, Inbox] = {}
+        self._next_call = 0
+        self._polling = threading.Lock()
+        self._came = threading.Condition()
+        self._peers = {link.fileno(): peer for peer, link in self.links.items()}
+        self._poll = select.poll()
+        self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        for link in self.links.values():
+            link.setblocking(False)
+            self._poll.register(link, select.POLLIN)
+        self._poll.register(self._wake, select.POLLIN)
+
+    def open(self, call: int) -> Inbox:
+        """The messages of a call, which begins."""
+        with self._came:
+            self._next_call = max(self._next_call, call + 1)
+            return self._open.setdefault(call, Inbox())
+
+    def close(self, call: int) -> None:
+        """Forget a call; late messages to it are dropped."""
+        with self._came:
+            self._open.pop(call, None)
+
+    def send(self, peer: int, message: Message, fd: int | None = None) -> None:
+        """Send a message; what arrives meanwhile is filed, so that two full sockets never wait."""
+        data = message.pack()
+        while peer not in self.lost:
+            try:
+                if fd is None:
+                    self.links[peer].send(data)
+                else:
+                    socket.send_fds(self.links[peer], [data], [fd])
+                return
+            except BlockingIOError:
+                self.step(0.01)
+            except OSError:
+                self._lose(peer)
+
+    def step(self, seconds: float) -> None:
+        """Wait for messages, at most so long, and file them."""
+        if self._polling.acquire(blocking=False):
+            try:
+                for fd, event in self._poll.poll(seconds * 1000):
+                    self._receive(fd, event)
+            finally:
+                self._polling.release()
+            with self._came:
+                self._came.notify_all()
+        else:
+            with self._came:
+                self._came.wait(seconds)
+
+    def wake(self) -> None:
+        """Make a waiting ``step`` return: something else has happened."""
+        os.eventfd_write(self._wake, 1)
+        with self._came:
+            self._came.notify_all()
+
+    def _receive(self, fd: int, event: int) -> None:
+        if fd == self._wake:
+            with contextlib.suppress(BlockingIOError):
+                os.eventfd_read(fd)
+            return
+        peer = self._peers[fd]
+        if event & select.POLLNVAL:
+            self._lose(peer)
+            return
+        while peer not in self.lost:
+            try:
+                data, fds, _, _ = socket.recv_fds(self.links[peer], _FORM.size + 1, 4)
+            except BlockingIOError:
+                return
+            except OSError:
+                data, fds = b"", []
+            if not data:
+                self._lose(peer)
+                return
+            self._file(peer, data, fds)
+
+    def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
+        message = Message.unpack(data)
+        if message is None:
+            for fd in fds:
+                os.close(fd)
+            self._lose(peer)
+            return
+        for fd in fds:
+            self.arenas[peer, message.a] = Arena.of(fd, message.a)
+        if message.kind is Kind.GONE:
+            self._forget(peer, message.a)
+            return
+        with self._came:
+            if message.call >= self._next_call and message.call not in self._open:
+                self._open[message.call] = Inbox()
+            inbox = self._open.get(message.call)
+        if inbox is not None:
+            inbox.put(peer, message)
+
+    def _forget(self, peer: int, number: int) -> None:
+        """Unmap an arena that its owner no longer uses."""
+        arena = self.arenas.pop((peer, number), None)
+        if arena is not None:
+            arena.close()
+
+    def _lose(self, peer: int) -> None:
+        if peer in self.lost:
+            return
+        self.lost.add(peer)
+        with contextlib.suppress(KeyError, OSError, ValueError):
+            self._poll.unregister(self.links[peer])
+        self.links[peer].close()
+
+    def shut(self) -> None:
+        """Close every socket and unmap every arena."""
+        for peer in list(self.links):
+            self._lose(peer)
+        for key in list(self.arenas):
+            self._forget(*key)
+        os.close(self._wake)

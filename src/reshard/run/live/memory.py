@@ -1,0 +1,132 @@
+"""Memory by address: this process's own as arrays, another process's through the kernel.
+
+Linux lets one process copy from and to the memory of another of the same user, up to 1024 pieces on
+each side with one system call (`process_vm_readv`, `process_vm_writev`); the other has to do
+nothing. Yama, where it is on, wants the other to have said that it agrees (`PR_SET_PTRACER`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from reshard.columns import Ints, distinct
+
+__all__ = ["Stretches", "allow_others", "array_at", "pair_up", "read_from", "write_to"]
+
+MOST_PIECES = 1024
+"""The kernel's limit of pieces per side and call (UIO_MAXIOV)."""
+
+MOST_BYTES = 8 << 20
+"""Bytes of one call: few enough that an abort is seen within milliseconds."""
+
+PR_SET_PTRACER = 0x59616D61
+
+Array = np.ndarray[Any, Any]
+
+
+FIRST_PAGE = 4096
+"""No memory lies below; and numpy takes a buffer at address 0 for no buffer."""
+
+
+class _Everything:
+    """The whole address space as one buffer, so that an array can be put at any address."""
+
+    buffer: Any = (ctypes.c_char * ((1 << 62) - FIRST_PAGE)).from_address(FIRST_PAGE)
+
+
+def array_at(
+    address: int, shape: Sequence[int], dtype: np.dtype[Any], strides: Sequence[int]
+) -> Array:
+    """The array that lies at an address; strides in bytes. Whoever asks keeps the memory alive."""
+    return np.ndarray(shape, dtype, _Everything.buffer, address - FIRST_PAGE, strides)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stretches:
+    """Stretches of memory, one after the other: where each begins and how long it is, in bytes."""
+
+    address: Ints
+    length: Ints
+
+    def cut_at(self, places: Ints, ends: Ints) -> Stretches:
+        """The same stretches, with those that cross a place cut there."""
+        stops = distinct(np.concatenate([ends, places]))
+        old = np.searchsorted(ends, stops, side="left")
+        starts = np.concatenate([[0], stops[:-1]])
+        begins = ends[old] - self.length[old]
+        return Stretches(self.address[old] + starts - begins, stops - starts)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Portion:
+    """The operands of one call: pieces here and pieces there, of equally many bytes."""
+
+    own: Array
+    theirs: Array
+    num_bytes: int
+
+
+def pair_up(own: Stretches, theirs: Stretches) -> list[Portion]:
+    """Cut two lists of equally many bytes into calls that the kernel takes."""
+    ends = [np.cumsum(side.length) for side in (own, theirs)]
+    total = int(ends[0][-1]) if len(ends[0]) else 0
+    if not total:
+        return []
+    regular = np.arange(MOST_BYTES, total, MOST_BYTES)
+    step = MOST_PIECES - 2
+    places = distinct(np.concatenate([regular, *(end[step - 1 :: step] for end in ends), [total]]))
+    # Each list of ends now gets the cuts of the other, so that a call ends on both sides alike.
+    sides = [side.cut_at(places, end) for side, end in zip((own, theirs), ends, strict=True)]
+    tables = [np.stack([side.address, side.length], axis=1) for side in sides]
+    last = [np.searchsorted(np.cumsum(side.length), places, side="left") + 1 for side in sides]
+    first = [np.concatenate([[0], ends_of_calls[:-1]]) for ends_of_calls in last]
+    sizes = np.diff(places, prepend=0)
+    return [
+        Portion(
+            tables[0][first[0][n] : last[0][n]], tables[1][first[1][n] : last[1][n]], int(sizes[n])
+        )
+        for n in range(len(places))
+    ]
+
+
+@lru_cache(maxsize=1)
+def _libc() -> Any:
+    libc = ctypes.CDLL(None, use_errno=True)
+    for name in ("process_vm_readv", "process_vm_writev"):
+        call = getattr(libc, name)
+        call.restype = ctypes.c_ssize_t
+        pointer, number = ctypes.c_void_p, ctypes.c_ulong
+        call.argtypes = [ctypes.c_int, pointer, number, pointer, number, number]
+    return libc
+
+
+def allow_others() -> None:
+    """Let processes of the same user read and write this one's memory, where Yama asks."""
+    _libc().prctl(PR_SET_PTRACER, ctypes.c_ulong(ctypes.c_ulong(-1).value), 0, 0, 0)
+
+
+def read_from(pid: int, portion: Portion) -> None:
+    """Copy from another process's memory into one's own."""
+    _transfer(_libc().process_vm_readv, pid, portion)
+
+
+def write_to(pid: int, portion: Portion) -> None:
+    """Copy from one's own memory into another process's."""
+    _transfer(_libc().process_vm_writev, pid, portion)
+
+
+def _transfer(call: Callable[..., int], pid: int, portion: Portion) -> None:
+    own, theirs = portion.own, portion.theirs
+    done = call(pid, own.ctypes.data, len(own), theirs.ctypes.data, len(theirs), 0)
+    if done == portion.num_bytes:
+        return
+    number = ctypes.get_errno() if done < 0 else errno.EFAULT
+    raise OSError(number, f"{os.strerror(number)}: {max(done, 0)} of {portion.num_bytes} bytes")

@@ -1,0 +1,224 @@
+"""Exchange with ranks of other hosts, through a process group of the team's own.
+
+A message is one buffer, packed; blocks that are large and contiguous on both ends travel by
+themselves, straight from and into the tensors. The group is made for the team alone: when a move
+fails it is thrown away, and the next move makes a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from reshard.run.live.addresses import own_views
+from reshard.run.live.c10d import Work
+from reshard.run.live.copying import Copies, Spot, packed_strides
+from reshard.run.live.faults import Watch
+from reshard.run.live.holding import Held
+from reshard.run.live.lots import Lot, Program
+from reshard.run.live.mailbox import Kind, Message
+from reshard.run.live.ways import run_lengths
+from reshard.run.live.wire import Wire
+
+__all__ = ["Network"]
+
+DIRECT_BYTES = 64 << 10
+"""From this size on a contiguous block is not packed: measured on gloo, packing costs more."""
+
+
+@dataclass(eq=False)
+class _Arrival:
+    """A message on its way here."""
+
+    buffer: torch.Tensor
+    done: bool = False
+    error: str | None = None
+    works: list[Work] = field(default_factory=list)
+
+
+class Network:
+    """This rank's exchange with ranks of other hosts, in one call."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        program: Program,
+        held: tuple[Held, Held],
+        peers: frozenset[int],
+        wire: Wire,
+    ) -> None:
+        self.watch = watch
+        self.team = watch.team
+        self.program = program
+        self.held = held
+        self.peers = peers
+        self.wire = wire
+        self.tag = watch.call % (1 << 20)
+        self._arrivals: dict[tuple[int, int], _Arrival] = {}
+        self._sent: list[Work] = []
+        self._unsent: set[int] = set()
+        self._keep: list[torch.Tensor] = []
+
+    def name(self, peer: int) -> str:
+        """How a peer is reached, for the report."""
+        return "network (gloo)"
+
+    def greet(self) -> None:
+        """Say that this rank has entered the call."""
+        watch = self.watch
+        private = any(side.strided or side.on_device() for side in self.held)
+        hello = Message(Kind.HELLO, watch.call, watch.digest, a=int(private)).pack()
+        for peer in self.peers:
+            tensor = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
+            self._keep.append(tensor)
+            self._sent.append(self.wire.send(self._index(peer), tensor, self.tag))
+            self._await_hello(peer)
+
+    def _await_hello(self, peer: int) -> None:
+        buffer = torch.empty(64, dtype=torch.uint8)
+        work = self.wire.receive(self._index(peer), buffer, self.tag)
+
+        def then(error: str | None) -> None:
+            message = Message.unpack(bytes(buffer.numpy()))
+            if error is None and message is not None and message.kind is Kind.HELLO:
+                self.watch.inbox.put(peer, message)
+            else:
+                self.watch.broken[peer] = error or "it sent something else than a greeting"
+            self.team.mailbox.wake()
+
+        self.wire.when_done([work], then)
+
+    def unmet(self) -> list[int]:
+        """Peers that have not entered the call."""
+        return [peer for peer in self.peers if peer not in self.watch.inbox.hellos]
+
+    def learn(self) -> None:
+        """Nothing more is known of tensors on other hosts than whether they are ordinary."""
+
+    def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
+        """Pack and begin to send this rank's messages of a round; gives bytes staged."""
+        staged = 0
+        for peer, lots in sends.items():
+            if peer not in self.peers:
+                continue
+            packed, direct = self._split(peer, lots)
+            size = sum(lot.num_bytes for lot in packed)
+            buffer = torch.empty(size, dtype=torch.uint8)
+            for lot, at in _placed(packed, buffer.data_ptr()):
+                into = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+                Copies(lot.width, into, own_views(lot.source, lot.width, self.held)).run()
+            tensors = ([buffer] if size else []) + self._straight(direct, sending=True)
+            self._begin_sending(peer, tensors)
+            staged += size
+        return staged
+
+    def _begin_sending(self, peer: int, tensors: list[torch.Tensor]) -> None:
+        works = [self.wire.send(self._index(peer), tensor, self.tag) for tensor in tensors]
+        self._keep += tensors
+        self._sent += works
+
+    def expect(self, number: int, receives: dict[int, list[Lot]]) -> int:
+        """Begin to receive the messages of a round; gives bytes staged."""
+        staged = 0
+        for peer, lots in receives.items():
+            if peer not in self.peers:
+                continue
+            packed, direct = self._split(peer, lots)
+            size = sum(lot.num_bytes for lot in packed)
+            arrival = _Arrival(torch.empty(size, dtype=torch.uint8))
+            tensors = ([arrival.buffer] if size else []) + self._straight(direct, sending=False)
+            arrival.works = [
+                self.wire.receive(self._index(peer), tensor, self.tag) for tensor in tensors
+            ]
+            self._keep += tensors
+            self._arrivals[peer, number] = arrival
+            self.wire.when_done(arrival.works, self._arrived(peer, number))
+            staged += size
+        return staged
+
+    def _arrived(self, peer: int, number: int) -> Callable[[str | None], None]:
+        def then(error: str | None) -> None:
+            if error is not None:
+                self.watch.broken[peer] = error
+            else:
+                self._arrivals[peer, number].done = True
+                self.watch.inbox.put(peer, Message(Kind.READY, self.watch.call, b"", number))
+            self.team.mailbox.wake()
+
+        return then
+
+    def take(
+        self, number: int, peer: int, lots: Sequence[Lot], summed: Callable[[Lot, int], None]
+    ) -> None:
+        """Unpack a message that has arrived; addends are handed on with their address."""
+        packed, _ = self._split(peer, lots)
+        buffer = self._arrivals[peer, number].buffer
+        for lot, at in _placed(packed, buffer.data_ptr()):
+            if lot.addend >= 0:
+                summed(lot, at)
+                continue
+            source = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+            Copies(lot.width, own_views(lot.target, lot.width, self.held), source).run()
+
+    def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
+        """The buffer of a message is not needed any more."""
+        del self._arrivals[peer, number]
+
+    def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
+        """Peers that have not taken this rank's messages off its hands."""
+        peers = [peer for peer in sends if peer in self.peers]
+        if peers and self._sent:
+            works, self._sent = self._sent, []
+            self._unsent = set(peers)
+            self.wire.when_done(works, self._all_sent)
+        return sorted(self._unsent)
+
+    def _all_sent(self, error: str | None) -> None:
+        if error is not None:
+            self.watch.broken |= dict.fromkeys(self._unsent, error)
+        self._keep.clear()
+        self._unsent = set()
+        self.team.mailbox.wake()
+
+    def _split(self, peer: int, lots: Sequence[Lot]) -> tuple[list[Lot], list[Lot]]:
+        """What is packed, and what goes straight; both ends split alike."""
+        hello = self.watch.inbox.hellos[peer]
+        ordinary = not hello.a and not any(side.strided or side.on_device() for side in self.held)
+        packed = [lot for lot in lots if not (ordinary and _is_direct(lot))]
+        return packed, [lot for lot in lots if ordinary and _is_direct(lot)]
+
+    def _straight(self, lots: Sequence[Lot], sending: bool) -> list[torch.Tensor]:
+        """The tensors' own memory, block by block, as bytes; the views keep it alive."""
+        found = []
+        for lot in lots:
+            end = lot.source if sending else lot.target
+            for n, (number, size) in enumerate(
+                zip(end.tensor.tolist(), lot.sizes.tolist(), strict=True)
+            ):
+                flat = self.held[end.side].tensors[number].detach().view(-1)
+                at = int(end.offset[n])
+                found.append(flat[at : at + size].view(torch.uint8))
+        return found
+
+    def _index(self, peer: int) -> int:
+        return self.team.ranks.index(peer)
+
+    def close(self) -> None:
+        """Wait until everything is off this rank's hands."""
+        self._keep.clear()
+
+
+def _is_direct(lot: Lot) -> bool:
+    if not lot.as_is or lot.num_bytes < DIRECT_BYTES * len(lot.width):
+        return False
+    ends = (lot.source, lot.target)
+    return all(bool((run_lengths(lot.width, end.strides) == lot.sizes).all()) for end in ends)
+
+
+def _placed(lots: Sequence[Lot], address: int) -> list[tuple[Lot, int]]:
+    """Where each lot of a message lies."""
+    sizes = np.array([0, *(lot.num_bytes for lot in lots)], dtype=np.int64)
+    return [(lot, int(address + at)) for lot, at in zip(lots, np.cumsum(sizes), strict=False)]

@@ -1,0 +1,168 @@
+"""Add up the addends of a pending reduction, in the order of the addends, always.
+
+The parts that a rank adds up lie one after the other on a line, and every addend brings all of
+them: from one sender or several, in messages; or from the rank's own tensor. So a round is one
+addition per addend and stretch, whatever the tensors look like.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from reshard.columns import Ints
+from reshard.dtypes import accumulator, itemsize
+from reshard.run.live.copying import Copies, Spot, packed_strides, tensor_at
+from reshard.run.live.lots import Lot
+from reshard.run.live.memory import Array
+from reshard.run.live.ways import run_lengths
+from reshard.run.numpy_dtypes import storage_dtype
+
+__all__ = ["Sum"]
+
+Spots = Callable[[Lot], Spot]
+
+
+@dataclass(eq=False)
+class Sum:
+    """The addends of one stack in one round."""
+
+    op: str
+    arrived: list[tuple[Lot, int]] = field(default_factory=list)
+    """Lots in messages, and the address of each."""
+    own: list[Lot] = field(default_factory=list)
+    """Lots of this rank's own tensors."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the accumulator."""
+        lots = self._of_first_addend()
+        count = sum(int(lot.sizes.sum()) for lot in lots)
+        return count * itemsize(accumulator(lots[0].stack.have.dtype))
+
+    def _of_first_addend(self) -> list[Lot]:
+        lots = [*(lot for lot, _ in self.arrived), *self.own]
+        first = min(lot.addend for lot in lots)
+        return [lot for lot in lots if lot.addend == first]
+
+    def run(self, source: Spots, target: Spots) -> None:
+        """Add up, and put the sums into the destination tensors."""
+        lots = self._of_first_addend()
+        line = _Line(lots)
+        dtype = lots[0].stack.have.dtype
+        total = _Total(self.op, dtype, line.length)
+        addends = [(lot, at) for lot, at in self.arrived] + [(lot, 0) for lot in self.own]
+        addends.sort(key=lambda pair: pair[0].addend)
+        for lot, address in addends:
+            places = line.places(lot)
+            first = lot.addend == lots[0].addend
+            if address:
+                total.add_message(lot, address, places, first)
+            else:
+                total.add_blocks(lot, source(lot), places, first)
+        total.finish(addends[-1][0].addend + 1, lots[0].stack.want.dtype)
+        for lot in lots:
+            Copies(lot.width, target(lot), total.spot(lot, line.places(lot))).run()
+
+
+class _Line:
+    """Where each part lies on the line of all parts."""
+
+    def __init__(self, lots: Sequence[Lot]) -> None:
+        part = np.concatenate([lot.part for lot in lots])
+        size = np.concatenate([lot.sizes for lot in lots])
+        order = np.argsort(part, kind="stable")
+        self.parts = part[order]
+        ends = np.cumsum(size[order])
+        self.starts = ends - size[order]
+        self.length = int(ends[-1])
+
+    def places(self, lot: Lot) -> Ints:
+        """Where the blocks of a lot lie; the blocks of a part come in the same order everywhere."""
+        first_of_part = np.searchsorted(lot.part, lot.part)
+        within = lot.at - lot.at[first_of_part]
+        found: Ints = self.starts[np.searchsorted(self.parts, lot.part)] + within
+        return found
+
+
+class _Total:
+    """The accumulator: a line of elements, wide enough for halves."""
+
+    def __init__(self, op: str, dtype: str, length: int) -> None:
+        self.op = op
+        self.dtype = dtype
+        self.wide = accumulator(dtype)
+        self.values = np.empty(length, storage_dtype(self.wide))
+
+    @property
+    def _address(self) -> int:
+        return int(self.values.ctypes.data)
+
+    def add_message(self, lot: Lot, address: int, places: Ints, first: bool) -> None:
+        """Add a lot that lies in a message: whole stretches at a time."""
+        size = itemsize(self.dtype)
+        ends = places + lot.sizes
+        new = np.flatnonzero(np.concatenate([[True], places[1:] != ends[:-1]]))
+        last = np.append(new[1:], len(places)) - 1
+        for start, stop in zip(new.tolist(), last.tolist(), strict=True):
+            low, high = int(places[start]), int(ends[stop])
+            addend = tensor_at(address + int(lot.at[start]) * size, (high - low,), self.dtype)
+            self._add(self.values[low:high], addend, first)
+
+    def add_blocks(self, lot: Lot, spot: Spot, places: Ints, first: bool) -> None:
+        """Add a lot of this rank's own tensor, block by block."""
+        if (run_lengths(lot.width, spot.strides) == lot.sizes).all():
+            for n, (low, size) in enumerate(zip(places.tolist(), lot.sizes.tolist(), strict=True)):
+                addend = tensor_at(int(spot.address[n]), (size,), self.dtype)
+                self._add(self.values[low : low + size], addend, first)
+            return
+        for n, (low, size) in enumerate(zip(places.tolist(), lot.sizes.tolist(), strict=True)):
+            one = Spot(spot.address[n : n + 1], spot.strides[n : n + 1], spot.dtype)
+            block = torch.empty(size, dtype=getattr(torch, self.dtype))
+            packed = packed_strides(lot.width[n : n + 1])
+            into = Spot(np.array([block.data_ptr()]), packed, self.dtype)
+            Copies(lot.width[n : n + 1], into, one).run()
+            self._add(self.values[low : low + size], block, first)
+
+    def _add(self, total: Array, addend: torch.Tensor, first: bool) -> None:
+        if first:
+            torch.from_numpy(total).copy_(addend)
+        elif self.wide != self.dtype:
+            _OPS_TORCH[self.op](torch.from_numpy(total), addend.to(getattr(torch, self.wide)))
+        else:
+            op = (
+                np.logical_or
+                if total.dtype == bool and self.op in ("sum", "avg")
+                else _OPS[self.op]
+            )
+            op(total, addend.numpy(), out=total)
+
+    def finish(self, count: int, want: str) -> None:
+        """Divide, for a mean; and round to the source's dtype, if the destination is wider."""
+        if self.op == "avg":
+            whole = np.issubdtype(self.values.dtype, np.integer)
+            divide = np.floor_divide if whole else np.divide
+            divide(self.values, count, out=self.values, casting="unsafe")
+        if self.wide != self.dtype and want != self.dtype:
+            wide = torch.from_numpy(self.values)
+            wide.copy_(wide.to(getattr(torch, self.dtype)))
+
+    def spot(self, lot: Lot, places: Ints) -> Spot:
+        """Where the sums of a lot's blocks are."""
+        size = self.values.itemsize
+        return Spot(self._address + places * size, packed_strides(lot.width), self.wide)
+
+
+_OPS = {
+    "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
+}  # fmt: skip
+_OPS_TORCH: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+    "sum": lambda total, addend: total.add_(addend),
+    "avg": lambda total, addend: total.add_(addend),
+    "prod": lambda total, addend: total.mul_(addend),
+    "max": lambda total, addend: torch.maximum(total, addend, out=total),
+    "min": lambda total, addend: torch.minimum(total, addend, out=total),
+}
