@@ -1,0 +1,1 @@
+"""Run a plan live: between processes, over shared memory, the network or NCCL."""
