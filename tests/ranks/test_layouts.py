@@ -119,3 +119,19 @@ def test_old_shards_on_a_sub_group(pool: Pool) -> None:
     layout = specs["old"].layout
     assert list(layout.ranks) == [4, 5, 6, 7]
     assert layout.local_shape(5, (10, 3)) == (12,)
+
+
+def gather_later(rank: int) -> None:
+    """A DTensor whose collective is still under way is waited for."""
+    mesh = init_device_mesh("cpu", (8,))
+    rows = distribute_tensor(numbered(13, 5), mesh, [Shard(0)])
+    for _ in range(20):
+        pending = rows.redistribute(mesh, [Replicate()], async_op=True)
+        assert layout_of(pending) == rs.Layout(rs.Mesh(d0=8), "- -")
+        local = local_of(pending)
+        assert type(local) is torch.Tensor
+        assert torch.equal(local, numbered(13, 5))
+
+
+def test_local_tensors_that_are_not_there_yet(pool: Pool) -> None:
+    pool.run(gather_later)

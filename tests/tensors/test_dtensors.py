@@ -261,11 +261,20 @@ def test_a_rank_outside_the_mesh_has_nothing_to_compare() -> None:
         assert layout_of(tensor) == rs.Layout(rs.Mesh(tp=2, ranks=[1, 3]), "tp -")
         inside = rank in (1, 3)
         assert (local_of(tensor) is not None) == inside
-        rebuilt = dtensor_of(
-            local_of(tensor), mesh, [Shard(0)], (5, 2), dtype=None if inside else torch.int64
-        )
+        rebuilt = dtensor_of(local_of(tensor), mesh, [Shard(0)], (5, 2), dtype=torch.int64)
         assert rebuilt.dtype == torch.int64
         assert (local_of(rebuilt) is not None) == inside
+
+
+def test_a_rank_that_holds_nothing_need_not_make_something() -> None:
+    with playing(3, 4):
+        mesh = init_device_mesh("cpu", (4,))
+        tensor = dtensor_of(None, mesh, [Shard(0)], (3, 5), dtype=torch.bfloat16)
+        assert local_of(tensor).shape == (0, 5)
+        assert tensor.dtype == torch.bfloat16
+        assert str(layout_of(tensor)) == "d0 -"
+        with pytest.raises(rs.TensorError, match=r"gives it \(0, 5\): .* dtype= where it has none"):
+            dtensor_of(None, mesh, [Shard(0)], (3, 5))
 
 
 def test_axis_names_become_words() -> None:
@@ -304,11 +313,11 @@ def test_wrapping_keeps_memory_metadata_and_gradients() -> None:
 def test_wrapping_refuses_what_does_not_fit() -> None:
     with playing(0, 4):
         mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
-        with pytest.raises(rs.TensorError, match=r"rank 0 .*\(2, 3\).*\(4, 3\) of the tensor"):
+        with pytest.raises(rs.TensorError, match=r"rank 0 .*\(2, 3\).*gives it \(4, 3\)"):
             dtensor_of(torch.zeros(2, 3), mesh, [Shard(0)], (13, 3))
         with pytest.raises(rs.TensorError, match="on meta for a mesh of cpu"):
             dtensor_of(torch.zeros(4, 3, device="meta"), mesh, [Shard(0)], (13, 3))
-        with pytest.raises(rs.TensorError, match="give dtype="):
+        with pytest.raises(rs.TensorError, match=r"rank 0 gives no local tensor .*\(4, 3\)"):
             dtensor_of(None, mesh, [Shard(0)], (13, 3))
         with pytest.raises(rs.LayoutError, match=r"2 placements .* has 1 axes"):
             layout_from(mesh, [Shard(0), Shard(1)], (13, 3))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import lru_cache
-from math import prod
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from reshard.box import row_major
@@ -17,7 +18,7 @@ from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.tensors.kinds import ready
 from reshard.tensors.meshes import mesh_of, this_rank
-from reshard.tensors.placements import as_placed, layout_from, read_placements
+from reshard.tensors.placements import as_placed, read_placements
 
 __all__ = ["dtensor_layout", "dtensor_local", "dtensor_of"]
 
@@ -27,12 +28,11 @@ def dtensor_layout(tensor: DTensor) -> Layout:
     spec, rank = tensor._spec, this_rank()
     nested = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
     mesh = mesh_of(spec.mesh, rank)
-    layout, expected = _expected(
-        mesh, spec.placements, spec.shard_order, tensor.shape, nested, rank
-    )
+    order = getattr(spec, "shard_order", None)
+    layout, expected = _expected(mesh, spec.placements, order, tensor.shape, nested, rank)
     local = tensor._local_tensor
     # Where there is nothing to hold, FSDP2 has (0, 0) for (3, 0), and that harms nobody.
-    if expected is not None and local.shape != expected and (local.numel() or prod(expected)):
+    if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
         raise LayoutError(_differs(tensor, layout, expected))
     return layout
 
@@ -48,8 +48,7 @@ def _expected(
 ) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout and this rank's local shape; None where the rank is not in the mesh."""
     shape = tuple(shape)
-    strided = any(hasattr(placement, "split_factor") for placement in placements)
-    layout = read_placements(mesh, placements, order, shape, nested or not strided)
+    layout = read_placements(mesh, placements, order, shape, nested)
     inside = mesh.index(rank) is not None
     return layout, layout.local_shape(rank, shape) if inside else None
 
@@ -102,46 +101,80 @@ def dtensor_of(
 ) -> DTensor:
     """Wrap a rank's local tensor, which keeps its memory, as a DTensor of this global shape.
 
-    A rank outside the mesh gives ``None`` and the dtype. ``stride`` is the global one, rows after
-    rows if not given. Nothing is communicated; gradients flow back to the local tensor.
+    A rank that holds nothing gives ``None`` and the dtype. ``stride`` is the global one, rows
+    after rows if not given. Nothing is communicated; gradients flow back to the local tensor.
     """
-    sizes = tuple(shape)
+    sizes, rank = tuple(shape), this_rank()
     placed = as_placed(placements, sizes)
-    layout = layout_from(device_mesh, placed, sizes)
-    if local is None:
-        if dtype is None:
-            raise TensorError(
-                f"rank {this_rank()} gives no local tensor for a DTensor on mesh {layout.mesh}: "
-                "give dtype= so that every rank knows it"
-            )
-        local = torch.empty(0, dtype=dtype, device=device_mesh.device_type)
-    _check_local(local, layout, sizes, device_mesh)
-    return DTensor.from_local(
-        local,
-        device_mesh,
-        placed,
-        run_check=False,
-        shape=torch.Size(sizes),
-        stride=tuple(row_major(sizes) if stride is None else stride),
-    )
+    layout, expected = _expected(mesh_of(device_mesh, rank), placed, None, sizes, True, rank)
+    local = _part(local, device_mesh, layout, expected, dtype)
+    strides = tuple(row_major(sizes) if stride is None else stride)
+    if local.requires_grad:
+        size = torch.Size(sizes)
+        return DTensor.from_local(local, device_mesh, placed, shape=size, stride=strides)
+    spec = _spec(_Same(device_mesh), placed, torch.Size(sizes), strides, local.dtype)
+    # A copy: torch may change the spec of a tensor. Three times as quick as from_local.
+    return DTensor(local.detach(), copy(spec), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+class _Same:
+    """A DeviceMesh as a key that is only equal to itself: equal ones may have dead groups."""
+
+    __slots__ = ("mesh",)
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def __hash__(self) -> int:
+        return id(self.mesh)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.mesh is other.mesh
+
+
+@lru_cache(maxsize=256)
+def _spec(
+    same: _Same,
+    placements: tuple[Placement, ...],
+    shape: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+) -> DTensorSpec:
+    return DTensorSpec(same.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+
+
+def _part(
+    local: torch.Tensor | None,
+    device_mesh: DeviceMesh,
+    layout: Layout,
+    expected: tuple[int, ...] | None,
+    dtype: torch.dtype | None,
+) -> torch.Tensor:
+    """The local tensor if it fits; an empty one on a rank that holds nothing."""
+    shape = (0,) if expected is None else expected
+    if local is not None and expected is not None:
+        _check_local(local, expected, layout, device_mesh)
+        return local
+    kind = dtype if local is None else local.dtype
+    if kind is None or 0 not in shape:
+        raise TensorError(
+            f'rank {this_rank()} gives no local tensor and layout "{layout}" on mesh '
+            f"{layout.mesh} gives it {shape}: give its part, or dtype= where it has none"
+        )
+    return torch.empty(shape, dtype=kind, device=device_mesh.device_type)
 
 
 def _check_local(
-    local: torch.Tensor, layout: Layout, shape: tuple[int, ...], device_mesh: DeviceMesh
+    local: torch.Tensor, expected: tuple[int, ...], layout: Layout, device_mesh: DeviceMesh
 ) -> None:
-    rank = this_rank()
-    if layout.mesh.index(rank) is None:
-        return
-    expected = layout.local_shape(rank, shape)
     if tuple(local.shape) != expected:
         raise TensorError(
-            f"rank {rank} gives a local tensor of shape {tuple(local.shape)} and layout "
-            f'"{layout}" on mesh {layout.mesh} gives it {expected} of the tensor {shape}: '
-            "give the part that the layout says"
+            f"rank {this_rank()} gives a local tensor of shape {tuple(local.shape)} and layout "
+            f'"{layout}" on mesh {layout.mesh} gives it {expected}: give the part that it says'
         )
     # from_local would copy to the other device without a word.
     if local.device.type != device_mesh.device_type:
         raise TensorError(
-            f"rank {rank} gives a local tensor on {local.device} for a mesh of "
+            f"rank {this_rank()} gives a local tensor on {local.device} for a mesh of "
             f"{device_mesh.device_type}: move it to {device_mesh.device_type} first"
         )

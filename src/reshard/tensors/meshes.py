@@ -9,7 +9,6 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from reshard.errors import MeshError
 from reshard.mesh import RESERVED, Mesh
 
 __all__ = ["axis_names", "mesh_of", "this_rank"]
@@ -32,18 +31,12 @@ def mesh_of(device_mesh: DeviceMesh, rank: int | None = None) -> Mesh:
     known = _known.get(device_mesh)
     # Sub-meshes of different ranks compare equal, so the rank is part of the question.
     if known is None or known[0] != rank:
-        known = _known[device_mesh] = rank, _read(device_mesh, rank)
+        known = _known[device_mesh] = rank, _read(device_mesh)
     return known[1]
 
 
-def _read(device_mesh: DeviceMesh, rank: int) -> Mesh:
-    try:
-        places = device_mesh.mesh
-    except RuntimeError:
-        raise MeshError(
-            f"rank {rank} is not in the sub-mesh {device_mesh} and torch does not tell it which "
-            "ranks are: slice the mesh on ranks that are in it, or use a mesh of its own"
-        ) from None
+def _read(device_mesh: DeviceMesh) -> Mesh:
+    places = device_mesh.mesh
     names = axis_names(device_mesh.mesh_dim_names, places.ndim)
     axes = dict(zip(names, places.shape, strict=True))
     return Mesh(ranks=places.flatten().tolist(), **axes)

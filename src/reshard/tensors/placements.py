@@ -184,7 +184,6 @@ def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int) -> set[int]:
 def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int]) -> Cut:
     """``_StridedShard`` on a dim that has these lengths: blocks dealt in turn, or listed parts."""
     factor, num = int(placement.split_factor), mesh.axes[axis]
-    parts = {length: -(-length // factor) for length in lengths}
     if factor == 1 or not any(lengths):
         return Chunk(axis)
     if len(lengths) > 1:
@@ -195,7 +194,7 @@ def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int])
     (length,) = lengths
     if length % (factor * num) == 0:
         return Cyclic(axis, length // (factor * num))
-    part = parts[length]
+    part = -(-length // factor)
     if length > part * MAX_PARTS:
         raise LayoutError(
             f"{placement!r} cuts a dim of {length} unevenly in {-(-length // part)} parts: "
