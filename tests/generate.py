@@ -20,6 +20,7 @@ from tests.oracle import Boxes
 
 AXES = ("dp", "tp", "pp", "cp", "ep", "x")
 MAX_RANKS = 12
+NUM_RANKS = (1, 2, 2, 3, 4, 4, 6, 8, 8, 9, 12)
 RANK_IDS = range(21)
 MAX_ELEMENTS = (40, 120, 120, 400, 400, 2000)
 """Elements of a tensor: mostly few, because few elements have all the corner cases."""
@@ -73,21 +74,22 @@ def axes_of(rng: Random, num_ranks: int) -> dict[str, int]:
     return dict(zip(rng.sample(AXES, len(sizes)), sizes, strict=True))
 
 
-def mesh(rng: Random) -> Mesh:
-    num_ranks = rng.choice((1, 2, 2, 3, 4, 4, 6, 8, 8, 9, 12))
+def mesh(rng: Random, within: range = RANK_IDS) -> Mesh:
+    """A mesh of some of these ranks, which begin with 0."""
+    num_ranks = rng.choice([num for num in NUM_RANKS if num <= len(within)])
     ranks = list(range(num_ranks))
     style = rng.choice(("contiguous", "offset", "permuted", "scattered"))
     if style == "offset":
-        first = rng.randint(0, len(RANK_IDS) - num_ranks)
+        first = rng.randint(0, len(within) - num_ranks)
         ranks = [first + rank for rank in ranks]
     elif style == "permuted":
         rng.shuffle(ranks)
     elif style == "scattered":
-        ranks = rng.sample(RANK_IDS, num_ranks)
+        ranks = rng.sample(within, num_ranks)
     return Mesh(axes_of(rng, num_ranks), tuple(ranks))
 
 
-def other_mesh(rng: Random, first: Mesh) -> Mesh:
+def other_mesh(rng: Random, first: Mesh, within: range = RANK_IDS) -> Mesh:
     """A mesh for the other side: the same, permuted, overlapping or disjoint."""
     num_ranks = len(first.ranks)
     style = rng.choice(("same", "same ranks", "permuted", "any", "disjoint"))
@@ -98,8 +100,8 @@ def other_mesh(rng: Random, first: Mesh) -> Mesh:
     if style == "permuted":
         axes = axes_of(rng, num_ranks) if chance(rng, 50) else first.axes
         return Mesh(axes, tuple(rng.sample(first.ranks, num_ranks)))
-    second = mesh(rng)
-    left = [rank for rank in RANK_IDS if rank not in first.ranks]
+    second = mesh(rng, within)
+    left = [rank for rank in within if rank not in first.ranks]
     if style == "disjoint" and len(left) >= len(second.ranks):
         return replace(second, ranks=tuple(rng.sample(left, len(second.ranks))))
     return second
@@ -307,12 +309,17 @@ def lossy(rng: Random, case: Case) -> Case:
     return replace(case, have=have, error=error)
 
 
-def random_case(rng: Random, sums: bool | None = None, by_boxes: bool | None = None) -> Case:
+def random_case(
+    rng: Random,
+    sums: bool | None = None,
+    by_boxes: bool | None = None,
+    within: range = RANK_IDS,
+) -> Case:
     """A pair of layouts; `sums` and `by_boxes` say whether to have pending sums and boxes."""
     sums = chance(rng, 15) if sums is None else sums
     by_boxes = chance(rng, 20) if by_boxes is None else by_boxes
-    of_shape, first = shape(rng), mesh(rng)
-    second = other_mesh(rng, first)
+    of_shape, first = shape(rng), mesh(rng, within)
+    second = other_mesh(rng, first, within)
     dtype = rng.choice(SUM_DTYPES if sums else tuple(DTYPES))
     memory = rng.choice(MEMORY)
     op = None

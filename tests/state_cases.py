@@ -159,10 +159,10 @@ def needed_bytes(case: StateCase) -> int:
     return total
 
 
-def random_state(rng: Random) -> StateCase:
+def random_state(rng: Random, within: range = generate.RANK_IDS) -> StateCase:
     """1 to 5 destination tensors over one pair of meshes."""
-    first = generate.mesh(rng)
-    second = generate.other_mesh(rng, first)
+    first = generate.mesh(rng, within)
+    second = generate.other_mesh(rng, first, within)
     have: dict[str, Tensor] = {}
     want: dict[str, Tensor] = {}
     names: dict[str, Origin] = {}
