@@ -28,7 +28,7 @@ demo: $(READY) ## see a tensor move from one layout to another
 	$(PY) -m reshard demo
 
 test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 check: $(READY) ## style, types, layers, and the snippets of the docs
 	$(PY) -m ruff check .

@@ -115,7 +115,10 @@ def _interruptible(rank: int, task: bytes) -> Any:
 
 def _raised(error: BaseException, start: float) -> Raised:
     end = time.monotonic()
-    text = "".join(traceback.format_exception(error))
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__ and trace.tb_next:
+        trace = trace.tb_next  # the frames of this file tell nothing about the function
+    text = "".join(traceback.format_exception(type(error), error, trace))
     return Raised(type(error).__name__, str(error), text, end - start, end)
 
 
