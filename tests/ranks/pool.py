@@ -91,7 +91,7 @@ class Job:
     def _receive(self, pending: list[int], seconds: float) -> bool:
         """Takes what comes first; false when nothing comes."""
         signs = [sign for rank in pending for sign in self._workers[rank].signs_of_life]
-        if seconds <= 0 or not wait(signs, seconds):
+        if not wait(signs, max(0.0, seconds)):
             return False
         for rank in pending:
             message = self._workers[rank].receive()
