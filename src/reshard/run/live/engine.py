@@ -81,14 +81,17 @@ class _Prepared:
         """The addresses that were last found not to overlap."""
 
 
-_prepared: weakref.WeakKeyDictionary[Plan, _Prepared] = weakref.WeakKeyDictionary()
+_prepared: dict[int, _Prepared] = {}
+"""By the identity of plans: equal ones may differ in who holds empty tensors."""
 
 
 def prepared_of(plan: Plan) -> _Prepared:
     """The addresses of a plan, worked out once."""
-    found = _prepared.get(plan)
+    found = _prepared.get(id(plan))
+    if found is None:
+        weakref.finalize(plan, _prepared.pop, id(plan), None)
     if found is None or found.program.rank != dist.get_rank():
-        found = _prepared[plan] = _Prepared(plan, dist.get_rank())
+        found = _prepared[id(plan)] = _Prepared(plan, dist.get_rank())
     return found
 
 
@@ -96,7 +99,7 @@ def release(plan: Plan) -> None:
     """Free the buffers and tables that are kept for the next call."""
     from reshard.run.live.team import teams
 
-    found = _prepared.pop(plan, None)
+    found = _prepared.get(id(plan))
     if found is not None:
         found.program.forget()
     for team in teams():

@@ -123,7 +123,6 @@ class Program:
     """One rank's part of a plan with addresses, round by round; made once, run many times."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
-        self.plan = plan
         self.rank = rank
         self.part = plan.for_rank(rank)
         self.num_rounds = plan.num_rounds
