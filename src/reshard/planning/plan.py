@@ -206,7 +206,7 @@ class Plan:
     def start(
         self, tensors: Mapping[str, Tensor | None], *, into: Any = None, **options: Any
     ) -> Handle:
-        """Begin to move, and go on: the handle's ``wait()`` gives the tensors, ``report`` the rest."""
+        """Begin to move and go on; the handle's ``wait()`` gives the tensors."""
         handle: Handle = _engine().start(self, tensors, into=into, **options)
         return handle
 

@@ -133,7 +133,23 @@ class Call:
         hellos = self.watch.inbox.hellos
         if any(hello.digest != self.watch.digest for hello in hellos.values()):
             raise_disagreement(self.watch, self.terms)
+        self._check_words()
         return [peer for carrier in self.carriers for peer in carrier.unmet()]
+
+    def _check_words(self) -> None:
+        """Ranks that know whether gradients are wanted must say the same."""
+        mine = self.watch.word
+        for peer, hello in self.watch.inbox.hellos.items():
+            if mine and hello.round and mine != hello.round:
+                said = {mine: self.program.rank, hello.round: peer}
+                yes, no = said[max(said)], said[min(said)]
+                self.watch.fail(
+                    Cause(
+                        "disagree",
+                        f"the source requires gradients on rank {yes} and not on rank {no}: set "
+                        "requires_grad alike, or call under no_grad on all ranks",
+                    )
+                )
 
     def _first_name(self, peer: int) -> str:
         for number in range(self.program.num_rounds):

@@ -43,6 +43,9 @@ from reshard.run.live.team import Team, team_of
 
 __all__ = ["Handle", "Options", "release", "run", "start"]
 
+GRAD_CODES = {None: 0, False: 1, True: 2}
+"""How a greeting says whether gradients are wanted."""
+
 TRANSPORTS = ("auto", "peer", "shared", "network")
 
 
@@ -60,8 +63,10 @@ class Options:
     """When ranks compare what they were given."""
     atomic: bool = False
     donate: bool = False
-    device: torch.device | None = None
+    device: torch.device | str | None = None
     """Where new destination tensors are made; with the sources, if nobody says."""
+    grad: bool | None = None
+    """Whether this rank's source requires gradients; None on a rank that cannot know."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -112,6 +117,8 @@ class Handle:
     def __init__(self, run: Run, thread: bool) -> None:
         self._run = run
         self.report = run.report
+        self.grad_seen = False
+        """Whether any peer's source requires gradients."""
         self._result: dict[str, torch.Tensor] | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -124,6 +131,7 @@ class Handle:
     def _work(self) -> None:
         try:
             self._result = self._run.run()
+            self.grad_seen = self._run.grad_seen
         except BaseException as error:
             self._error = error
 
@@ -209,6 +217,7 @@ class Run:
                 timeout=options.timeout,
                 deadline=options.deadline,
                 status=lambda: self.call.status() if self.call else "",
+                word=GRAD_CODES[options.grad],
             )
 
     def _talks(self) -> bool:
@@ -228,6 +237,13 @@ class Run:
             if self.watch is not None:
                 self.watch.close()
             self.report.seconds = time.perf_counter() - self.began
+
+    @property
+    def grad_seen(self) -> bool:
+        """Whether a peer said in its greeting that gradients are wanted."""
+        return self.watch is not None and any(
+            hello.round == GRAD_CODES[True] for hello in self.watch.inbox.hellos.values()
+        )
 
     def interrupt(self) -> None:
         """Tell the other ranks that this one gives up."""
@@ -296,7 +312,7 @@ class Run:
     def _device(self, local: Local) -> torch.device:
         """With the source of the same name, with any source, or where the user says."""
         if self.options.device is not None:
-            return self.options.device
+            return torch.device(self.options.device)
         near = self.tensors.get(local.name)
         if near is None:
             near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)

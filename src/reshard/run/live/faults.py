@@ -79,6 +79,7 @@ class Watch:
         timeout: float,
         deadline: float | None,
         status: Callable[[], str],
+        word: int = 0,
     ) -> None:
         self.team = team
         self.call = call
@@ -87,6 +88,8 @@ class Watch:
         self.ends = None if deadline is None else time.monotonic() + deadline
         self.deadline = deadline
         self.status = status
+        self.word = word
+        """What this rank says in its greetings besides."""
         self.inbox: Inbox = team.mailbox.open(call)
         self.broken: dict[int, str] = {}
         """Peers whose connection failed, and how."""

@@ -80,7 +80,7 @@ class Neighbours:
         """Say that this rank has entered the call, and where its tensors are."""
         address, count = int(self.table.ctypes.data), len(self.table)
         for peer in self.peers:
-            self._send(peer, Kind.HELLO, 0, address, count)
+            self._send(peer, Kind.HELLO, self.watch.word, address, count)
 
     def unmet(self) -> list[int]:
         """Peers that have not entered the call."""

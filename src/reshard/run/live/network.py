@@ -70,7 +70,7 @@ class Network:
         """Say that this rank has entered the call."""
         watch = self.watch
         private = any(side.strided or side.on_device() for side in self.held)
-        hello = Message(Kind.HELLO, watch.call, watch.digest, a=int(private)).pack()
+        hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, int(private)).pack()
         for peer in self.peers:
             tensor = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             self._keep.append(tensor)

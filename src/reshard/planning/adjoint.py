@@ -1,0 +1,157 @@
+"""The way back of gradients: sum over all who hold a value, give the sum to all who had it.
+
+A tensor is one logical value and the loss is the sum of all ranks' losses. So the gradient of a
+value is the sum of the gradients of all its replicas, and every rank that brought the value, as a
+replica or as an addend, gets that sum. Where replicas lie along axes of a mesh this is one move
+whose source has a sum pending. Elsewhere (explicit boxes, lost ranks) it is two: replicas send to
+the first holder of each box, which adds up; then the sums go where they are wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from reshard.box import Box
+from reshard.dims import is_mixed
+from reshard.layout import BoxLayout, Layout
+from reshard.listed import listed_of
+from reshard.notation import axes_of
+from reshard.planning.plan import Plan, plan
+from reshard.spec import TensorSpec
+
+__all__ = ["Spread", "SumMove", "summed", "unreduced"]
+
+Boxes = dict[int, tuple[Box, ...]]
+
+
+def unreduced(layout: Layout) -> Layout:
+    """The same cut without a pending reduction: ranks that held addends hold the value.
+
+    >>> from reshard.mesh import Mesh
+    >>> str(unreduced(Layout(Mesh(dp=2, tp=2), "tp - | sum dp")))
+    'tp -'
+    """
+    if layout.reduce is None:
+        return layout
+    return Layout(layout.mesh, replace(layout.words, reduce=None))
+
+
+def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
+    """The same cut, with replicas as addends of a sum; None where no words say that.
+
+    >>> from reshard.mesh import Mesh
+    >>> str(summed(Layout(Mesh(dp=2, tp=2), "tp -"), (4, 4)))
+    'tp - | sum dp'
+    """
+    words = layout.words
+    if isinstance(layout, BoxLayout) or words.without or words.reduce:
+        return None
+    if any(is_mixed(cuts) for cuts in layout.dims(shape)) or any(len(at) > 1 for _, at in words.on):
+        return None
+    used = {axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)}
+    used |= {axis for axis, _ in words.on}
+    free = tuple(axis for axis in layout.mesh.axes if axis not in used)
+    return Layout(layout.mesh, replace(words, reduce=("sum", free))) if free else layout
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """Replicas that no axis explains: the first holder of each box adds up what others hold."""
+
+    gather: Plan | None
+    """From the second, third, ... holder of each box to the first; one name per number."""
+    spread: Plan
+    """From first holders to everyone who wants the sums."""
+    holding: tuple[Boxes, ...]
+    """For the first, second, ... holder: the boxes that each rank brings."""
+    wanting: Boxes
+    """The boxes of sums that each rank gets; what is in none of them is zero."""
+
+
+@dataclass(frozen=True)
+class SumMove:
+    """From one layout to another, adding up the replicas of the first."""
+
+    have: Layout
+    want: Layout
+    shape: tuple[int, ...]
+    dtype: str
+    memory: int
+
+    @property
+    def back(self) -> SumMove:
+        """The other way round: also the gradient of a gradient adds up replicas."""
+        return SumMove(self.want, self.have, self.shape, self.dtype, self.memory)
+
+    @cached_property
+    def direct(self) -> Plan | None:
+        """The one plan that does it, where words can say so."""
+        return _direct(self)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """The two plans that do it anywhere."""
+        return _spread(self)
+
+
+@lru_cache(maxsize=1024)
+def _direct(move: SumMove) -> Plan | None:
+    have = summed(move.have, move.shape)
+    if have is None:
+        return None
+    return plan(have, move.want, shape=move.shape, dtype=move.dtype, memory=move.memory)
+
+
+@lru_cache(maxsize=256)
+def _spread(move: SumMove) -> Spread:
+    holding = _holders(move.have, move.shape)
+    first = holding[0] if holding else {}
+    wanting = _inside(move.want, move.shape, [box for boxes in first.values() for box in boxes])
+    owner = {box: rank for rank, boxes in first.items() for box in boxes}
+    later = {str(n): boxes for n, boxes in enumerate(holding) if n}
+    to_owner = {name: _regrouped(boxes, owner) for name, boxes in later.items()}
+    gather = None
+    if later:
+        gather = plan(_specs(move, later), _specs(move, to_owner), memory=move.memory)
+    out = plan(_specs(move, {"sum": first}), _specs(move, {"sum": wanting}), memory=move.memory)
+    return Spread(gather, out, holding, wanting)
+
+
+def _specs(move: SumMove, boxes: Mapping[str, Boxes]) -> dict[str, TensorSpec]:
+    return {
+        name: TensorSpec(move.shape, move.dtype, Layout.from_boxes(move.shape, held))
+        for name, held in boxes.items()
+    }
+
+
+def _holders(layout: Layout, shape: tuple[int, ...]) -> tuple[Boxes, ...]:
+    """Who is the first, the second, ... to hold each box, in the order of ranks."""
+    listed = listed_of(layout, shape)
+    found: list[dict[int, list[Box]]] = []
+    for number in range(len(listed.starts)):
+        box = Box(tuple(listed.starts[number].tolist()), tuple(listed.stops[number].tolist()))
+        for place, rank in enumerate(listed.of(number).tolist()):
+            if place == len(found):
+                found.append({})
+            found[place].setdefault(rank, []).append(box)
+    return tuple({rank: tuple(boxes) for rank, boxes in one.items()} for one in found)
+
+
+def _regrouped(boxes: Boxes, owner: Mapping[Box, int]) -> Boxes:
+    """The same boxes, by their first holder."""
+    found: dict[int, list[Box]] = {}
+    for box in sorted(box for held in boxes.values() for box in held):
+        found.setdefault(owner[box], []).append(box)
+    return {rank: tuple(held) for rank, held in sorted(found.items())}
+
+
+def _inside(layout: Layout, shape: tuple[int, ...], covered: list[Box]) -> Boxes:
+    """What each rank of a layout holds of these boxes, none of which overlap."""
+    found: Boxes = {}
+    for rank in layout.ranks:
+        pieces = layout.pieces(rank, shape)
+        both = (piece.box & box for piece in pieces for box in covered)
+        found[rank] = tuple(box for box in both if box.size)
+    return found

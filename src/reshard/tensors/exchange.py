@@ -1,0 +1,50 @@
+"""Tell every rank what all ranks hold and want.
+
+A trainer's ranks know how the weights are cut there, an inference engine's ranks how they should be
+cut here; a plan needs both. Each rank describes its own, and gets everyone's.
+
+    specs = rs.describe(model.state_dict())
+    have, want = rs.exchange(have=specs)              # on a trainer's rank
+    have, want = rs.exchange(want=specs)              # on an inference rank
+    plan = rs.plan(have, want)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import torch.distributed as dist
+
+from reshard.errors import LiveError
+from reshard.run.live.exchange import everyone_says
+from reshard.spec import TensorSpec
+from reshard.tensors.merging import merge_specs
+from reshard.tensors.texts import specs_from_text, specs_to_text
+
+__all__ = ["exchange"]
+
+Specs = Mapping[str, TensorSpec]
+
+
+def exchange(
+    have: Specs | None = None,
+    want: Specs | None = None,
+    group: dist.ProcessGroup | None = None,
+    *,
+    timeout: float = 60.0,
+) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+    """Both sides of a move, as all ranks of the group described them together.
+
+    Every rank of the group calls it, with what it holds, what it wants, both or neither. Ranks that
+    say different things of one tensor all get the same error.
+    """
+    if not dist.is_initialized():
+        raise LiveError("exchange needs torch.distributed: call init_process_group first")
+    mine = json.dumps([specs_to_text(have or {}), specs_to_text(want or {})])
+    texts = everyone_says(mine, group, timeout)
+    sides: list[dict[int, Specs]] = [{}, {}]
+    for rank, text in texts.items():
+        for side, part in zip(sides, json.loads(text), strict=True):
+            side[rank] = specs_from_text(part)
+    return merge_specs(sides[0]), merge_specs(sides[1])

@@ -1,0 +1,184 @@
+"""Move one tensor from the layout it has to the layout it should have.
+
+out = rs.move(local, have, want, shape=(8192, 4096))            # local tensors in and out
+out = rs.move(dtensor, to=want)                                 # this rank's local tensor out
+out = rs.move(dtensor, to=(device_mesh, [Shard(1)]))            # DTensor out, on any mesh
+out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that holds nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+
+from reshard.bytesize import parse_bytes
+from reshard.dtypes import canonical_dtype
+from reshard.errors import TensorError
+from reshard.layout import Layout
+from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.tensors.describe import spec_of
+from reshard.tensors.kinds import is_dtensor, is_sharded_tensor
+from reshard.tensors.motion import Motion
+from reshard.tensors.reading import local_of
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+    Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
+
+__all__ = ["backward", "move"]
+
+
+def move(
+    tensor: torch.Tensor | None,
+    have: Layout | None = None,
+    want: Layout | None = None,
+    *,
+    to: Target | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
+    cast_to: object = None,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    memory: int | str | None = None,
+    into: torch.Tensor | None = None,
+    grad: Literal["sum", "replicated"] = "sum",
+    **options: Any,
+) -> Any:
+    """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
+
+    ``have`` and ``shape`` say what a plain local tensor is a part of; DTensors and ShardedTensors
+    say so themselves. ``want`` (or ``to``) is where it should go: a layout, for local tensors out,
+    or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where nothing
+    has to move the result shares the source's memory. Gradients flow back: see the docs. Further
+    options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``, ``check``.
+    """
+    target = want if to is None else to
+    if target is None or (want is not None and to is not None):
+        raise TensorError("a move needs one destination: give want=layout, or to=")
+    if grad not in ("sum", "replicated"):
+        raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
+    if is_dtensor(tensor) and isinstance(target, tuple):
+        return _between_dtensors(tensor, target, cast_to, group, _bytes(memory), into, options)
+    local, have, sizes, kind = _source(tensor, have, shape, dtype)
+    motion = Motion(
+        have,
+        target if isinstance(target, Layout) else _layout(target, sizes),
+        sizes,
+        kind,
+        kind if cast_to is None else canonical_dtype(cast_to),
+        _bytes(memory),
+        grad,
+        group,
+        _Options(options),
+    )
+    if motion.is_still and into is None and local is not None:
+        moved: torch.Tensor | None = local
+    else:
+        place = None if into is None else local_of(into)
+        moved = motion.run(local, place, device if local is None else local.device)
+    if into is not None or isinstance(target, Layout):
+        return moved if into is None else into
+    return _as_dtensor(moved, target, sizes, motion.cast)
+
+
+def backward(moved: Any) -> None:
+    """Take part in the backward of a move whose result this rank does not use.
+
+    A rank that brought a part of the tensor and got none, or the other way round, has no loss of
+    its own, but others wait for its part of the gradients.
+    """
+    torch.autograd.backward(moved, torch.zeros_like(moved))
+
+
+class _Options(dict[str, Any]):
+    """Options of a run, as part of a value that is hashed by identity."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return id(self)
+
+
+@lru_cache(maxsize=64)
+def _bytes(memory: int | str | None) -> int:
+    return parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+
+
+def _source(
+    tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
+) -> tuple[torch.Tensor | None, Layout, tuple[int, ...], str]:
+    """The local tensor, and what it is a part of."""
+    if is_dtensor(tensor) or is_sharded_tensor(tensor):
+        if have is not None or shape is not None:
+            raise TensorError("a DTensor or ShardedTensor has a layout: leave out have= and shape=")
+        spec = spec_of(cast(torch.Tensor, tensor))
+        return _local_with_grad(tensor), spec.layout, spec.shape, spec.dtype
+    if have is None or shape is None:
+        raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
+    sizes = tuple(map(int, shape))
+    if tensor is None:
+        if dtype is None:
+            raise TensorError("on a rank without a local tensor a move needs dtype=")
+        return None, have, sizes, canonical_dtype(dtype)
+    if not isinstance(tensor, torch.Tensor):
+        raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
+    return tensor, have, sizes, canonical_dtype(tensor.dtype)
+
+
+def _local_with_grad(tensor: Any) -> torch.Tensor | None:
+    """The local tensor of a DTensor such that gradients find their way back to it."""
+    if not is_dtensor(tensor) or not (tensor.requires_grad and torch.is_grad_enabled()):
+        return local_of(tensor)
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    placements = [_gradient_of(placement) for placement in tensor.placements]
+    local: torch.Tensor = tensor.to_local(grad_placements=placements)
+    return local
+
+
+def _gradient_of(placement: Placement) -> Placement:
+    """The gradient of a sum is the same for every addend."""
+    from torch.distributed.tensor import Replicate
+
+    return Replicate() if placement.is_partial() else placement
+
+
+def _layout(target: tuple[DeviceMesh, Sequence[Placement]], shape: tuple[int, ...]) -> Layout:
+    from reshard.tensors.placements import layout_from
+
+    return layout_from(target[0], target[1], shape)
+
+
+def _as_dtensor(
+    local: torch.Tensor | None,
+    target: tuple[DeviceMesh, Sequence[Placement]],
+    shape: tuple[int, ...],
+    dtype: str,
+) -> Any:
+    from reshard.tensors.dtensors import dtensor_of
+
+    return dtensor_of(local, *target, shape, dtype=getattr(torch, dtype))
+
+
+def _between_dtensors(
+    tensor: Any,
+    target: tuple[DeviceMesh, Sequence[Placement]],
+    cast_to: object,
+    group: dist.ProcessGroup | None,
+    memory: int,
+    into: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    from reshard.tensors.redistributing import Redistribution, redistribute
+
+    spec = spec_of(tensor)
+    kind = spec.dtype if cast_to is None else canonical_dtype(cast_to)
+    want = _layout(target, spec.shape)
+    ends = (spec.layout, want, spec.shape, spec.dtype, kind, memory)
+    motion = Motion(*ends, "replicated", group, _Options(options))
+    moved = redistribute(tensor, Redistribution(motion, target), into)
+    return moved if into is None else into
