@@ -12,11 +12,11 @@ from reshard.dtypes import itemsize
 from reshard.run.live.copying import Spot
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import End, Lot
-from reshard.run.live.memory import Portion, pair_up
+from reshard.run.live.memory import Portion, Route, pair_up
 from reshard.run.live.runs import stretches_of
 from reshard.run.live.ways import run_lengths
 
-__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "their_spot"]
+__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "route_of"]
 
 MOST_RUNS = 1 << 16
 """Runs that are listed at a time: one megabyte of addresses per side."""
@@ -24,6 +24,12 @@ MOST_RUNS = 1 << 16
 
 def own_spot(end: End, held: Held) -> Spot:
     """Where blocks lie in this rank's own tensors, which may have any strides."""
+    spot = own_offsets(end, held)
+    return Spot(held.address[end.tensor] + spot.address, spot.strides, end.dtype)
+
+
+def own_offsets(end: End, held: Held) -> Spot:
+    """Where blocks lie, counted from the start of their tensors."""
     size = itemsize(end.dtype)
     offset, strides = end.offset, end.strides
     for number, actual in held.strided.items():
@@ -33,7 +39,7 @@ def own_spot(end: End, held: Held) -> Spot:
             offset, strides = offset.copy(), np.array(strides)
             offset[mine] = _actual(offset[mine], shape, actual)
             strides[mine] = _actual(strides[mine].ravel(), shape, actual).reshape(len(mine), -1)
-    return Spot(held.address[end.tensor] + offset * size, strides, end.dtype)
+    return Spot(offset * size, strides, end.dtype)
 
 
 def _actual(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
@@ -66,14 +72,19 @@ def own_views(end: End, width: Ints, held: tuple[Held, Held]) -> Spot | list[tor
     return found
 
 
-def their_spot(end: End, table: Ints) -> Spot:
-    """Where blocks lie in a peer's tensors, by the table of addresses that it published."""
-    return Spot(table[end.tensor] + end.offset * itemsize(end.dtype), end.strides, end.dtype)
+def route_of(lot: Lot, end: End, other: End, held: Held) -> Route:
+    """The calls that copy a lot between this process, where it is at ``end``, and another."""
+    own, size = own_offsets(end, held), itemsize(other.dtype)
+    return Route(
+        stretches_of(own.address, lot.width, own.strides, size, end.tensor),
+        stretches_of(other.offset * size, lot.width, other.strides, size, other.tensor),
+    )
 
 
-def portions(lot: Lot, own: Spot, theirs: Spot) -> Iterator[Portion]:
-    """The system calls that copy a lot between this process and another."""
-    size = itemsize(own.dtype)
+def portions(lot: Lot, end: End, other: End, held: Held, table: Ints) -> Iterator[Portion]:
+    """The calls of a lot that has too many runs to list them all at once."""
+    own, size = own_spot(end, held), itemsize(other.dtype)
+    theirs = Spot(table[other.tensor] + other.offset * size, other.strides, other.dtype)
     for width, here, there in _chunks(lot.width, own, theirs):
         yield from pair_up(
             stretches_of(here.address, width, here.strides, size),
@@ -81,17 +92,17 @@ def portions(lot: Lot, own: Spot, theirs: Spot) -> Iterator[Portion]:
         )
 
 
-def num_runs(width: Ints, *spots: Spot) -> Ints:
+def num_runs(width: Ints, *strides: Ints) -> Ints:
     """Contiguous runs of each block, on the side that has more."""
     sizes = np.prod(width, axis=1, dtype=np.int64)
-    counts = [sizes // run_lengths(width, spot.strides) for spot in spots]
+    counts = [sizes // run_lengths(width, side) for side in strides]
     found: Ints = np.maximum.reduce(counts)
     return found
 
 
 def _chunks(width: Ints, own: Spot, theirs: Spot) -> Iterator[tuple[Ints, Spot, Spot]]:
     """Blocks in groups of not too many runs; a block that alone has too many is halved."""
-    counts = num_runs(width, own, theirs)
+    counts = num_runs(width, own.strides, theirs.strides)
     if int(counts.sum()) <= MOST_RUNS:
         yield width, own, theirs
         return

@@ -29,6 +29,8 @@ class Arena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.known_to: set[int] = set()
         """The ranks that were handed the descriptor."""
+        self.lent = 0
+        """Messages in it that peers have not read yet, and nobody waits for."""
 
     @classmethod
     def make(cls, num_bytes: int) -> Arena:
@@ -68,13 +70,15 @@ class Arenas:
 
     def take(self, num_bytes: int) -> Arena:
         """An arena of at least this size, for one call."""
-        fitting = [arena for arena in self._free if arena.num_bytes >= num_bytes]
+        idle = [arena for arena in self._free if not arena.lent]
+        fitting = [arena for arena in idle if arena.num_bytes >= num_bytes]
         if fitting:
             best = min(fitting, key=lambda arena: arena.num_bytes)
             self._free.remove(best)
             return best
-        if self._free:
-            self._retire(self._free.pop())
+        for arena in idle:
+            self._free.remove(arena)
+            self._retire(arena)
         page = mmap.PAGESIZE
         return Arena.make(max(1, -(-num_bytes // page)) * page)
 

@@ -86,6 +86,7 @@ class Call:
         self.carriers = carriers
         self.report = report
         self.after_round = after_round
+        self.stamp = program.stamp(np.concatenate([side.address for side in held]))
         self.number = -1
         self.carrier_of = {peer: carrier for carrier in carriers for peer in carrier.peers}
         report.transports = {peer: c.name(peer) for peer, c in self.carrier_of.items()}
@@ -183,20 +184,16 @@ class Call:
 
     def _copy(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
         """What stays on this rank; its own addends wait for the others."""
-        stamp = (self.program.stamp(-1, np.concatenate([side.address for side in self.held])),)
-        kept = self.program.recall((number, -1), stamp)
-        if kept is None:
-            plain = [lot for lot in made.copies if lot.addend < 0]
-            kept = [
-                Copies(
-                    lot.width,
-                    *(own_views(end, lot.width, self.held) for end in (lot.target, lot.source)),
-                )
-                for lot in plain
-            ]
-            self.program.remember((number, -1), stamp, kept, sum(map(len, kept)))
-        for copies in kept:
-            copies.run()
+        for lot in made.copies:
+            if lot.addend < 0:
+                copies = self.program.recall(lot, "copy", self.stamp)
+                if copies is None:
+                    ends = (
+                        own_views(end, lot.width, self.held) for end in (lot.target, lot.source)
+                    )
+                    copies = Copies(lot.width, *ends)
+                    self.program.remember(lot, "copy", self.stamp, copies, len(copies))
+                copies.run()
         for lot in made.copies:
             part.bytes_copied += lot.num_bytes
             if lot.addend >= 0:

@@ -333,8 +333,8 @@ class Run:
         near = frozenset() if self.options.transport == "network" else peers & team.links.keys()
         carriers: list[Carrier] = []
         if near:
-            direct = self.options.transport != "shared"
-            carriers.append(Neighbours(watch, program, held, frozenset(near), direct))
+            transport = self.options.transport
+            carriers.append(Neighbours(watch, program, held, frozenset(near), transport))
         wire = team.wire(watch, self.options.transport == "network")
         if wire is not None:
             carriers.append(Network(watch, program, held, frozenset(peers - near), wire))

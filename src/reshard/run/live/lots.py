@@ -9,7 +9,7 @@ straight from a neighbour's memory, or write into it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -31,6 +31,9 @@ HAVE, WANT = 0, 1
 
 MAX_KEPT_BLOCKS = 1 << 20
 """Blocks that a program keeps between calls; rounds beyond are worked out anew in each."""
+
+MAX_KEPT_OBJECTS = 1 << 17
+"""Arrays and calls that are kept with them: a few hundred bytes each."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -62,6 +65,8 @@ class Lot:
     width: Ints
     source: End
     target: End
+    kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
+    """What transports have worked out for it, and for which addresses."""
 
     @property
     def dtype(self) -> str:
@@ -136,8 +141,8 @@ class Program:
             for stack in plan.stacks
         }
         self._kept: dict[int, Round] = {}
-        self._tables: dict[int, tuple[int, Ints]] = {}
-        self._prepared: dict[tuple[int, ...], tuple[tuple[int, ...], Any]] = {}
+        self._stamp = 0
+        self._addresses = np.zeros(0, dtype=np.int64)
         self._weight = 0
 
     def round(self, number: int) -> Round:
@@ -149,30 +154,26 @@ class Program:
                 self._kept[number] = found
         return found
 
-    def stamp(self, owner: int, table: Ints) -> int:
-        """A number that stays the same as long as an owner's table of addresses does."""
-        number, known = self._tables.get(owner, (0, table))
-        if number == 0 or not np.array_equal(known, table):
-            number += 1
-            self._tables[owner] = (number, table.copy())
-        return number
+    def stamp(self, addresses: Ints) -> int:
+        """A number that stays the same as long as the addresses of this rank's tensors do."""
+        if not np.array_equal(self._addresses, addresses):
+            self._stamp += 1
+            self._addresses = addresses
+        return self._stamp
 
-    def recall(self, key: tuple[int, ...], stamp: tuple[int, ...]) -> Any:
-        """What was worked out under a key, if the addresses are still those of the stamp."""
-        known, value = self._prepared.get(key, ((), None))
+    def recall(self, lot: Lot, what: str, stamp: object) -> Any:
+        """What was worked out for a lot, if it is still true: that is, of the same stamp."""
+        known, value = lot.kept.get(what, (None, None))
         return value if known == stamp else None
 
-    def remember(
-        self, key: tuple[int, ...], stamp: tuple[int, ...], value: Any, weight: int
-    ) -> None:
-        """Keep something for the next call, unless too much is kept already."""
-        if key in self._prepared or self._weight + weight <= MAX_KEPT_BLOCKS:
-            self._weight += 0 if key in self._prepared else weight
-            self._prepared[key] = (stamp, value)
+    def remember(self, lot: Lot, what: str, stamp: object, value: Any, weight: int) -> None:
+        """Keep something with a lot for the next call, unless too much is kept already."""
+        if what in lot.kept or self._weight + weight <= MAX_KEPT_OBJECTS:
+            self._weight += 0 if what in lot.kept else weight
+            lot.kept[what] = (stamp, value)
 
     def forget(self) -> None:
         """Free what is kept between calls."""
-        self._prepared.clear()
         self._kept.clear()
         self._weight = 0
 

@@ -104,6 +104,8 @@ class Mailbox:
         self.lost: set[int] = set()
         self.arenas: dict[tuple[int, int], Arena] = {}
         """Memory that peers share with us, by peer and number; the latest of each."""
+        self._lent: dict[tuple[int, int, int], Arena] = {}
+        """Arenas with messages that are not read yet, by peer, call and round."""
         self._open: dict[int, Inbox] = {}
         self._next_call = 0
         self._polling = threading.Lock()
@@ -126,6 +128,14 @@ class Mailbox:
         """Forget a call; late messages to it are dropped."""
         with self._came:
             self._open.pop(call, None)
+
+    def lend(self, arena: Arena, peer: int, call: int, number: int) -> None:
+        """Keep an arena from being used again until a peer has read a message in it."""
+        with self._came:
+            inbox = self._open.get(call)
+            if inbox is None or (peer, number) not in inbox.taken:
+                self._lent[peer, call, number] = arena
+                arena.lent += 1
 
     def send(self, peer: int, message: Message, fd: int | None = None) -> None:
         """Send a message; what arrives meanwhile is filed, so that two full sockets never wait."""
@@ -196,11 +206,18 @@ class Mailbox:
             self._forget(peer, message.a)
             return
         with self._came:
+            if message.kind is Kind.TAKEN:
+                self._give_back((peer, message.call, message.round))
             if message.call >= self._next_call and message.call not in self._open:
                 self._open[message.call] = Inbox()
             inbox = self._open.get(message.call)
         if inbox is not None:
             inbox.put(peer, message)
+
+    def _give_back(self, key: tuple[int, int, int]) -> None:
+        arena = self._lent.pop(key, None)
+        if arena is not None:
+            arena.lent -= 1
 
     def _forget(self, peer: int, number: int) -> None:
         """Unmap an arena that its owner no longer uses."""
@@ -212,6 +229,8 @@ class Mailbox:
         if peer in self.lost:
             return
         self.lost.add(peer)
+        for key in [key for key in self._lent if key[0] == peer]:
+            self._give_back(key)
         with contextlib.suppress(KeyError, OSError, ValueError):
             self._poll.unregister(self.links[peer])
         self.links[peer].close()

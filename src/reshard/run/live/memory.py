@@ -19,7 +19,16 @@ import numpy as np
 
 from reshard.columns import Ints, distinct
 
-__all__ = ["Stretches", "allow_others", "array_at", "pair_up", "read_from", "write_to"]
+__all__ = [
+    "Portion",
+    "Route",
+    "Stretches",
+    "allow_others",
+    "array_at",
+    "pair_up",
+    "read_from",
+    "write_to",
+]
 
 MOST_PIECES = 1024
 """The kernel's limit of pieces per side and call (UIO_MAXIOV)."""
@@ -54,15 +63,25 @@ class Stretches:
     """Stretches of memory, one after the other: where each begins and how long it is, in bytes."""
 
     address: Ints
+    """From the start of memory, or of the tensor that the stretch lies in."""
     length: Ints
+    tensor: Ints | None = None
+    """Which tensor each lies in."""
 
     def cut_at(self, places: Ints, ends: Ints) -> Stretches:
         """The same stretches, with those that cross a place cut there."""
+        if len(places) == 1 and places[0] == ends[-1]:
+            return self
         stops = distinct(np.concatenate([ends, places]))
         old = np.searchsorted(ends, stops, side="left")
         starts = np.concatenate([[0], stops[:-1]])
         begins = ends[old] - self.length[old]
-        return Stretches(self.address[old] + starts - begins, stops - starts)
+        tensor = None if self.tensor is None else self.tensor[old]
+        return Stretches(self.address[old] + starts - begins, stops - starts, tensor)
+
+    def table(self) -> Array:
+        """As the kernel reads it: an address and a length per row."""
+        return np.stack([self.address, self.length], axis=1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,27 +93,59 @@ class Portion:
     num_bytes: int
 
 
-def pair_up(own: Stretches, theirs: Stretches) -> list[Portion]:
-    """Cut two lists of equally many bytes into calls that the kernel takes."""
-    ends = [np.cumsum(side.length) for side in (own, theirs)]
-    total = int(ends[0][-1]) if len(ends[0]) else 0
+class Route:
+    """The calls that copy between two lists of stretches, wherever the tensors may lie.
+
+    How lists are cut into calls depends on their lengths alone. So offsets within tensors are
+    kept, and when tensors have moved only the addresses are filled in anew.
+    """
+
+    def __init__(self, own: Stretches, theirs: Stretches) -> None:
+        self.sides = (own, theirs)
+        self.places = _places(own, theirs)
+        ends = [np.cumsum(side.length) for side in self.sides]
+        own, theirs = (
+            side.cut_at(self.places, end) for side, end in zip(self.sides, ends, strict=True)
+        )
+        self.sides = (own, theirs)
+        self._last = [
+            (np.searchsorted(np.cumsum(side.length), self.places, side="left") + 1).tolist()
+            for side in self.sides
+        ]
+
+    def __len__(self) -> int:
+        return sum(len(side.length) for side in self.sides)
+
+    def calls(self, own: Ints | None = None, theirs: Ints | None = None) -> list[Portion]:
+        """The calls, for tensors that begin at these addresses."""
+        tables = [side.table() for side in self.sides]
+        for table, side, bases in zip(tables, self.sides, (own, theirs), strict=True):
+            if bases is not None and side.tensor is not None:
+                table[:, 0] += bases[side.tensor]
+        found, first, done = [], [0, 0], 0
+        for one, other, end in zip(*self._last, self.places.tolist(), strict=True):
+            rows = tables[0][first[0] : one], tables[1][first[1] : other]
+            found.append(Portion(*rows, end - done))
+            first, done = [one, other], end
+        return found
+
+
+def _places(own: Stretches, theirs: Stretches) -> Ints:
+    """Where calls end, in bytes from the start: so that the kernel takes each."""
+    total = int(own.length.sum())
     if not total:
-        return []
+        return np.zeros(0, dtype=np.int64)
+    if total <= MOST_BYTES and max(len(own.length), len(theirs.length)) <= MOST_PIECES:
+        return np.array([total])
     regular = np.arange(MOST_BYTES, total, MOST_BYTES)
     step = MOST_PIECES - 2
-    places = distinct(np.concatenate([regular, *(end[step - 1 :: step] for end in ends), [total]]))
-    # Each list of ends now gets the cuts of the other, so that a call ends on both sides alike.
-    sides = [side.cut_at(places, end) for side, end in zip((own, theirs), ends, strict=True)]
-    tables = [np.stack([side.address, side.length], axis=1) for side in sides]
-    last = [np.searchsorted(np.cumsum(side.length), places, side="left") + 1 for side in sides]
-    first = [np.concatenate([[0], ends_of_calls[:-1]]) for ends_of_calls in last]
-    sizes = np.diff(places, prepend=0)
-    return [
-        Portion(
-            tables[0][first[0][n] : last[0][n]], tables[1][first[1][n] : last[1][n]], int(sizes[n])
-        )
-        for n in range(len(places))
-    ]
+    ends = [np.cumsum(side.length)[step - 1 :: step] for side in (own, theirs)]
+    return distinct(np.concatenate([regular, *ends, [total]]))
+
+
+def pair_up(own: Stretches, theirs: Stretches) -> list[Portion]:
+    """Cut two lists of equally many bytes into calls that the kernel takes."""
+    return Route(own, theirs).calls()
 
 
 @lru_cache(maxsize=1)

@@ -2,51 +2,35 @@
 
 A message is three things at most: what was written straight into the receiver's tensors, what lies
 packed in memory that both map, and what the receiver reads straight out of the sender's tensors.
-The 64 bytes that say so go over a socket.
+The 64 bytes that say so go over a socket. A small message is all packed, before its sender even
+says hello: whoever has heard all hellos then has all the data, and nobody waits a second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from reshard.columns import Ints
-from reshard.run.live.addresses import (
-    MOST_RUNS,
-    num_runs,
-    own_spot,
-    own_views,
-    portions,
-    their_spot,
-)
+from reshard.errors import LiveError
+from reshard.run.live.addresses import MOST_RUNS, num_runs, own_views, portions, route_of
 from reshard.run.live.arena import Arena
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
-from reshard.run.live.links import Link
-from reshard.run.live.lots import HAVE, WANT, Lot, Program
+from reshard.run.live.lots import HAVE, WANT, End, Lot, Program
 from reshard.run.live.mailbox import Kind, Message
-from reshard.run.live.memory import Portion, Stretches, pair_up, read_from, write_to
+from reshard.run.live.memory import Portion, Route, Stretches, pair_up, read_from, write_to
 from reshard.run.live.ways import Way
 
-__all__ = ["Neighbours", "Prepared"]
+__all__ = ["Neighbours"]
 
+SMALL = 64 << 10
+"""A message of at most so many bytes is packed: one wait less is worth more than one copy."""
 
-@dataclass(eq=False)
-class Prepared:
-    """The copies of one message, kept as long as no address changes."""
-
-    pushes: list[Portion] = field(default_factory=list)
-    pulls: list[Portion] = field(default_factory=list)
-    copies: list[Copies] = field(default_factory=list)
-
-    @property
-    def weight(self) -> int:
-        """About how many objects it keeps."""
-        pieces = sum(len(p.own) + len(p.theirs) for p in (*self.pushes, *self.pulls))
-        return pieces // 8 + sum(map(len, self.copies))
+LENT = 1 << 20
+"""Packed bytes of a round for whose reading nobody waits; their arena is lent until it is read."""
 
 
 class Neighbours:
@@ -58,93 +42,136 @@ class Neighbours:
         program: Program,
         held: tuple[Held, Held],
         peers: frozenset[int],
-        direct: bool,
+        transport: str,
     ) -> None:
         self.watch = watch
         self.team = watch.team
         self.program = program
         self.held = held
         self.peers = peers
-        self.direct = {peer: direct and self.team.links[peer].direct for peer in peers}
+        self.forced = transport == "peer"
+        """Whether everything that can goes straight, small or not."""
+        allowed = transport != "shared"
+        self.direct = {peer: allowed and self.team.links[peer].direct for peer in peers}
+        self._check_forced()
         self.table = np.concatenate([side.published for side in held])
-        self.stamp = program.stamp(-1, np.concatenate([side.address for side in held]))
+        self.stamp = program.stamp(np.concatenate([side.address for side in held]))
         self.tables: dict[int, Ints] = {}
-        self.stamps: dict[int, int] = {}
         self.arena: Arena | None = None
+        self.places: dict[int, int] = {}
+        """Where in the arena the message to each peer begins."""
+        self.early: set[int] = set()
+        """Peers that have been given their message of the first round already."""
+        self.staged = 0
 
     def name(self, peer: int) -> str:
         """How a peer is reached, for the report."""
         return "peer memory" if self.direct[peer] else "shared memory"
 
+    def _check_forced(self) -> None:
+        shut = sorted(peer for peer, direct in self.direct.items() if not direct)
+        if self.forced and shut:
+            raise LiveError(
+                f"peer memory was forced and rank {self.team.rank} may not read that of ranks "
+                f"{shut}: allow ptrace between them, or leave out transport="
+            )
+
     def greet(self) -> None:
-        """Say that this rank has entered the call, and where its tensors are."""
+        """Say that this rank has entered the call, where its tensors are, and small things."""
         address, count = int(self.table.ctypes.data), len(self.table)
+        sends = self.program.round(0).sends if self.program.num_rounds else {}
+        mine = {peer: lots for peer, lots in sends.items() if peer in self.peers}
+        early = {peer: lots for peer, lots in mine.items() if self._is_early(peer, lots)}
+        self._make_room(mine, 0)
         for peer in self.peers:
+            if peer in early:
+                self._put(0, peer, early[peer])
             self._send(peer, Kind.HELLO, self.watch.word, address, count)
+            if peer in early:
+                self._announce(0, peer)
+        self.early = set(early)
+
+    def _is_early(self, peer: int, lots: Sequence[Lot]) -> bool:
+        """Whether a message can be made without knowing where the peer's tensors are."""
+        return all(
+            lot.hop == 0 and self._first_way(peer, lot, lots) is not Way.PUSH for lot in lots
+        )
 
     def unmet(self) -> list[int]:
         """Peers that have not entered the call."""
         return [peer for peer in self.peers if peer not in self.watch.inbox.hellos]
 
     def learn(self) -> None:
-        """Read where the tensors of peers are, in their own memory."""
-        for peer in self.peers:
-            if self.direct[peer]:
-                self.tables[peer] = self._read_table(peer)
-                self.stamps[peer] = self.program.stamp(peer, self.tables[peer])
-            else:
-                self.stamps[peer] = 0
+        """Where tensors of peers are is read when it is needed."""
 
-    def _read_table(self, peer: int) -> Ints:
-        hello = self.watch.inbox.hellos[peer]
-        table = np.zeros_like(self.table)
-        own = Stretches(np.array([table.ctypes.data]), np.array([table.nbytes]))
-        theirs = Stretches(np.array([hello.a]), np.array([table.nbytes]))
-        for portion in pair_up(own, theirs):
-            self._read(peer, portion)
-        return table
+    def _table(self, peer: int) -> Ints:
+        """Where the tensors of a peer are: read out of its own memory, once a call."""
+        if peer not in self.tables:
+            hello = self.watch.inbox.hellos[peer]
+            table = np.zeros_like(self.table)
+            own = Stretches(np.array([table.ctypes.data]), np.array([table.nbytes]))
+            theirs = Stretches(np.array([hello.a]), np.array([table.nbytes]))
+            for portion in pair_up(own, theirs):
+                self._read(peer, portion)
+            self.tables[peer] = table
+        return self.tables[peer]
 
     def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
         """Write and pack what this rank has for its neighbours, and say so; gives bytes staged."""
         mine = {peer: lots for peer, lots in sends.items() if peer in self.peers}
-        sizes = {peer: _packed_bytes(self._ways(peer, lots, True)) for peer, lots in mine.items()}
-        total = sum(_aligned(size) for size in sizes.values())
-        if total:
-            self._have_room(total)
-        at = 0
+        if number:
+            self._make_room(mine, number)
         for peer, lots in mine.items():
-            arena = self.arena
-            base = 0 if arena is None else arena.address + at
-            self._put(number, peer, lots, base)
-            self._announce(peer, number, at)
-            at += _aligned(sizes[peer])
-        return total
+            if number or peer not in self.early:
+                self._put(number, peer, lots)
+                self._announce(number, peer)
+        return self.staged
 
-    def _put(self, number: int, peer: int, lots: Sequence[Lot], base: int) -> None:
-        stamp = (self.stamp, self.stamps[peer], base)
-        kept: Prepared | None = self.program.recall((number, peer, 0), stamp)
-        fresh = kept is None
-        if kept is None:
-            kept = Prepared()
-        at = base
-        for lot, way in self._ways(peer, lots, True):
+    def _make_room(self, sends: dict[int, list[Lot]], number: int) -> None:
+        """Where in the arena each message of a round lies; the arena grows if it must."""
+        self.places = {}
+        self.staged = at = 0
+        for peer, lots in sends.items():
+            self.places[peer] = at
+            at += (
+                -(-sum(lot.num_bytes for lot in lots if self._may_be_packed(peer, lot, lots)) // 16)
+                * 16
+            )
+        if self.arena is not None and self.arena.num_bytes < at:
+            self.team.arenas.give_back(self.arena)
+            self.arena = None
+        if at and self.arena is None:
+            self.arena = self.team.arenas.take(at)
+
+    def _may_be_packed(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> bool:
+        """Also what is to be pushed, until it is known that the peer's tensor can be written."""
+        way = self._first_way(peer, lot, lots)
+        return way is not Way.PULL or not self._reaches(peer, lot, way, sending=True)
+
+    def _base(self, peer: int) -> int:
+        return 0 if self.arena is None else self.arena.address + self.places[peer]
+
+    def _put(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
+        at = self._base(peer)
+        for lot, way in self._ways(peer, lots, sending=True):
             if way is Way.PACKED:
-                if fresh:
-                    into = _packed_spot(lot, at)
-                    kept.copies.append(
-                        Copies(lot.width, into, own_views(lot.source, lot.width, self.held))
-                    )
+                self._copies(lot, at, packing=True).run()
+                self.staged += lot.num_bytes
                 at += lot.num_bytes
-            elif way is Way.PUSH and fresh:
-                own = own_spot(lot.source, self.held[lot.source.side])
-                theirs = their_spot(lot.target, self._table(peer, lot.target.side))
-                self._direct(kept.pushes, lot, own, theirs, lambda p: self._write(peer, p))
-        if fresh:
-            self.program.remember((number, peer, 0), stamp, kept, kept.weight)
-        for portion in kept.pushes:
-            self._write(peer, portion)
-        for copies in kept.copies:
-            copies.run()
+            elif way is Way.PUSH:
+                self._straight(lot, lot.source, lot.target, peer, self._write)
+
+    def _copies(self, lot: Lot, at: int, packing: bool) -> Copies:
+        """The copies of a lot into a message, or out of it."""
+        stamp = (self.stamp, at)
+        copies: Copies | None = self.program.recall(lot, "packed", stamp)
+        if copies is None:
+            message = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+            tensors = own_views(lot.source if packing else lot.target, lot.width, self.held)
+            ends = (message, tensors) if packing else (tensors, message)
+            copies = Copies(lot.width, *ends)
+            self.program.remember(lot, "packed", stamp, copies, len(copies))
+        return copies
 
     def expect(self, number: int, receives: dict[int, list[Lot]]) -> int:
         """Neighbours stage on the sender's side: there is nothing to make room for."""
@@ -156,82 +183,86 @@ class Neighbours:
         """Read and unpack a neighbour's message; addends are handed on with their address."""
         ready = self.watch.inbox.ready[peer, number]
         arena = self.team.mailbox.arenas.get((peer, ready.a))
-        base = 0 if arena is None else arena.address + ready.b
-        stamp = (self.stamp, self.stamps[peer], base)
-        kept: Prepared | None = self.program.recall((number, peer, 1), stamp)
-        fresh = kept is None
-        if kept is None:
-            kept = Prepared()
-        at = base
-        for lot, way in self._ways(peer, lots, False):
+        at = 0 if arena is None else arena.address + ready.b
+        for lot, way in self._ways(peer, lots, sending=False):
             if way is Way.PACKED:
                 if lot.addend >= 0:
                     summed(lot, at)
-                elif fresh:
-                    source = _packed_spot(lot, at)
-                    kept.copies.append(
-                        Copies(lot.width, own_views(lot.target, lot.width, self.held), source)
-                    )
+                else:
+                    self._copies(lot, at, packing=False).run()
                 at += lot.num_bytes
-            elif way is Way.PULL and fresh:
-                own = own_spot(lot.target, self.held[WANT])
-                theirs = their_spot(lot.source, self._table(peer, lot.source.side))
-                self._direct(kept.pulls, lot, own, theirs, lambda p: self._read(peer, p))
-        if fresh:
-            self.program.remember((number, peer, 1), stamp, kept, kept.weight)
-        for portion in kept.pulls:
-            self._read(peer, portion)
-        for copies in kept.copies:
-            copies.run()
+            elif way is Way.PULL:
+                self._straight(lot, lot.target, lot.source, peer, self._read)
+
+    def _straight(
+        self, lot: Lot, own: End, theirs: End, peer: int, act: Callable[[int, Portion], None]
+    ) -> None:
+        """Copy a lot between the tensors of two processes."""
+        held, start = self.held[own.side], self._count if theirs.side == WANT else 0
+        table = self._table(peer)[start:]
+        route: Route | None = self.program.recall(lot, "route", held.strided)
+        if route is None:
+            runs = num_runs(lot.width, own.strides, theirs.strides)
+            if int(runs.sum()) > MOST_RUNS:
+                for portion in portions(lot, own, theirs, held, table):
+                    act(peer, portion)
+                return
+            route = route_of(lot, own, theirs, held)
+            self.program.remember(lot, "route", held.strided, route, len(route) // 8)
+        for portion in route.calls(held.address, table):
+            act(peer, portion)
 
     def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
-        """Tell a neighbour that its message was read, if it waits for that."""
-        if self._is_answered(peer, lots, False):
+        """Tell a neighbour that its message was read, if it has to know that."""
+        if any(way is not Way.PUSH for _, way in self._ways(peer, lots, sending=False)):
             self._send(peer, Kind.TAKEN, number)
 
     def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
-        """Neighbours that have not yet read this rank's message of a round."""
-        taken = self.watch.inbox.taken
-        return [
-            peer
-            for peer, lots in sends.items()
-            if peer in self.peers
-            and (peer, number) not in taken
-            and self._is_answered(peer, lots, True)
-        ]
+        """Neighbours whose reading this rank must wait for: its tensors are read, or much is."""
+        taken, lent = self.watch.inbox.taken, self._is_lent(number)
+        found = []
+        for peer, lots in sends.items():
+            if peer not in self.peers or (peer, number) in taken:
+                continue
+            ways = {way for _, way in self._ways(peer, lots, sending=True)}
+            if Way.PULL in ways or (Way.PACKED in ways and not lent):
+                found.append(peer)
+            elif Way.PACKED in ways and self.arena is not None:
+                self.team.mailbox.lend(self.arena, peer, self.watch.call, number)
+        return found
 
-    def _is_answered(self, peer: int, lots: Sequence[Lot], sending: bool) -> bool:
-        """Whether a message holds anything that was not written by its sender."""
-        return any(way is not Way.PUSH for _, way in self._ways(peer, lots, sending))
+    def _is_lent(self, number: int) -> bool:
+        """Whether what is packed may be read later: in the last round, and not much."""
+        return number == self.program.num_rounds - 1 and self.staged <= LENT
+
+    def _first_way(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> Way:
+        """How a lot of a message would go if all tensors of both were ordinary memory."""
+        if not self.direct[peer] or not lot.as_is:
+            return Way.PACKED
+        if self.forced:
+            return Way.PULL if lot.way is Way.PACKED else lot.way
+        small = sum(other.num_bytes for other in lots) <= SMALL
+        return Way.PACKED if small else lot.way
 
     def _ways(self, peer: int, lots: Sequence[Lot], sending: bool) -> list[tuple[Lot, Way]]:
         """How each lot of a message goes; both ends say the same."""
-        if not self.direct[peer]:
-            return [(lot, Way.PACKED) for lot in lots]
         found = []
         for lot in lots:
-            way = lot.way
-            if way is not Way.PACKED:
-                end = lot.source if way is Way.PULL else lot.target
-                owner_is_me = (way is Way.PULL) == sending
-                table = self.table if owner_is_me else self.tables[peer]
-                if not table[end.tensor + (end.side * self._count)].all():
-                    way = Way.PACKED
-            found.append((lot, way))
+            way = self._first_way(peer, lot, lots)
+            found.append((lot, way if self._reaches(peer, lot, way, sending) else Way.PACKED))
         return found
 
-    def _direct(
-        self, kept: list[Portion], lot: Lot, own: Spot, theirs: Spot, act: Callable[[Portion], None]
-    ) -> None:
-        """List the calls of a lot; of one with very many runs, make them at once instead."""
-        if int(num_runs(lot.width, own, theirs).sum()) > MOST_RUNS:
-            for portion in portions(lot, own, theirs):
-                act(portion)
-        else:
-            kept.extend(portions(lot, own, theirs))
+    def _reaches(self, peer: int, lot: Lot, way: Way, sending: bool) -> bool:
+        """Whether the tensors that another process would touch are ordinary memory."""
+        if way is Way.PACKED:
+            return True
+        end = lot.source if way is Way.PULL else lot.target
+        mine = (way is Way.PULL) == sending
+        table = self.table if mine else self._table(peer)
+        return bool(table[end.tensor + (self._count if end.side == WANT else 0)].all())
 
     def _write(self, peer: int, portion: Portion) -> None:
-        link = self._link(peer)
+        link = self.team.links[peer]
         if link.board.is_closed(self.watch.call):
             self.watch.failed_at(peer)
         try:
@@ -241,36 +272,23 @@ class Neighbours:
 
     def _read(self, peer: int, portion: Portion) -> None:
         try:
-            read_from(self._link(peer).pid, portion)
+            read_from(self.team.links[peer].pid, portion)
         except OSError as error:
             self.watch.blame(peer, error, "its part")
-
-    def _link(self, peer: int) -> Link:
-        return self.team.links[peer]
 
     @property
     def _count(self) -> int:
         """Tensors of the source side: destination tensors follow them in a table."""
         return len(self.held[HAVE].address)
 
-    def _table(self, peer: int, side: int) -> Ints:
-        return self.tables[peer][self._count :] if side == WANT else self.tables[peer]
-
-    def _have_room(self, num_bytes: int) -> None:
-        if self.arena is not None and self.arena.num_bytes < num_bytes:
-            self.team.arenas.give_back(self.arena)
-            self.arena = None
-        if self.arena is None:
-            self.arena = self.team.arenas.take(num_bytes)
-
-    def _announce(self, peer: int, number: int, at: int) -> None:
+    def _announce(self, number: int, peer: int) -> None:
         arena = self.arena
         if arena is None:
             self._send(peer, Kind.READY, number)
             return
         fd = None if peer in arena.known_to else arena.fd
         arena.known_to.add(peer)
-        self._send(peer, Kind.READY, number, arena.number, at, fd)
+        self._send(peer, Kind.READY, number, arena.number, self.places[peer], fd)
 
     def _send(
         self, peer: int, kind: Kind, number: int, a: int = 0, b: int = 0, fd: int | None = None
@@ -283,17 +301,3 @@ class Neighbours:
         if self.arena is not None:
             self.team.arenas.give_back(self.arena)
             self.arena = None
-
-
-def _packed_bytes(ways: Sequence[tuple[Lot, Way]]) -> int:
-    return sum(lot.num_bytes for lot, way in ways if way is Way.PACKED)
-
-
-def _aligned(num_bytes: int) -> int:
-    """Room for a message such that the next begins where any element may."""
-    return -(-num_bytes // 16) * 16
-
-
-def _packed_spot(lot: Lot, address: int) -> Spot:
-    """Where the blocks of a lot lie in a message."""
-    return Spot(address + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)

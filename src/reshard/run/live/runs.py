@@ -11,7 +11,9 @@ from reshard.run.live.ways import run_lengths
 __all__ = ["stretches_of"]
 
 
-def stretches_of(first: Ints, width: Ints, strides: Ints, itemsize: int) -> Stretches:
+def stretches_of(
+    first: Ints, width: Ints, strides: Ints, itemsize: int, tensor: Ints | None = None
+) -> Stretches:
     """All runs of blocks in row-major order; ``first`` is the address of each block.
 
     >>> runs = stretches_of(np.array([1000]), np.array([[2, 3]]), np.array([[10, 1]]), 4)
@@ -20,16 +22,18 @@ def stretches_of(first: Ints, width: Ints, strides: Ints, itemsize: int) -> Stre
     """
     run = run_lengths(width, strides)
     if not len(width):
-        return Stretches(run, run)
-    alike = (width == width[0]).all() and (strides == strides[0]).all()
-    if alike:
+        return Stretches(run, run, tensor)
+    if (width == width[0]).all() and (strides == strides[0]).all():
         within = _offsets(width[:1], strides[:1], run[:1], np.zeros(1, np.int64))
         address = (first[:, None] + within[None, :] * itemsize).ravel()
-        return Stretches(address, np.full(len(address), run[0] * itemsize))
-    counts = np.prod(width, axis=1, dtype=np.int64) // run
-    block = np.repeat(np.arange(len(width)), counts)
-    offsets = _offsets(width, strides, run, block)
-    return Stretches(first[block] + offsets * itemsize, run[block] * itemsize)
+        block = np.repeat(np.arange(len(width)), len(within))
+        length = np.full(len(address), run[0] * itemsize)
+    else:
+        counts = np.prod(width, axis=1, dtype=np.int64) // run
+        block = np.repeat(np.arange(len(width)), counts)
+        address = first[block] + _offsets(width, strides, run, block) * itemsize
+        length = run[block] * itemsize
+    return Stretches(address, length, None if tensor is None else tensor[block])
 
 
 def _offsets(width: Ints, strides: Ints, run: Ints, block: Ints) -> Ints:
