@@ -2,6 +2,7 @@
 
     table = CopyTable(blocks)               # once per plan
     table.launch(sources, destinations)     # every call; sends addresses only if they changed
+    bound = table.bind(sources, destinations); bound.launch()     # again and again
 
 Packing (blocks of tensors into a message) and unpacking (a message into blocks of tensors) are both
 such a copy. Without Triton, or where it lacks a cast, torch copies the blocks one by one: the same
@@ -32,7 +33,7 @@ from reshard.run.live.device_table import (
     merged_blocks,
 )
 
-__all__ = ["CopyTable"]
+__all__ = ["BoundCopy", "CopyTable"]
 
 MOST_KEPT = 8
 """Launch tables kept for tensors that are aligned differently, and addresses kept per stream."""
@@ -56,7 +57,7 @@ class CopyTable:
         self.cast = None if cast is None or cast[0] == cast[1] else cast
         self._sizes = None if self.cast is None else Cast(*(d.itemsize for d in self.cast))
         self._compiled: dict[bytes, _Compiled] = {}
-        self._sent: dict[tuple[torch.device, int], tuple[bytes, torch.Tensor]] = {}
+        self._sent: dict[tuple[torch.device, int], tuple[Ints, torch.Tensor]] = {}
 
     def launch(
         self,
@@ -65,18 +66,17 @@ class CopyTable:
         stream: torch.cuda.Stream | None = None,
     ) -> None:
         """Copy all blocks, on the current stream if none is given; returns at once."""
-        if not len(self.blocks.source):
-            return
-        device = _common_device([*sources, *destinations])
-        bases = np.fromiter(
-            (tensor.data_ptr() for tensor in (*sources, *destinations)), dtype=np.int64
-        )
+        self.bind(sources, destinations).launch(stream)
+
+    def bind(
+        self, sources: Sequence[torch.Tensor], destinations: Sequence[torch.Tensor]
+    ) -> BoundCopy:
+        """The table with its tensors. Asking thousands of tensors where they are takes a while:
+        whoever copies between the same ones again keeps this and launches it."""
+        tensors = [*sources, *destinations]
+        bases = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
         compiled = self._compile(bases, len(sources))
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            if device.type == "cuda" and compiled.aligned and _kernel_casts(self.cast):
-                self._launch_kernel(compiled, bases, device)
-            else:
-                _copy_one_by_one(compiled.blocks, sources, destinations, self.cast)
+        return BoundCopy(self, compiled, bases, tuple(sources), tuple(destinations))
 
     @property
     def device_bytes(self) -> int:
@@ -95,45 +95,71 @@ class CopyTable:
             blocks = merged_blocks(self.blocks, *sides, self._sizes)
             aligned = self._sizes is None or _aligned(blocks, sides, self._sizes)
             _drop_oldest(self._compiled)
-            table = compile_table(blocks, num_sources)
+            table = compile_table(blocks, num_sources, self._sizes)
             self._compiled[key] = _Compiled(blocks, table, aligned, {})
         return self._compiled[key]
 
-    def _launch_kernel(self, compiled: _Compiled, bases: Ints, device: torch.device) -> None:
-        from reshard.run.live.device_kernel import cast_tiles, copy_tiles
-
-        table = compiled.table
-        if not len(table.tiles):
-            return
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device)
-            addresses = self._send(bases, device, stream.cuda_stream)
-            rows, tiles = compiled.on(device, stream)
-            grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
-            num_warps = max(1, table.lanes // 256)
-            if self.cast is None or self._sizes is None:
-                only = table.units[0] if len(table.units) == 1 else 0
-                copy_tiles[grid](rows, tiles, addresses, *shape, only, num_warps=num_warps)
-            else:
-                dtypes = (_triton_dtype(self.cast[0]), _triton_dtype(self.cast[1]))
-                together = self._sizes.num_together
-                cast_tiles[grid](
-                    rows, tiles, addresses, *shape, together, *dtypes, num_warps=num_warps
-                )
-
-    def _send(self, bases: Ints, device: torch.device, stream: int) -> torch.Tensor:
+    def _addresses(self, bases: Ints, device: torch.device, stream: int) -> torch.Tensor:
         """The addresses on the device; sent if they are not those of the last launch there.
 
         A fresh tensor each time: a kernel in flight may still read the one before. Both belong to
         the same stream, so that torch reuses the old one's memory only after that kernel.
         """
-        known = bases.tobytes()
         kept = self._sent.get((device, stream))
-        if kept is None or kept[0] != known:
+        if kept is None or not np.array_equal(kept[0], bases):
             _drop_oldest(self._sent)
             sent = torch.from_numpy(bases).pin_memory().to(device, non_blocking=True)
-            kept = self._sent[device, stream] = known, sent
+            kept = self._sent[device, stream] = bases, sent
         return kept[1]
+
+
+class BoundCopy:
+    """A table of blocks and the tensors it copies between; holds the tensors."""
+
+    def __init__(
+        self,
+        table: CopyTable,
+        compiled: _Compiled,
+        bases: Ints,
+        sources: tuple[torch.Tensor, ...],
+        destinations: tuple[torch.Tensor, ...],
+    ) -> None:
+        self.table, self.compiled, self.bases = table, compiled, bases
+        self.sources, self.destinations = sources, destinations
+        self.device = _common_device((*sources, *destinations)) if len(bases) else None
+
+    def launch(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Copy all blocks, on the current stream if none is given; returns at once."""
+        if self.device is None or not len(self.compiled.blocks):
+            return
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            if (
+                self.device.type == "cuda"
+                and self.compiled.aligned
+                and _kernel_casts(self.table.cast)
+            ):
+                self._launch_kernel(self.device)
+            else:
+                sides = self.sources, self.destinations
+                _copy_one_by_one(self.compiled.blocks, *sides, self.table.cast)
+
+    def _launch_kernel(self, device: torch.device) -> None:
+        from reshard.run.live.device_kernel import cast_tiles, copy_tiles
+
+        table, cast = self.compiled.table, self.table.cast
+        with torch.cuda.device(device):
+            stream = torch.cuda.current_stream(device)
+            where = self.table._addresses(self.bases, device, stream.cuda_stream)
+            tensors = *self.compiled.on(device, stream), where
+            grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
+            num_warps = table.lanes // 256
+            if cast is None:
+                only = table.units[0] if len(table.units) == 1 else 0
+                copy_tiles[grid](*tensors, *shape, only, num_warps=num_warps)
+            else:
+                together = Cast(*(dtype.itemsize for dtype in cast)).num_together
+                dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
+                cast_tiles[grid](*tensors, *shape, together, *dtypes, num_warps=num_warps)
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ __all__ = ["FIELDS", "Cast", "CopyBlocks", "LaunchTable", "compile_table", "merg
 NUM_DIMS = 4
 MOST_UNITS = 1 << 30
 WIDEST = 16
+FEW_LANES, MANY_LANES = 256, 512
+MOST_TILES = 1 << 20
 EDGE_BYTES = 256
 """Rows shorter than this are not cut into edges and a middle: one more block costs more."""
 
@@ -157,11 +159,11 @@ def merged_blocks(
     return _joined([_merge_dims(part) for part in parts if len(part)] or [parts[0]])
 
 
-def compile_table(blocks: Strided, num_sources: int) -> LaunchTable:
+def compile_table(blocks: Strided, num_sources: int, cast: Cast | None = None) -> LaunchTable:
     """Tiles of equal work over all blocks; destinations are numbered after the sources."""
     blocks = _bounded(_at_most_dims(blocks))
     units = blocks.widths.prod(axis=1)
-    lanes = _best_lanes(units)
+    lanes = _lanes(units, blocks.unit, WIDEST if cast is None else cast.num_together)
     tiles = -(-units // lanes)
     first = np.cumsum(tiles) - tiles
     divisors = blocks.widths[:, 1:]
@@ -387,10 +389,14 @@ def _bounded(blocks: Strided) -> Strided:
     return blocks
 
 
-def _best_lanes(units: Ints) -> int:
-    """The size of a tile that leaves the fewest lanes idle; starting a tile costs 128 of them."""
-    choices = (256, 512, 1024)
-    return min(choices, key=lambda lanes: int(((lanes + 128) * -(-units // lanes)).sum()))
+def _lanes(units: Ints, unit: Ints, widest: int) -> int:
+    """One warp per tile copies fastest where units are wide.
+
+    Narrow units need more of them under way at once, and so does a table that would grow too large.
+    """
+    narrow = int(units[unit * 4 < widest].sum()) * 2 > int(units.sum())
+    num_tiles = int((-(-units // FEW_LANES)).sum())
+    return MANY_LANES if narrow or num_tiles > MOST_TILES else FEW_LANES
 
 
 def _division_by(divisors: Ints) -> tuple[Ints, Ints]:

@@ -1,0 +1,32 @@
+"""Run the tests of this folder without pytest: ``PYTHONPATH=src python3 -m tests.device.run``."""
+
+import importlib
+import sys
+import time
+import traceback
+import unittest
+from pathlib import Path
+
+
+def main() -> int:
+    failed = 0
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        module = importlib.import_module(f"tests.device.{path.stem}")
+        for name in [name for name in vars(module) if name.startswith("test_")]:
+            start = time.perf_counter()
+            try:
+                getattr(module, name)()
+                outcome = "passed"
+            except unittest.SkipTest as skipped:
+                outcome = f"skipped: {skipped}"
+            except Exception:
+                traceback.print_exc()
+                outcome, failed = "FAILED", failed + 1
+            seconds = time.perf_counter() - start
+            print(f"{path.stem}.{name}: {outcome} ({seconds:.1f} s)", flush=True)
+    print(f"{failed} failed" if failed else "all passed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
