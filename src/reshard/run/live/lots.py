@@ -32,6 +32,9 @@ HAVE, WANT = 0, 1
 MAX_KEPT_BLOCKS = 1 << 20
 """Blocks that a program keeps between calls; rounds beyond are worked out anew in each."""
 
+MOST_LENT = 4 << 20
+"""Bytes that may stay packed over all rounds of a call."""
+
 MAX_KEPT_OBJECTS = 1 << 17
 """Arrays and calls that are kept with them: a few hundred bytes each."""
 
@@ -140,6 +143,10 @@ class Program:
             )
             for stack in plan.stacks
         }
+        self.peak_bytes = plan.schedule.peak_bytes
+        """The most that any rank stages in a round."""
+        self.lends = self.num_rounds * self.peak_bytes <= min(plan.memory, MOST_LENT)
+        """Whether all that is packed in all rounds fits together, so that none is waited for."""
         self._kept: dict[int, Round] = {}
         self._stamp = 0
         self._addresses = np.zeros(0, dtype=np.int64)

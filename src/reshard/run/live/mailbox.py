@@ -1,6 +1,6 @@
 """Short messages between the ranks of one host, over unix sockets.
 
-Data never goes this way: a message says that data is there to be taken, or was taken. Each is 64
+Data never goes this way: a message says that data is there to be taken, or was taken. Each is 80
 bytes, carries the number of its call and the digest of its plan, and may carry the descriptor of
 shared memory. When a process dies its sockets close, so its peers know at once.
 """
@@ -20,17 +20,22 @@ from enum import IntEnum
 
 from reshard.run.live.arena import Arena
 
-__all__ = ["Inbox", "Kind", "Mailbox", "Message"]
+__all__ = ["MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message"]
 
-_FORM = struct.Struct("<4sIQ16sQQQQ")
+_FORM = struct.Struct("<4sIQ16sQQQQQQ")
 _MAGIC = b"rsh1"
+MESSAGE_BYTES = _FORM.size
 
 
 class Kind(IntEnum):
     """What a message says."""
 
     HELLO = 1
-    """I have entered this call; ``a``: where my table of addresses is, ``b``: its length."""
+    """I have entered this call; ``a``: where my table of addresses is, ``b``: its length.
+
+    ``c``: 1 if my part of the first round is there too, plus the number of its arena; ``d``: where
+    in the arena. ``e``: how many of my first calls are over: I read nothing of them any more.
+    """
     READY = 2
     """My part of this round is there; ``a``: arena, ``b``: where in it."""
     TAKEN = 3
@@ -51,20 +56,30 @@ class Message:
     round: int = 0
     a: int = 0
     b: int = 0
+    c: int = 0
+    d: int = 0
+    e: int = 0
 
     def pack(self) -> bytes:
-        """The 64 bytes on the socket."""
-        return _FORM.pack(
-            _MAGIC, int(self.kind), self.call, self.digest, self.round, self.a, self.b, 0
-        )
+        """The 80 bytes on the socket."""
+        numbers = (self.round, self.a, self.b, self.c, self.d, self.e)
+        return _FORM.pack(_MAGIC, self.kind, self.call, self.digest, *numbers)
+
+    @property
+    def arena(self) -> int:
+        """The arena it speaks of; 0 if none."""
+        return max(self.c - 1, 0) if self.kind is Kind.HELLO else self.a
 
     @classmethod
     def unpack(cls, data: bytes) -> Message | None:
         """Read what ``pack`` wrote; None for anything else."""
         if len(data) != _FORM.size or data[:4] != _MAGIC:
             return None
-        _, kind, call, digest, number, a, b, _ = _FORM.unpack(data)
-        return cls(Kind(kind), call, digest, number, a, b) if kind in set(Kind) else None
+        _, kind, call, digest, *numbers = _FORM.unpack(data)
+        return cls(_KINDS[kind], call, digest, *numbers) if kind in _KINDS else None
+
+
+_KINDS = {int(kind): kind for kind in Kind}
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +100,10 @@ class Inbox:
         match message.kind:
             case Kind.HELLO:
                 self.hellos[peer] = message
+                if message.c:
+                    self.ready[peer, 0] = Message(
+                        Kind.READY, message.call, b"", 0, message.arena, message.d
+                    )
             case Kind.READY:
                 self.ready[peer, message.round] = message
             case Kind.TAKEN:
@@ -104,10 +123,13 @@ class Mailbox:
         self.lost: set[int] = set()
         self.arenas: dict[tuple[int, int], Arena] = {}
         """Memory that peers share with us, by peer and number; the latest of each."""
-        self._lent: dict[tuple[int, int, int], Arena] = {}
-        """Arenas with messages that are not read yet, by peer, call and round."""
+        self._lent: dict[tuple[int, int], Arena] = {}
+        """Arenas with messages that may not be read yet, by peer and call."""
         self._open: dict[int, Inbox] = {}
         self._next_call = 0
+        self._over: set[int] = set()
+        self.num_over = 0
+        """How many of the first calls are over."""
         self._polling = threading.Lock()
         self._came = threading.Condition()
         self._peers = {link.fileno(): peer for peer, link in self.links.items()}
@@ -128,13 +150,16 @@ class Mailbox:
         """Forget a call; late messages to it are dropped."""
         with self._came:
             self._open.pop(call, None)
+            self._over.add(call)
+            while self.num_over in self._over:
+                self._over.remove(self.num_over)
+                self.num_over += 1
 
-    def lend(self, arena: Arena, peer: int, call: int, number: int) -> None:
-        """Keep an arena from being used again until a peer has read a message in it."""
+    def lend(self, arena: Arena, peer: int, call: int) -> None:
+        """Keep an arena from being used again until a peer says that a call is over for it."""
         with self._came:
-            inbox = self._open.get(call)
-            if inbox is None or (peer, number) not in inbox.taken:
-                self._lent[peer, call, number] = arena
+            if (peer, call) not in self._lent:
+                self._lent[peer, call] = arena
                 arena.lent += 1
 
     def send(self, peer: int, message: Message, fd: int | None = None) -> None:
@@ -201,20 +226,21 @@ class Mailbox:
             self._lose(peer)
             return
         for fd in fds:
-            self.arenas[peer, message.a] = Arena.of(fd, message.a)
+            self.arenas[peer, message.arena] = Arena.of(fd, message.arena)
         if message.kind is Kind.GONE:
             self._forget(peer, message.a)
             return
         with self._came:
-            if message.kind is Kind.TAKEN:
-                self._give_back((peer, message.call, message.round))
+            if message.kind is Kind.HELLO:
+                for key in [key for key in self._lent if key[0] == peer and key[1] < message.e]:
+                    self._give_back(key)
             if message.call >= self._next_call and message.call not in self._open:
                 self._open[message.call] = Inbox()
             inbox = self._open.get(message.call)
         if inbox is not None:
             inbox.put(peer, message)
 
-    def _give_back(self, key: tuple[int, int, int]) -> None:
+    def _give_back(self, key: tuple[int, int]) -> None:
         arena = self._lent.pop(key, None)
         if arena is not None:
             arena.lent -= 1

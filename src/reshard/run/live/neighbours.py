@@ -2,7 +2,7 @@
 
 A message is three things at most: what was written straight into the receiver's tensors, what lies
 packed in memory that both map, and what the receiver reads straight out of the sender's tensors.
-The 64 bytes that say so go over a socket. A small message is all packed, before its sender even
+The 80 bytes that say so go over a socket. A small message is all packed, before its sender even
 says hello: whoever has heard all hellos then has all the data, and nobody waits a second time.
 """
 
@@ -28,9 +28,6 @@ __all__ = ["Neighbours"]
 
 SMALL = 64 << 10
 """A message of at most so many bytes is packed: one wait less is worth more than one copy."""
-
-LENT = 1 << 20
-"""Packed bytes of a round for whose reading nobody waits; their arena is lent until it is read."""
 
 
 class Neighbours:
@@ -60,6 +57,7 @@ class Neighbours:
         self.arena: Arena | None = None
         self.places: dict[int, int] = {}
         """Where in the arena the message to each peer begins."""
+        self._end = 0
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
@@ -83,13 +81,15 @@ class Neighbours:
         mine = {peer: lots for peer, lots in sends.items() if peer in self.peers}
         early = {peer: lots for peer, lots in mine.items() if self._is_early(peer, lots)}
         self._make_room(mine, 0)
+        self.early = set(early)
         for peer in self.peers:
+            arena = at = 0
             if peer in early:
                 self._put(0, peer, early[peer])
-            self._send(peer, Kind.HELLO, self.watch.word, address, count)
-            if peer in early:
-                self._announce(0, peer)
-        self.early = set(early)
+                arena, at = 1 + self._arena_number(), self.places[peer]
+            over = self.team.mailbox.num_over
+            more = (self.watch.word, address, count, arena, at, over)
+            self._send(peer, Kind.HELLO, *more, fd=self._new_to(peer) if arena > 1 else None)
 
     def _is_early(self, peer: int, lots: Sequence[Lot]) -> bool:
         """Whether a message can be made without knowing where the peer's tensors are."""
@@ -129,19 +129,19 @@ class Neighbours:
 
     def _make_room(self, sends: dict[int, list[Lot]], number: int) -> None:
         """Where in the arena each message of a round lies; the arena grows if it must."""
-        self.places = {}
-        self.staged = at = 0
+        self.staged = 0
+        at = self._end if self.program.lends else 0
         for peer, lots in sends.items():
             self.places[peer] = at
-            at += (
-                -(-sum(lot.num_bytes for lot in lots if self._may_be_packed(peer, lot, lots)) // 16)
-                * 16
-            )
+            packed = [lot.num_bytes for lot in lots if self._may_be_packed(peer, lot, lots)]
+            at += -(-sum(packed) // 16) * 16
+        self._end = at
         if self.arena is not None and self.arena.num_bytes < at:
             self.team.arenas.give_back(self.arena)
             self.arena = None
         if at and self.arena is None:
-            self.arena = self.team.arenas.take(at)
+            rounds = self.program.num_rounds if self.program.lends else 1
+            self.arena = self.team.arenas.take(max(at, rounds * self.program.peak_bytes))
 
     def _may_be_packed(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> bool:
         """Also what is to be pushed, until it is known that the peer's tensor can be written."""
@@ -213,27 +213,27 @@ class Neighbours:
             act(peer, portion)
 
     def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
-        """Tell a neighbour that its message was read, if it has to know that."""
-        if any(way is not Way.PUSH for _, way in self._ways(peer, lots, sending=False)):
+        """Tell a neighbour that its message was read, if it waits for that."""
+        ways = {way for _, way in self._ways(peer, lots, sending=False)}
+        if Way.PULL in ways or (Way.PACKED in ways and not self._is_lent(lots)):
             self._send(peer, Kind.TAKEN, number)
 
     def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
         """Neighbours whose reading this rank must wait for: its tensors are read, or much is."""
-        taken, lent = self.watch.inbox.taken, self._is_lent(number)
-        found = []
+        taken, found = self.watch.inbox.taken, []
         for peer, lots in sends.items():
             if peer not in self.peers or (peer, number) in taken:
                 continue
             ways = {way for _, way in self._ways(peer, lots, sending=True)}
-            if Way.PULL in ways or (Way.PACKED in ways and not lent):
+            if Way.PULL in ways or (Way.PACKED in ways and not self._is_lent(lots)):
                 found.append(peer)
             elif Way.PACKED in ways and self.arena is not None:
-                self.team.mailbox.lend(self.arena, peer, self.watch.call, number)
+                self.team.mailbox.lend(self.arena, peer, self.watch.call)
         return found
 
-    def _is_lent(self, number: int) -> bool:
-        """Whether what is packed may be read later: in the last round, and not much."""
-        return number == self.program.num_rounds - 1 and self.staged <= LENT
+    def _is_lent(self, lots: Sequence[Lot]) -> bool:
+        """Whether a packed message may be read after its sender has gone on."""
+        return self.program.lends and sum(lot.num_bytes for lot in lots) <= SMALL
 
     def _first_way(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> Way:
         """How a lot of a message would go if all tensors of both were ordinary memory."""
@@ -282,19 +282,23 @@ class Neighbours:
         return len(self.held[HAVE].address)
 
     def _announce(self, number: int, peer: int) -> None:
-        arena = self.arena
-        if arena is None:
-            self._send(peer, Kind.READY, number)
-            return
-        fd = None if peer in arena.known_to else arena.fd
-        arena.known_to.add(peer)
-        self._send(peer, Kind.READY, number, arena.number, self.places[peer], fd)
+        arena = self._arena_number()
+        fd = self._new_to(peer) if arena else None
+        self._send(peer, Kind.READY, number, arena, self.places[peer], fd=fd)
 
-    def _send(
-        self, peer: int, kind: Kind, number: int, a: int = 0, b: int = 0, fd: int | None = None
-    ) -> None:
+    def _arena_number(self) -> int:
+        return 0 if self.arena is None else self.arena.number
+
+    def _new_to(self, peer: int) -> int | None:
+        """The descriptor of the arena, for a peer that does not have it yet."""
+        if self.arena is None or peer in self.arena.known_to:
+            return None
+        self.arena.known_to.add(peer)
+        return self.arena.fd
+
+    def _send(self, peer: int, kind: Kind, *numbers: int, fd: int | None = None) -> None:
         watch = self.watch
-        self.team.mailbox.send(peer, Message(kind, watch.call, watch.digest, number, a, b), fd)
+        self.team.mailbox.send(peer, Message(kind, watch.call, watch.digest, *numbers), fd)
 
     def close(self) -> None:
         """Give the arena back for the next call."""

@@ -19,7 +19,7 @@ from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import Lot, Program
-from reshard.run.live.mailbox import Kind, Message
+from reshard.run.live.mailbox import MESSAGE_BYTES, Kind, Message
 from reshard.run.live.ways import run_lengths
 from reshard.run.live.wire import Wire
 
@@ -78,7 +78,7 @@ class Network:
             self._await_hello(peer)
 
     def _await_hello(self, peer: int) -> None:
-        buffer = torch.empty(64, dtype=torch.uint8)
+        buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
         work = self.wire.receive(self._index(peer), buffer, self.tag)
 
         def then(error: str | None) -> None:
