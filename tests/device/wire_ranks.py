@@ -1,0 +1,210 @@
+"""What the ranks of `test_device_wire` do: 4 processes that share one GPU.
+
+NCCL takes them for 4 hosts because each has a ``NCCL_HOSTID`` of its own.
+"""
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+import unittest
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
+from reshard.run.live.nccl import DeviceWire, Exchange
+
+SIZE = 4
+RANK = int(os.environ.get("RANK", "0"))
+DEVICE = torch.device("cuda", 0)
+Messages = list[tuple[int, torch.Tensor]]
+
+
+class Job:
+    """The caller's NCCL group, and a store of our own beside it."""
+
+    def __init__(self) -> None:
+        port = int(os.environ["PORT"])
+        address = f"tcp://127.0.0.1:{port}"
+        torch.cuda.set_device(DEVICE)
+        dist.init_process_group("nccl", rank=RANK, world_size=SIZE, init_method=address)
+        wait = timedelta(seconds=30)
+        self.store = dist.TCPStore("127.0.0.1", port + 1, SIZE, RANK == 0, timeout=wait)
+        self.check_callers_group()
+
+    def wire(self, name: str, ranks: range = range(SIZE), timeout: float = 20) -> DeviceWire:
+        self.meet(name, ranks)
+        store = dist.PrefixStore(name, self.store)
+        return DeviceWire(store, ranks.index(RANK), len(ranks), DEVICE, timeout=timeout)
+
+    def meet(self, name: str, ranks: range = range(SIZE)) -> None:
+        self.store.set(f"{name}/{RANK}", "here")
+        self.store.wait([f"{name}/{rank}" for rank in ranks])
+
+    def check_callers_group(self) -> None:
+        ones = torch.ones(1, device=DEVICE)
+        dist.all_reduce(ones)
+        assert ones.item() == SIZE
+
+
+def messages(num_bytes: int, seed: int = 0, size: int = SIZE) -> tuple[Messages, Messages]:
+    peers = [peer for peer in range(size) if peer != RANK]
+    sends = [(peer, gpu_bytes(num_bytes, (RANK * 16 + peer + seed) % 251)) for peer in peers]
+    return sends, [(peer, gpu_bytes(num_bytes, 0)) for peer in peers]
+
+
+def gpu_bytes(count: int, value: int) -> torch.Tensor:
+    return torch.full((count,), value, dtype=torch.uint8, device=DEVICE)
+
+
+def right(receives: Messages, seed: int = 0) -> bool:
+    return all(bool((tensor == (peer * 16 + RANK + seed) % 251).all()) for peer, tensor in receives)
+
+
+def outcome(exchange: Exchange, limit: float = 15) -> str:
+    start = time.monotonic()
+    while time.monotonic() - start < limit:
+        try:
+            if exchange.done():
+                return "done"
+        except LiveError as error:
+            return type(error).__name__
+        time.sleep(0.005)
+    return "running"
+
+
+def abort_after(wire: DeviceWire, seconds: float) -> threading.Thread:
+    thread = threading.Thread(target=lambda: (time.sleep(seconds), wire.abort()))
+    thread.start()
+    return thread
+
+
+def values(job: Job) -> None:
+    """Messages arrive; the exchange keeps its place between the kernels around it."""
+    wire = job.wire("values")
+    for number_of_bytes in (1, 1000, 1 << 20, 32 << 20):
+        sends, receives = messages(number_of_bytes, seed=3)
+        wire.exchange(sends, receives).join()
+        assert right(receives, seed=3)
+    for _, tensor in sends:
+        tensor.zero_()
+    torch.cuda._sleep(100_000_000)
+    for peer, tensor in sends:
+        tensor.fill_((RANK * 16 + peer + 7) % 251)
+    exchange = wire.exchange(sends, receives)
+    assert not exchange.done()
+    exchange.join()
+    copies = [(peer, tensor.clone()) for peer, tensor in receives]
+    assert right(copies, seed=7)
+    assert outcome(exchange) == "done"
+    job.meet("all done")
+    wire.close()
+    job.check_callers_group()
+
+
+def late_at_first(job: Job) -> None:
+    """A rank that is late when the others connect; they abort, and all start anew."""
+    wire = job.wire("first")
+    sends, receives = messages(4 << 20)
+    if RANK == 3:
+        time.sleep(4)
+        wire.abort()
+    else:
+        thread, start = abort_after(wire, 1.5), time.monotonic()
+        with contextlib.suppress(LiveError):
+            assert outcome(wire.exchange(sends, receives)) == "LiveError"
+        assert time.monotonic() - start < 3
+        thread.join()
+    job.check_callers_group()
+    start_anew(job)
+
+
+def late_when_warm(job: Job) -> None:
+    """A rank that is late to the second exchange; the others abort from another thread."""
+    wire = job.wire("warm")
+    sends, receives = messages(4 << 20)
+    wire.exchange(sends, receives).join()
+    torch.cuda.synchronize()
+    job.meet("first is through")
+    if RANK == 3:
+        time.sleep(4)
+        wire.abort()
+    else:
+        exchange, start = wire.exchange(sends, receives), time.monotonic()
+        exchange.join()
+        thread = abort_after(wire, 1.5)
+        assert outcome(exchange) == "LiveError"
+        thread.join()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 3.5
+    job.check_callers_group()
+    start_anew(job)
+
+
+def killed(job: Job) -> None:
+    """A rank dies; the others learn of it, live on, and go on among themselves."""
+    wire = job.wire("killed")
+    sends, receives = messages(4 << 20)
+    wire.exchange(sends, receives).join()
+    torch.cuda.synchronize()
+    job.meet("first is through")
+    if RANK == 3:
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    exchange = wire.exchange(sends, receives)
+    assert outcome(exchange) == PeerLostError.__name__
+    wire.abort()
+    torch.cuda.synchronize()
+    start_anew(job, range(3))
+    time.sleep(5)  # torch's watchdog would have ended the process by now
+    job.meet("end", range(3))
+
+
+def missing(job: Job) -> None:
+    """A rank never opens the wire: an error in time, and the next one works."""
+    if RANK == 3:
+        time.sleep(4)
+    else:
+        start, store = time.monotonic(), dist.PrefixStore("missing", job.store)
+        with unittest.TestCase().assertRaisesRegex(MoveTimeoutError, "late"):  # noqa: PT027
+            DeviceWire(store, RANK, SIZE, DEVICE, timeout=2)
+        assert time.monotonic() - start < 4
+    job.check_callers_group()
+    start_anew(job)
+
+
+def start_anew(job: Job, ranks: range = range(SIZE)) -> None:
+    wire = job.wire("anew", ranks)
+    sends, receives = messages(1 << 20, seed=5, size=len(ranks))
+    assert outcome(wire.exchange(sends, receives)) == "done"
+    assert right(receives, seed=5)
+    job.meet("anew, done", ranks)
+
+
+def many(job: Job) -> None:
+    """Wires made and given back leave nothing behind."""
+    sends, receives = messages(1 << 20)
+    open_files = []
+    for number in range(6):
+        wire = job.wire(f"many {number}")
+        assert outcome(wire.exchange(sends, receives)) == "done"
+        job.meet(f"many {number}, done")
+        if number % 2:
+            wire.abort()
+        else:
+            wire.close()
+        del wire
+        open_files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
+    assert open_files[-1] <= open_files[1] + 4, open_files
+    job.check_callers_group()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](Job())
+    print("fine", flush=True)
+    # Leaving the usual way would wait for groups that were broken on purpose.
+    os._exit(0)
