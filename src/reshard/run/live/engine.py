@@ -31,7 +31,6 @@ from reshard.run.live.holding import (
     Tensors,
     check_apart,
     check_names,
-    fresh,
     held_of,
     locals_of,
 )
@@ -82,6 +81,9 @@ class _Prepared:
         self.program = Program(plan, rank)
         self.locals = (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank))
         self.digest = bytes.fromhex(plan.digest)
+        self.ranks = plan.ranks
+        self.talks = plan.summary().num_messages > 0
+        """Whether any rank sends anything: a move without messages communicates nothing."""
         self.apart: tuple[bytes, bytes] | None = None
         """The addresses that were last found not to overlap."""
 
@@ -204,11 +206,12 @@ class Run:
         self.call: Call | None = None
         self.prepared: _Prepared | None = None
         self.team: Team | None = None
-        if self.rank not in plan.ranks:
+        prepared = prepared_of(plan)
+        if self.rank not in prepared.ranks:
             return
-        self.prepared = prepared_of(plan)
-        if self._talks():
-            self.team = team_of(group, plan.ranks, options.timeout)
+        self.prepared = prepared
+        if prepared.talks or options.check == "always":
+            self.team = team_of(group, prepared.ranks, options.timeout)
             self.report.call = self.team.next_call()
             self.watch = Watch(
                 self.team,
@@ -219,10 +222,6 @@ class Run:
                 status=lambda: self.call.status() if self.call else "",
                 word=GRAD_CODES[options.grad],
             )
-
-    def _talks(self) -> bool:
-        """Whether any rank sends anything: a move without messages communicates nothing."""
-        return self.options.check == "always" or self.plan.summary().num_messages > 0
 
     def run(self) -> dict[str, torch.Tensor]:
         """Do the move."""
@@ -262,7 +261,8 @@ class Run:
         terms = Terms(self.plan, {"transport": self.options.transport}, _devices(held))
         if watch is not None:
             self._agree(watch, terms)
-        fill_zeros(self.prepared.program, held[WANT])
+        if self.prepared.program.part.fills:
+            fill_zeros(self.prepared.program, held[WANT])
         donation = Donation(self.prepared.program, held[HAVE]) if self.options.donate else None
 
         def after_round(number: int, part: RoundReport) -> None:
@@ -303,16 +303,22 @@ class Run:
     ) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
         want = Held(len(self.plan.want))
         result = {}
+        only = self._only_device(have)
         for local in prepared.locals[WANT]:
-            tensor = fresh(local, self._device(local))
+            device = self._device(local) if only is None else only
+            tensor = torch.empty(local.shape, dtype=local.kind, device=device)
             want.add(local.number, tensor)
             result[local.name] = tensor
         return (have, want), result
 
-    def _device(self, local: Local) -> torch.device:
-        """With the source of the same name, with any source, or where the user says."""
+    def _only_device(self, have: Held) -> torch.device | None:
+        """The device of all new tensors, where they need not be asked for one by one."""
         if self.options.device is not None:
             return torch.device(self.options.device)
+        return None if have.elsewhere else torch.device("cpu")
+
+    def _device(self, local: Local) -> torch.device:
+        """With the source of the same name, or with any source."""
         near = self.tensors.get(local.name)
         if near is None:
             near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)
@@ -320,7 +326,7 @@ class Run:
 
     def _agree(self, watch: Watch, terms: Terms) -> None:
         """Compare with the other ranks, unless this plan was compared before."""
-        key = watch.digest + terms.to_json().encode()
+        key = (watch.digest, self.options.transport)
         if self.options.check == "always" or key not in watch.team.agreed:
             agree(watch, terms)
             watch.team.agreed.add(key)
@@ -353,5 +359,7 @@ class Run:
 
 def _devices(held: tuple[Held, Held]) -> str:
     """Where the tensors of this rank are."""
-    kinds = {tensor.device.type for side in held for tensor in side.tensors.values()}
+    kinds = {side.tensors[n].device.type for side in held for n in side.elsewhere}
+    if any(len(side.elsewhere) < len(side.tensors) for side in held):
+        kinds.add("cpu")
     return "+".join(sorted(kinds)) or "none"

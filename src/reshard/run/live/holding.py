@@ -6,15 +6,13 @@ Everything that can be wrong with a tensor is found here, before anything moves.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from math import prod
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from reshard.columns import Ints
-from reshard.dtypes import itemsize
 from reshard.errors import TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live.memory import array_at
@@ -24,35 +22,28 @@ __all__ = ["Held", "Local", "locals_of"]
 Tensors = Mapping[str, torch.Tensor | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Local:
+class Local(NamedTuple):
     """What a plan says of one rank's local tensor."""
 
     number: int
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    @property
-    def kind(self) -> torch.dtype:
-        """The dtype as torch names it."""
-        found: torch.dtype = getattr(torch, self.dtype)
-        return found
+    shape: torch.Size
+    kind: torch.dtype
 
 
 def locals_of(plan: Plan, side: int, rank: int) -> list[Local]:
     """The local tensors that a rank has of one side of a plan."""
     specs = (plan.have, plan.want)[side]
-    shapes: dict[tuple[object, ...], tuple[int, ...] | None] = {}
+    shapes: dict[tuple[object, ...], torch.Size | None] = {}
     found = []
     for number, (name, spec) in enumerate(specs.items()):
         key = (id(spec.layout), spec.shape)
         if key not in shapes:
             held = spec.layout.holds(rank) is not None
-            shapes[key] = spec.layout.local_shape(rank, spec.shape) if held else None
+            shapes[key] = torch.Size(spec.layout.local_shape(rank, spec.shape)) if held else None
         shape = shapes[key]
         if shape is not None:
-            found.append(Local(number, name, shape, spec.dtype))
+            found.append(Local(number, name, shape, getattr(torch, spec.dtype)))
     return found
 
 
@@ -61,20 +52,28 @@ class Held:
 
     def __init__(self, count: int) -> None:
         self.tensors: dict[int, torch.Tensor] = {}
-        self.address = np.zeros(count, dtype=np.int64)
-        """Where each tensor begins; 0 for what this rank has not, or what is on a device."""
+        self._addresses = [0] * count
         self.strided: dict[int, tuple[int, ...]] = {}
         """The strides of tensors that are not contiguous."""
+        self.elsewhere: list[int] = []
+        """Numbers of tensors that are not in the memory of the host."""
+
+    @cached_property
+    def address(self) -> Ints:
+        """Where each tensor begins; 0 for what this rank has not, or what is on a device."""
+        return np.array(self._addresses, dtype=np.int64)
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """Take in a tensor that was checked."""
         self.tensors[number] = tensor
-        if tensor.device.type == "cpu":
-            self.address[number] = tensor.data_ptr()
+        if tensor.is_cpu:
+            self._addresses[number] = tensor.data_ptr()
             if not tensor.is_contiguous():
                 self.strided[number] = tensor.stride()
+        else:
+            self.elsewhere.append(number)
 
-    @property
+    @cached_property
     def published(self) -> Ints:
         """The addresses that peers may use: of contiguous tensors."""
         if not self.strided:
@@ -83,9 +82,10 @@ class Held:
         table[list(self.strided)] = 0
         return table
 
-    def on_device(self) -> list[int]:
-        """Numbers of tensors that are not in the memory of the host."""
-        return [n for n, tensor in self.tensors.items() if tensor.device.type != "cpu"]
+    @property
+    def is_ordinary(self) -> bool:
+        """Whether all tensors are contiguous memory of the host."""
+        return not (self.strided or self.elsewhere)
 
 
 def held_of(locals_: list[Local], given: Tensors, count: int, rank: int, role: str) -> Held:
@@ -94,15 +94,21 @@ def held_of(locals_: list[Local], given: Tensors, count: int, rank: int, role: s
     for local in locals_:
         tensor = given.get(local.name)
         if tensor is None:
-            if prod(local.shape):
+            if local.shape.numel():
                 raise TensorError(
-                    f'rank {rank} holds {local.dtype}{list(local.shape)} of "{local.name}" and was '
-                    f"given none {role}: give its local tensor"
+                    f"rank {rank} holds {local.kind}{list(local.shape)} of "
+                    f'"{local.name}" and was given none {role}: give its local tensor'
                 )
             continue
-        _check(tensor, local, rank, role)
+        # The common case costs four comparisons: this runs for every tensor of every call.
+        plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+        if not plain or tensor.shape != local.shape or tensor.dtype != local.kind:
+            _check(tensor, local, rank, role)
         held.add(local.number, tensor)
     return held
+
+
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _check(tensor: Any, local: Local, rank: int, role: str) -> None:
@@ -110,22 +116,27 @@ def _check(tensor: Any, local: Local, rank: int, role: str) -> None:
         raise TensorError(
             f'"{local.name}" {role} on rank {rank} is a {type(tensor).__name__}: give a tensor'
         )
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided or tensor.is_meta:
         raise TensorError(
             f'"{local.name}" {role} on rank {rank} is a {tensor.layout} tensor on '
             f"{tensor.device}: give a dense tensor that has memory"
         )
+    if tensor.is_conj() or tensor.is_neg():
+        raise TensorError(
+            f'"{local.name}" {role} on rank {rank} is a lazy conjugate or negative, whose memory '
+            "holds other values: give tensor.resolve_conj().resolve_neg()"
+        )
     if tensor.shape != local.shape or tensor.dtype is not local.kind:
         raise TensorError(
             f'"{local.name}" {role} on rank {rank} is {tensor.dtype}{list(tensor.shape)} and its '
-            f"layout says torch.{local.dtype}{list(local.shape)}: give this rank's local tensor"
+            f"layout says {local.kind}{list(local.shape)}: give this rank's local tensor"
         )
 
 
 def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
     """Refuse names that the plan does not have."""
-    unknown = [name for name in given if name not in names]
-    if unknown:
+    if not given.keys() <= names.keys():
+        unknown = [name for name in given if name not in names]
         more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
         raise TensorError(
             f'rank {rank} was given "{unknown[0]}"{more} {role}, which the plan does not have: '
@@ -208,13 +219,3 @@ def _share(one: torch.Tensor, other: torch.Tensor) -> bool:
         return bool(np.shares_memory(arrays[0], arrays[1], max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
-
-
-def fresh(local: Local, device: torch.device) -> torch.Tensor:
-    """A new destination tensor; its values are whatever was there."""
-    return torch.empty(local.shape, dtype=local.kind, device=device)
-
-
-def bytes_of(locals_: list[Local]) -> int:
-    """Bytes of local tensors."""
-    return sum(prod(local.shape) * itemsize(local.dtype) for local in locals_)

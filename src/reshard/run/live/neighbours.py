@@ -58,6 +58,8 @@ class Neighbours:
         self.places: dict[int, int] = {}
         """Where in the arena the message to each peer begins."""
         self._end = 0
+        self._known_ways: dict[int, list[tuple[Lot, Way]]] = {}
+        """How the lots of each message of this round go."""
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
@@ -120,6 +122,7 @@ class Neighbours:
         """Write and pack what this rank has for its neighbours, and say so; gives bytes staged."""
         mine = {peer: lots for peer, lots in sends.items() if peer in self.peers}
         if number:
+            self._known_ways.clear()
             self._make_room(mine, number)
         for peer, lots in mine.items():
             if number or peer not in self.early:
@@ -246,11 +249,14 @@ class Neighbours:
 
     def _ways(self, peer: int, lots: Sequence[Lot], sending: bool) -> list[tuple[Lot, Way]]:
         """How each lot of a message goes; both ends say the same."""
-        found = []
-        for lot in lots:
-            way = self._first_way(peer, lot, lots)
-            found.append((lot, way if self._reaches(peer, lot, way, sending) else Way.PACKED))
-        return found
+        key = id(lots)
+        if key not in self._known_ways:
+            found = []
+            for lot in lots:
+                way = self._first_way(peer, lot, lots)
+                found.append((lot, way if self._reaches(peer, lot, way, sending) else Way.PACKED))
+            self._known_ways[key] = found
+        return self._known_ways[key]
 
     def _reaches(self, peer: int, lot: Lot, way: Way, sending: bool) -> bool:
         """Whether the tensors that another process would touch are ordinary memory."""

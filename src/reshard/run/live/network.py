@@ -69,7 +69,7 @@ class Network:
     def greet(self) -> None:
         """Say that this rank has entered the call."""
         watch = self.watch
-        private = any(side.strided or side.on_device() for side in self.held)
+        private = not all(side.is_ordinary for side in self.held)
         hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, int(private)).pack()
         for peer in self.peers:
             tensor = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
@@ -186,7 +186,7 @@ class Network:
     def _split(self, peer: int, lots: Sequence[Lot]) -> tuple[list[Lot], list[Lot]]:
         """What is packed, and what goes straight; both ends split alike."""
         hello = self.watch.inbox.hellos[peer]
-        ordinary = not hello.a and not any(side.strided or side.on_device() for side in self.held)
+        ordinary = not hello.a and all(side.is_ordinary for side in self.held)
         packed = [lot for lot in lots if not (ordinary and _is_direct(lot))]
         return packed, [lot for lot in lots if ordinary and _is_direct(lot)]
 

@@ -49,8 +49,8 @@ class Team:
         self.mailbox = Mailbox({peer: link.socket for peer, link in self.links.items()})
         self.line = Line(self.store, self.leader)
         self.arenas = Arenas(self._retire)
-        self.agreed: set[bytes] = set()
-        """Digests of plans that all ranks have compared."""
+        self.agreed: set[tuple[bytes, str]] = set()
+        """Plans that all ranks have compared, by digest and transport."""
         self.compared: list[str] = []
         """Keys of the last comparison, which may go once the next is over."""
         self._wire: Wire | None = None
