@@ -20,6 +20,7 @@ _HOMES = {
     "Mesh": "mesh",
     "Plan": "planning.plan",
     "Rules": "rules",
+    "RunReport": "run.live.report",
     "SimulationReport": "run.simulate",
     "Summary": "planning.summary",
     "TensorSpec": "spec",

@@ -25,6 +25,7 @@ PUBLIC = [
     "ReshardError",
     "Rules",
     "RulesError",
+    "RunReport",
     "SimulationReport",
     "SizeError",
     "Summary",

@@ -5,24 +5,38 @@
 ...     part.bytes_sent, part.messages_sent = 4096, 1
 >>> report.bytes_sent, report.messages_sent
 (4096, 1)
+
+The reports of all ranks make one timeline; whoever has them all writes it:
+
+    dist.gather_object(handle.report, reports if rank == 0 else None)
+    if rank == 0:
+        Path("move.trace").write_text(rs.RunReport.merged(reports))   # open in ui.perfetto.dev
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from reshard.bytesize import format_bytes
+from reshard.errors import FormatError
 from reshard.mesh import format_ranks
+from reshard.planning.text import align
 
-__all__ = ["RoundReport", "RunReport"]
+__all__ = ["RoundReport", "RunReport", "format_seconds"]
 
-PHASES = ("packing", "waiting", "unpacking")
+MOST_LINES = 12
+"""Rounds that are printed; of more, the slowest are."""
+
+LEGEND = (
+    "packing counts writing into peers' memory; unpacking counts reading from it, adding up, and "
+    "what is kept"
+)
 
 
 @dataclass(slots=True)
@@ -60,21 +74,34 @@ class RoundReport:
         setattr(self, name, getattr(self, name) + seconds)
         self.events.append((name, began, seconds))
 
+    @property
+    def seconds(self) -> float:
+        """All that was counted."""
+        return self.packing + self.waiting + self.unpacking
+
+
+_SUMMED = tuple(name for name in RoundReport.__slots__ if name not in ("events", "round"))
+
 
 @dataclass(slots=True)
 class RunReport:
-    """A whole run on one rank."""
+    """A whole run on one rank; what its rounds count, such as ``bytes_sent``, is added up."""
 
     rank: int
     call: int
+    """Which call of these ranks it was; -1 where nothing had to be exchanged."""
     digest: str
+    """Of the plan."""
     transports: dict[int, str] = field(default_factory=dict)
     """How each peer was reached."""
     rounds: list[RoundReport] = field(default_factory=list)
     seconds: float = 0.0
     planning: float = 0.0
-    """Seconds of comparing and of working out addresses, before the first round."""
+    """Seconds of meeting, comparing and working out addresses, before the first round."""
     started: float = 0.0
+    """When the run began, on the clock of its process."""
+    clock: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    """What makes a time of that clock a time of day, which other hosts have as well."""
 
     @contextmanager
     def round(self, number: int) -> Iterator[RoundReport]:
@@ -84,7 +111,7 @@ class RunReport:
         yield part
 
     def __getattr__(self, name: str) -> Any:
-        if name in RoundReport.__slots__ and name not in ("events", "round"):
+        if name in _SUMMED:
             return sum(getattr(part, name) for part in self.rounds)
         raise AttributeError(f"a run report has no {name}")
 
@@ -92,6 +119,23 @@ class RunReport:
     def peak_staging(self) -> int:
         """The most bytes that were staged in any round."""
         return max((part.bytes_staged for part in self.rounds), default=0)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What this rank sent or received, whichever is more, and what it kept, in a second."""
+        moved = max(self.bytes_sent, self.bytes_received) + self.bytes_copied
+        return float(moved / self.seconds) if self.seconds else 0.0
+
+    def peers(self) -> dict[str, list[int]]:
+        """The peers by how they were reached.
+
+        >>> RunReport(0, 1, "ab", {1: "peer memory", 8: "network (gloo)", 2: "peer memory"}).peers()
+        {'peer memory': [1, 2], 'network (gloo)': [8]}
+        """
+        found: dict[str, list[int]] = {}
+        for rank, name in sorted(self.transports.items()):
+            found.setdefault(name, []).append(rank)
+        return found
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -103,6 +147,7 @@ class RunReport:
             "rank": self.rank,
             "call": self.call,
             "plan": self.digest,
+            "started": self.started + self.clock,
             "seconds": self.seconds,
             "planning": self.planning,
             "peak_staging": self.peak_staging,
@@ -111,56 +156,122 @@ class RunReport:
         }
 
     def to_json(self, *, indent: int | None = None) -> str:
-        """The report as JSON text."""
+        """The report as JSON text: bytes and seconds, and ``started`` as a time of day."""
         return json.dumps(self.to_dict(), indent=indent)
 
     def to_trace(self) -> str:
-        """The report as a Chrome trace, which Perfetto opens: one line per rank."""
-        events: list[dict[str, Any]] = [
-            {
-                "ph": "M",
-                "name": "process_name",
-                "pid": self.rank,
-                "args": {"name": f"rank {self.rank}"},
-            }
-        ]
-        for part in self.rounds:
-            for name, began, seconds in part.events:
-                events.append(
-                    {
-                        "ph": "X", "pid": self.rank, "tid": 0, "cat": "reshard",
-                        "name": f"{name} round {part.round}",
-                        "ts": (began - self.started) * 1e6, "dur": seconds * 1e6,
-                        "args": {"sent": part.bytes_sent, "received": part.bytes_received},
-                    }
-                )  # fmt: skip
-        return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+        """The report as a Chrome trace, which Perfetto opens."""
+        return self.merged([self])
+
+    @staticmethod
+    def merged(reports: Iterable[RunReport]) -> str:
+        """The reports of many ranks as one Chrome trace: a process per rank, a track per call.
+
+        >>> reports = [RunReport(rank, 7, "ab", seconds=0.5, started=rank) for rank in (0, 1)]
+        >>> with reports[1].round(0) as part:
+        ...     part.spent("waiting", 1.25, 0.125)
+        >>> events = json.loads(RunReport.merged(reports))["traceEvents"]
+        >>> [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X"]
+        [(0, 'move', 500000.0), (1, 'move', 500000.0), (1, 'round 1', 125000.0), \
+(1, 'waiting', 125000.0)]
+        """
+        from reshard.run.live.timeline import timeline
+
+        return json.dumps({"traceEvents": timeline(list(reports)), "displayTimeUnit": "ms"})
 
     def save(self, path: str | Path) -> None:
         """Write the report as ``.json`` or, for Perfetto, as ``.trace``."""
         path = Path(path)
-        path.write_text(self.to_trace() if path.suffix == ".trace" else self.to_json(indent=2))
+        if path.suffix not in (".json", ".trace"):
+            raise FormatError(
+                f'cannot save a report as "{path}": the suffix must be .json or .trace'
+            )
+        path.write_text(self.to_trace() if path.suffix == ".trace" else self.to_json(indent=1))
 
     def __str__(self) -> str:
-        head = (
-            f"rank {self.rank}, call {self.call}: {format_bytes(self.bytes_sent)} sent in "
-            f"{self.messages_sent} messages, {format_bytes(self.bytes_received)} received, "
-            f"{format_bytes(self.bytes_copied)} copied, in {self.seconds * 1e3:.2f} ms; "
-            f"peak staging {format_bytes(self.peak_staging)}"
+        """The report as a table.
+
+        >>> report = RunReport(0, 7, "ab", {1: "peer memory"}, seconds=0.008, planning=0.0005)
+        >>> with report.round(0) as part:
+        ...     part.bytes_sent = part.bytes_received = 8 << 20
+        ...     part.messages_sent = part.messages_received = 1
+        ...     part.spent("waiting", 0.0, 0.001)
+        ...     part.spent("unpacking", 0.0, 0.0062)
+        >>> print(str(report).partition("packing counts")[0].rstrip())
+        rank 0, call 7: 8.0 MiB sent, 8.0 MiB received, 0 B kept, in 8.00 ms (1.05 GB/s)
+        <BLANKLINE>
+        round     sent  messages  received  messages  kept  packing  waiting  unpacking
+        1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms
+        <BLANKLINE>
+        peer memory  to and from rank 1
+        before       500 us to meet, to compare and to work out addresses
+        staging      0 B at most, beyond the tensors
+        """
+        if not self.rounds:
+            return f"rank {self.rank} has no part in this move"
+        call = f", call {self.call}" if self.call >= 0 else ""
+        amounts = (
+            (self.bytes_sent, "sent"),
+            (self.bytes_received, "received"),
+            (self.bytes_copied, "kept"),
         )
-        return "\n".join([head, *self._peer_lines(), *map(_line, self.rounds)])
+        moved = ", ".join(f"{format_bytes(amount)} {what}" for amount, what in amounts)
+        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s"
+        head = f"rank {self.rank}{call}: {moved}, in {format_seconds(self.seconds)} ({speed})"
+        return "\n".join([head, "", *self._table(), "", *self._figures(), LEGEND])
 
-    def _peer_lines(self) -> list[str]:
-        by_name: dict[str, list[int]] = {}
-        for rank, name in sorted(self.transports.items()):
-            by_name.setdefault(name, []).append(rank)
-        return [f"  {name}: ranks {format_ranks(ranks)}" for name, ranks in by_name.items()]
+    def _table(self) -> Iterator[str]:
+        shown = self.rounds
+        if len(shown) > MOST_LINES:
+            slowest = sorted(shown, key=lambda part: -part.seconds)[:MOST_LINES]
+            shown = sorted(slowest, key=lambda part: part.round)
+        rows = [_cells(str(part.round + 1), part) for part in shown]
+        if len(self.rounds) > 1:
+            rows.append(_cells("total", self))
+        heads = ("round", "sent", "messages", "received", "messages", "kept")
+        lines = align([(*heads, "packing", "waiting", "unpacking"), *rows], right=range(1, 9))
+        left = len(self.rounds) - len(shown)
+        if left:
+            lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
+        yield from lines
+
+    def _figures(self) -> list[str]:
+        rows = [
+            (name, f"to and from rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}")
+            for name, ranks in self.peers().items()
+        ]
+        before = format_seconds(self.planning)
+        rows.append(("before", f"{before} to meet, to compare and to work out addresses"))
+        rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
+        return align(rows)
 
 
-def _line(part: RoundReport) -> str:
+def _cells(label: str, part: RoundReport | RunReport) -> tuple[str, ...]:
+    """One line of the table: a round, or the sum of all."""
     return (
-        f"  round {part.round}: sent {format_bytes(part.bytes_sent)} in {part.messages_sent}, "
-        f"received {format_bytes(part.bytes_received)} in {part.messages_received}, packing "
-        f"{part.packing * 1e3:.2f} ms, waiting {part.waiting * 1e3:.2f} ms, unpacking "
-        f"{part.unpacking * 1e3:.2f} ms"
+        label,
+        format_bytes(part.bytes_sent),
+        f"{part.messages_sent:,}",
+        format_bytes(part.bytes_received),
+        f"{part.messages_received:,}",
+        format_bytes(part.bytes_copied),
+        *map(format_seconds, (part.packing, part.waiting, part.unpacking)),
     )
+
+
+def format_seconds(seconds: float) -> str:
+    """A time the short way, three digits of it.
+
+    >>> format_seconds(0.0000123), format_seconds(0.25), format_seconds(12.3456)
+    ('12 us', '250 ms', '12.3 s')
+    """
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(number: float) -> str:
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f}"

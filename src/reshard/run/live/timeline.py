@@ -1,0 +1,78 @@
+"""Runs of many ranks on one axis of time, in the Chrome trace format.
+
+A rank is a process, a call a track in it, and slices lie in one another: a call holds what was done
+before its first round and the rounds, a round holds packing, waiting and unpacking. Clocks of
+several hosts are brought together by the time of day, so between hosts slices are as exact as that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from reshard.run.live.report import RoundReport, RunReport
+
+__all__ = ["timeline"]
+
+
+def timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
+    """The events of a trace: names first, then slices in the order of their start.
+
+    >>> timeline([])
+    []
+    """
+    taken = [report for report in reports if report.rounds or report.seconds]
+    origin = min((_nanoseconds(report, report.started) for report in taken), default=0)
+    slices = [event for report in taken for event in _slices(report, origin)]
+    # Of slices that start together the longer is the outer one.
+    slices.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return [*_names(taken), *slices]
+
+
+def _names(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
+    for rank in sorted({report.rank for report in reports}):
+        yield _name("process_name", rank, 0, f"rank {rank}")
+        yield {**_name("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}}
+    for rank, track in sorted({(report.rank, _track(report)) for report in reports}):
+        yield _name("thread_name", rank, track, f"call {track - 1}" if track else "alone")
+
+
+def _name(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _track(report: RunReport) -> int:
+    return report.call + 1
+
+
+def _slices(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
+    def piece(name: str, start: float, end: float, **details: Any) -> dict[str, Any]:
+        # Whole nanoseconds: slices that touch must not overlap by a rounding.
+        low, high = (_nanoseconds(report, moment) - origin for moment in (start, end))
+        times = {"ts": low / 1000, "dur": (high - low) / 1000}
+        where = {"pid": report.rank, "tid": _track(report)}
+        return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
+
+    began, ready = report.started, report.started + report.planning
+    ends = [_end(part) for part in report.rounds if part.events]
+    end = max(began + report.seconds, ready, *ends)
+    yield piece("move", began, end, plan=report.digest, peak_staging=report.peak_staging)
+    if report.planning:
+        yield piece("before", began, ready)
+    for part in report.rounds:
+        if part.events:
+            figures = {"sent": part.bytes_sent, "received": part.bytes_received}
+            start = min(event[1] for event in part.events)
+            yield piece(f"round {part.round + 1}", start, _end(part), **figures)
+            for name, at, seconds in part.events:
+                yield piece(name, at, at + seconds, round=part.round + 1)
+
+
+def _end(part: RoundReport) -> float:
+    return max(at + seconds for _, at, seconds in part.events)
+
+
+def _nanoseconds(report: RunReport, moment: float) -> int:
+    # Rounded before they are added: a time of day as a float is exact to 240 nanoseconds only.
+    return round(moment * 1e9) + round(report.clock * 1e9)
