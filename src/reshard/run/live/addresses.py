@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from reshard.run.live.memory import Portion, Route, pair_up
 from reshard.run.live.runs import stretches_of
 from reshard.run.live.ways import run_lengths
 
-__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "route_of"]
+__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "route_of", "view_of"]
 
 MOST_RUNS = 1 << 16
 """Runs that are listed at a time: one megabyte of addresses per side."""
@@ -60,16 +60,21 @@ def own_views(end: End, width: Ints, held: tuple[Held, Held]) -> Spot | list[tor
     side = held[end.side]
     if side.address[end.tensor].all():
         return own_spot(end, side)
-    found = []
-    blocks = zip(end.tensor.tolist(), end.offset.tolist(), end.strides, width.tolist(), strict=True)
-    for number, offset, strides, shape in blocks:
-        tensor = side.tensors[number].detach()
-        steps = strides.tolist()
-        if number in side.strided or not tensor.is_contiguous():
-            at = np.array([offset, *steps], dtype=np.int64)
-            offset, *steps = _actual(at, tuple(tensor.shape), tensor.stride()).tolist()
-        found.append(tensor.as_strided(shape, steps, tensor.storage_offset() + offset))
-    return found
+    columns = (end.tensor, end.offset, end.strides, width)
+    return [
+        view_of(side.tensors[number], offset, strides, shape)
+        for number, offset, strides, shape in zip(*(c.tolist() for c in columns), strict=True)
+    ]
+
+
+def view_of(
+    tensor: torch.Tensor, offset: int, strides: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor:
+    """A block of a tensor of any strides, by where it would lie if that were contiguous."""
+    if not tensor.is_contiguous():
+        at = np.array([offset, *strides], dtype=np.int64)
+        offset, *strides = _actual(at, tuple(tensor.shape), tensor.stride()).tolist()
+    return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
 
 
 def route_of(lot: Lot, end: End, other: End, held: Held) -> Route:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from reshard.run.live.addresses import view_of
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import Program
 
@@ -20,29 +21,10 @@ def fill_zeros(program: Program, want: Held) -> None:
         for piece in fill.spec.layout.pieces(program.rank, fill.spec.shape):
             inside = piece.box & fill.box
             if inside.size:
-                _zero(
-                    tensor.detach(),
-                    inside.shift([-low for low in piece.box.start]).start,
-                    inside.shape,
-                    piece.offset,
-                    piece.strides,
-                )
-
-
-def _zero(
-    tensor: torch.Tensor,
-    start: tuple[int, ...],
-    shape: tuple[int, ...],
-    offset: int,
-    strides: tuple[int, ...],
-) -> None:
-    if not tensor.is_contiguous():
-        # A view of the same memory with the strides of the pieces exists only where it is 1-d.
-        index = tuple(slice(low, low + size) for low, size in zip(start, shape, strict=True))
-        tensor[index].zero_()
-        return
-    at = offset + sum(low * stride for low, stride in zip(start, strides, strict=True))
-    tensor.as_strided(shape, strides, tensor.storage_offset() + at).zero_()
+                start = inside.shift([-low for low in piece.box.start]).start
+                steps = zip(start, piece.strides, strict=True)
+                offset = piece.offset + sum(low * stride for low, stride in steps)
+                view_of(tensor, offset, piece.strides, inside.shape).zero_()
 
 
 class Donation:
