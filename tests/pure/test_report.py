@@ -15,10 +15,10 @@ PHASES = ("packing", "unpacking", "waiting")
 
 
 def made(rank: int, *, num_rounds: int = 2, began: float = 100.0, call: int = 3) -> rs.RunReport:
-    """A run whose every round takes 6 ms: a phase after the other, a millisecond apart."""
+    """1 ms of preparing, 1 ms of meeting, and rounds of 6 ms: phases with pauses between them."""
     transports = {1 - rank: "peer memory", 8: "network (gloo)", 9: "network (gloo)"}
     report = rs.RunReport(rank, call, "abc", transports, started=began, planning=0.001)
-    at = began + report.planning
+    at = began + 0.002
     for number in range(num_rounds):
         with report.round(number) as part:
             part.bytes_sent, part.messages_sent = 3 << 20, 3
@@ -43,7 +43,8 @@ def test_rounds_are_added_up() -> None:
     assert report.messages_received == 8
     assert report.waiting == pytest.approx(0.004)
     assert report.peak_staging == 4 << 10
-    assert report.bytes_per_second == pytest.approx((16 << 20) / 0.025)
+    assert report.bytes_per_second == pytest.approx((16 << 20) / 0.026)
+    assert report.meeting == pytest.approx(0.001)
     with pytest.raises(AttributeError, match="no bytes_lost"):
         _ = report.bytes_lost
 
@@ -94,7 +95,7 @@ def test_trace() -> None:
     ]
     trace = rs.RunReport.merged(reports)
     slices = slices_of(trace)
-    assert len(slices) == 4 * (1 + 1 + 2 * (1 + 3))
+    assert len(slices) == 4 * (1 + 2 + 2 * (1 + 3))
     assert [event["ts"] for event in slices] == sorted(event["ts"] for event in slices)
     assert slices[0]["ts"] == 0
     assert all(event["dur"] >= 0 for event in slices)

@@ -97,7 +97,7 @@ class RunReport:
     rounds: list[RoundReport] = field(default_factory=list)
     seconds: float = 0.0
     planning: float = 0.0
-    """Seconds of meeting, comparing and working out addresses, before the first round."""
+    """Seconds of comparing and of working out addresses, before anything is exchanged."""
     started: float = 0.0
     """When the run began, on the clock of its process."""
     clock: float = field(default_factory=lambda: time.time() - time.perf_counter())
@@ -119,6 +119,12 @@ class RunReport:
     def peak_staging(self) -> int:
         """The most bytes that were staged in any round."""
         return max((part.bytes_staged for part in self.rounds), default=0)
+
+    @property
+    def meeting(self) -> float:
+        """Seconds until the peers had begun as well, after ``planning`` and before round 1."""
+        first = next((part.events[0][1] for part in self.rounds if part.events), None)
+        return 0.0 if first is None else max(first - self.started - self.planning, 0.0)
 
     @property
     def bytes_per_second(self) -> float:
@@ -150,6 +156,7 @@ class RunReport:
             "started": self.started + self.clock,
             "seconds": self.seconds,
             "planning": self.planning,
+            "meeting": self.meeting,
             "peak_staging": self.peak_staging,
             "transports": {str(rank): name for rank, name in self.transports.items()},
             "rounds": rounds,
@@ -169,7 +176,7 @@ class RunReport:
 
         >>> reports = [RunReport(rank, 7, "ab", seconds=0.5, started=rank) for rank in (0, 1)]
         >>> with reports[1].round(0) as part:
-        ...     part.spent("waiting", 1.25, 0.125)
+        ...     part.spent("waiting", 1.0, 0.125)
         >>> events = json.loads(RunReport.merged(reports))["traceEvents"]
         >>> [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X"]
         [(0, 'move', 500000.0), (1, 'move', 500000.0), (1, 'round 1', 125000.0), \
@@ -195,8 +202,8 @@ class RunReport:
         >>> with report.round(0) as part:
         ...     part.bytes_sent = part.bytes_received = 8 << 20
         ...     part.messages_sent = part.messages_received = 1
-        ...     part.spent("waiting", 0.0, 0.001)
-        ...     part.spent("unpacking", 0.0, 0.0062)
+        ...     part.spent("waiting", 0.0006, 0.001)
+        ...     part.spent("unpacking", 0.0016, 0.0062)
         >>> print(str(report).partition("packing counts")[0].rstrip())
         rank 0, call 7: 8.0 MiB sent, 8.0 MiB received, 0 B kept, in 8.00 ms (1.05 GB/s)
         <BLANKLINE>
@@ -204,7 +211,7 @@ class RunReport:
         1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms
         <BLANKLINE>
         peer memory  to and from rank 1
-        before       500 us to meet, to compare and to work out addresses
+        before       500 us to compare and work out addresses, 100 us to meet
         staging      0 B at most, beyond the tensors
         """
         if not self.rounds:
@@ -240,8 +247,8 @@ class RunReport:
             (name, f"to and from rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}")
             for name, ranks in self.peers().items()
         ]
-        before = format_seconds(self.planning)
-        rows.append(("before", f"{before} to meet, to compare and to work out addresses"))
+        ready, met = map(format_seconds, (self.planning, self.meeting))
+        rows.append(("before", f"{ready} to compare and work out addresses, {met} to meet"))
         rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
         return align(rows)
 

@@ -1,8 +1,8 @@
 """Runs of many ranks on one axis of time, in the Chrome trace format.
 
-A rank is a process, a call a track in it, and slices lie in one another: a call holds what was done
-before its first round and the rounds, a round holds packing, waiting and unpacking. Clocks of
-several hosts are brought together by the time of day, so between hosts slices are as exact as that.
+A rank is a process, a call a track in it, and slices lie in one another: a call holds preparing,
+meeting and the rounds, a round holds packing, waiting and unpacking. Clocks of several hosts are
+brought together by the time of day: between hosts slices are only as exact as that.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ def _slices(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
     end = max(began + report.seconds, ready, *ends)
     yield piece("move", began, end, plan=report.digest, peak_staging=report.peak_staging)
     if report.planning:
-        yield piece("before", began, ready)
+        yield piece("preparing", began, ready)
+    if report.meeting:
+        yield piece("meeting", ready, ready + report.meeting)
     for part in report.rounds:
         if part.events:
             figures = {"sent": part.bytes_sent, "received": part.bytes_received}
