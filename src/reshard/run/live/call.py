@@ -12,8 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import numpy as np
-
 from reshard.bytesize import format_bytes
 from reshard.errors import LiveError
 from reshard.run.live.addresses import own_spot, own_views
@@ -86,7 +84,7 @@ class Call:
         self.carriers = carriers
         self.report = report
         self.after_round = after_round
-        self.stamp = program.stamp(np.concatenate([side.address for side in held]))
+        self.stamp = program.stamp([side.where for side in held])
         self.number = -1
         self.carrier_of = {peer: carrier for carrier in carriers for peer in carrier.peers}
         report.transports = {peer: c.name(peer) for peer, c in self.carrier_of.items()}

@@ -58,7 +58,7 @@ class Copies:
             self.raw = list(zip(_arrays(width, target), _arrays(width, source), strict=True))
         else:
             pairs = zip(_tensors(width, target), _tensors(width, source), strict=True)
-            self.cast = list(pairs)
+            self.cast = [(into, _real(out, into)) for into, out in pairs]
 
     def run(self) -> None:
         """Copy them all."""
@@ -69,6 +69,11 @@ class Copies:
 
     def __len__(self) -> int:
         return len(self.raw) + len(self.cast)
+
+
+def _real(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """The real part, where only that is wanted: torch would warn that the rest is lost."""
+    return out.real if out.is_complex() and not into.is_complex() else out
 
 
 def _arrays(width: Ints, spot: Spot) -> Iterator[Array]:

@@ -84,7 +84,7 @@ class _Prepared:
         self.ranks = plan.ranks
         self.talks = plan.summary().num_messages > 0
         """Whether any rank sends anything: a move without messages communicates nothing."""
-        self.apart: tuple[bytes, bytes] | None = None
+        self.apart: object = None
         """The addresses that were last found not to overlap."""
 
 
@@ -290,7 +290,7 @@ class Run:
         if self.into is None:
             return self._with_fresh(prepared, have)
         want = held_of(prepared.locals[WANT], given, len(plan.want), rank, "to move into")
-        addresses = (have.address.tobytes(), want.address.tobytes())
+        addresses = (have.where, want.where)
         if prepared.apart != addresses:
             check_apart(have, want, prepared.program.names, rank)
             prepared.apart = addresses

@@ -83,6 +83,13 @@ class Held:
         return table
 
     @property
+    def where(self) -> tuple[object, ...]:
+        """All that the places of blocks in these tensors depend on."""
+        others = [self.tensors[number] for number in self.elsewhere]
+        moved = [(tensor.data_ptr(), tensor.stride()) for tensor in others]
+        return self.address.tobytes(), self.strided, moved
+
+    @property
     def is_ordinary(self) -> bool:
         """Whether all tensors are contiguous memory of the host."""
         return not (self.strided or self.elsewhere)
@@ -102,7 +109,8 @@ def held_of(locals_: list[Local], given: Tensors, count: int, rank: int, role: s
             continue
         # The common case costs four comparisons: this runs for every tensor of every call.
         plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
-        if not plain or tensor.shape != local.shape or tensor.dtype != local.kind:
+        lazy = tensor.is_conj() or tensor.is_neg() if plain else False
+        if not plain or lazy or tensor.shape != local.shape or tensor.dtype != local.kind:
             _check(tensor, local, rank, role)
         held.add(local.number, tensor)
     return held

@@ -8,6 +8,7 @@ straight from a neighbour's memory, or write into it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,7 +150,8 @@ class Program:
         """Whether all that is packed in all rounds fits together, so that none is waited for."""
         self._kept: dict[int, Round] = {}
         self._stamp = 0
-        self._addresses = np.zeros(0, dtype=np.int64)
+        self._where: object = None
+        self._lock = threading.Lock()
         self._weight = 0
 
     def round(self, number: int) -> Round:
@@ -161,12 +163,13 @@ class Program:
                 self._kept[number] = found
         return found
 
-    def stamp(self, addresses: Ints) -> int:
-        """A number that stays the same as long as the addresses of this rank's tensors do."""
-        if not np.array_equal(self._addresses, addresses):
-            self._stamp += 1
-            self._addresses = addresses
-        return self._stamp
+    def stamp(self, where: object) -> int:
+        """A number that stays the same as long as this rank's tensors lie where and as they do."""
+        with self._lock:
+            if where != self._where:
+                self._stamp += 1
+                self._where = where
+            return self._stamp
 
     def recall(self, lot: Lot, what: str, stamp: object) -> Any:
         """What was worked out for a lot, if it is still true: that is, of the same stamp."""

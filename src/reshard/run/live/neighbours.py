@@ -52,7 +52,7 @@ class Neighbours:
         self.direct = {peer: allowed and self.team.links[peer].direct for peer in peers}
         self._check_forced()
         self.table = np.concatenate([side.published for side in held])
-        self.stamp = program.stamp(np.concatenate([side.address for side in held]))
+        self.stamp = program.stamp([side.where for side in held])
         self.tables: dict[int, Ints] = {}
         self.arena: Arena | None = None
         self.places: dict[int, int] = {}
@@ -235,8 +235,12 @@ class Neighbours:
         return found
 
     def _is_lent(self, lots: Sequence[Lot]) -> bool:
-        """Whether a packed message may be read after its sender has gone on."""
-        return self.program.lends and sum(lot.num_bytes for lot in lots) <= SMALL
+        """Whether a packed message may be read after its sender has gone on.
+
+        Not where the receiver has to look up in the sender's memory that it is packed.
+        """
+        small = sum(lot.num_bytes for lot in lots) <= SMALL
+        return small and self.program.lends and not self.forced
 
     def _first_way(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> Way:
         """How a lot of a message would go if all tensors of both were ordinary memory."""
