@@ -5,7 +5,7 @@
     PACKED  the sender packs into memory that both map, the receiver unpacks: two copies
 
 A run is a stretch that is contiguous in a local tensor. Touching another process's memory costs the
-kernel about 220 ns per run, one's own about 40 ns, so the side with the longer runs should be the
+kernel about 220 ns per run, one's own about 45 ns, so the side with the longer runs should be the
 other process's: a transpose-like move pulls one way and pushes the other. Tiny runs on both sides
 are better packed by the processor's own copy loop.
 """
@@ -21,9 +21,9 @@ from reshard.columns import Ints
 __all__ = ["Way", "run_lengths", "way_of"]
 
 NS_PER_THEIR_RUN = 220
-NS_PER_OWN_RUN = 40
-NS_PER_LOOPED_RUN = 10
-NS_PER_LOOPED_BLOCK = 3000
+NS_PER_OWN_RUN = 45
+NS_PER_LOOPED_RUN = 12
+NS_PER_LOOPED_BLOCK = 1200
 """Measured on Linux 6.18, 4 ranks on 2 cores; only their order of magnitude matters."""
 
 
@@ -58,7 +58,7 @@ def way_of(width: Ints, source: Ints, target: Ints, itemsize: int) -> Way:
     pull = NS_PER_THEIR_RUN * runs[0] + NS_PER_OWN_RUN * runs[1] + num_bytes // 4
     push = NS_PER_THEIR_RUN * runs[1] + NS_PER_OWN_RUN * runs[0] + num_bytes // 4
     looped = NS_PER_LOOPED_BLOCK * len(width) + NS_PER_LOOPED_RUN * sum(runs)
-    packed = looped + num_bytes * 6 // 10
+    packed = looped + num_bytes * 55 // 100
     if packed < min(pull, push):
         return Way.PACKED
     return Way.PULL if pull <= push else Way.PUSH
