@@ -134,6 +134,14 @@ class Plan:
         """Every rank that either side speaks of."""
         return [int(rank) for rank in self.world]
 
+    @cached_property
+    def parties(self) -> tuple[int, ...]:
+        """The ranks that have a part on either side, perhaps an empty one; lost ranks have none."""
+        specs = (*self.have.values(), *self.want.values())
+        layouts = {id(spec.layout): spec.layout for spec in specs}.values()
+        have = {r for one in layouts for r in one.ranks if one.holds(r) is not None}
+        return tuple(sorted(have))
+
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
         key = (rank, self.flows, self.schedule)

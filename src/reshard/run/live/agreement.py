@@ -20,7 +20,7 @@ from reshard.planning.plan import Plan
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.meeting import await_keys
 
-__all__ = ["Terms", "agree", "raise_disagreement"]
+__all__ = ["Terms", "agree", "check_words", "raise_disagreement"]
 
 MOST_DETAIL = 64 << 20
 """Bytes that a description may unpack to: a peer may be broken."""
@@ -40,10 +40,13 @@ class Terms:
     """Settings that must be equal: transport, gradients."""
     devices: str
     """Where this rank's tensors are: ``cpu``, ``cuda``, ``both`` or ``none``; may differ."""
+    word: int = 0
+    """What it says about gradients; ranks that cannot know say 0."""
 
     def to_json(self) -> str:
         """The terms as they are compared."""
-        return json.dumps([self.plan.digest, dict(self.options), self.devices], sort_keys=True)
+        shared = [self.plan.digest, dict(self.options)]
+        return json.dumps([*shared, self.devices, self.word], sort_keys=True)
 
 
 def agree(watch: Watch, terms: Terms) -> dict[int, str]:
@@ -60,10 +63,25 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     texts = {rank: json.loads(text) for rank, text in found.items()}
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
+    check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
     if team.rank == team.leader:
         old, team.compared = team.compared, everyone
         team.line.ask(lambda store: [store.delete_key(key) for key in old])
     return {rank: str(text[2]) for rank, text in texts.items()}
+
+
+def check_words(watch: Watch, said: Mapping[int, int]) -> None:
+    """Ranks that know whether gradients are wanted must say the same."""
+    no, yes = ([rank for rank, word in said.items() if word == code] for code in (1, 2))
+    if no and yes:
+        watch.fail(
+            Cause(
+                "disagree",
+                f"the source requires gradients on ranks {format_ranks(sorted(yes))} and not on "
+                f"{format_ranks(sorted(no))}: set requires_grad alike, or call under no_grad on "
+                "all ranks",
+            )
+        )
 
 
 def _missing(watch: Watch, keys: Mapping[int, str]) -> list[int]:

@@ -14,12 +14,13 @@ from typing import Protocol
 
 from reshard.bytesize import format_bytes
 from reshard.errors import LiveError
-from reshard.run.live.addresses import own_spot, own_views
-from reshard.run.live.agreement import Terms, raise_disagreement
+from reshard.run.live.addresses import own_offsets, own_spot, own_views
+from reshard.run.live.agreement import Terms, check_words, raise_disagreement
 from reshard.run.live.copying import Copies, Spot
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import WANT, Lot, Program, Round
+from reshard.run.live.passage import Passage
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.summing import Sum
 
@@ -84,7 +85,6 @@ class Call:
         self.carriers = carriers
         self.report = report
         self.after_round = after_round
-        self.stamp = program.stamp([side.where for side in held])
         self.number = -1
         self.carrier_of = {peer: carrier for carrier in carriers for peer in carrier.peers}
         report.transports = {peer: c.name(peer) for peer, c in self.carrier_of.items()}
@@ -136,19 +136,8 @@ class Call:
         return [peer for carrier in self.carriers for peer in carrier.unmet()]
 
     def _check_words(self) -> None:
-        """Ranks that know whether gradients are wanted must say the same."""
-        mine = self.watch.word
-        for peer, hello in self.watch.inbox.hellos.items():
-            if mine and hello.round and mine != hello.round:
-                said = {mine: self.program.rank, hello.round: peer}
-                yes, no = said[max(said)], said[min(said)]
-                self.watch.fail(
-                    Cause(
-                        "disagree",
-                        f"the source requires gradients on rank {yes} and not on rank {no}: set "
-                        "requires_grad alike, or call under no_grad on all ranks",
-                    )
-                )
+        words = {peer: hello.round for peer, hello in self.watch.inbox.hellos.items()}
+        check_words(self.watch, {**words, self.program.rank: self.watch.word})
 
     def _first_name(self, peer: int) -> str:
         for number in range(self.program.num_rounds):
@@ -183,19 +172,25 @@ class Call:
     def _copy(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
         """What stays on this rank; its own addends wait for the others."""
         for lot in made.copies:
-            if lot.addend < 0:
-                copies = self.program.recall(lot, "copy", self.stamp)
-                if copies is None:
-                    ends = (
-                        own_views(end, lot.width, self.held) for end in (lot.target, lot.source)
-                    )
-                    copies = Copies(lot.width, *ends)
-                    self.program.remember(lot, "copy", self.stamp, copies, len(copies))
-                copies.run()
-        for lot in made.copies:
             part.bytes_copied += lot.num_bytes
             if lot.addend >= 0:
                 _sum_of(sums, lot).own.append(lot)
+            else:
+                self._copy_lot(lot)
+
+    def _copy_lot(self, lot: Lot) -> None:
+        ends = (lot.target, lot.source)
+        bases = [self.held[end.side].address[end.tensor] for end in ends]
+        if not all(base.all() for base in bases):
+            Copies(lot.width, *(own_views(end, lot.width, self.held) for end in ends)).run()
+            return
+        strided = [side.strided for side in self.held]
+        passage: Passage | None = self.program.recall(lot, "copy", strided)
+        if passage is None:
+            spots = (own_offsets(end, self.held[end.side]) for end in ends)
+            passage = Passage(lot.width, *spots)
+            self.program.remember(lot, "copy", strided, passage, len(passage))
+        passage.run(*bases)
 
     def _take_all(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
         """Take messages in the order in which they come."""

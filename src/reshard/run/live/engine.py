@@ -12,9 +12,9 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from reshard.run.live.agreement import Terms, agree
 from reshard.run.live.call import Call, Carrier, told
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.finishing import Donation, fill_zeros
+from reshard.run.live.greeting import greeted_besides
 from reshard.run.live.holding import (
     Held,
     Local,
@@ -66,6 +67,8 @@ class Options:
     """Where new destination tensors are made; with the sources, if nobody says."""
     grad: bool | None = None
     """Whether this rank's source requires gradients; None on a rank that cannot know."""
+    tell_grad: bool = False
+    """Whether every rank that gets something is told by one that knows."""
 
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
@@ -81,7 +84,7 @@ class _Prepared:
         self.program = Program(plan, rank)
         self.locals = (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank))
         self.digest = bytes.fromhex(plan.digest)
-        self.ranks = plan.ranks
+        self.ranks = plan.parties
         self.talks = plan.summary().num_messages > 0
         """Whether any rank sends anything: a move without messages communicates nothing."""
         self.apart: object = None
@@ -121,6 +124,8 @@ class Handle:
         self.report = run.report
         self.grad_seen = False
         """Whether any peer's source requires gradients."""
+        self.finish: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
+        """What is done with the result before it is given, once."""
         self._result: dict[str, torch.Tensor] | None = None
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -152,6 +157,8 @@ class Handle:
         if self._error is not None:
             raise self._error
         assert self._result is not None
+        if self.finish is not None:
+            self._result, self.finish = self.finish(self._result), None
         return self._result
 
 
@@ -177,13 +184,29 @@ def start(
     **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
+    return Handle(_made(plan, tensors, into, group, options), _thread)
+
+
+def refuse(
+    plan: Plan, error: TensorError, *, group: dist.ProcessGroup | None = None, **options: Any
+) -> NoReturn:
+    """Raise an error that was found before the move, here and on the ranks that wait for it."""
+    _made(plan, {}, None, group, options).refuse(error)
+
+
+def _made(
+    plan: Plan,
+    tensors: Tensors,
+    into: Tensors | None,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+) -> Run:
     if not dist.is_initialized():
         raise LiveError(
             "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
         )
     options.setdefault("transport", os.environ.get("RESHARD_TRANSPORT", "auto"))
-    settings = Options(**options)
-    return Handle(Run(plan, tensors, into, group or dist.group.WORLD, settings), _thread)
+    return Run(plan, tensors, into, group or dist.group.WORLD, Options(**options))
 
 
 class Run:
@@ -244,6 +267,15 @@ class Run:
             hello.round == GRAD_CODES[True] for hello in self.watch.inbox.hellos.values()
         )
 
+    def refuse(self, error: TensorError) -> NoReturn:
+        """Give up before the move has begun, and say why."""
+        if self.watch is not None:
+            try:
+                self.watch.fail(Cause("tensor", str(error)))
+            finally:
+                self.watch.close()
+        raise error
+
     def interrupt(self) -> None:
         """Tell the other ranks that this one gives up."""
         if self.watch is not None:
@@ -258,7 +290,8 @@ class Run:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))
             raise
-        terms = Terms(self.plan, {"transport": self.options.transport}, _devices(held))
+        options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
+        terms = Terms(self.plan, options, _devices(held), word)
         if watch is not None:
             self._agree(watch, terms)
         if self.prepared.program.part.fills:
@@ -336,6 +369,8 @@ class Run:
         assert self.prepared is not None
         team, program = watch.team, self.prepared.program
         peers = program.peers[0] | program.peers[1]
+        if self.options.tell_grad:
+            peers |= greeted_besides(self.plan, self.rank)
         near = frozenset() if self.options.transport == "network" else peers & team.links.keys()
         carriers: list[Carrier] = []
         if near:
