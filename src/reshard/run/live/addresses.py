@@ -16,7 +16,16 @@ from reshard.run.live.memory import Portion, Route, pair_up
 from reshard.run.live.runs import stretches_of
 from reshard.run.live.ways import run_lengths
 
-__all__ = ["MOST_RUNS", "num_runs", "own_spot", "own_views", "portions", "route_of", "view_of"]
+__all__ = [
+    "MOST_RUNS",
+    "num_runs",
+    "own_offsets",
+    "own_spot",
+    "own_views",
+    "portions",
+    "route_of",
+    "view_of",
+]
 
 MOST_RUNS = 1 << 16
 """Runs that are listed at a time: one megabyte of addresses per side."""

@@ -8,7 +8,6 @@ straight from a neighbour's memory, or write into it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -149,9 +148,6 @@ class Program:
         self.lends = self.num_rounds * self.peak_bytes <= min(plan.memory, MOST_LENT)
         """Whether all that is packed in all rounds fits together, so that none is waited for."""
         self._kept: dict[int, Round] = {}
-        self._stamp = 0
-        self._where: object = None
-        self._lock = threading.Lock()
         self._weight = 0
 
     def round(self, number: int) -> Round:
@@ -162,14 +158,6 @@ class Program:
             if found.num_blocks + sum(r.num_blocks for r in self._kept.values()) < MAX_KEPT_BLOCKS:
                 self._kept[number] = found
         return found
-
-    def stamp(self, where: object) -> int:
-        """A number that stays the same as long as this rank's tensors lie where and as they do."""
-        with self._lock:
-            if where != self._where:
-                self._stamp += 1
-                self._where = where
-            return self._stamp
 
     def recall(self, lot: Lot, what: str, stamp: object) -> Any:
         """What was worked out for a lot, if it is still true: that is, of the same stamp."""

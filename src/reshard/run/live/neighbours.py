@@ -14,7 +14,14 @@ import numpy as np
 
 from reshard.columns import Ints
 from reshard.errors import LiveError
-from reshard.run.live.addresses import MOST_RUNS, num_runs, own_views, portions, route_of
+from reshard.run.live.addresses import (
+    MOST_RUNS,
+    num_runs,
+    own_offsets,
+    own_views,
+    portions,
+    route_of,
+)
 from reshard.run.live.arena import Arena
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
@@ -22,6 +29,7 @@ from reshard.run.live.holding import Held
 from reshard.run.live.lots import HAVE, WANT, End, Lot, Program
 from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.memory import Portion, Route, Stretches, pair_up, read_from, write_to
+from reshard.run.live.passage import Passage
 from reshard.run.live.ways import Way
 
 __all__ = ["Neighbours"]
@@ -52,7 +60,6 @@ class Neighbours:
         self.direct = {peer: allowed and self.team.links[peer].direct for peer in peers}
         self._check_forced()
         self.table = np.concatenate([side.published for side in held])
-        self.stamp = program.stamp([side.where for side in held])
         self.tables: dict[int, Ints] = {}
         self.arena: Arena | None = None
         self.places: dict[int, int] = {}
@@ -158,23 +165,27 @@ class Neighbours:
         at = self._base(peer)
         for lot, way in self._ways(peer, lots, sending=True):
             if way is Way.PACKED:
-                self._copies(lot, at, packing=True).run()
+                self._pass(lot, at, packing=True)
                 self.staged += lot.num_bytes
                 at += lot.num_bytes
             elif way is Way.PUSH:
                 self._straight(lot, lot.source, lot.target, peer, self._write)
 
-    def _copies(self, lot: Lot, at: int, packing: bool) -> Copies:
-        """The copies of a lot into a message, or out of it."""
-        stamp = (self.stamp, at)
-        copies: Copies | None = self.program.recall(lot, "packed", stamp)
-        if copies is None:
-            message = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
-            tensors = own_views(lot.source if packing else lot.target, lot.width, self.held)
-            ends = (message, tensors) if packing else (tensors, message)
-            copies = Copies(lot.width, *ends)
-            self.program.remember(lot, "packed", stamp, copies, len(copies))
-        return copies
+    def _pass(self, lot: Lot, at: int, packing: bool) -> None:
+        """Copy a lot into a message, or out of it."""
+        end = lot.source if packing else lot.target
+        held = self.held[end.side]
+        bases = held.address[end.tensor]
+        if not bases.all():
+            views, message = own_views(end, lot.width, self.held), _in_message(lot, at)
+            Copies(lot.width, *((message, views) if packing else (views, message))).run()
+            return
+        passage: Passage | None = self.program.recall(lot, "packed", held.strided)
+        if passage is None:
+            tensors, message = own_offsets(end, held), _in_message(lot, 0)
+            passage = Passage(lot.width, *((message, tensors) if packing else (tensors, message)))
+            self.program.remember(lot, "packed", held.strided, passage, len(passage))
+        passage.run(*((at, bases) if packing else (bases, at)))
 
     def expect(self, number: int, receives: dict[int, list[Lot]]) -> int:
         """Neighbours stage on the sender's side: there is nothing to make room for."""
@@ -192,7 +203,7 @@ class Neighbours:
                 if lot.addend >= 0:
                     summed(lot, at)
                 else:
-                    self._copies(lot, at, packing=False).run()
+                    self._pass(lot, at, packing=False)
                 at += lot.num_bytes
             elif way is Way.PULL:
                 self._straight(lot, lot.target, lot.source, peer, self._read)
@@ -315,3 +326,8 @@ class Neighbours:
         if self.arena is not None:
             self.team.arenas.give_back(self.arena)
             self.arena = None
+
+
+def _in_message(lot: Lot, address: int) -> Spot:
+    """Where the blocks of a lot lie in a message, of which they begin at an address."""
+    return Spot(address + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
