@@ -66,7 +66,7 @@ class Arenas:
 
     def __init__(self, retire: Callable[[Arena], None]) -> None:
         self._free: list[Arena] = []
-        self._retire = retire
+        self.retire = retire
 
     def take(self, num_bytes: int) -> Arena:
         """An arena of at least this size, for one call."""
@@ -78,7 +78,7 @@ class Arenas:
             return best
         for arena in idle:
             self._free.remove(arena)
-            self._retire(arena)
+            self.retire(arena)
         page = mmap.PAGESIZE
         return Arena.make(max(1, -(-num_bytes // page)) * page)
 
@@ -89,4 +89,4 @@ class Arenas:
     def release(self) -> None:
         """Free all that is kept."""
         while self._free:
-            self._retire(self._free.pop())
+            self.retire(self._free.pop())

@@ -61,8 +61,8 @@ class Carrier(Protocol):
     def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
         """Peers that have not taken this rank's messages of a round."""
 
-    def close(self) -> None:
-        """The call is over."""
+    def close(self, well: bool) -> None:
+        """The call is over, well or badly."""
 
 
 class Call:
@@ -97,15 +97,19 @@ class Call:
 
     def run(self) -> None:
         """Do all of it; on any error everyone is told."""
-        if self.carriers:
-            self._meet()
-        for number in range(self.program.num_rounds):
-            self.number = number
-            with self.report.round(number) as part:
-                self._round(number, self.program.round(number), part)
-            self.after_round(number, part)
-        for carrier in self.carriers:
-            carrier.close()
+        well = False
+        try:
+            if self.carriers:
+                self._meet()
+            for number in range(self.program.num_rounds):
+                self.number = number
+                with self.report.round(number) as part:
+                    self._round(number, self.program.round(number), part)
+                self.after_round(number, part)
+            well = True
+        finally:
+            for carrier in self.carriers:
+                carrier.close(well)
 
     def status(self) -> str:
         """How far this rank has come, for messages."""

@@ -321,11 +321,13 @@ class Neighbours:
         watch = self.watch
         self.team.mailbox.send(peer, Message(kind, watch.call, watch.digest, *numbers), fd)
 
-    def close(self) -> None:
-        """Give the arena back for the next call."""
-        if self.arena is not None:
+    def close(self, well: bool) -> None:
+        """Keep the arena for the next call; after a failure peers may still read what is in it."""
+        if self.arena is not None and well:
             self.team.arenas.give_back(self.arena)
-            self.arena = None
+        elif self.arena is not None:
+            self.team.arenas.retire(self.arena)
+        self.arena = None
 
 
 def _in_message(lot: Lot, address: int) -> Spot:

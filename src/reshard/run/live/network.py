@@ -206,8 +206,8 @@ class Network:
     def _index(self, peer: int) -> int:
         return self.team.ranks.index(peer)
 
-    def close(self) -> None:
-        """Wait until everything is off this rank's hands."""
+    def close(self, well: bool) -> None:
+        """Let go of what was sent; after a failure the group itself still holds on to it."""
         self._keep.clear()
 
 
