@@ -32,10 +32,13 @@ from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-__all__ = ["DeviceWire", "Exchange", "Message"]
+__all__ = ["DeviceWire", "Exchange", "Message", "Wait"]
 
 Message = tuple[int, torch.Tensor]
 """A rank of the group, and the contiguous tensor that goes there or comes from there."""
+
+Wait = Callable[[threading.Event], None]
+"""Waits until something has happened, or raises because it will not."""
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 ABORT_SECONDS = 30
@@ -48,36 +51,48 @@ class DeviceWire:
     """Exchanges messages among ``size`` ranks, each with one GPU.
 
     Making one is collective: all ranks must come within ``timeout`` seconds. ``store`` must be new
-    for each wire, such as a ``PrefixStore`` with a number that all ranks count alike.
+    for each wire, such as a ``PrefixStore`` with a number that all ranks count alike. Whoever knows
+    better than a clock whether others will still come gives ``wait``.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, device: torch.device, *, timeout: float = 60.0
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout: float = 60.0,
+        wait: Wait | None = None,
     ) -> None:
         self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
         self.aborted = False
+        self._aborting = threading.Lock()
         self._aside = _cuda.Stream(device)
         self._backend = _new_backend(store, rank, size)
         self._hand = _Hand(lambda: _cuda.set_device(device))
-        self._do(lambda: self._backend.eager_connect_single_device(device), "open NCCL")
+        self._do(lambda: self._backend.eager_connect_single_device(device), "open NCCL", wait)
 
-    def exchange(self, sends: Sequence[Message], receives: Sequence[Message]) -> Exchange:
+    def exchange(
+        self, sends: Sequence[Message], receives: Sequence[Message], wait: Wait | None = None
+    ) -> Exchange:
         """Start all messages at once; several to one rank arrive in the order given."""
         stream = _cuda.current_stream(self.device)
-        work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect")
+        work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect", wait)
         return Exchange(self, work, arrived, [*sends, *receives])
 
     def abort(self) -> None:
         """End all exchanges under way, within a second; what they received is undefined."""
-        if not self.aborted:
-            self.aborted = True
-            self._hand.leave()
-            self._backend.abort()
+        with self._aborting:
+            if not self.aborted:
+                self.aborted = True
+                self._hand.leave()
+                self._backend.abort()
 
-    def close(self) -> None:
+    def close(self, wait: Wait | None = None) -> None:
         """Give the group back; collective, and only after all exchanges of all ranks are done."""
         if not self.aborted:
-            self._do(self._backend.shutdown, "close NCCL")
+            self._do(self._backend.shutdown, "close NCCL", wait)
             self.aborted = True
             self._hand.leave()
 
@@ -98,17 +113,22 @@ class DeviceWire:
             arrived.record()
         return work, arrived
 
-    def _do(self, action: Callable[[], Any], purpose: str) -> Any:
+    def _do(self, action: Callable[[], Any], purpose: str, wait: Wait | None) -> Any:
         """Let the wire's thread act, and wait for it, but not forever."""
         if self.aborted:
             raise LiveError(f"rank {self.rank} uses a NCCL group that is closed: make a new one")
         task = self._hand.give(action)
-        if not task.finished.wait(self.timeout):
+        try:
+            if wait is not None:
+                wait(task.finished)
+            elif not task.finished.wait(self.timeout):
+                raise MoveTimeoutError(
+                    f"rank {self.rank} waited {self.timeout} s for the other {self.size - 1} ranks "
+                    f"to {purpose}: is one of them late, or out of reach?"
+                )
+        except BaseException:
             self.abort()
-            raise MoveTimeoutError(
-                f"rank {self.rank} waited {self.timeout} s for the other {self.size - 1} ranks to "
-                f"{purpose}: is one of them late, or out of reach?"
-            )
+            raise
         if task.error is not None:
             text = str(task.error).partition("\n")[0]
             lost = LiveError if self.aborted else PeerLostError
@@ -133,9 +153,11 @@ class Exchange:
 
     def done(self) -> bool:
         """Whether all messages arrived; raises once the group has failed."""
+        arrived = self._arrived.query()
+        # Asked in this order: an abort makes everything arrive.
         if self._wire.aborted:
             raise LiveError(f"an exchange of rank {self._wire.rank} was aborted")
-        if self._arrived.query():
+        if arrived:
             return True
         if self._work is None or not self._work.is_completed():
             return False
