@@ -297,7 +297,7 @@ def llama(num: int, quick: bool) -> Iterator[Case]:
 
 
 def _placed(name: str, num_dims: int) -> int | None:
-    """The dim that tensor parallelism cuts: rows of weights going in, columns of those going out."""
+    """The dim that tensor parallelism cuts: rows of what goes in, columns of what comes out."""
     if num_dims == 1:
         return None
     return 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0
