@@ -64,9 +64,7 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
     check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
-    if team.rank == team.leader:
-        old, team.compared = team.compared, everyone
-        team.line.ask(lambda store: [store.delete_key(key) for key in old])
+    team.forget(f"compared/{call}", everyone)
     return {rank: str(text[2]) for rank, text in texts.items()}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from itertools import count
 
@@ -66,27 +67,32 @@ class Arenas:
 
     def __init__(self, retire: Callable[[Arena], None]) -> None:
         self._free: list[Arena] = []
+        self._lock = threading.Lock()
         self.retire = retire
 
     def take(self, num_bytes: int) -> Arena:
         """An arena of at least this size, for one call."""
-        idle = [arena for arena in self._free if not arena.lent]
-        fitting = [arena for arena in idle if arena.num_bytes >= num_bytes]
-        if fitting:
-            best = min(fitting, key=lambda arena: arena.num_bytes)
-            self._free.remove(best)
+        with self._lock:
+            idle = [arena for arena in self._free if not arena.lent]
+            fitting = [arena for arena in idle if arena.num_bytes >= num_bytes]
+            best = min(fitting, key=lambda arena: arena.num_bytes) if fitting else None
+            gone = idle if best is None else [best]
+            self._free = [arena for arena in self._free if arena not in gone]
+        if best is not None:
             return best
         for arena in idle:
-            self._free.remove(arena)
             self.retire(arena)
         page = mmap.PAGESIZE
         return Arena.make(max(1, -(-num_bytes // page)) * page)
 
     def give_back(self, arena: Arena) -> None:
         """Keep an arena for the next call."""
-        self._free.append(arena)
+        with self._lock:
+            self._free.append(arena)
 
     def release(self) -> None:
         """Free all that is kept."""
-        while self._free:
-            self.retire(self._free.pop())
+        with self._lock:
+            free, self._free = self._free, []
+        for arena in free:
+            self.retire(arena)

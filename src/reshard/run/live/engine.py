@@ -229,6 +229,9 @@ class Run:
         self.call: Call | None = None
         self.prepared: _Prepared | None = None
         self.team: Team | None = None
+        self.compares = False
+        """Whether to compare with the other ranks. All must decide alike, so it is decided here:
+        calls are made in one order, but those in flight go on in any."""
         prepared = prepared_of(plan)
         if self.rank not in prepared.ranks:
             return
@@ -236,6 +239,7 @@ class Run:
         if prepared.talks or options.check == "always":
             self.team = team_of(group, prepared.ranks, options.timeout)
             self.report.call = self.team.next_call()
+            self.compares = self.team.is_new(self._terms_key()) or options.check == "always"
             self.watch = Watch(
                 self.team,
                 self.report.call,
@@ -257,8 +261,18 @@ class Run:
                 return self._move(self.watch)
         finally:
             if self.watch is not None:
-                self.watch.close()
+                self._close(self.watch)
             self.report.seconds = time.perf_counter() - self.began
+
+    def _terms_key(self) -> tuple[bytes, str]:
+        assert self.prepared is not None
+        return self.prepared.digest, self.options.transport
+
+    def _close(self, watch: Watch) -> None:
+        """The call is over; if it was to be compared and was not, the next one is."""
+        if self.compares:
+            watch.team.agreed.discard(self._terms_key())
+        watch.close()
 
     @property
     def grad_seen(self) -> bool:
@@ -273,7 +287,7 @@ class Run:
             try:
                 self.watch.fail(Cause("tensor", str(error)))
             finally:
-                self.watch.close()
+                self._close(self.watch)
         raise error
 
     def interrupt(self) -> None:
@@ -359,10 +373,9 @@ class Run:
 
     def _agree(self, watch: Watch, terms: Terms) -> None:
         """Compare with the other ranks, unless this plan was compared before."""
-        key = (watch.digest, self.options.transport)
-        if self.options.check == "always" or key not in watch.team.agreed:
+        if self.compares:
             agree(watch, terms)
-            watch.team.agreed.add(key)
+            self.compares = False
 
     def _carriers(self, watch: Watch, held: tuple[Held, Held]) -> list[Carrier]:
         """Who of this rank's peers is reached how."""

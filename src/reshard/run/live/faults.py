@@ -153,6 +153,7 @@ class Watch:
             return [rank for rank, key in keys.items() if key in left]
 
         self.wait(missing, lambda peer: "it to have all of its part")
+        self.team.forget(f"{name}/{self.call}", list(keys.values()))
 
     def stop(self) -> None:
         """Tell the ranks of this host that the call is over, and keep them from our memory."""

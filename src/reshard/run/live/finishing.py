@@ -37,13 +37,20 @@ class Donation:
             end = max(n for n in rows.rounds() if rows.slot.turn(n, 0) is not None)
             for number in program.numbers_of(rows.flow.stack, 0).tolist():
                 last[number] = max(last.get(number, 0), end)
-        self._after: dict[int, list[torch.Tensor]] = {}
+        ends: dict[int, int] = {}
+        """By the address of a storage: tied tensors are free when the last of them is."""
         for number, tensor in have.tensors.items():
-            self._after.setdefault(last.get(number, 0), []).append(tensor)
+            at = tensor.untyped_storage().data_ptr()
+            ends[at] = max(ends.get(at, 0), last.get(number, 0))
+        self._after: dict[int, list[torch.Tensor]] = {}
+        for tensor in have.tensors.values():
+            end = ends[tensor.untyped_storage().data_ptr()]
+            self._after.setdefault(end, []).append(tensor)
 
     def after(self, number: int) -> None:
-        """Free what no later round reads; memory shared with other tensors stays."""
+        """Free what no later round reads; memory shared with tensors that were not given stays."""
         for tensor in self._after.pop(number, []):
             storage = tensor.untyped_storage()
-            if storage.nbytes() == tensor.numel() * tensor.element_size():
+            whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+            if whole and storage.resizable():
                 storage.resize_(0)

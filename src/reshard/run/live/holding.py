@@ -32,8 +32,9 @@ class Local(NamedTuple):
 
 
 def locals_of(plan: Plan, side: int, rank: int) -> list[Local]:
-    """The local tensors that a rank has of one side of a plan."""
+    """The local tensors that a rank has of one side of a plan, and that are moved."""
     specs = (plan.have, plan.want)[side]
+    moved = {names[side] for stack in plan.stacks for names in stack.names}
     shapes: dict[tuple[object, ...], torch.Size | None] = {}
     found = []
     for number, (name, spec) in enumerate(specs.items()):
@@ -42,7 +43,7 @@ def locals_of(plan: Plan, side: int, rank: int) -> list[Local]:
             held = spec.layout.holds(rank) is not None
             shapes[key] = torch.Size(spec.layout.local_shape(rank, spec.shape)) if held else None
         shape = shapes[key]
-        if shape is not None:
+        if shape is not None and name in moved:
             found.append(Local(number, name, shape, getattr(torch, spec.dtype)))
     return found
 
@@ -129,6 +130,11 @@ def _check(tensor: Any, local: Local, rank: int, role: str) -> None:
             f'"{local.name}" {role} on rank {rank} is a {tensor.layout} tensor on '
             f"{tensor.device}: give a dense tensor that has memory"
         )
+    if _is_wrapper(tensor):
+        raise TensorError(
+            f'"{local.name}" {role} on rank {rank} is a {type(tensor).__name__}, which has no '
+            "memory of its own: give its local tensor, or move it with rs.move"
+        )
     if tensor.is_conj() or tensor.is_neg():
         raise TensorError(
             f'"{local.name}" {role} on rank {rank} is a lazy conjugate or negative, whose memory '
@@ -139,6 +145,16 @@ def _check(tensor: Any, local: Local, rank: int, role: str) -> None:
             f'"{local.name}" {role} on rank {rank} is {tensor.dtype}{list(tensor.shape)} and its '
             f"layout says {local.kind}{list(local.shape)}: give this rank's local tensor"
         )
+
+
+def _is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of another class stands for tensors that it holds: DTensor and its like."""
+    if not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):
+        return hasattr(tensor, "__tensor_flatten__")
+    try:
+        return tensor.data_ptr() == 0
+    except RuntimeError:
+        return True
 
 
 def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
@@ -154,6 +170,12 @@ def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: st
 
 def check_apart(have: Held, want: Held, names: tuple[list[str], list[str]], rank: int) -> None:
     """Refuse destinations that overlap one another or a source; equal ones are tied and fine."""
+    for number in (*want.strided, *want.elsewhere):
+        if _overlaps_itself(want.tensors[number]):
+            raise TensorError(
+                f'on rank {rank} elements of the destination "{names[1][number]}" overlap one '
+                "another in memory: give memory of its own for every element, as clone() does"
+            )
     spans = [
         (*_span(tensor), side, number)
         for side, held in enumerate((have, want))
@@ -199,6 +221,17 @@ def _check_pair(
         f"on rank {rank} a destination overlaps a source in memory ({first} and {second}): the "
         "source is read while the destination is written; give other memory, or leave out into="
     )
+
+
+def _overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two elements may share memory: where a dim's step does not pass the ones inside."""
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    reach = 0
+    for stride, size in sorted(step for step in steps if step[1] > 1):
+        if stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -93,6 +93,8 @@ class Inbox:
     aborted_by: int | None = None
     heard: dict[int, float] = field(default_factory=dict)
     """When each peer last said something."""
+    arenas: dict[tuple[int, int], Arena] = field(default_factory=dict)
+    """Memory that messages lie in, by peer and number: mapped until the call is over."""
 
     def put(self, peer: int, message: Message) -> None:
         """File a message."""
@@ -149,7 +151,9 @@ class Mailbox:
     def close(self, call: int) -> None:
         """Forget a call; late messages to it are dropped."""
         with self._came:
-            self._open.pop(call, None)
+            closed = self._open.pop(call, None)
+            if closed is not None:
+                closed.arenas.clear()
             self._over.add(call)
             while self.num_over in self._over:
                 self._over.remove(self.num_over)
@@ -238,6 +242,8 @@ class Mailbox:
                 self._open[message.call] = Inbox()
             inbox = self._open.get(message.call)
         if inbox is not None:
+            if (peer, message.arena) in self.arenas:
+                inbox.arenas[peer, message.arena] = self.arenas[peer, message.arena]
             inbox.put(peer, message)
 
     def _give_back(self, key: tuple[int, int]) -> None:
@@ -246,10 +252,8 @@ class Mailbox:
             arena.lent -= 1
 
     def _forget(self, peer: int, number: int) -> None:
-        """Unmap an arena that its owner no longer uses."""
-        arena = self.arenas.pop((peer, number), None)
-        if arena is not None:
-            arena.close()
+        """Unmap an arena that its owner no longer uses, when no call reads it any more."""
+        self.arenas.pop((peer, number), None)
 
     def _lose(self, peer: int) -> None:
         if peer in self.lost:

@@ -196,7 +196,7 @@ class Neighbours:
     ) -> None:
         """Read and unpack a neighbour's message; addends are handed on with their address."""
         ready = self.watch.inbox.ready[peer, number]
-        arena = self.team.mailbox.arenas.get((peer, ready.a))
+        arena = self.watch.inbox.arenas.get((peer, ready.a))
         at = 0 if arena is None else arena.address + ready.b
         for lot, way in self._ways(peer, lots, sending=False):
             if way is Way.PACKED:

@@ -29,6 +29,10 @@ DIRECT_BYTES = 64 << 10
 """From this size on a contiguous block is not packed: measured on gloo, packing costs more."""
 
 
+PATIENCE = 5.0
+"""Seconds that gloo waits longer than the call may."""
+
+
 @dataclass(eq=False)
 class _Arrival:
     """A message on its way here."""
@@ -56,6 +60,7 @@ class Network:
         self.held = held
         self.peers = peers
         self.wire = wire
+        self._waiter = wire.waiter()
         self.tag = watch.call % (1 << 20)
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._sent: list[Work] = []
@@ -89,7 +94,7 @@ class Network:
                 self.watch.broken[peer] = error or "it sent something else than a greeting"
             self.team.mailbox.wake()
 
-        self.wire.when_done([work], then)
+        self._when_done([work], then)
 
     def unmet(self) -> list[int]:
         """Peers that have not entered the call."""
@@ -135,7 +140,7 @@ class Network:
             ]
             self._keep += tensors
             self._arrivals[peer, number] = arrival
-            self.wire.when_done(arrival.works, self._arrived(peer, number))
+            self._when_done(arrival.works, self._arrived(peer, number))
             staged += size
         return staged
 
@@ -173,14 +178,15 @@ class Network:
         if peers and self._sent:
             works, self._sent = self._sent, []
             self._unsent = set(peers)
-            self.wire.when_done(works, self._all_sent)
+            self._when_done(works, self._all_sent)
         return sorted(self._unsent)
 
     def _all_sent(self, error: str | None) -> None:
         if error is not None:
             self.watch.broken |= dict.fromkeys(self._unsent, error)
-        self._keep.clear()
-        self._unsent = set()
+        else:
+            self._keep.clear()
+            self._unsent = set()
         self.team.mailbox.wake()
 
     def _split(self, peer: int, lots: Sequence[Lot]) -> tuple[list[Lot], list[Lot]]:
@@ -203,12 +209,20 @@ class Network:
                 found.append(flat[at : at + size].view(torch.uint8))
         return found
 
+    def _when_done(self, works: list[Work], then: Callable[[str | None], None]) -> None:
+        """Call back later; whoever watches the call should lose patience before gloo does."""
+        self._waiter.when_done(works, self.watch.timeout + PATIENCE, then)
+
     def _index(self, peer: int) -> int:
         return self.team.ranks.index(peer)
 
     def close(self, well: bool) -> None:
         """Let go of what was sent; after a failure the group itself still holds on to it."""
         self._keep.clear()
+        if well:
+            self.wire.give_back(self._waiter)
+        else:
+            self._waiter.end()
 
 
 def _is_direct(lot: Lot) -> bool:

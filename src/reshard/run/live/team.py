@@ -50,9 +50,8 @@ class Team:
         self.line = Line(self.store, self.leader)
         self.arenas = Arenas(self._retire)
         self.agreed: set[tuple[bytes, str]] = set()
-        """Plans that all ranks have compared, by digest and transport."""
-        self.compared: list[str] = []
-        """Keys of the last comparison, which may go once the next is over."""
+        """Plans that all ranks have compared or are comparing, by digest and transport."""
+        self._making_wire = threading.Lock()
         self._wire: Wire | None = None
         self._epoch = 0
         self.num_calls = 0
@@ -69,6 +68,24 @@ class Team:
             self.num_calls += 1
             return self.num_calls - 1
 
+    def is_new(self, key: tuple[bytes, str]) -> bool:
+        """Whether a plan is to be compared: it never was, and no call before is doing so."""
+        with self.lock:
+            new = key not in self.agreed
+            self.agreed.add(key)
+            return new
+
+    def forget(self, name: str, keys: Sequence[str]) -> None:
+        """Delete keys of the store once every rank has said that it needs them no more."""
+        size = len(self.ranks)
+
+        def count_and_delete(store: Store) -> None:
+            if store.add(name, 1) == size:
+                for key in (*keys, name):
+                    store.delete_key(key)
+
+        self.line.ask(count_and_delete)
+
     @property
     def spans_hosts(self) -> bool:
         """Whether any two ranks can only talk over the network."""
@@ -81,16 +98,19 @@ class Team:
         """
         if not (self.spans_hosts or forced):
             return None
-        epoch = self.epoch()
-        if self._wire is None or self._epoch != epoch:
-            self.drop_wire()
-            self._epoch = epoch
-            key = f"wire/{epoch}"
-            self.line.ask(lambda store: store.set(f"{key}/{self.rank}", "here"))
-            watch.wait(lambda: self._not_at(key), lambda peer: "it to make a connection")
-            prefix = PrefixStore(key, self._own_connection())
-            self._wire = Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
-        return self._wire
+        with self._making_wire:
+            epoch = self.epoch()
+            if self._wire is None or self._epoch != epoch:
+                self.drop_wire()
+                self._epoch = epoch
+                self._wire = self._make_wire(watch, f"wire/{epoch}")
+            return self._wire
+
+    def _make_wire(self, watch: Watch, key: str) -> Wire:
+        self.line.ask(lambda store: store.set(f"{key}/{self.rank}", "here"))
+        watch.wait(lambda: self._not_at(key), lambda peer: "it to make a connection")
+        prefix = PrefixStore(key, self._own_connection())
+        return Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
 
     def _own_connection(self) -> Store:
         """Another connection to the store, for a group that keeps using it."""
