@@ -363,14 +363,21 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, ["--version"]) == f"reshard {rs.__version__}\n"
 
 
+DEMO = ["demo", "--model", "llama-3.2-1b"]
+
+
 def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(importlib.import_module("reshard.cli.demo"), "MODEL", "llama-3.2-1b")
-    text = printed(capsys, ["demo"])
+    """Without its processes, which tests/examples starts."""
+    live = importlib.import_module("reshard.cli.demo_live")
+    monkeypatch.setattr(live, "has_torch", lambda: False)
+    text = printed(capsys, DEMO)
     assert "Proven in" in text
     assert text.count("all arrays equal the tensors cut by the destination layout") == 2
+    assert "Not run live: torch is not installed; try pip install 'reshard[torch]'" in text
     assert "NOT" not in text
-    data = json.loads(printed(capsys, ["demo", "--json"]))
+    data = json.loads(printed(capsys, [*DEMO, "--no-live", "--json"]))
     assert data["holds"] is True
+    assert data["live"] is None
     for found in data["simulated"]:
         assert found["wire_bytes"] == found["stated_wire_bytes"]
         assert found["messages"] == found["stated_messages"]

@@ -4,12 +4,14 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 import reshard as rs
+from reshard.run.live.report import RoundReport
 
 PHASES = ("packing", "unpacking", "waiting")
 
@@ -20,13 +22,14 @@ def made(rank: int, *, num_rounds: int = 2, began: float = 100.0, call: int = 3)
     report = rs.RunReport(rank, call, "abc", transports, started=began, planning=0.001)
     at = began + 0.002
     for number in range(num_rounds):
-        with report.round(number) as part:
-            part.bytes_sent, part.messages_sent = 3 << 20, 3
-            part.bytes_received, part.messages_received = 2 << 20, 2
-            part.bytes_copied, part.bytes_staged = 1 << 20, (number + 1) << 10
-            for phase in PHASES:
-                part.spent(phase, at, 0.001)
-                at += 0.002
+        part = RoundReport(number, started=at, seconds=0.006)
+        part.bytes_sent, part.messages_sent = 3 << 20, 3
+        part.bytes_received, part.messages_received = 2 << 20, 2
+        part.bytes_copied, part.bytes_staged = 1 << 20, (number + 1) << 10
+        for phase in PHASES:
+            part.spent(phase, at, 0.001)
+            at += 0.002
+        report.rounds.append(part)
     report.seconds = at - began
     return report
 
@@ -60,7 +63,7 @@ def test_print() -> None:
     table = lines[2:6]
     assert [line.split()[0] for line in table] == ["round", "1", "2", "total"]
     assert len({len(line) for line in table}) == 1
-    total = "total 6.0 MiB 6 4.0 MiB 4 2.0 MiB 2.00 ms 2.00 ms 2.00 ms"
+    total = "total 6.0 MiB 6 4.0 MiB 4 2.0 MiB 2.00 ms 2.00 ms 2.00 ms 12.0 ms"
     assert " ".join(table[-1].split()) == total
     text = "\n".join(lines)
     assert "\npeer memory     to and from rank 1\n" in text
@@ -69,11 +72,25 @@ def test_print() -> None:
 
 def test_of_many_rounds_the_slowest_are_printed() -> None:
     report = made(0, num_rounds=60)
-    report.rounds[41].waiting = 1.0
+    report.rounds[41].waiting = report.rounds[41].seconds = 1.0
     lines = str(report).splitlines()
     assert len(lines) < 25
     assert any(line.startswith("42 ") and "1.00 s" in line for line in lines)
-    assert "and 48 faster rounds" in lines
+    assert "and 52 faster rounds" in lines
+
+
+def test_a_round_is_timed_even_if_it_fails() -> None:
+    report = rs.RunReport(0, 1, "abc", started=time.perf_counter())
+
+    def fail() -> None:
+        with report.round(0) as part, part.phase("packing"):
+            time.sleep(0.01)
+            raise ValueError
+
+    with pytest.raises(ValueError):
+        fail()
+    assert report.rounds[0].seconds >= report.packing >= 0.01
+    assert 0 <= report.meeting < 1
 
 
 def test_a_rank_without_a_part() -> None:

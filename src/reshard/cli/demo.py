@@ -1,9 +1,10 @@
-"""``reshard demo``: plan, prove and simulate a move of a real size.
+"""``reshard demo``: plan and prove a move of a real size, simulate it, and run it live.
 
 A trainer holds Llama-3-8B by FSDP over tensor parallelism on eight ranks; two serving replicas of
 two ranks each want it. The plan and its proof are for the whole model at its real size. The
 simulation moves numpy arrays: one decoder layer at full size, then all tensors at an eighth of
-their size in each dim, and compares every byte, message and peak with what the plan states.
+their size in each dim, and compares every byte, message and peak with what the plan states. The
+second move then runs live, on twelve processes of this machine, and must give the same bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -18,14 +20,16 @@ import click
 if TYPE_CHECKING:
     import numpy as np
 
+    from reshard.cli.demo_live import Live, NotLive
     from reshard.planning.plan import Plan
     from reshard.spec import TensorSpec
 
     Array = np.ndarray[Any, Any]
+    Arrays = dict[int, dict[str, Array]]
 
-__all__ = ["demo"]
+__all__ = ["Comparison", "demo"]
 
-MODEL = "llama-3-8b"
+MODELS = ("llama-3-8b", "llama-3.2-1b")
 HAVE, FSDP, WANT = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11"
 SMALLER = 8
 """The second simulation divides every dim by this."""
@@ -58,51 +62,66 @@ class Comparison:
 
 
 @click.command()
+@click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
+@click.option("--live/--no-live", default=True, help="Also run the move on processes.")
+@click.option("--trace", metavar="FILE", help="Write the live run as a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def demo(as_json: bool) -> int:
-    """Plan, prove and simulate a real-sized move of Llama-3-8B.
+def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
+    """Plan, prove, simulate and run a move of a real model.
 
     From a trainer (FSDP over tensor parallelism, eight ranks) to two serving replicas. Takes less
-    than a minute and 4 GiB, and starts no other process.
+    than a minute and 4 GiB. The live part starts twelve processes on this machine, and ends them.
     """
+    from reshard.cli.demo_text import introduction, live_text, proof_text, simulated_text
     from reshard.cli.output import print_json
 
-    move = _real_size()
-    if not as_json:
-        _introduce(move)
+    def say(text: str) -> None:
+        if not as_json:
+            print(text, flush=True)
+
+    move = _real_size(model)
+    say(introduction(move, model, (HAVE, FSDP, WANT)))
     start = time.perf_counter()
     move.check()
-    proof_seconds = time.perf_counter() - start
-    if not as_json:
-        print(
-            f"Proven in {proof_seconds:.1f} s: every element of all {len(move.want)} tensors is "
-            "written exactly once on every rank that wants it, by a rank that holds it.\n",
-            flush=True,
-        )
+    say(proof_text(move, time.perf_counter() - start))
     results = []
-    for what, small in _simulated(move):
-        results.append(_compare(what, small))
-        if not as_json:
-            print("\n".join(_report(results[-1])), flush=True)
-    holds = all(result.holds for result in results)
+    for what, small in _simulated(move, model):
+        result, given, arrived = _compare(what, small)
+        results.append(result)
+        say(simulated_text(result))
+    ran = _run_live(small, given, arrived, trace) if live else None
+    if ran is not None:
+        say(live_text(results[-1].what, ran))
+    holds = all(result.holds for result in results) and (ran is None or ran.holds)
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
-        print_json({**figures, "simulated": [asdict(result) for result in results]})
+        simulated = [asdict(result) for result in results]
+        print_json({**figures, "simulated": simulated, "live": ran and ran.to_dict()})
     return 0 if holds else 1
 
 
-def _introduce(move: Plan) -> None:
-    print(
-        f"A trainer holds {MODEL} on mesh {HAVE}, tensors cut by tp and each shard by {FSDP}.\n"
-        f"Two serving replicas want it on mesh {WANT}. No process is started.\n\n{move}\n",
-        flush=True,
-    )
+def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> Live | NotLive:
+    """The same move between processes, or why it could not be made."""
+    from reshard.cli.demo_live import NotLive, has_torch, move_live
+    from reshard.errors import LiveError
+    from reshard.run.live.report import RunReport
+
+    if not has_torch():
+        return NotLive("torch is not installed; try pip install 'reshard[torch]'", holds=True)
+    try:
+        ran = move_live(plan, given, expected)
+    except LiveError as error:
+        return NotLive(str(error), holds=False)
+    if trace is not None:
+        reports = [report for call in ran.reports for report in call]
+        Path(trace).write_text(RunReport.merged(reports))
+    return ran
 
 
-def _real_size() -> Plan:
+def _real_size(model: str) -> Plan:
     from reshard.models import preset
 
-    return _plan(preset(MODEL), None)
+    return _plan(preset(model), None)
 
 
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
@@ -114,7 +133,7 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     return plan(have, want, memory=memory)
 
 
-def _simulated(move: Plan) -> Iterator[tuple[str, Plan]]:
+def _simulated(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     """The moves that are run on real data: small enough for a laptop."""
     from reshard.models import preset
     from reshard.planning.plan import plan
@@ -123,20 +142,24 @@ def _simulated(move: Plan) -> Iterator[tuple[str, Plan]]:
     have, want = ({name: side[name] for name in layer} for side in (move.have, move.want))
     yield "decoder layer 0 at full size", plan(have, want)
     sizes = ("hidden_size", "intermediate_size", "vocab_size")
-    config = {key: n // SMALLER if key in sizes else n for key, n in preset(MODEL).items()}
+    config = {key: n // SMALLER if key in sizes else n for key, n in preset(model).items()}
     yield (
         f"the whole model, every dim divided by {SMALLER}",
         _plan(config, move.memory // SMALLER**2),
     )
 
 
-def _compare(what: str, move: Plan) -> Comparison:
-    """Simulate a move on random arrays and compare what happened with what was stated."""
+def _compare(what: str, move: Plan) -> tuple[Comparison, Arrays, Arrays]:
+    """Simulate a move on random arrays and compare what happened with what was stated.
+
+    The arrays come along, as every rank was given them and as they arrived.
+    """
     from reshard.run.simulate import simulate
 
     start = time.perf_counter()
     whole = {name: _random(spec, seed) for seed, (name, spec) in enumerate(move.have.items())}
-    arrived, report = simulate(move, _local(whole, move.have), report=True)
+    given = _local(whole, move.have)
+    arrived, report = simulate(move, given, report=True)
     expected = _local(whole, move.want)
     equal = all(
         (arrived[rank][name] == array).all()
@@ -144,7 +167,7 @@ def _compare(what: str, move: Plan) -> Comparison:
         for name, array in arrays.items()
     )
     stated = move.summary()
-    return Comparison(
+    result = Comparison(
         what,
         len(move.want),
         stated.wire_bytes,
@@ -156,6 +179,7 @@ def _compare(what: str, move: Plan) -> Comparison:
         equal,
         time.perf_counter() - start,
     )
+    return result, given, arrived
 
 
 def _random(spec: TensorSpec, seed: int) -> Array:
@@ -165,11 +189,9 @@ def _random(spec: TensorSpec, seed: int) -> Array:
     return np.random.default_rng(seed).integers(0, 1 << 16, spec.shape, dtype=np.uint16)
 
 
-def _local(
-    whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]
-) -> dict[int, dict[str, Array]]:
+def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
     """Cut whole tensors by their layouts, rank by rank."""
-    local: dict[int, dict[str, Array]] = {}
+    local: Arrays = {}
     for name, spec in specs.items():
         for rank in spec.layout.ranks:
             local.setdefault(rank, {})[name] = _cut(whole[name], spec, rank)
@@ -188,21 +210,3 @@ def _cut(array: Array, spec: TensorSpec, rank: int) -> Array:
         bounds = zip(piece.box.start, piece.box.stop, strict=True)
         place[...] = array[tuple(slice(low, high) for low, high in bounds)]
     return local
-
-
-def _report(result: Comparison) -> Iterator[str]:
-    from reshard.bytesize import format_bytes
-    from reshard.planning.text import align
-
-    yield f"Simulated on numpy arrays: {result.what} ({result.num_tensors} tensors)"
-    peaks = [format_bytes(n) for n in (result.stated_peak_bytes, result.peak_bytes)]
-    rows = [
-        ("", "plan states", "happened"),
-        ("bytes", f"{result.stated_wire_bytes:,}", f"{result.wire_bytes:,}"),
-        ("messages", f"{result.stated_messages:,}", f"{result.messages:,}"),
-        ("peak staging", f"<= {peaks[0]}", peaks[1]),
-    ]
-    yield from (f"  {line}" for line in align(rows, right={1, 2}))
-    found = "equal" if result.arrays_equal else "DIFFER FROM"
-    yield f"  all arrays {found} the tensors cut by the destination layout"
-    yield f"  {'as stated' if result.holds else 'NOT as stated'}, in {result.seconds:.1f} s\n"

@@ -30,7 +30,7 @@ from reshard.planning.text import align
 
 __all__ = ["RoundReport", "RunReport", "format_seconds"]
 
-MOST_LINES = 12
+MOST_LINES = 8
 """Rounds that are printed; of more, the slowest are."""
 
 LEGEND = (
@@ -57,6 +57,10 @@ class RoundReport:
     waiting: float = 0.0
     unpacking: float = 0.0
     """Seconds of unpacking, of reading from peers' memory, of adding up and of own copies."""
+    seconds: float = 0.0
+    """All of the round: these three, and what lies between them."""
+    started: float = 0.0
+    """When the round began, on the clock of its process."""
     events: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
     """What was done when: phase, start and seconds, for the trace."""
 
@@ -74,13 +78,11 @@ class RoundReport:
         setattr(self, name, getattr(self, name) + seconds)
         self.events.append((name, began, seconds))
 
-    @property
-    def seconds(self) -> float:
-        """All that was counted."""
-        return self.packing + self.waiting + self.unpacking
 
-
-_SUMMED = tuple(name for name in RoundReport.__slots__ if name not in ("events", "round"))
+_SUMMED = (
+    "bytes_sent", "bytes_received", "bytes_copied", "messages_sent", "messages_received",
+    "packing", "waiting", "unpacking",
+)  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -106,9 +108,12 @@ class RunReport:
     @contextmanager
     def round(self, number: int) -> Iterator[RoundReport]:
         """The report of a round that begins."""
-        part = RoundReport(number)
+        part = RoundReport(number, started=time.perf_counter())
         self.rounds.append(part)
-        yield part
+        try:
+            yield part
+        finally:
+            part.seconds = time.perf_counter() - part.started
 
     def __getattr__(self, name: str) -> Any:
         if name in _SUMMED:
@@ -123,8 +128,9 @@ class RunReport:
     @property
     def meeting(self) -> float:
         """Seconds until the peers had begun as well, after ``planning`` and before round 1."""
-        first = next((part.events[0][1] for part in self.rounds if part.events), None)
-        return 0.0 if first is None else max(first - self.started - self.planning, 0.0)
+        if not self.rounds:
+            return 0.0
+        return max(self.rounds[0].started - self.started - self.planning, 0.0)
 
     @property
     def bytes_per_second(self) -> float:
@@ -147,7 +153,7 @@ class RunReport:
         """The report as plain data."""
         rounds = [asdict(part) for part in self.rounds]
         for part in rounds:
-            del part["events"]
+            del part["events"], part["started"]
         return {
             "schema": "reshard.run/1",
             "rank": self.rank,
@@ -174,13 +180,12 @@ class RunReport:
     def merged(reports: Iterable[RunReport]) -> str:
         """The reports of many ranks as one Chrome trace: a process per rank, a track per call.
 
-        >>> reports = [RunReport(rank, 7, "ab", seconds=0.5, started=rank) for rank in (0, 1)]
-        >>> with reports[1].round(0) as part:
-        ...     part.spent("waiting", 1.0, 0.125)
-        >>> events = json.loads(RunReport.merged(reports))["traceEvents"]
-        >>> [(e["pid"], e["name"], e["dur"]) for e in events if e["ph"] == "X"]
-        [(0, 'move', 500000.0), (1, 'move', 500000.0), (1, 'round 1', 125000.0), \
-(1, 'waiting', 125000.0)]
+        >>> part = RoundReport(0, started=1.0, seconds=0.5, events=[("waiting", 1.25, 0.125)])
+        >>> report = RunReport(3, 7, "ab", {}, [part], seconds=1.5, planning=0.75)
+        >>> events = json.loads(RunReport.merged([report]))["traceEvents"]
+        >>> [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"][2:]
+        [('meeting', 750000.0, 250000.0), ('round 1', 1000000.0, 500000.0), \
+('waiting', 1250000.0, 125000.0)]
         """
         from reshard.run.live.timeline import timeline
 
@@ -198,17 +203,14 @@ class RunReport:
     def __str__(self) -> str:
         """The report as a table.
 
-        >>> report = RunReport(0, 7, "ab", {1: "peer memory"}, seconds=0.008, planning=0.0005)
-        >>> with report.round(0) as part:
-        ...     part.bytes_sent = part.bytes_received = 8 << 20
-        ...     part.messages_sent = part.messages_received = 1
-        ...     part.spent("waiting", 0.0006, 0.001)
-        ...     part.spent("unpacking", 0.0016, 0.0062)
+        >>> part = RoundReport(0, 8 << 20, 8 << 20, 0, 1, 1, waiting=0.001, unpacking=0.0062)
+        >>> part.started, part.seconds = 0.0006, 0.0074
+        >>> report = RunReport(0, 7, "ab", {1: "peer memory"}, [part], 0.008, planning=0.0005)
         >>> print(str(report).partition("packing counts")[0].rstrip())
         rank 0, call 7: 8.0 MiB sent, 8.0 MiB received, 0 B kept, in 8.00 ms (1.05 GB/s)
         <BLANKLINE>
-        round     sent  messages  received  messages  kept  packing  waiting  unpacking
-        1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms
+        round     sent  messages  received  messages  kept  packing  waiting  unpacking      all
+        1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms  7.40 ms
         <BLANKLINE>
         peer memory  to and from rank 1
         before       500 us to compare and work out addresses, 100 us to meet
@@ -234,9 +236,12 @@ class RunReport:
             shown = sorted(slowest, key=lambda part: part.round)
         rows = [_cells(str(part.round + 1), part) for part in shown]
         if len(self.rounds) > 1:
-            rows.append(_cells("total", self))
+            sums = {name: getattr(self, name) for name in _SUMMED}
+            all_rounds = sum(part.seconds for part in self.rounds)
+            rows.append(_cells("total", RoundReport(0, **sums, seconds=all_rounds)))
         heads = ("round", "sent", "messages", "received", "messages", "kept")
-        lines = align([(*heads, "packing", "waiting", "unpacking"), *rows], right=range(1, 9))
+        table = [(*heads, "packing", "waiting", "unpacking", "all"), *rows]
+        lines = align(table, right=range(1, len(table[0])))
         left = len(self.rounds) - len(shown)
         if left:
             lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
@@ -253,7 +258,7 @@ class RunReport:
         return align(rows)
 
 
-def _cells(label: str, part: RoundReport | RunReport) -> tuple[str, ...]:
+def _cells(label: str, part: RoundReport) -> tuple[str, ...]:
     """One line of the table: a round, or the sum of all."""
     return (
         label,
@@ -262,7 +267,7 @@ def _cells(label: str, part: RoundReport | RunReport) -> tuple[str, ...]:
         format_bytes(part.bytes_received),
         f"{part.messages_received:,}",
         format_bytes(part.bytes_copied),
-        *map(format_seconds, (part.packing, part.waiting, part.unpacking)),
+        *map(format_seconds, (part.packing, part.waiting, part.unpacking, part.seconds)),
     )
 
 

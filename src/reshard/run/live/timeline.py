@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from reshard.run.live.report import RoundReport, RunReport
+    from reshard.run.live.report import RunReport
 
 __all__ = ["timeline"]
 
@@ -55,24 +55,18 @@ def _slices(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
         return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
 
     began, ready = report.started, report.started + report.planning
-    ends = [_end(part) for part in report.rounds if part.events]
-    end = max(began + report.seconds, ready, *ends)
-    yield piece("move", began, end, plan=report.digest, peak_staging=report.peak_staging)
-    if report.planning:
+    yield piece(
+        "move", began, began + report.seconds, plan=report.digest, staged=report.peak_staging
+    )
+    if report.rounds:
         yield piece("preparing", began, ready)
-    if report.meeting:
         yield piece("meeting", ready, ready + report.meeting)
     for part in report.rounds:
-        if part.events:
-            figures = {"sent": part.bytes_sent, "received": part.bytes_received}
-            start = min(event[1] for event in part.events)
-            yield piece(f"round {part.round + 1}", start, _end(part), **figures)
-            for name, at, seconds in part.events:
-                yield piece(name, at, at + seconds, round=part.round + 1)
-
-
-def _end(part: RoundReport) -> float:
-    return max(at + seconds for _, at, seconds in part.events)
+        figures = {"sent": part.bytes_sent, "received": part.bytes_received}
+        name, end = f"round {part.round + 1}", part.started + part.seconds
+        yield piece(name, part.started, end, **figures)
+        for phase, at, seconds in part.events:
+            yield piece(phase, at, at + seconds, round=part.round + 1)
 
 
 def _nanoseconds(report: RunReport, moment: float) -> int:
