@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from math import prod
 
 from reshard.box import Box
 from reshard.dims import is_mixed
@@ -69,21 +70,31 @@ class Spread:
     wanting: Boxes
     """The boxes of sums that each rank gets; what is in none of them is zero."""
 
+    @staticmethod
+    def name(number: int) -> str:
+        """The name under which the holders of this number send; sorted as numbers are."""
+        return f"{number:09d}"
+
 
 @dataclass(frozen=True)
 class SumMove:
-    """From one layout to another, adding up the replicas of the first."""
+    """From one layout to another, adding up the replicas of the first.
+
+    Ranks that hold no element have no part in it: they may not know that it happens.
+    """
 
     have: Layout
     want: Layout
     shape: tuple[int, ...]
     dtype: str
     memory: int
+    adds: bool = True
+    """Whether replicas are added up; otherwise all of them have the sum already."""
 
     @property
     def back(self) -> SumMove:
         """The other way round: also the gradient of a gradient adds up replicas."""
-        return SumMove(self.want, self.have, self.shape, self.dtype, self.memory)
+        return replace(self, have=self.want, want=self.have)
 
     @cached_property
     def direct(self) -> Plan | None:
@@ -101,7 +112,15 @@ def _direct(move: SumMove) -> Plan | None:
     have = summed(move.have, move.shape)
     if have is None:
         return None
-    return plan(have, move.want, shape=move.shape, dtype=move.dtype, memory=move.memory)
+    have = _with_elements(have if move.adds else move.have, move.shape)
+    want = _with_elements(move.want, move.shape)
+    return plan(have, want, shape=move.shape, dtype=move.dtype, memory=move.memory)
+
+
+def _with_elements(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """The same layout without ranks that hold no element."""
+    empty = [rank for rank in layout.ranks if not prod(layout.local_shape(rank, shape))]
+    return layout.without(empty) if empty else layout
 
 
 @lru_cache(maxsize=256)
@@ -110,7 +129,7 @@ def _spread(move: SumMove) -> Spread:
     first = holding[0] if holding else {}
     wanting = _inside(move.want, move.shape, [box for boxes in first.values() for box in boxes])
     owner = {box: rank for rank, boxes in first.items() for box in boxes}
-    later = {str(n): boxes for n, boxes in enumerate(holding) if n}
+    later = {Spread.name(n): boxes for n, boxes in enumerate(holding) if n and move.adds}
     to_owner = {name: _regrouped(boxes, owner) for name, boxes in later.items()}
     gather = None
     if later:
@@ -154,4 +173,4 @@ def _inside(layout: Layout, shape: tuple[int, ...], covered: list[Box]) -> Boxes
         pieces = layout.pieces(rank, shape)
         both = (piece.box & box for piece in pieces for box in covered)
         found[rank] = tuple(box for box in both if box.size)
-    return found
+    return {rank: boxes for rank, boxes in found.items() if boxes}

@@ -27,6 +27,7 @@ from reshard.tensors.reading import local_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
     Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
@@ -73,15 +74,13 @@ def move(
         kind,
         kind if cast_to is None else canonical_dtype(cast_to),
         _bytes(memory),
-        grad,
+        # Replicas of a DTensor have one gradient.
+        grad if isinstance(target, Layout) else "replicated",
         group,
-        _Options(options),
+        options,
     )
-    if motion.is_still and into is None and local is not None:
-        moved: torch.Tensor | None = local
-    else:
-        place = None if into is None else local_of(into)
-        moved = motion.run(local, place, device if local is None else local.device)
+    place = None if into is None else local_of(into)
+    moved = motion.run(local, place, device if local is None else local.device)
     if into is not None or isinstance(target, Layout):
         return moved if into is None else into
     return _as_dtensor(moved, target, sizes, motion.cast)
@@ -91,16 +90,14 @@ def backward(moved: Any) -> None:
     """Take part in the backward of a move whose result this rank does not use.
 
     A rank that brought a part of the tensor and got none, or the other way round, has no loss of
-    its own, but others wait for its part of the gradients.
+    its own, but others wait for its part of the gradients. A rank that had no part in the move got
+    None, and does nothing here either.
     """
+    if moved is None:
+        return
+    if not moved.requires_grad:
+        raise TensorError("this result carries no gradients: nothing that was moved requires them")
     torch.autograd.backward(moved, torch.zeros_like(moved))
-
-
-class _Options(dict[str, Any]):
-    """Options of a run, as part of a value that is hashed by identity."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
 
 
 @lru_cache(maxsize=64)
@@ -137,7 +134,13 @@ def _local_with_grad(tensor: Any) -> torch.Tensor | None:
         return None
     placements = [_gradient_of(placement) for placement in tensor.placements]
     local: torch.Tensor = tensor.to_local(grad_placements=placements)
-    return local
+    # Where there is nothing to hold its shape may differ from the layout's.
+    return local if local.numel() else local.reshape(_empty_shape(tensor))
+
+
+def _empty_shape(tensor: DTensor) -> tuple[int, ...]:
+    local = local_of(tensor)
+    return (0,) if local is None else tuple(local.shape)
 
 
 def _gradient_of(placement: Placement) -> Placement:
@@ -179,6 +182,6 @@ def _between_dtensors(
     kind = spec.dtype if cast_to is None else canonical_dtype(cast_to)
     want = _layout(target, spec.shape)
     ends = (spec.layout, want, spec.shape, spec.dtype, kind, memory)
-    motion = Motion(*ends, "replicated", group, _Options(options))
+    motion = Motion(*ends, "replicated", group, options)
     moved = redistribute(tensor, Redistribution(motion, target), into)
     return moved if into is None else into
