@@ -38,6 +38,7 @@ from reshard.run.live.holding import (
 from reshard.run.live.lots import HAVE, WANT, Program
 from reshard.run.live.neighbours import Neighbours
 from reshard.run.live.network import Network
+from reshard.run.live.progress import progress_of
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.team import Team, team_of
 
@@ -65,6 +66,8 @@ class Options:
     donate: bool = False
     device: torch.device | str | None = None
     """Where new destination tensors are made; with the sources, if nobody says."""
+    progress: bool | None = None
+    """Whether the lowest rank shows a bar; None: where somebody watches a terminal."""
     grad: bool | None = None
     """Whether this rank's source requires gradients; None on a rank that cannot know."""
     tell_grad: bool = False
@@ -315,13 +318,16 @@ class Run:
         def after_round(number: int, part: RoundReport) -> None:
             if donation is not None:
                 donation.after(number)
+            bar.advance(part.bytes_sent + part.bytes_received + part.bytes_copied)
 
         carriers = [] if watch is None else self._carriers(watch, held)
         self.call = Call(
             self.prepared.program, held, watch, terms, carriers, self.report, after_round
         )
         self.report.planning = time.perf_counter() - self.began
-        self.call.run()
+        watched = self.options.progress if self.rank == self.prepared.ranks[0] else False
+        with contextlib.closing(progress_of(watched, self.prepared.program)) as bar:
+            self.call.run()
         if self.options.atomic and self.into is not None:
             self._commit(watch, result)
             return {name: tensor for name, tensor in self.into.items() if tensor is not None}

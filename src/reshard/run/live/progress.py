@@ -1,11 +1,8 @@
 """A bar for the person who watches a long move: one line on standard error, gone when it is over.
 
-One rank shows it for all, the lowest of the move, with its own share. Nobody sees it where standard
-error is no terminal, or where a move takes less than half a second; only then is rich loaded.
-
->>> bar = progress_of(False, total=1 << 30, num_rounds=4)
->>> bar.update(1 << 28, 1)
->>> bar.close()
+One rank shows it for all, the lowest of the move: what it sends, receives and keeps itself. Nobody
+sees it where standard error is no terminal, or where a move takes less than half a second; rich is
+loaded only to show it.
 """
 
 from __future__ import annotations
@@ -20,6 +17,8 @@ from reshard.bytesize import format_bytes
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
+    from reshard.run.live.lots import Program
+
 __all__ = ["Bar", "NullProgress", "Progress", "progress_of"]
 
 SHOWN_AFTER = 0.5
@@ -31,8 +30,8 @@ MIN_BYTES = 16 << 20
 class Progress(Protocol):
     """Told how far a move has come."""
 
-    def update(self, bytes_done: int, rounds_done: int) -> None:
-        """So many bytes and rounds are done, of all."""
+    def advance(self, num_bytes: int) -> None:
+        """One more round is done, of so many bytes."""
 
     def close(self) -> None:
         """The move is over, well or badly."""
@@ -41,23 +40,26 @@ class Progress(Protocol):
 class NullProgress:
     """Nobody is watching."""
 
-    def update(self, bytes_done: int, rounds_done: int) -> None:
+    def advance(self, num_bytes: int) -> None:
         """Say nothing."""
 
     def close(self) -> None:
         """Do nothing."""
 
 
-def progress_of(wanted: bool | None, *, total: int, num_rounds: int) -> Progress:
+def progress_of(wanted: bool | None, program: Program) -> Progress:
     """A bar where one is wanted: by ``True``, or by ``None`` and somebody at a terminal.
 
     A bar that was asked for is there at once, and its last state stays.
     """
+    seen = wanted is None and sys.stderr is not None and sys.stderr.isatty()
+    if not (wanted or seen):
+        return NullProgress()
+    part = program.part
+    total = sum(steps.num_bytes for steps in (part.sends, part.receives, part.copies))
     if wanted:
-        return Bar(total, num_rounds, after=0.0, stays=True)
-    if wanted is None and total >= MIN_BYTES and sys.stderr is not None and sys.stderr.isatty():
-        return Bar(total, num_rounds, after=SHOWN_AFTER)
-    return NullProgress()
+        return Bar(total, program.num_rounds, after=0.0, stays=True)
+    return Bar(total, program.num_rounds) if total >= MIN_BYTES else NullProgress()
 
 
 class Bar:
@@ -76,10 +78,11 @@ class Bar:
         self._timer.daemon = True
         self._timer.start()
 
-    def update(self, bytes_done: int, rounds_done: int) -> None:
-        """So many bytes and rounds are done, of all."""
+    def advance(self, num_bytes: int) -> None:
+        """One more round is done, of so many bytes."""
         with self._lock:
-            self._bytes, self._rounds = bytes_done, rounds_done
+            self._bytes += num_bytes
+            self._rounds += 1
             self._refresh()
 
     def close(self) -> None:
