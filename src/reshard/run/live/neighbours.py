@@ -65,8 +65,8 @@ class Neighbours:
         self.places: dict[int, int] = {}
         """Where in the arena the message to each peer begins."""
         self._end = 0
-        self._known_ways: dict[int, list[tuple[Lot, Way]]] = {}
-        """How the lots of each message of this round go."""
+        self._known_ways: dict[tuple[int, bool], list[tuple[Lot, Way]]] = {}
+        """How the lots of each message of this round go, by peer and whether it is sent."""
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
@@ -264,7 +264,7 @@ class Neighbours:
 
     def _ways(self, peer: int, lots: Sequence[Lot], sending: bool) -> list[tuple[Lot, Way]]:
         """How each lot of a message goes; both ends say the same."""
-        key = id(lots)
+        key = (peer, sending)
         if key not in self._known_ways:
             found = []
             for lot in lots:
