@@ -11,9 +11,20 @@ from contextlib import contextmanager, redirect_stderr
 
 import pytest
 
+import reshard as rs
+from reshard.run.live.lots import Program
 from reshard.run.live.progress import Bar, NullProgress, progress_of
 
-TOTAL = 1 << 30
+
+def program_of(rows: int, memory: str = "1GiB") -> Program:
+    """What rank 0 of two does: of its rows it sends half and keeps half, and it receives half."""
+    have, want = rs.Layout(rs.Mesh(dp=2), "dp -"), rs.Layout(rs.Mesh(tp=2), "- tp")
+    return Program(rs.plan(have, want, shape=(rows, 1 << 10), memory=memory), 0)
+
+
+TOTAL = 3 << 28
+LARGE = program_of(1 << 18, memory="128MiB")
+SMALL = program_of(1 << 10)
 ERASE_LINE = "\x1b[2K"
 
 
@@ -45,7 +56,7 @@ class Terminal:
     def wait_for(self, word: str, seconds: float = 10.0) -> None:
         end = time.monotonic() + seconds
         while word not in self.text:
-            assert time.monotonic() < end, f"no {word!r} in {self.text!r}"
+            assert time.monotonic() < end, f"no {word!r} in {self.text[-300:]!r}"
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -80,11 +91,12 @@ def words_of(text: str) -> str:
 @pytest.mark.usefixtures("coloured")
 def test_it_appears_and_disappears() -> None:
     with at_terminal() as terminal:
-        bar = progress_of(None, total=TOTAL, num_rounds=4)
-        terminal.wait_for("0 B of 1.0 GiB, round 1 of 4")
-        bar.update(TOTAL // 2, 2)
-        terminal.wait_for("512.0 MiB of 1.0 GiB")
-        assert re.search(r"\d\.\d GB/s, round 3 of 4, \d+ s left", words_of(terminal.text))
+        bar = progress_of(None, LARGE)
+        terminal.wait_for("0 B of 768.0 MiB, round 1 of 5")
+        bar.advance(TOTAL // 4)
+        bar.advance(TOTAL // 4)
+        terminal.wait_for("384.0 MiB of 768.0 MiB")
+        assert re.search(r"\d\.\d GB/s, round 3 of 5, \d+ s left", words_of(terminal.text))
         bar.close()
         terminal.wait_for("\x1b[?25h")  # the cursor is back
         erased = terminal.text.rindex(ERASE_LINE)
@@ -94,8 +106,8 @@ def test_it_appears_and_disappears() -> None:
 @pytest.mark.usefixtures("coloured")
 def test_a_short_move_shows_nothing() -> None:
     with at_terminal() as terminal:
-        bar = progress_of(None, total=TOTAL, num_rounds=1)
-        bar.update(TOTAL, 1)
+        bar = progress_of(None, LARGE)
+        bar.advance(TOTAL)
         bar.close()
         time.sleep(0.7)
         assert terminal.text == ""
@@ -104,26 +116,26 @@ def test_a_short_move_shows_nothing() -> None:
 @pytest.mark.usefixtures("coloured")
 def test_a_small_move_starts_no_thread() -> None:
     with at_terminal():
-        assert isinstance(progress_of(None, total=1 << 20, num_rounds=1), NullProgress)
+        assert isinstance(progress_of(None, SMALL), NullProgress)
 
 
 def test_nobody_watches_a_file(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
     with (tmp_path / "log").open("w") as file:
         monkeypatch.setattr(sys, "stderr", file)
-        assert isinstance(progress_of(None, total=TOTAL, num_rounds=1), NullProgress)
+        assert isinstance(progress_of(None, LARGE), NullProgress)
     monkeypatch.setattr(sys, "stderr", None)
-    assert isinstance(progress_of(None, total=TOTAL, num_rounds=1), NullProgress)
+    assert isinstance(progress_of(None, LARGE), NullProgress)
 
 
 @pytest.mark.usefixtures("coloured")
 def test_it_can_be_refused_and_demanded() -> None:
     with at_terminal() as terminal:
-        assert isinstance(progress_of(False, total=TOTAL, num_rounds=1), NullProgress)
-        bar = progress_of(True, total=1 << 10, num_rounds=2)
-        terminal.wait_for("round 1 of 2")
-        bar.update(1 << 10, 2)
+        assert isinstance(progress_of(False, LARGE), NullProgress)
+        bar = progress_of(True, SMALL)
+        terminal.wait_for("0 B of 3.0 MiB, round 1 of 1")
+        bar.advance(3 << 20)
         bar.close()
-        terminal.wait_for("1.0 KiB of 1.0 KiB")
+        terminal.wait_for("3.0 MiB of 3.0 MiB")
         assert "0 s left" in words_of(terminal.text.rpartition(ERASE_LINE)[2])
 
 
@@ -145,8 +157,8 @@ def test_rich_is_loaded_only_when_shown() -> None:
     code = (
         "import sys\n"
         "from reshard.run.live.progress import progress_of\n"
-        "bar = progress_of(None, total=1 << 30, num_rounds=1)\n"
-        "bar.update(1, 1); bar.close()\n"
+        "bar = progress_of(None, None)\n"
+        "bar.advance(1); bar.close()\n"
         "sys.exit('rich' in sys.modules)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], stderr=subprocess.PIPE, timeout=60)

@@ -1,0 +1,57 @@
+"""The bar of a long move, on real ranks: one shows it, at a terminal, and it goes away."""
+
+import contextlib
+import os
+import re
+import time
+
+import torch
+
+import reshard as rs
+from tests.ranks.pool import Pool
+
+ROWS = 1 << 13
+
+
+def watch_a_late_rank(rank: int, on_terminal: bool, progress: bool | None) -> str:
+    """Move 32 MiB while rank 2 comes a second late; what was written to the rank's terminal."""
+    near, far = os.openpty() if on_terminal else os.pipe()
+    os.environ["TERM"] = "xterm-256color"
+    have, want = rs.Layout(rs.Mesh(dp=3), "dp -"), rs.Layout(rs.Mesh(tp=3), "- tp")
+    full = torch.arange(ROWS * 1024, dtype=torch.float32).reshape(ROWS, 1024)
+    with os.fdopen(far, "w") as file, contextlib.redirect_stderr(file):
+        if rank == 2:
+            time.sleep(1.5)
+        local = full.chunk(3)[rank]
+        moved = rs.move(local, have, want, shape=full.shape, progress=progress)
+        assert torch.equal(moved, full.chunk(3, 1)[rank])
+        file.flush()
+        written = b"" if not on_terminal else drain(near)
+    os.close(near)
+    return written.decode()
+
+
+def drain(terminal: int) -> bytes:
+    os.set_blocking(terminal, False)
+    found = b""
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(terminal, 65536):
+            found += part
+    return found
+
+
+def words_of(text: str) -> str:
+    """What is written, without colours and the moving of the cursor."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+
+
+def test_only_the_lowest_rank_shows_it(pool: Pool) -> None:
+    """And without a terminal nobody does, nor where it is refused."""
+    for args in ((False, None), (True, False)):
+        found = pool.run(watch_a_late_rank, *args, ranks=range(3))
+        assert found == [""] * 3
+    found = pool.run(watch_a_late_rank, True, None, ranks=range(3))
+    shown = [words_of(text) for text in found]
+    assert "0 B of 17.8 MiB, round 1 of 1" in shown[0]
+    assert shown[1:] == ["", ""]
+    assert words_of(found[0].rpartition("\x1b[2K")[2]).strip() == ""
