@@ -100,7 +100,8 @@ def move_across(rank: int, transport: str) -> None:
     sides = (line(0, 1, 2, 3), line(4, 5, 6, 7)), (line(6), line(1, 3)), (line(0, 7, 2), line(5))
     for have, want in sides:
         for shape in ((12, 10), (300, 200)):
-            move(rank, one(rs.Layout(have, "tp -"), rs.Layout(want, "- tp"), shape))
+            plan = one(rs.Layout(have, "tp -"), rs.Layout(want, "- tp"), shape)
+            move(rank, plan, transport=transport)
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
