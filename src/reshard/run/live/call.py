@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from reshard.bytesize import format_bytes
 from reshard.errors import LiveError
-from reshard.run.live.addresses import own_offsets, own_spot, own_views
+from reshard.run.live.addresses import own_offsets, own_views
 from reshard.run.live.agreement import Terms, check_words, raise_disagreement
-from reshard.run.live.copying import Copies, Spot
+from reshard.run.live.copying import Copies, Place
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.holding import Held
-from reshard.run.live.lots import WANT, Lot, Program, Round
+from reshard.run.live.lots import Lot, Program, Round
 from reshard.run.live.passage import Passage
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.summing import Sum
@@ -27,8 +27,8 @@ from reshard.run.live.summing import Sum
 __all__ = ["Call", "Carrier"]
 
 
-class Carrier(Protocol):
-    """A way to exchange messages with some peers."""
+class Greeter(Protocol):
+    """A way to let some peers know that this rank has entered a call."""
 
     peers: frozenset[int]
 
@@ -43,6 +43,13 @@ class Carrier(Protocol):
 
     def learn(self) -> None:
         """Take note of what greetings said."""
+
+    def close(self, well: bool) -> None:
+        """The call is over, well or badly."""
+
+
+class Carrier(Greeter, Protocol):
+    """A way to exchange messages with some peers."""
 
     def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
         """Make this rank's messages of a round available; gives bytes staged."""
@@ -60,9 +67,6 @@ class Carrier(Protocol):
 
     def unread(self, number: int, sends: dict[int, list[Lot]]) -> list[int]:
         """Peers that have not taken this rank's messages of a round."""
-
-    def close(self, well: bool) -> None:
-        """The call is over, well or badly."""
 
 
 class Call:
@@ -99,8 +103,7 @@ class Call:
         """Do all of it; on any error everyone is told."""
         well = False
         try:
-            if self.carriers:
-                self._meet()
+            self._begin()
             for number in range(self.program.num_rounds):
                 self.number = number
                 with self.report.round(number) as part:
@@ -110,6 +113,11 @@ class Call:
         finally:
             for carrier in self.carriers:
                 carrier.close(well)
+
+    def _begin(self) -> None:
+        """What happens before the first round."""
+        if self.carriers:
+            self._meet()
 
     def status(self) -> str:
         """How far this rank has come, for messages."""
@@ -178,7 +186,7 @@ class Call:
         for lot in made.copies:
             part.bytes_copied += lot.num_bytes
             if lot.addend >= 0:
-                _sum_of(sums, lot).own.append(lot)
+                sum_of(sums, lot, Sum).own.append(lot)
             else:
                 self._copy_lot(lot)
 
@@ -220,17 +228,17 @@ class Call:
         largest = 0
         for one in sums.values():
             largest = max(largest, one.num_bytes)
-            one.run(self._source_spot, self._target_place)
+            one.run(self._source_place, self._target_place)
         part.bytes_staged += largest
         for peer, lots in made.receives.items():
             if any(lot.addend >= 0 for lot in lots):
                 self.carrier_of[peer].taken(number, peer, lots)
 
-    def _source_spot(self, lot: Lot) -> Spot:
-        return own_spot(lot.source, self.held[lot.source.side])
+    def _source_place(self, lot: Lot) -> Place:
+        return own_views(lot.source, lot.width, self.held)
 
-    def _target_place(self, lot: Lot) -> Spot:
-        return own_spot(lot.target, self.held[WANT])
+    def _target_place(self, lot: Lot) -> Place:
+        return own_views(lot.target, lot.width, self.held)
 
     def _unread(self, number: int, made: Round) -> list[int]:
         return [peer for carrier in self.carriers for peer in carrier.unread(number, made.sends)]
@@ -255,13 +263,17 @@ class Call:
         return f"round {number + 1} of {self.program.num_rounds}"
 
 
-def _sum_of(sums: dict[int, Sum], lot: Lot) -> Sum:
+S = TypeVar("S", bound=Sum)
+
+
+def sum_of(sums: dict[int, S], lot: Lot, kind: type[S]) -> S:
+    """The sum that a lot is a part of: all lots of a stack are one."""
     reduce = lot.stack.have.layout.reduce
-    return sums.setdefault(id(lot.stack), Sum(reduce[0] if reduce else "sum"))
+    return sums.setdefault(id(lot.stack), kind(reduce[0] if reduce else "sum"))
 
 
 def _arrive(sums: dict[int, Sum], lot: Lot, at: int) -> None:
-    _sum_of(sums, lot).arrived.append((lot, at))
+    sum_of(sums, lot, Sum).arrived.append((lot, at))
 
 
 @contextlib.contextmanager

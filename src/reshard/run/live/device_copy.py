@@ -3,6 +3,7 @@
     table = CopyTable(blocks)               # once per plan
     table.launch(sources, destinations)     # every call; sends addresses only if they changed
     bound = table.bind(sources, destinations); bound.launch()     # again and again
+    table.launch_among(among)               # many tables, one list of tensors
 
 Packing (blocks of tensors into a message) and unpacking (a message into blocks of tensors) are both
 such a copy. Without Triton, or where it lacks a cast, torch copies the blocks one by one: the same
@@ -12,7 +13,7 @@ bytes, slowly.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -33,7 +34,7 @@ from reshard.run.live.device_table import (
     merged_blocks,
 )
 
-__all__ = ["BoundCopy", "CopyTable"]
+__all__ = ["Among", "BoundCopy", "CopyTable"]
 
 MOST_KEPT = 8
 """Launch tables kept for tensors that are aligned differently, and addresses kept per stream."""
@@ -41,6 +42,7 @@ MOST_KEPT = 8
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn
+Tensors = Sequence[torch.Tensor] | Mapping[int, torch.Tensor]
 
 
 class CopyTable:
@@ -78,6 +80,18 @@ class CopyTable:
         compiled = self._compile(bases, len(sources))
         return BoundCopy(self, compiled, bases, tuple(sources), tuple(destinations))
 
+    def launch_among(self, among: Among) -> None:
+        """Copy all blocks on the current stream; both sides are numbered in the one list."""
+        compiled = self._compiled.get(among.key) or self._compile_for(
+            among.key, (among.phases, among.phases), 0
+        )
+        if not len(compiled.blocks):
+            return
+        if _is_kernels(among.device, compiled, self.cast):
+            _launch_kernel(compiled, self.cast, among.device, among.sent)
+        else:
+            _copy_one_by_one(compiled.blocks, among.tensors, among.tensors, self.cast)
+
     @property
     def device_bytes(self) -> int:
         """Bytes that the kept tables and addresses take up on the device."""
@@ -90,14 +104,16 @@ class CopyTable:
         """The table for tensors aligned like these: it is made once."""
         phases = bases % 16
         key = num_sources.to_bytes(8, "little") + phases.astype(np.uint8).tobytes()
-        if key not in self._compiled:
-            sides = phases[:num_sources], phases[num_sources:]
-            blocks = merged_blocks(self.blocks, *sides, self._sizes)
-            aligned = self._sizes is None or _aligned(blocks, sides, self._sizes)
-            _drop_oldest(self._compiled)
-            table = compile_table(blocks, num_sources, self._sizes)
-            self._compiled[key] = _Compiled(blocks, table, aligned, {})
-        return self._compiled[key]
+        sides = phases[:num_sources], phases[num_sources:]
+        return self._compiled.get(key) or self._compile_for(key, sides, num_sources)
+
+    def _compile_for(self, key: bytes, phases: tuple[Ints, Ints], num_sources: int) -> _Compiled:
+        blocks = merged_blocks(self.blocks, *phases, self._sizes)
+        aligned = self._sizes is None or _aligned(blocks, phases, self._sizes)
+        _drop_oldest(self._compiled)
+        table = compile_table(blocks, num_sources, self._sizes)
+        made = self._compiled[key] = _Compiled(blocks, table, aligned, {})
+        return made
 
     def _addresses(self, bases: Ints, device: torch.device, stream: int) -> torch.Tensor:
         """The addresses on the device; sent if they are not those of the last launch there.
@@ -108,9 +124,30 @@ class CopyTable:
         kept = self._sent.get((device, stream))
         if kept is None or not np.array_equal(kept[0], bases):
             _drop_oldest(self._sent)
-            sent = torch.from_numpy(bases).pin_memory().to(device, non_blocking=True)
-            kept = self._sent[device, stream] = bases, sent
+            kept = self._sent[device, stream] = bases, _sent(bases, device)
         return kept[1]
+
+
+class Among:
+    """Tensors that many tables copy between, by number; asked once where they are.
+
+    Belongs to one stream: the addresses on the device are read in its order.
+    """
+
+    def __init__(
+        self, addresses: Ints, tensors: Mapping[int, torch.Tensor], device: torch.device
+    ) -> None:
+        self.tensors, self.device = tensors, device
+        self.phases = addresses % 16
+        self.key = b"among" + self.phases.astype(np.uint8).tobytes()
+        self._addresses = addresses
+        self._there: torch.Tensor | None = None
+
+    def sent(self, stream: torch.cuda.Stream) -> torch.Tensor:
+        """The addresses on the device."""
+        if self._there is None:
+            self._there = _sent(self._addresses, self.device)
+        return self._there
 
 
 class BoundCopy:
@@ -133,33 +170,49 @@ class BoundCopy:
         if self.device is None or not len(self.compiled.blocks):
             return
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            if (
-                self.device.type == "cuda"
-                and self.compiled.aligned
-                and _kernel_casts(self.table.cast)
-            ):
-                self._launch_kernel(self.device)
+            if _is_kernels(self.device, self.compiled, self.table.cast):
+                _launch_kernel(self.compiled, self.table.cast, self.device, self._where)
             else:
                 sides = self.sources, self.destinations
                 _copy_one_by_one(self.compiled.blocks, *sides, self.table.cast)
 
-    def _launch_kernel(self, device: torch.device) -> None:
-        from reshard.run.live.device_kernel import cast_tiles, copy_tiles
+    def _where(self, stream: torch.cuda.Stream) -> torch.Tensor:
+        return self.table._addresses(self.bases, stream.device, stream.cuda_stream)
 
-        table, cast = self.compiled.table, self.table.cast
-        with torch.cuda.device(device):
-            stream = torch.cuda.current_stream(device)
-            where = self.table._addresses(self.bases, device, stream.cuda_stream)
-            tensors = *self.compiled.on(device, stream), where
-            grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
-            num_warps = table.lanes // 256
-            if cast is None:
-                only = table.units[0] if len(table.units) == 1 else 0
-                copy_tiles[grid](*tensors, *shape, only, num_warps=num_warps)
-            else:
-                together = Cast(*(dtype.itemsize for dtype in cast)).num_together
-                dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
-                cast_tiles[grid](*tensors, *shape, together, *dtypes, num_warps=num_warps)
+
+def _is_kernels(
+    device: torch.device, compiled: _Compiled, cast: tuple[torch.dtype, torch.dtype] | None
+) -> bool:
+    """Whether the kernel can do it."""
+    return device.type == "cuda" and compiled.aligned and _kernel_casts(cast)
+
+
+def _launch_kernel(
+    compiled: _Compiled,
+    cast: tuple[torch.dtype, torch.dtype] | None,
+    device: torch.device,
+    where: Callable[[torch.cuda.Stream], torch.Tensor],
+) -> None:
+    from reshard.run.live.device_kernel import cast_tiles, copy_tiles
+
+    table = compiled.table
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device)
+        tensors = *compiled.on(device, stream), where(stream)
+        grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
+        num_warps = table.lanes // 256
+        if cast is None:
+            only = table.units[0] if len(table.units) == 1 else 0
+            copy_tiles[grid](*tensors, *shape, only, num_warps=num_warps)
+        else:
+            together = Cast(*(dtype.itemsize for dtype in cast)).num_together
+            dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
+            cast_tiles[grid](*tensors, *shape, together, *dtypes, num_warps=num_warps)
+
+
+def _sent(addresses: Ints, device: torch.device) -> torch.Tensor:
+    """Addresses on a device; on their way when this returns."""
+    return torch.from_numpy(addresses).pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,19 +288,19 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 def _copy_one_by_one(
     blocks: Strided,
-    sources: Sequence[torch.Tensor],
-    destinations: Sequence[torch.Tensor],
+    sources: Tensors,
+    destinations: Tensors,
     cast: tuple[torch.dtype, torch.dtype] | None,
 ) -> None:
     """What the kernel does, block by block with torch."""
     for row in range(len(blocks)):
         source = _Side(
-            sources[blocks.source[row]],
+            sources[int(blocks.source[row])],
             int(blocks.source_offset[row]),
             blocks.source_strides[row].tolist(),
         )
         destination = _Side(
-            destinations[blocks.destination[row]],
+            destinations[int(blocks.destination[row])],
             int(blocks.destination_offset[row]),
             blocks.destination_strides[row].tolist(),
         )
@@ -266,7 +319,10 @@ def _cast_block(
     have, want = cast
     source, destination = source.of_items(have.itemsize), destination.of_items(want.itemsize)
     word = math.gcd(source.grid, have.itemsize)
-    value = source.view(widths, have.itemsize, word).contiguous().view(have).to(want)
+    value = source.view(widths, have.itemsize, word).contiguous().view(have)
+    if have.is_complex and not want.is_complex:
+        value = value.real  # torch would warn that the rest is lost
+    value = value.to(want).contiguous()
     word = math.gcd(destination.grid, want.itemsize)
     destination.view(widths, want.itemsize, word).copy_(value.view(WORDS[word]))
 

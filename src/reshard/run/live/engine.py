@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from collections.abc import Mapping
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,10 +20,14 @@ import torch.distributed as dist
 from reshard.errors import LiveError, TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live.agreement import Terms, agree
-from reshard.run.live.call import Call, Carrier, told
+from reshard.run.live.call import Call, Carrier, Greeter, told
+from reshard.run.live.device_wires import wires_of
+from reshard.run.live.devices import DeviceCall, Hellos, greeting
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.finishing import Donation, fill_zeros
+from reshard.run.live.flights import Flight
 from reshard.run.live.greeting import greeted_besides
+from reshard.run.live.handle import Handle
 from reshard.run.live.holding import (
     Held,
     Local,
@@ -38,46 +40,20 @@ from reshard.run.live.holding import (
 from reshard.run.live.lots import HAVE, WANT, Program
 from reshard.run.live.neighbours import Neighbours
 from reshard.run.live.network import Network
+from reshard.run.live.options import GRAD_CODES, Options
 from reshard.run.live.progress import progress_of
 from reshard.run.live.report import RoundReport, RunReport
+from reshard.run.live.routes import (
+    GPU,
+    all_on_gpus,
+    default_device,
+    device_of,
+    places_of_tensors,
+    with_number,
+)
 from reshard.run.live.team import Team, team_of
 
-__all__ = ["Handle", "Options", "release", "run", "start"]
-
-GRAD_CODES = {None: 0, False: 1, True: 2}
-"""How a greeting says whether gradients are wanted."""
-
-TRANSPORTS = ("auto", "peer", "shared", "network")
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a plan is run."""
-
-    timeout: float = 60.0
-    """The longest wait without a sign of life from the rank waited for, in seconds."""
-    deadline: float | None = None
-    """The longest that the whole call may take."""
-    transport: str = "auto"
-    """``auto``, or one that is forced: ``peer`` memory, ``shared`` memory, ``network``."""
-    check: Literal["first", "always"] = "first"
-    """When ranks compare what they were given."""
-    atomic: bool = False
-    donate: bool = False
-    device: torch.device | str | None = None
-    """Where new destination tensors are made; with the sources, if nobody says."""
-    progress: bool | None = None
-    """Whether the lowest rank shows a bar; None: where somebody watches a terminal."""
-    grad: bool | None = None
-    """Whether this rank's source requires gradients; None on a rank that cannot know."""
-    tell_grad: bool = False
-    """Whether every rank that gets something is told by one that knows."""
-
-    def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise LiveError(f'transport "{self.transport}" is none of {", ".join(TRANSPORTS)}')
-        if not self.timeout > 0:
-            raise LiveError(f"a timeout of {self.timeout} s: give more than 0 seconds")
+__all__ = ["Handle", "Options", "check", "release", "run", "start"]
 
 
 class _Prepared:
@@ -117,52 +93,20 @@ def release(plan: Plan) -> None:
         found.program.forget()
     for team in teams():
         team.arenas.release()
+        if team.gpus is not None:
+            team.gpus.release()
 
 
-class Handle:
-    """A move that is under way."""
+def check(group: dist.ProcessGroup | None = None) -> None:
+    """Raise what went wrong in a move between GPUs, if no call has raised it yet.
 
-    def __init__(self, run: Run, thread: bool) -> None:
-        self._run = run
-        self.report = run.report
-        self.grad_seen = False
-        """Whether any peer's source requires gradients."""
-        self.finish: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]] | None = None
-        """What is done with the result before it is given, once."""
-        self._result: dict[str, torch.Tensor] | None = None
-        self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
-        if thread:
-            self._thread = threading.Thread(target=self._work, daemon=True, name="reshard-move")
-            self._thread.start()
-        else:
-            self._work()
+    Moves between GPUs only give work to them. This does not wait for them: it tells what is known.
+    """
+    from reshard.run.live.team import teams
 
-    def _work(self) -> None:
-        try:
-            self._result = self._run.run()
-            self.grad_seen = self._run.grad_seen
-        except BaseException as error:
-            self._error = error
-
-    def done(self) -> bool:
-        """Whether the move is over, well or badly."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> dict[str, torch.Tensor]:
-        """The destination tensors of this rank, once all are complete."""
-        if self._thread is not None:
-            try:
-                self._thread.join()
-            except KeyboardInterrupt:
-                self._run.interrupt()
-                raise
-        if self._error is not None:
-            raise self._error
-        assert self._result is not None
-        if self.finish is not None:
-            self._result, self.finish = self.finish(self._result), None
-        return self._result
+    for team in teams(group):
+        if team.gpus is not None:
+            team.gpus.flights.check()
 
 
 def run(
@@ -225,6 +169,7 @@ class Run:
     ) -> None:
         assert group is not None
         self.plan, self.tensors, self.into, self.options = plan, tensors, into, options
+        self.group = group
         self.rank = dist.get_rank()
         self.began = time.perf_counter()
         self.report = RunReport(self.rank, -1, plan.digest, started=self.began)
@@ -242,6 +187,7 @@ class Run:
         if prepared.talks or options.check == "always":
             self.team = team_of(group, prepared.ranks, options.timeout)
             self.report.call = self.team.next_call()
+            self.team.turns.enter(self.report.call)
             self.compares = self.team.is_new(self._terms_key()) or options.check == "always"
             self.watch = Watch(
                 self.team,
@@ -261,6 +207,7 @@ class Run:
             if self.watch is None:
                 return self._move(None)
             with told(self.watch):
+                self._raise_earlier(self.watch)
                 return self._move(self.watch)
         finally:
             if self.watch is not None:
@@ -275,7 +222,51 @@ class Run:
         """The call is over; if it was to be compared and was not, the next one is."""
         if self.compares:
             watch.team.agreed.discard(self._terms_key())
-        watch.close()
+        watch.team.turns.leave(watch.call)
+        if self.flight is None:
+            watch.close()
+        else:
+            self.flight.close()
+
+    @property
+    def flight(self) -> Flight | None:
+        """What this call has under way on a GPU."""
+        return self.call.flight if isinstance(self.call, DeviceCall) else None
+
+    def has_landed(self) -> bool:
+        """Whether the GPU is done with what it was given, as far as this is known."""
+        return self.flight is None or self.flight.landed.is_set()
+
+    def land(self) -> None:
+        """Wait for that."""
+        if self.flight is not None:
+            self.flight.wait()
+
+    def given(self) -> list[torch.Tensor]:
+        """The tensors of this call."""
+        both = [*self.tensors.values(), *(self.into or {}).values()]
+        return [tensor for tensor in both if tensor is not None]
+
+    def gpus(self) -> set[torch.device]:
+        """The GPUs that this call touches."""
+        found = {tensor.device for tensor in self.given() if tensor.is_cuda}
+        if self.options.device is not None or not found:
+            found |= {gpu for gpu in [self._home()] if gpu.type == GPU}
+        return found
+
+    def _home(self) -> torch.device:
+        """Where new tensors are made of which no source says where."""
+        if self.options.device is None:
+            return default_device(self.group)
+        return with_number(torch.device(self.options.device))
+
+    def _raise_earlier(self, watch: Watch) -> None:
+        """What failed on a GPU after its call had returned, if nobody knows of it yet."""
+        if watch.team.gpus is not None:
+            try:
+                watch.team.gpus.flights.check()
+            except LiveError as error:
+                watch.fail(Cause.after(error))
 
     @property
     def grad_seen(self) -> bool:
@@ -308,9 +299,8 @@ class Run:
                 watch.fail(Cause("tensor", str(error)))
             raise
         options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
-        terms = Terms(self.plan, options, _devices(held), word)
-        if watch is not None:
-            self._agree(watch, terms)
+        terms = Terms(self.plan, options, places_of_tensors(held, self.group), word)
+        by_gpu = watch is not None and self._agree(watch, terms)
         if self.prepared.program.part.fills:
             fill_zeros(self.prepared.program, held[WANT])
         donation = Donation(self.prepared.program, held[HAVE]) if self.options.donate else None
@@ -320,14 +310,22 @@ class Run:
                 donation.after(number)
             bar.advance(part.bytes_sent + part.bytes_received + part.bytes_copied)
 
-        carriers = [] if watch is None else self._carriers(watch, held)
-        self.call = Call(
-            self.prepared.program, held, watch, terms, carriers, self.report, after_round
-        )
+        common = (self.prepared.program, held, watch, terms)
+        if watch is not None and by_gpu:
+            greeters = self._greeters(watch, held)
+            gpus, device = wires_of(watch.team), device_of(held)
+            self.call = DeviceCall(
+                *common, greeters, self.report, after_round, gpus=gpus, device=device
+            )
+        else:
+            carriers = [] if watch is None else self._carriers(watch, held)
+            self.call = Call(*common, carriers, self.report, after_round)
         self.report.planning = time.perf_counter() - self.began
         watched = self.options.progress if self.rank == self.prepared.ranks[0] else False
         with contextlib.closing(progress_of(watched, self.prepared.program)) as bar:
             self.call.run()
+            if self.options.sync or self.options.atomic:
+                self.land()
         if self.options.atomic and self.into is not None:
             self._commit(watch, result)
             return {name: tensor for name, tensor in self.into.items() if tensor is not None}
@@ -366,8 +364,8 @@ class Run:
 
     def _only_device(self, have: Held) -> torch.device | None:
         """The device of all new tensors, where they need not be asked for one by one."""
-        if self.options.device is not None:
-            return torch.device(self.options.device)
+        if self.options.device is not None or not have.tensors:
+            return self._home()
         return None if have.elsewhere else torch.device("cpu")
 
     def _device(self, local: Local) -> torch.device:
@@ -377,19 +375,37 @@ class Run:
             near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)
         return torch.device("cpu") if near is None else near.device
 
-    def _agree(self, watch: Watch, terms: Terms) -> None:
-        """Compare with the other ranks, unless this plan was compared before."""
+    def _agree(self, watch: Watch, terms: Terms) -> bool:
+        """Compare with the other ranks, unless this plan was compared before.
+
+        Gives whether it goes from GPU to GPU; once compared it does in all calls, or in none.
+        """
+        team, key = watch.team, self._terms_key()
         if self.compares:
-            agree(watch, terms)
+            said = agree(watch, terms)
+            team.routes[key] = self.options.transport == "auto" and all_on_gpus(said)
             self.compares = False
+        while key not in team.routes and key in team.agreed:
+            watch.check()  # a call before this one is comparing
+            time.sleep(0.001)
+        by_gpu = team.routes.get(key, False)
+        if not by_gpu:
+            team.turns.leave(watch.call)
+        elif not all_on_gpus({self.rank: terms.devices, -1: GPU}):
+            watch.fail(
+                Cause(
+                    "tensor",
+                    f"the tensors of rank {self.rank} are on {terms.devices} and this plan was "
+                    "found to move from GPU to GPU: keep them there, or give "
+                    'check="always" on all ranks to compare anew in every call',
+                )
+            )
+        return by_gpu
 
     def _carriers(self, watch: Watch, held: tuple[Held, Held]) -> list[Carrier]:
         """Who of this rank's peers is reached how."""
         assert self.prepared is not None
-        team, program = watch.team, self.prepared.program
-        peers = program.peers[0] | program.peers[1]
-        if self.options.tell_grad:
-            peers |= greeted_besides(self.plan, self.rank)
+        team, program, peers = watch.team, self.prepared.program, self._peers()
         near = frozenset() if self.options.transport == "network" else peers & team.links.keys()
         carriers: list[Carrier] = []
         if near:
@@ -400,6 +416,25 @@ class Run:
             carriers.append(Network(watch, program, held, frozenset(peers - near), wire))
         return carriers
 
+    def _greeters(self, watch: Watch, held: tuple[Held, Held]) -> list[Greeter]:
+        """How peers are greeted before a move from GPU to GPU."""
+        assert self.prepared is not None
+        team, numbers, peers = watch.team, greeting(held), self._peers()
+        near = frozenset(peers & team.links.keys())
+        found: list[Greeter] = [Hellos(watch, near, numbers)] if near else []
+        wire = team.wire(watch, False)
+        if wire is not None:
+            found.append(Network(watch, self.prepared.program, held, peers - near, wire, numbers))
+        return found
+
+    def _peers(self) -> frozenset[int]:
+        """The ranks that this one greets."""
+        assert self.prepared is not None
+        peers = self.prepared.program.peers[0] | self.prepared.program.peers[1]
+        if self.options.tell_grad:
+            peers |= greeted_besides(self.plan, self.rank)
+        return peers
+
     def _commit(self, watch: Watch | None, result: Mapping[str, torch.Tensor]) -> None:
         """Every rank has all of its part: only now does anybody change its tensors."""
         if watch is not None:
@@ -409,11 +444,3 @@ class Run:
             mine = self.into.get(name)
             if mine is not None:
                 mine.detach().copy_(tensor)
-
-
-def _devices(held: tuple[Held, Held]) -> str:
-    """Where the tensors of this rank are."""
-    kinds = {side.tensors[n].device.type for side in held for n in side.elsewhere}
-    if any(len(side.elsewhere) < len(side.tensors) for side in held):
-        kinds.add("cpu")
-    return "+".join(sorted(kinds)) or "none"

@@ -32,6 +32,7 @@ POST_AFTER = 1.0
 """Seconds of waiting after which a rank says so in the store, and looks there for a cause."""
 
 LOOK_EVERY = 0.25
+PAUSE_GROWTH = 1.2
 
 _ERRORS: dict[str, type[LiveError]] = {
     "lost": PeerLostError,
@@ -60,6 +61,18 @@ class Cause:
             return cls(str(data["kind"]), str(data["text"]))
         except (ValueError, TypeError, KeyError):
             return cls("error", f"a cause that cannot be read: {text[:200]!r}")
+
+    @classmethod
+    def of(cls, error: LiveError) -> Cause:
+        """The cause that an error tells of."""
+        kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
+        return cls(kinds[0] if kinds else "error", str(error))
+
+    @classmethod
+    def after(cls, error: LiveError) -> Cause:
+        """The cause of what fails because something before it did."""
+        earlier = "a move before it failed: "
+        return cls(cls.of(error).kind, earlier + str(error).removeprefix(earlier))
 
     def error(self, status: str) -> LiveError:
         """The exception that a rank raises, with how far it had come."""
@@ -96,14 +109,20 @@ class Watch:
         self._posted = False
         self._looked = 0.0
 
-    def wait(self, missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> float:
+    def wait(
+        self,
+        missing: Callable[[], Collection[int]],
+        what: Callable[[int], str],
+        pause: float = LOOK_EVERY,
+    ) -> float:
         """Wait until no peer is missing; gives the seconds it took.
 
-        ``what`` says what a peer is waited for, in words that follow "waits for".
+        ``what`` says what a peer is waited for, in words that follow "waits for". What no message
+        tells is asked for again after a pause, which grows.
         """
         began = time.monotonic()
         while left := missing():
-            self._check_lost(left, what)
+            self.check_lost(left, what)
             self._check_aborted()
             quiet = {peer: self._quiet(peer, began) for peer in left}
             longest = max(quiet, key=lambda peer: quiet[peer])
@@ -114,7 +133,8 @@ class Watch:
             if quiet[longest] > POST_AFTER:
                 self._post(longest, what)
                 self._look()
-            self.team.mailbox.step(min(LOOK_EVERY, self.timeout / 4))
+            self.team.mailbox.step(min(pause, LOOK_EVERY, self.timeout / 4))
+            pause *= PAUSE_GROWTH
         self._check_aborted()
         if self._posted:
             self._unpost()
@@ -171,7 +191,7 @@ class Watch:
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             self._check_aborted()
-            self._check_lost([peer], lambda _: what)
+            self.check_lost([peer], lambda _: what)
             self.team.mailbox.step(0.05)
         self.fail(
             Cause(
@@ -186,7 +206,8 @@ class Watch:
         if self.inbox.aborted_by is not None:
             self._raise_posted(self.inbox.aborted_by)
 
-    def _check_lost(self, left: Collection[int], what: Callable[[int], str]) -> None:
+    def check_lost(self, left: Collection[int], what: Callable[[int], str]) -> None:
+        """Fail if one of these is gone."""
         gone = sorted(set(left) & self.team.mailbox.lost)
         torn = sorted(set(left) & set(self.broken))
         if torn:

@@ -58,6 +58,8 @@ class Held:
         """The strides of tensors that are not contiguous."""
         self.elsewhere: list[int] = []
         """Numbers of tensors that are not in the memory of the host."""
+        self.devices: set[torch.device] = set()
+        """Where those are."""
 
     @cached_property
     def address(self) -> Ints:
@@ -69,10 +71,18 @@ class Held:
         self.tensors[number] = tensor
         if tensor.is_cpu:
             self._addresses[number] = tensor.data_ptr()
-            if not tensor.is_contiguous():
-                self.strided[number] = tensor.stride()
         else:
             self.elsewhere.append(number)
+            self.devices.add(tensor.device)
+        if not tensor.is_contiguous():
+            self.strided[number] = tensor.stride()
+
+    @cached_property
+    def spots(self) -> Ints:
+        """Where each tensor begins, on whatever device; 0 for what this rank has not."""
+        table = self.address.copy()
+        table[self.elsewhere] = [self.tensors[number].data_ptr() for number in self.elsewhere]
+        return table
 
     @cached_property
     def published(self) -> Ints:
@@ -109,7 +119,8 @@ def held_of(locals_: list[Local], given: Tensors, count: int, rank: int, role: s
                 )
             continue
         # The common case costs four comparisons: this runs for every tensor of every call.
-        plain = type(tensor) in _PLAIN and tensor.is_cpu and tensor.layout is torch.strided
+        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+        plain = plain and (tensor.is_cpu or tensor.is_cuda)
         lazy = tensor.is_conj() or tensor.is_neg() if plain else False
         if not plain or lazy or tensor.shape != local.shape or tensor.dtype != local.kind:
             _check(tensor, local, rank, role)
@@ -180,7 +191,7 @@ def check_apart(have: Held, want: Held, names: tuple[list[str], list[str]], rank
         (*_span(tensor), side, number)
         for side, held in enumerate((have, want))
         for number, tensor in held.tensors.items()
-        if tensor.device.type == "cpu" and tensor.numel()
+        if tensor.device.type in ("cpu", "cuda") and tensor.numel()
     ]
     if not spans:
         return

@@ -119,6 +119,8 @@ class Round:
     """From its own tensors into its own."""
     sends: dict[int, list[Lot]]
     receives: dict[int, list[Lot]]
+    kept: dict[str, Any] = field(default_factory=dict)
+    """What transports have worked out for it."""
 
     @cached_property
     def num_blocks(self) -> int:
@@ -147,6 +149,8 @@ class Program:
         """The most that any rank stages in a round."""
         self.lends = self.num_rounds * self.peak_bytes <= min(plan.memory, MOST_LENT)
         """Whether all that is packed in all rounds fits together, so that none is waited for."""
+        self.rooms: dict[frozenset[int], int] = {}
+        """The bytes of messages in the largest round, by who of the peers gets unpacked ones."""
         self._kept: dict[int, Round] = {}
         self._weight = 0
 

@@ -143,7 +143,7 @@ class Exchange:
     def __init__(
         self, wire: DeviceWire, work: Any, arrived: Any, messages: Sequence[Message]
     ) -> None:
-        self._wire, self._work, self._arrived = wire, work, arrived
+        self.wire, self._work, self._arrived = wire, work, arrived
         self._messages = messages
 
     def join(self) -> None:
@@ -155,8 +155,8 @@ class Exchange:
         """Whether all messages arrived; raises once the group has failed."""
         arrived = self._arrived.query()
         # Asked in this order: an abort makes everything arrive.
-        if self._wire.aborted:
-            raise LiveError(f"an exchange of rank {self._wire.rank} was aborted")
+        if self.wire.aborted:
+            raise LiveError(f"an exchange of rank {self.wire.rank} was aborted")
         if arrived:
             return True
         if self._work is None or not self._work.is_completed():
@@ -165,7 +165,7 @@ class Exchange:
         start = time.monotonic()
         while not self._arrived.query():
             if time.monotonic() - start > GRACE_SECONDS:
-                raise PeerLostError(f"NCCL lost the connection of rank {self._wire.rank} to a peer")
+                raise PeerLostError(f"NCCL lost the connection of rank {self.wire.rank} to a peer")
             time.sleep(0.001)
         return True
 

@@ -53,6 +53,7 @@ class Network:
         held: tuple[Held, Held],
         peers: frozenset[int],
         wire: Wire,
+        numbers: tuple[int, ...] = (),
     ) -> None:
         self.watch = watch
         self.team = watch.team
@@ -66,6 +67,8 @@ class Network:
         self._sent: list[Work] = []
         self._unsent: set[int] = set()
         self._keep: list[torch.Tensor] = []
+        self.numbers = numbers or (int(not all(side.is_ordinary for side in held)),)
+        """What a greeting says: whether tensors of this rank are not plain memory of the host."""
 
     def name(self, peer: int) -> str:
         """How a peer is reached, for the report."""
@@ -74,8 +77,7 @@ class Network:
     def greet(self) -> None:
         """Say that this rank has entered the call."""
         watch = self.watch
-        private = not all(side.is_ordinary for side in self.held)
-        hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, int(private)).pack()
+        hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, *self.numbers).pack()
         for peer in self.peers:
             tensor = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
             self._keep.append(tensor)

@@ -7,7 +7,7 @@ addition per addend and stretch, whatever the tensors look like.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,15 +15,15 @@ import torch
 
 from reshard.columns import Ints
 from reshard.dtypes import accumulator, itemsize
-from reshard.run.live.copying import Copies, Spot, packed_strides, tensor_at
+from reshard.run.live.copying import Copies, Place, Spot, packed_strides, tensor_at
 from reshard.run.live.lots import Lot
 from reshard.run.live.memory import Array
 from reshard.run.live.ways import run_lengths
 from reshard.run.numpy_dtypes import storage_dtype
 
-__all__ = ["Sum"]
+__all__ = ["TORCH_OPS", "Line", "Sum", "stretches"]
 
-Spots = Callable[[Lot], Spot]
+Places = Callable[[Lot], Place]
 
 
 @dataclass(eq=False)
@@ -43,15 +43,20 @@ class Sum:
         count = sum(int(lot.sizes.sum()) for lot in lots)
         return count * itemsize(accumulator(lots[0].stack.have.dtype))
 
+    @property
+    def num_addends(self) -> int:
+        """How many are added up."""
+        return 1 + max(lot.addend for lot in (*(lot for lot, _ in self.arrived), *self.own))
+
     def _of_first_addend(self) -> list[Lot]:
         lots = [*(lot for lot, _ in self.arrived), *self.own]
         first = min(lot.addend for lot in lots)
         return [lot for lot in lots if lot.addend == first]
 
-    def run(self, source: Spots, target: Spots) -> None:
+    def run(self, source: Places, target: Places) -> None:
         """Add up, and put the sums into the destination tensors."""
         lots = self._of_first_addend()
-        line = _Line(lots)
+        line = Line(lots)
         dtype = lots[0].stack.have.dtype
         total = _Total(self.op, dtype, line.length)
         addends = [(lot, at) for lot, at in self.arrived] + [(lot, 0) for lot in self.own]
@@ -63,12 +68,12 @@ class Sum:
                 total.add_message(lot, address, places, first)
             else:
                 total.add_blocks(lot, source(lot), places, first)
-        total.finish(addends[-1][0].addend + 1, lots[0].stack.want.dtype)
+        total.finish(self.num_addends, lots[0].stack.want.dtype)
         for lot in lots:
             Copies(lot.width, target(lot), total.spot(lot, line.places(lot))).run()
 
 
-class _Line:
+class Line:
     """Where each part lies on the line of all parts."""
 
     def __init__(self, lots: Sequence[Lot]) -> None:
@@ -88,6 +93,18 @@ class _Line:
         return found
 
 
+def stretches(lot: Lot, places: Ints) -> Iterator[tuple[int, int, int]]:
+    """What of a packed lot is one run on the line as well: from and to there, and where in the lot.
+
+    ``places`` says where on the line each block lies.
+    """
+    ends = places + lot.sizes
+    new = np.flatnonzero(np.concatenate([[True], places[1:] != ends[:-1]]))
+    last = np.append(new[1:], len(places)) - 1
+    columns = (places[new], ends[last], lot.at[new])
+    yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
 class _Total:
     """The accumulator: a line of elements, wide enough for halves."""
 
@@ -104,16 +121,16 @@ class _Total:
     def add_message(self, lot: Lot, address: int, places: Ints, first: bool) -> None:
         """Add a lot that lies in a message: whole stretches at a time."""
         size = itemsize(self.dtype)
-        ends = places + lot.sizes
-        new = np.flatnonzero(np.concatenate([[True], places[1:] != ends[:-1]]))
-        last = np.append(new[1:], len(places)) - 1
-        for start, stop in zip(new.tolist(), last.tolist(), strict=True):
-            low, high = int(places[start]), int(ends[stop])
-            addend = tensor_at(address + int(lot.at[start]) * size, (high - low,), self.dtype)
+        for low, high, at in stretches(lot, places):
+            addend = tensor_at(address + at * size, (high - low,), self.dtype)
             self._add(self.values[low:high], addend, first)
 
-    def add_blocks(self, lot: Lot, spot: Spot, places: Ints, first: bool) -> None:
+    def add_blocks(self, lot: Lot, spot: Place, places: Ints, first: bool) -> None:
         """Add a lot of this rank's own tensor, block by block."""
+        if not isinstance(spot, Spot):
+            for view, low, size in zip(spot, places.tolist(), lot.sizes.tolist(), strict=True):
+                self._add(self.values[low : low + size], view.cpu().reshape(-1), first)
+            return
         if (run_lengths(lot.width, spot.strides) == lot.sizes).all():
             for n, (low, size) in enumerate(zip(places.tolist(), lot.sizes.tolist(), strict=True)):
                 addend = tensor_at(int(spot.address[n]), (size,), self.dtype)
@@ -131,7 +148,7 @@ class _Total:
         if first:
             torch.from_numpy(total).copy_(addend)
         elif self.wide != self.dtype:
-            _OPS_TORCH[self.op](torch.from_numpy(total), addend.to(getattr(torch, self.wide)))
+            TORCH_OPS[self.op](torch.from_numpy(total), addend.to(getattr(torch, self.wide)))
         else:
             op = (
                 np.logical_or
@@ -159,7 +176,7 @@ class _Total:
 _OPS = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
-_OPS_TORCH: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
+TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "sum": lambda total, addend: total.add_(addend),
     "avg": lambda total, addend: total.add_(addend),
     "prod": lambda total, addend: total.mul_(addend),

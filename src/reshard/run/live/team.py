@@ -24,9 +24,11 @@ from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
 from reshard.run.live.mailbox import Kind, Mailbox, Message
 from reshard.run.live.meeting import await_keys, own_store
+from reshard.run.live.turns import Turns
 from reshard.run.live.wire import Wire
 
 if TYPE_CHECKING:
+    from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
 __all__ = ["Team", "team_of", "teams"]
@@ -51,6 +53,11 @@ class Team:
         self.arenas = Arenas(self._retire)
         self.agreed: set[tuple[bytes, str]] = set()
         """Plans that all ranks have compared or are comparing, by digest and transport."""
+        self.routes: dict[tuple[bytes, str], bool] = {}
+        """Whether such a plan goes from GPU to GPU, for those that were compared."""
+        self.turns = Turns()
+        self.gpus: DeviceWires | None = None
+        """What is kept for moves between GPUs."""
         self._making_wire = threading.Lock()
         self._wire: Wire | None = None
         self._epoch = 0
@@ -107,12 +114,16 @@ class Team:
             return self._wire
 
     def _make_wire(self, watch: Watch, key: str) -> Wire:
-        self.line.ask(lambda store: store.set(f"{key}/{self.rank}", "here"))
-        watch.wait(lambda: self._not_at(key), lambda peer: "it to make a connection")
-        prefix = PrefixStore(key, self._own_connection())
+        self.meet(watch, key, "it to make a connection")
+        prefix = PrefixStore(key, self.own_connection())
         return Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
 
-    def _own_connection(self) -> Store:
+    def meet(self, watch: Watch, key: str, what: str) -> None:
+        """Wait in the store for all ranks; the key is of this meeting alone."""
+        self.line.ask(lambda store: store.set(f"{key}/{self.rank}", "here"))
+        watch.wait(lambda: self._not_at(key), lambda peer: what)
+
+    def own_connection(self) -> Store:
         """Another connection to the store, for a group that keeps using it."""
         clone: Store = self.store.clone()  # type: ignore[attr-defined]
         return clone
@@ -129,8 +140,8 @@ class Team:
 
     @property
     def has_wire(self) -> bool:
-        """Whether a network group is in use."""
-        return self._wire is not None
+        """Whether a process group is in use, of the network or of GPUs."""
+        return self._wire is not None or self.gpus is not None
 
     def drop_wire(self) -> None:
         """Throw the network group away."""
@@ -145,9 +156,11 @@ class Team:
 
     def close(self) -> None:
         """Close sockets and free memory."""
+        if self.gpus is not None:
+            self.gpus.close()
         self.drop_wire()
-        self.arenas.release()
         self.mailbox.shut()
+        self.arenas.release()
         self.line.close()
 
 
@@ -161,15 +174,25 @@ def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> T
     """The team of these ranks, made at the first call, which all of them must make."""
     key = tuple(sorted(ranks))
     with _making:
-        teams = _teams.setdefault(group, {})
+        teams = _teams.get(group)
+        if teams is None:
+            teams = _teams[group] = {}
+            weakref.finalize(group, _close_all, teams).atexit = False
         if key not in teams:
             teams[key] = _make(group, key, timeout)
         return teams[key]
 
 
-def teams() -> list[Team]:
-    """Every team of this process."""
-    return [team for of_group in _teams.values() for team in of_group.values()]
+def _close_all(teams: dict[tuple[int, ...], Team]) -> None:
+    """A group is gone, and its teams go with it."""
+    while teams:
+        teams.popitem()[1].close()
+
+
+def teams(group: dist.ProcessGroup | None = None) -> list[Team]:
+    """Every team of this process, or of a group."""
+    chosen = list(_teams.values()) if group is None else [_teams.get(group, {})]
+    return [team for of_group in chosen for team in of_group.values()]
 
 
 def _make(group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float) -> Team:
@@ -181,6 +204,9 @@ def _make(group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float) -> T
     door = Door(rank)
     store.set(f"who/{rank}", json.dumps({"host": host_identity(), "door": door.name}))
     missing = await_keys(store, [f"who/{other}" for other in ranks], timeout)
+    if rank == ranks[0]:
+        # All who come have come: a later team of these ranks must not find this one's store.
+        caller.delete_key("address")
     if missing:
         absent = [int(key.removeprefix("who/")) for key in missing]
         raise MoveTimeoutError(

@@ -1,0 +1,104 @@
+"""What `plan.start` gives: a move that is under way, and its result."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Protocol
+
+import torch
+
+from reshard.run.live.report import RunReport
+from reshard.run.live.streams import SideStreams
+
+__all__ = ["Handle"]
+
+Result = dict[str, torch.Tensor]
+
+
+class Runs(Protocol):
+    """A call that a handle looks after."""
+
+    report: RunReport
+
+    @property
+    def grad_seen(self) -> bool:
+        """Whether any peer's source requires gradients."""
+
+    def run(self) -> Result:
+        """Do it."""
+
+    def gpus(self) -> Iterable[torch.device]:
+        """The GPUs that it touches."""
+
+    def given(self) -> Iterable[torch.Tensor]:
+        """The tensors that it reads and writes."""
+
+    def has_landed(self) -> bool:
+        """Whether the GPU is done with what it was given, as far as this is known."""
+
+    def land(self) -> None:
+        """Wait for that."""
+
+    def interrupt(self) -> None:
+        """Tell the other ranks that this one gives up."""
+
+
+class Handle:
+    """A move that is under way."""
+
+    def __init__(self, run: Runs, thread: bool) -> None:
+        self._run = run
+        self.report = run.report
+        self.grad_seen = False
+        """Whether any peer's source requires gradients."""
+        self.finish: Callable[[Result], Result] | None = None
+        """What is done with the result before it is given, once."""
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._beside: SideStreams | None = None
+        if thread:
+            self._beside = SideStreams(run.gpus())
+            self._thread = threading.Thread(target=self._work, daemon=True, name="reshard-move")
+            self._thread.start()
+        else:
+            self._work()
+
+    def _work(self) -> None:
+        beside = self._beside
+        try:
+            with nullcontext() if beside is None else beside.used(self._run.given()):
+                self._result = self._run.run()
+            self.grad_seen = self._run.grad_seen
+        except BaseException as error:
+            self._error = error
+
+    def done(self) -> bool:
+        """Whether the move is over, well or badly."""
+        over = self._thread is None or not self._thread.is_alive()
+        return over and self._run.has_landed()
+
+    def wait(self) -> Result:
+        """The destination tensors of this rank, once all are complete.
+
+        On GPUs: once all messages have come. What the current stream is given from then on finds
+        the tensors complete.
+        """
+        if self._thread is not None:
+            try:
+                self._thread.join()
+                if self._error is None:
+                    self._run.land()
+            except KeyboardInterrupt:
+                self._run.interrupt()
+                raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        if self._beside is not None:
+            self._beside.join(self._result.values())
+        if self.finish is not None:
+            self._result, self.finish = self.finish(self._result), None
+        return self._result
