@@ -17,6 +17,7 @@ from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
 from reshard.run.live import engine
 from reshard.spec import TensorSpec
+from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.way_back import WayBack, attached
 
 __all__ = ["Grad", "Motion", "plan_of"]
@@ -73,6 +74,7 @@ class Motion:
 
     def run(self, local: Tensor | None, into: Tensor | None, device: Any) -> Tensor | None:
         """Move, and attach the way back if gradients are wanted anywhere."""
+        device = device if local is None else local.device
         enabled = torch.is_grad_enabled()
         # A rank without input cannot know, unless it refuses.
         wanted = None if local is None and enabled else enabled and _requires_grad(local)
@@ -109,6 +111,14 @@ class Motion:
         )
         found = handle.wait().get(ONE)
         return found, handle.grad_seen if wanted is None else wanted
+
+    def place(self, into: Tensor) -> Place:
+        """Where the result goes, if that lies as it should."""
+        try:
+            check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, "to move into")
+        except TensorError as error:
+            engine.refuse(self.plan, error, group=self.group, **self.options)
+        return place_of(into)
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:
         """The source itself where every rank already has what it should have, else None."""

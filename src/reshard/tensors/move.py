@@ -8,7 +8,7 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -21,7 +21,8 @@ from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.describe import spec_of
-from reshard.tensors.kinds import is_dtensor, is_sharded_tensor
+from reshard.tensors.fitting import NOWHERE
+from reshard.tensors.kinds import is_dtensor, is_sharded_tensor, ready
 from reshard.tensors.motion import Motion
 from reshard.tensors.reading import local_of
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
+    Source = Callable[[], torch.Tensor | None]
 
 __all__ = ["backward", "move"]
 
@@ -64,9 +66,7 @@ def move(
         raise TensorError("a move needs one destination: give want=layout, or to=")
     if grad not in ("sum", "replicated"):
         raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
-    if is_dtensor(tensor) and isinstance(target, tuple):
-        return _between_dtensors(tensor, target, cast_to, group, _bytes(memory), into, options)
-    local, have, sizes, kind = _source(tensor, have, shape, dtype)
+    source, have, sizes, kind = _source(tensor, have, shape, dtype)
     motion = Motion(
         have,
         target if isinstance(target, Layout) else _layout(target, sizes),
@@ -79,11 +79,15 @@ def move(
         group,
         options,
     )
-    place = None if into is None else local_of(into)
-    moved = motion.run(local, place, device if local is None else local.device)
-    if into is not None or isinstance(target, Layout):
-        return moved if into is None else into
-    return _as_dtensor(moved, target, sizes, motion.cast)
+    place = NOWHERE if into is None else motion.place(into)
+    if isinstance(target, Layout):
+        moved = motion.run(source(), place.local, device)
+    else:
+        moved = _as_dtensor(tensor, source, motion, target, place.local, device)
+    if into is None:
+        return moved
+    place.fill()
+    return into
 
 
 def backward(moved: Any) -> None:
@@ -107,23 +111,23 @@ def _bytes(memory: int | str | None) -> int:
 
 def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
-) -> tuple[torch.Tensor | None, Layout, tuple[int, ...], str]:
-    """The local tensor, and what it is a part of."""
+) -> tuple[Source, Layout, tuple[int, ...], str]:
+    """The local tensor, for whoever asks for it, and what it is a part of."""
     if is_dtensor(tensor) or is_sharded_tensor(tensor):
         if have is not None or shape is not None:
             raise TensorError("a DTensor or ShardedTensor has a layout: leave out have= and shape=")
         spec = spec_of(cast(torch.Tensor, tensor))
-        return _local_with_grad(tensor), spec.layout, spec.shape, spec.dtype
+        return lambda: _local_with_grad(tensor), spec.layout, spec.shape, spec.dtype
     if have is None or shape is None:
         raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
     sizes = tuple(map(int, shape))
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return None, have, sizes, canonical_dtype(dtype)
+        return lambda: None, have, sizes, canonical_dtype(dtype)
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
-    return tensor, have, sizes, canonical_dtype(tensor.dtype)
+    return lambda: tensor, have, sizes, canonical_dtype(tensor.dtype)
 
 
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:
@@ -133,7 +137,7 @@ def _local_with_grad(tensor: Any) -> torch.Tensor | None:
     if tensor.device_mesh.get_coordinate() is None:
         return None
     placements = [_gradient_of(placement) for placement in tensor.placements]
-    local: torch.Tensor = tensor.to_local(grad_placements=placements)
+    local: torch.Tensor = ready(tensor.to_local(grad_placements=placements))
     # Where there is nothing to hold its shape may differ from the layout's.
     return local if local.numel() else local.reshape(_empty_shape(tensor))
 
@@ -157,31 +161,17 @@ def _layout(target: tuple[DeviceMesh, Sequence[Placement]], shape: tuple[int, ..
 
 
 def _as_dtensor(
-    local: torch.Tensor | None,
+    tensor: torch.Tensor | None,
+    source: Source,
+    motion: Motion,
     target: tuple[DeviceMesh, Sequence[Placement]],
-    shape: tuple[int, ...],
-    dtype: str,
-) -> Any:
-    from reshard.tensors.dtensors import dtensor_of
-
-    return dtensor_of(local, *target, shape, dtype=getattr(torch, dtype))
-
-
-def _between_dtensors(
-    tensor: Any,
-    target: tuple[DeviceMesh, Sequence[Placement]],
-    cast_to: object,
-    group: dist.ProcessGroup | None,
-    memory: int,
     into: torch.Tensor | None,
-    options: dict[str, Any],
+    device: torch.device | str | None,
 ) -> Any:
-    from reshard.tensors.redistributing import Redistribution, redistribute
+    """Move to a mesh: by DTensor's rule for gradients on the same one, as local tensors else."""
+    from reshard.tensors.redistributing import Redistribution, redistribute, wrapped
 
-    spec = spec_of(tensor)
-    kind = spec.dtype if cast_to is None else canonical_dtype(cast_to)
-    want = _layout(target, spec.shape)
-    ends = (spec.layout, want, spec.shape, spec.dtype, kind, memory)
-    motion = Motion(*ends, "replicated", group, options)
-    moved = redistribute(tensor, Redistribution(motion, target), into)
-    return moved if into is None else into
+    if is_dtensor(tensor) and tensor.device_mesh == target[0]:
+        return redistribute(tensor, Redistribution(motion, target), into)
+    moved = motion.run(source(), into, device or target[0].device_type)
+    return wrapped(moved, motion, target, tensor.stride() if is_dtensor(tensor) else None)

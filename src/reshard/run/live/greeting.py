@@ -1,36 +1,38 @@
 """Who else must be greeted, so that every rank learns whether gradients are wanted?
 
 A rank that brings a part of the tensor knows, and says so in its greetings. A rank that gets its
-part from other destinations alone, who pass it on, would hear it from nobody who knows: the first
-rank that sends anything of its own greets it besides.
+part from other destinations alone, who pass it on, or whose part is empty, would hear it from
+nobody who knows: the first rank that brings something greets it besides.
 """
 
 from __future__ import annotations
 
-from weakref import WeakKeyDictionary
+from math import prod
 
 from reshard.planning.plan import Plan
+from reshard.spec import TensorSpec
 
-__all__ = ["greeted_besides"]
+__all__ = ["Greetings", "greetings_of"]
 
-_known: WeakKeyDictionary[Plan, dict[int, frozenset[int]]] = WeakKeyDictionary()
+DIFFERENTIABLE = ("float", "bfloat", "complex")
 
-
-def greeted_besides(plan: Plan, rank: int) -> frozenset[int]:
-    """The ranks that greet this one although they exchange nothing with it."""
-    found = _known.get(plan)
-    if found is None:
-        found = _known[plan] = _greetings(plan)
-    return found.get(rank, frozenset())
+Greetings = dict[int, frozenset[int]]
+"""For each rank, those that greet it although they exchange nothing with it."""
 
 
-def _greetings(plan: Plan) -> dict[int, frozenset[int]]:
-    traffic = plan.traffic
-    knowing = {int(rank) for rank in traffic.source[traffic.first_hand > 0]}
-    pairs = list(zip(traffic.source.tolist(), traffic.destination.tolist(), strict=True))
-    told = {to for by, to in pairs if by in knowing} | knowing
-    unaware = {to for _, to in pairs} - told
-    if not unaware:
+def greetings_of(plan: Plan) -> Greetings:
+    """The greetings that only tell about gradients; none where there can be no gradients."""
+    sources = [spec for spec in plan.have.values() if spec.dtype.startswith(DIFFERENTIABLE)]
+    knowing = [rank for rank in plan.parties if any(_brings(spec, rank) for spec in sources)]
+    if not knowing:
         return {}
-    first = frozenset({min(knowing)})
-    return {**dict.fromkeys(unaware, first), min(knowing): frozenset(unaware)}
+    ends = (plan.traffic.source.tolist(), plan.traffic.destination.tolist())
+    told = {to for by, to in zip(*ends, strict=True) if by in set(knowing)}
+    unaware = frozenset(plan.parties) - told - set(knowing)
+    first = knowing[0]
+    return {**dict.fromkeys(unaware, frozenset({first})), first: unaware} if unaware else {}
+
+
+def _brings(spec: TensorSpec, rank: int) -> bool:
+    holds = spec.layout.holds(rank) is not None
+    return holds and prod(spec.layout.local_shape(rank, spec.shape)) > 0
