@@ -26,7 +26,7 @@ from reshard.run.live.devices import DeviceCall, Hellos, greeting
 from reshard.run.live.faults import Cause, Watch
 from reshard.run.live.finishing import Donation, fill_zeros
 from reshard.run.live.flights import Flight
-from reshard.run.live.greeting import greeted_besides
+from reshard.run.live.greeting import Greetings, greetings_of
 from reshard.run.live.handle import Handle
 from reshard.run.live.holding import (
     Held,
@@ -66,6 +66,8 @@ class _Prepared:
         self.ranks = plan.parties
         self.talks = plan.summary().num_messages > 0
         """Whether any rank sends anything: a move without messages communicates nothing."""
+        self.greetings: Greetings | None = None
+        """Who greets whom only to tell whether gradients are wanted; once somebody asks."""
         self.apart: object = None
         """The addresses that were last found not to overlap."""
 
@@ -184,7 +186,10 @@ class Run:
         if self.rank not in prepared.ranks:
             return
         self.prepared = prepared
-        if prepared.talks or options.check == "always":
+        if options.tell_grad and prepared.greetings is None:
+            prepared.greetings = greetings_of(plan)
+        self.greetings: Greetings = (options.tell_grad and prepared.greetings) or {}
+        if prepared.talks or options.check == "always" or self.greetings:
             self.team = team_of(group, prepared.ranks, options.timeout)
             self.report.call = self.team.next_call()
             self.team.turns.enter(self.report.call)
@@ -430,10 +435,8 @@ class Run:
     def _peers(self) -> frozenset[int]:
         """The ranks that this one greets."""
         assert self.prepared is not None
-        peers = self.prepared.program.peers[0] | self.prepared.program.peers[1]
-        if self.options.tell_grad:
-            peers |= greeted_besides(self.plan, self.rank)
-        return peers
+        program = self.prepared.program
+        return program.peers[0] | program.peers[1] | self.greetings.get(self.rank, frozenset())
 
     def _commit(self, watch: Watch | None, result: Mapping[str, torch.Tensor]) -> None:
         """Every rank has all of its part: only now does anybody change its tensors."""
