@@ -54,11 +54,15 @@ class Arena:
         mapped.fd = -1
         return mapped
 
-    def close(self) -> None:
-        """Give the memory back; addresses into it are void."""
+    def close_fd(self) -> None:
+        """Hand it to nobody else; the memory stays."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+    def close(self) -> None:
+        """Give the memory back; addresses into it are void."""
+        self.close_fd()
         self._map.close()
 
 

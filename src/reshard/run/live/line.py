@@ -57,6 +57,7 @@ class Line:
                 answer.set_result(question(self._store))
             except BaseException as error:
                 answer.set_exception(error)
+            del asked, answer, question  # An idle thread must keep nothing alive.
 
     def close(self) -> None:
         """Let the thread end."""

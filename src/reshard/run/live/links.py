@@ -95,6 +95,7 @@ class Door:
             ) from None
         finally:
             self._listener.close()
+            self.board.page.close_fd()
 
     def _accept(self, doors: Mapping[int, str], end: float) -> tuple[int, socket.socket]:
         """The next host mate that shows the name of its own door, which only the store told."""

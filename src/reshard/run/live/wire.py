@@ -89,6 +89,7 @@ class Waiter:
             except RuntimeError as failure:
                 error = str(failure).splitlines()[0]
             awaited.then(error)
+            del awaited  # An idle thread must not keep a call's tensors alive.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
