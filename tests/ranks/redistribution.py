@@ -81,8 +81,11 @@ def source(mesh: DeviceMesh, pair: Pair, rank: int) -> tuple[DTensor, torch.Tens
 
 
 def leaf(tensor: DTensor, grad: bool) -> DTensor:
-    """The same values, as a tensor of its own."""
-    return tensor.detach().clone().requires_grad_(grad)
+    """The same values, as a tensor of its own; cloning would finish a pending sum."""
+    local, shape = tensor.to_local().clone(), tensor.shape
+    mesh, placements = tensor.device_mesh, tensor.placements
+    made = DTensor.from_local(local, mesh, placements, shape=shape, stride=tensor.stride())
+    return made.requires_grad_(grad)
 
 
 def check_same(found: DTensor, wanted: DTensor, what: str) -> None:
@@ -102,8 +105,10 @@ def check_local(found: torch.Tensor, wanted: torch.Tensor, what: str) -> None:
 
 def gradient_for(mesh: DeviceMesh, pair: Pair, rank: int, number: int) -> DTensor:
     """A gradient of the result as torch may hand it back: placed like it, whole, or pending."""
-    kinds = (pair.want, (Replicate(),) * mesh.ndim, (Partial(),) * mesh.ndim)
-    return source(mesh, replace(pair, have=kinds[number % 3]), rank)[0]
+    kinds = [pair.want, (Replicate(),) * mesh.ndim, (Partial(),) * mesh.ndim]
+    if pair.op == "avg":
+        del kinds[2]  # torch makes no avg of a sum
+    return source(mesh, replace(pair, have=kinds[number % len(kinds)]), rank)[0]
 
 
 def compare(mesh: DeviceMesh, pair: Pair, rank: int) -> tuple[DTensor, DTensor, DTensor, DTensor]:

@@ -52,7 +52,7 @@ class Redistribution:
     def back(self, gradient: DTensor, placements: Sequence[Placement]) -> Redistribution:
         """From where a gradient lies to the placements of the source."""
         kept = tuple(
-            placement if not placement.is_partial() or current.is_partial() else Replicate()
+            placement if not placement.is_partial() or current == placement else Replicate()
             for placement, current in zip(placements, gradient.placements, strict=True)
         )
         return self.of(gradient, kept, self.motion.dtype)
