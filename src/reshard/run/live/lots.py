@@ -35,6 +35,9 @@ MAX_KEPT_BLOCKS = 1 << 20
 MOST_LENT = 4 << 20
 """Bytes that may stay packed over all rounds of a call."""
 
+CALLS_LENT = 3
+"""Calls whose messages may lie packed at a time: that a peer has read one, the next tells."""
+
 MAX_KEPT_OBJECTS = 1 << 17
 """Arrays and calls that are kept with them: a few hundred bytes each."""
 
@@ -147,7 +150,8 @@ class Program:
         }
         self.peak_bytes = plan.schedule.peak_bytes
         """The most that any rank stages in a round."""
-        self.lends = self.num_rounds * self.peak_bytes <= min(plan.memory, MOST_LENT)
+        packed = self.num_rounds * self.peak_bytes
+        self.lends = packed <= MOST_LENT and packed * CALLS_LENT <= plan.memory
         """Whether all that is packed in all rounds fits together, so that none is waited for."""
         self.rooms: dict[frozenset[int], int] = {}
         """The bytes of messages in the largest round, by who of the peers gets unpacked ones."""

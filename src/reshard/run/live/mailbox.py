@@ -125,8 +125,8 @@ class Mailbox:
         self.lost: set[int] = set()
         self.arenas: dict[tuple[int, int], Arena] = {}
         """Memory that peers share with us, by peer and number; the latest of each."""
-        self._lent: dict[tuple[int, int], Arena] = {}
-        """Arenas with messages that may not be read yet, by peer and call."""
+        self._lent: dict[tuple[int, int, int], Arena] = {}
+        """Arenas with messages that may not be read yet, by peer, call and number."""
         self._open: dict[int, Inbox] = {}
         self._next_call = 0
         self._over: set[int] = set()
@@ -162,8 +162,8 @@ class Mailbox:
     def lend(self, arena: Arena, peer: int, call: int) -> None:
         """Keep an arena from being used again until a peer says that a call is over for it."""
         with self._came:
-            if (peer, call) not in self._lent:
-                self._lent[peer, call] = arena
+            if (peer, call, arena.number) not in self._lent:
+                self._lent[peer, call, arena.number] = arena
                 arena.lent += 1
 
     def send(self, peer: int, message: Message, fd: int | None = None) -> None:
@@ -246,7 +246,7 @@ class Mailbox:
                 inbox.arenas[peer, message.arena] = self.arenas[peer, message.arena]
             inbox.put(peer, message)
 
-    def _give_back(self, key: tuple[int, int]) -> None:
+    def _give_back(self, key: tuple[int, int, int]) -> None:
         arena = self._lent.pop(key, None)
         if arena is not None:
             arena.lent -= 1

@@ -142,9 +142,11 @@ class Neighbours:
         self.staged = 0
         at = self._end if self.program.lends else 0
         for peer, lots in sends.items():
+            packed = [lot for lot in lots if self._may_be_packed(peer, lot, lots)]
+            # As much as the widest elements need, and no more: what is staged counts.
+            at += -at % max((lot.stack.itemsize for lot in packed), default=1)
             self.places[peer] = at
-            packed = [lot.num_bytes for lot in lots if self._may_be_packed(peer, lot, lots)]
-            at += -(-sum(packed) // 16) * 16
+            at += sum(lot.num_bytes for lot in packed)
         self._end = at
         if self.arena is not None and self.arena.num_bytes < at:
             self.team.arenas.give_back(self.arena)
