@@ -61,23 +61,38 @@ def place_of(mesh: DeviceMesh, axes: Iterable[int]) -> int:
     return place
 
 
-def source(mesh: DeviceMesh, pair: Pair, rank: int) -> tuple[DTensor, torch.Tensor]:
-    """A DTensor with its own addend on every rank along pending axes, and what it is worth."""
-    pending = [axis for axis, placement in enumerate(pair.have) if placement.is_partial()]
+def pending(pair: Pair) -> list[int]:
+    """The axes of the source's mesh that are not added up."""
+    return [axis for axis, placement in enumerate(pair.have) if placement.is_partial()]
+
+
+def values(mesh: DeviceMesh, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
+    """The addends of the source, and what they are worth together."""
     full = numbered(*pair.shape).double() - 7
-    num = math.prod(mesh.size(axis) for axis in pending)
+    num = math.prod(mesh.size(axis) for axis in pending(pair))
     factors = torch.arange(1, num + 1, dtype=torch.float64) * (-1) ** torch.arange(num)
     addends = full * factors.reshape(-1, *[1] * full.dim())
-    value = {
+    worth = {
         None: full, "sum": addends.sum(0), "avg": addends.sum(0) / num,
         "max": addends.amax(0), "min": addends.amin(0),
     }[pair.op]  # fmt: skip
-    plain = [Replicate() if placement.is_partial() else placement for placement in pair.have]
-    layout = layout_from(mesh, plain, pair.shape)
-    local = cut(addends[place_of(mesh, pending)], layout, rank)
-    stride = full.stride()
-    made = DTensor.from_local(local, mesh, pair.have, shape=torch.Size(pair.shape), stride=stride)
-    return made, value
+    return addends, worth
+
+
+def plainly(placements: Placements) -> Placements:
+    """The same placements with everything added up."""
+    return tuple(Replicate() if one.is_partial() else one for one in placements)
+
+
+def source(mesh: DeviceMesh, pair: Pair, rank: int) -> DTensor:
+    """A DTensor with its own addend on every rank along pending axes; empty outside the mesh."""
+    addends, worth = values(mesh, pair)
+    local = torch.empty(0, dtype=torch.float64)
+    if mesh.get_coordinate() is not None:
+        layout = layout_from(mesh, plainly(pair.have), pair.shape)
+        local = cut(addends[place_of(mesh, pending(pair))], layout, rank)
+    size, stride = worth.size(), worth.stride()
+    return DTensor.from_local(local, mesh, pair.have, shape=size, stride=stride)
 
 
 def leaf(tensor: DTensor, grad: bool) -> DTensor:
@@ -108,12 +123,12 @@ def gradient_for(mesh: DeviceMesh, pair: Pair, rank: int, number: int) -> DTenso
     kinds = [pair.want, (Replicate(),) * mesh.ndim, (Partial(),) * mesh.ndim]
     if pair.op == "avg":
         del kinds[2]  # torch makes no avg of a sum
-    return source(mesh, replace(pair, have=kinds[number % len(kinds)]), rank)[0]
+    return source(mesh, replace(pair, have=kinds[number % len(kinds)]), rank)
 
 
 def compare(mesh: DeviceMesh, pair: Pair, rank: int) -> tuple[DTensor, DTensor, DTensor, DTensor]:
     """Assert that reshard and torch do the same with a pair; gives both sources and results."""
-    made, value = source(mesh, pair, rank)
+    made, (_, value) = source(mesh, pair, rank), values(mesh, pair)
     grad = pair.op in (None, "sum", "avg")
     ours, theirs = leaf(made, grad), leaf(made, grad)
     moved = rs.move(ours, to=(mesh, pair.want), timeout=TIMEOUT)
