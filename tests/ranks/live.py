@@ -7,15 +7,18 @@ made by every rank for itself, as users do.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.run.live import addresses, memory, neighbours, network
 from tests import checks, generate, moves, state_cases
 from tests.cases import Case
 from tests.ranks.rank import pool_group
@@ -25,6 +28,10 @@ Arrays = dict[int, dict[str, np.ndarray]]
 
 TIMEOUT = 20.0
 MOST_PROBLEMS = 5
+OTHERS = {
+    0: "shared", 1: "large", 2: "network", 3: "peer", 5: "many runs", 6: "straight",
+}  # fmt: skip
+"""Which cases also go another way than the usual one."""
 EXACT = {
     "bool": 2, "uint8": 251, "int8": 120, "float16": 2039, "bfloat16": 251, "float8_e4m3fn": 13,
     "float8_e5m2": 7,
@@ -169,8 +176,25 @@ def simulate_all(rank: int, num_ranks: int, seeds: range, states: bool) -> list[
 
 def transports_of(place: int) -> Iterable[str]:
     """Every case goes the usual way, some also straight from memory, packed, or over a network."""
-    others = {1: "peer", 3: "peer", 5: "peer", 0: "shared", 4: "shared", 2: "network"}
-    return ["auto", *([others[place % 8]] if place % 8 in others else [])]
+    return ["auto", *([OTHERS[place % 8]] if place % 8 in OTHERS else [])]
+
+
+@contextmanager
+def limits_of(transport: str) -> Iterator[str]:
+    """Limits that are made so low that small tensors go the ways of large ones."""
+    with pytest.MonkeyPatch.context() as patch:
+        if transport in ("large", "many runs"):
+            patch.setattr(neighbours, "SMALL", 0)
+        if transport == "many runs":
+            for module in (addresses, neighbours):
+                patch.setattr(module, "MOST_RUNS", 3)
+            patch.setattr(memory, "MOST_PIECES", 4)
+            patch.setattr(memory, "MOST_BYTES", 50)
+        if transport == "straight":
+            patch.setattr(network, "DIRECT_BYTES", 1)
+        yield {"large": "auto", "many runs": "peer", "straight": "network"}.get(
+            transport, transport
+        )
 
 
 def run_cases(rank: int, num_ranks: int, seeds: range, states: bool) -> Told:
@@ -192,8 +216,9 @@ def run_case(rank: int, one: Simulated, plan: rs.Plan, transport: str, told: Tol
     """Run one case by one transport, and tell what came of it."""
     given = tensors_of(one.given.get(rank, {}), plan.have)
     try:
-        handle = plan.start(given, timeout=TIMEOUT, transport=transport)
-        problem = difference(handle.wait(), one.expected.get(rank, {}))
+        with limits_of(transport) as forced:
+            handle = plan.start(given, timeout=TIMEOUT, transport=forced)
+            problem = difference(handle.wait(), one.expected.get(rank, {}))
         report = handle.report
         figures = report.bytes_sent, report.messages_sent, report.peak_staging
         told.counts.append(Count(one.seed, transport, *figures))
