@@ -41,15 +41,22 @@ def plan_of(
 
 
 @lru_cache(maxsize=4096)
-def _local_shapes(
+def _shapes_at_rest(
     have: Layout, want: Layout, shape: tuple[int, ...], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """A rank's local shapes if it holds in both layouts, and both are cut alike; else None."""
-    if have.holds(rank) is None or want.holds(rank) is None:
-        return None
+    """A rank's local shapes, if every rank already has what it should have; else None.
+
+    Asked on any rank of either layout it is None alike: none waits for one that is at rest.
+    """
     if have != want and not have.same_as(want, shape):
         return None
+    if have.holds(rank) is None or _holders(have) != _holders(want):
+        return None
     return have.local_shape(rank, shape), want.local_shape(rank, shape)
+
+
+def _holders(layout: Layout) -> set[int]:
+    return {rank for rank in layout.ranks if layout.holds(rank) is not None}
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,11 +129,15 @@ class Motion:
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:
         """The source itself where every rank already has what it should have, else None."""
-        if local is None or self.dtype != self.cast or self.options.get("check") == "always":
+        if self.dtype != self.cast or self.options.get("check") == "always":
             return None
-        shapes = _local_shapes(self.have, self.want, self.shape, dist.get_rank())
-        # A tensor of another shape is refused by the engine, which tells everyone.
-        if shapes is None or local.shape != shapes[0]:
+        shapes = _shapes_at_rest(self.have, self.want, self.shape, dist.get_rank())
+        if shapes is None:
+            return None
+        if local is None and not prod(shapes[0]):
+            local = torch.empty(shapes[0], dtype=getattr(torch, self.dtype))
+        # A tensor of another shape is refused by the engine.
+        if local is None or local.shape != shapes[0]:
             return None
         return local if shapes[0] == shapes[1] else local.reshape(shapes[1])
 

@@ -23,7 +23,9 @@ Greetings = dict[int, frozenset[int]]
 def greetings_of(plan: Plan) -> Greetings:
     """The greetings that only tell about gradients; none where there can be no gradients."""
     sources = [spec for spec in plan.have.values() if spec.dtype.startswith(DIFFERENTIABLE)]
-    knowing = [rank for rank in plan.parties if any(_brings(spec, rank) for spec in sources)]
+    # Of a tensor without elements everyone brings an empty part.
+    least = 1 if any(prod(spec.shape) for spec in sources) else 0
+    knowing = [r for r in plan.parties if any(_brings(spec, r, least) for spec in sources)]
     if not knowing:
         return {}
     ends = (plan.traffic.source.tolist(), plan.traffic.destination.tolist())
@@ -33,6 +35,6 @@ def greetings_of(plan: Plan) -> Greetings:
     return {**dict.fromkeys(unaware, frozenset({first})), first: unaware} if unaware else {}
 
 
-def _brings(spec: TensorSpec, rank: int) -> bool:
+def _brings(spec: TensorSpec, rank: int, least: int) -> bool:
     holds = spec.layout.holds(rank) is not None
-    return holds and prod(spec.layout.local_shape(rank, spec.shape)) > 0
+    return holds and prod(spec.layout.local_shape(rank, spec.shape)) >= least
