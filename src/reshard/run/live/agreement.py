@@ -18,6 +18,7 @@ from reshard.bytesize import format_bytes
 from reshard.mesh import format_ranks
 from reshard.planning.plan import Plan
 from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.meeting import await_keys
 
 __all__ = ["Terms", "agree", "check_words", "raise_disagreement"]
@@ -56,7 +57,7 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     team.line.ask(lambda store: store.set(keys[team.rank], terms.to_json()))
     everyone = list(keys.values())
     watch.wait(
-        lambda: _missing(watch, keys),
+        lambda: _missing(watch, terms, keys),
         lambda peer: f"it to compare what is moved, with {_first_tensor(terms.plan)}",
     )
     found = dict(zip(keys, team.line.ask(lambda store: store.multi_get(everyone)), strict=True))
@@ -82,8 +83,16 @@ def check_words(watch: Watch, said: Mapping[int, int]) -> None:
         )
 
 
-def _missing(watch: Watch, keys: Mapping[int, str]) -> list[int]:
+def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
     """The ranks whose terms are not there; asks the store, patiently."""
+    hellos = watch.inbox.hellos.items()
+    others = [peer for peer, hello in hellos if hello.digest != watch.digest]
+    if others:
+        # They compare nothing, because they run a plan that was compared before: let them know.
+        for peer in others:
+            hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word)
+            watch.team.mailbox.send(peer, hello)
+        raise_disagreement(watch, terms)
     left = watch.team.line.ask(lambda store: await_keys(store, keys.values(), 0.2))
     return [rank for rank, key in keys.items() if key in set(left)]
 

@@ -179,7 +179,7 @@ class Run:
         self.call: Call | None = None
         self.prepared: _Prepared | None = None
         self.team: Team | None = None
-        self.compares = False
+        self.is_first = self.compares = False
         """Whether to compare with the other ranks. All must decide alike, so it is decided here:
         calls are made in one order, but those in flight go on in any."""
         prepared = prepared_of(plan)
@@ -193,7 +193,8 @@ class Run:
             self.team = team_of(group, prepared.ranks, options.timeout)
             self.report.call = self.team.next_call()
             self.team.turns.enter(self.report.call)
-            self.compares = self.team.is_new(self._terms_key()) or options.check == "always"
+            self.is_first = self.team.is_new(self._terms_key())
+            self.compares = self.is_first or options.check == "always"
             self.watch = Watch(
                 self.team,
                 self.report.call,
@@ -224,8 +225,8 @@ class Run:
         return self.prepared.digest, self.options.transport
 
     def _close(self, watch: Watch) -> None:
-        """The call is over; if it was to be compared and was not, the next one is."""
-        if self.compares:
+        """The call is over; if it was the first to be compared and was not, the next one is."""
+        if self.is_first and self.compares:
             watch.team.agreed.discard(self._terms_key())
         watch.team.turns.leave(watch.call)
         if self.flight is None:

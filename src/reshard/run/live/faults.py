@@ -26,7 +26,7 @@ from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.team import Team
 
-__all__ = ["Cause", "Watch"]
+__all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Cause", "Watch"]
 
 POST_AFTER = 1.0
 """Seconds of waiting after which a rank says so in the store, and looks there for a cause."""
@@ -156,10 +156,10 @@ class Watch:
         found = cause
         with contextlib.suppress(PeerLostError):
             key, text = f"abort/{self.call}", cause.to_json()
+            # Before anybody can know of the failure, so that nobody begins anew without knowing.
+            self.team.end_epoch(self.call)
             answer: Any = self.team.line.ask(lambda store: store.compare_set(key, "", text))
             found = Cause.from_json(answer)
-            if self.team.has_wire:
-                self.team.line.ask(lambda store: store.add("epoch", 1))
         self.stop()
         raise found.error(self.status())
 
@@ -178,6 +178,7 @@ class Watch:
     def stop(self) -> None:
         """Tell the ranks of this host that the call is over, and keep them from our memory."""
         self.team.door.board.close_call(self.call)
+        self.team.last_failed = max(self.team.last_failed, self.call)
         self.team.drop_wire()
         for peer in self.team.links:
             self.team.mailbox.send(peer, Message(Kind.ABORT, self.call, self.digest))

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 
 from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.call import told
-from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.faults import LOOK_EVERY, PAUSE_GROWTH, Cause, Watch
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.nccl import DeviceWire, Exchange
 
@@ -25,7 +25,7 @@ __all__ = ["Flight", "Flights"]
 FIRST_PAUSE = 0.0002
 """Seconds after which a new exchange is asked again whether it is done; then ever later."""
 
-SUSPECT_AFTER = 1.5
+SUSPECT_AFTER = 1.2
 """Seconds after which only those are waited for who do not say that they wait, too."""
 
 TELL_SECONDS = 0.3
@@ -82,6 +82,7 @@ class Flight:
             return
         try:
             with told(self.watch):
+                leg.begin()
                 self.watch.wait(lambda: leg.missing(self._flights), what, FIRST_PAUSE)
         except Exception as error:
             known = error if isinstance(error, LiveError) else LiveError(repr(error))
@@ -99,6 +100,15 @@ class _Leg:
         self._began = 0.0
         self._asked = 0.0
         self._suspects = peers
+
+    def begin(self) -> None:
+        """Wait until this rank's own GPU has come that far: nobody else is late until then."""
+        pause = FIRST_PAUSE
+        while not self._exchange.begun() and not self._exchange.wire.aborted:
+            self._watch.check_lost(self._peers, lambda peer: "its part")
+            self._watch.check()
+            self._watch.team.mailbox.step(pause)
+            pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
 
     def missing(self, flights: Flights) -> Collection[int]:
         """Who may keep the exchange from its end; nobody once it has arrived."""
@@ -157,6 +167,8 @@ class Flights:
 
     def settle(self) -> None:
         """Wait until nothing is under way."""
+        if threading.current_thread() is self._thread:
+            return  # garbage is collected in any thread, teams among it
         over = threading.Event()
         self.give(over.set)
         over.wait()

@@ -78,8 +78,9 @@ class DeviceWire:
     ) -> Exchange:
         """Start all messages at once; several to one rank arrive in the order given."""
         stream = _cuda.current_stream(self.device)
+        reached = stream.record_event()
         work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect", wait)
-        return Exchange(self, work, arrived, [*sends, *receives])
+        return Exchange(self, work, (reached, arrived), [*sends, *receives])
 
     def abort(self) -> None:
         """End all exchanges under way, within a second; what they received is undefined."""
@@ -141,15 +142,20 @@ class Exchange:
     """Messages under way. Keep it until it is done: it holds the tensors."""
 
     def __init__(
-        self, wire: DeviceWire, work: Any, arrived: Any, messages: Sequence[Message]
+        self, wire: DeviceWire, work: Any, events: tuple[Any, Any], messages: Sequence[Message]
     ) -> None:
-        self.wire, self._work, self._arrived = wire, work, arrived
+        self.wire, self._work = wire, work
+        self._reached, self._arrived = events
         self._messages = messages
 
     def join(self) -> None:
         """Let the current stream wait for the messages."""
         if self._work is not None:
             self._work.synchronize()
+
+    def begun(self) -> bool:
+        """Whether this rank's GPU has come as far as the exchange."""
+        return bool(self._reached.query())
 
     def done(self) -> bool:
         """Whether all messages arrived; raises once the group has failed."""

@@ -62,6 +62,8 @@ class Team:
         self._wire: Wire | None = None
         self._epoch = 0
         self.num_calls = 0
+        self.last_failed = -1
+        """The last call that this rank knows to have failed."""
         self.lock = threading.Lock()
 
     @property
@@ -135,13 +137,22 @@ class Team:
         return [int(name.rpartition("/")[2]) for name in left]
 
     def epoch(self) -> int:
-        """A number that grows when a call has failed: connections from before are not used."""
-        return int(self.line.ask(lambda store: store.add("epoch", 0)))
+        """Grows when a call has failed: process groups from before are not used any more.
 
-    @property
-    def has_wire(self) -> bool:
-        """Whether a process group is in use, of the network or of GPUs."""
-        return self._wire is not None or self.gpus is not None
+        It is one more than the number of that call, so that ranks of which several tell of a
+        failure, and ranks that have not heard of it yet, come to the same.
+        """
+        told = int(self.line.ask(lambda store: store.add("epoch", 0)))
+        return max(told, self.last_failed + 1)
+
+    def end_epoch(self, call: int) -> None:
+        """A call has failed: all ranks are to make process groups anew."""
+
+        def tell(store: Store) -> None:
+            if store.add("epoch", 0) <= call:
+                store.set("epoch", str(call + 1))
+
+        self.line.ask(tell)
 
     def drop_wire(self) -> None:
         """Throw the network group away."""
