@@ -475,6 +475,8 @@ def behind() -> None:
         out = plan.run({"tensor": mine}, sync=True)["tensor"]
         assert torch.equal(out.cpu(), local(full, want))
 
+    if not STAND_IN:
+        torch.cuda._sleep(1)  # a kernel that is new would wait for those that run
     for number, raised in enumerate((by_check, by_next_call, by_sync, by_handle)):
         works()
         meet(f"behind {number}")
@@ -489,8 +491,7 @@ def busy() -> None:
     if STAND_IN:
         stand_in.StandInWire.lag = 4.0 if RANK == 3 else 0.0
     elif RANK == 3:
-        for _ in range(40):
-            torch.cuda._sleep(200_000_000)
+        torch.cuda._sleep(8_000_000_000)
 
 
 def synchronize() -> None:
@@ -591,11 +592,54 @@ def mixed() -> None:
                 assert torch.equal(out[name].cpu(), right), (name, turn)
 
 
+def leave() -> None:
+    """The last move is under way when a process ends the usual way."""
+    full = torch.arange(float(4 << 20)).reshape(1024, 4096)
+    have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
+    plan = rs.plan(have, want, shape=(1024, 4096), dtype="float32")
+    for _ in range(3):
+        out = plan.run({"tensor": full.chunk(4, 0)[RANK].contiguous().to(DEVICE)})["tensor"]
+    time.sleep(RANK * 0.3)
+    if RANK % 2:
+        assert torch.equal(out.cpu(), full.chunk(4, 1)[RANK])
+    if "destroy" in sys.argv:
+        dist.destroy_process_group()
+
+
+def speed() -> None:
+    """What a warm call costs on the host; nothing is asserted."""
+    for count, side in ((1, 2048), (1000, 128)):
+        have = {
+            str(n): rs.TensorSpec((side, side), "bfloat16", rs.Layout(LINE, "tp -"))
+            for n in range(count)
+        }
+        want = {
+            str(n): rs.TensorSpec((side, side), "bfloat16", rs.Layout(LINE, "- tp"))
+            for n in range(count)
+        }
+        plan = rs.plan(have, want)
+        kind = {"dtype": torch.bfloat16, "device": DEVICE}
+        given = {name: torch.zeros(side // 4, side, **kind) for name in have}
+        into = {name: torch.zeros(side, side // 4, **kind) for name in want}
+        times: dict[str, list[float]] = {}
+        for _ in range(12):
+            for way, options in (("enqueued", {}), ("sync", {"sync": True})):
+                synchronize()
+                dist.barrier()
+                start = time.perf_counter()
+                plan.run(given, into=into, **options)
+                times.setdefault(way, []).append(time.perf_counter() - start)
+        medians = {
+            way: f"{sorted(took)[len(took) // 2] * 1e3:.2f} ms" for way, took in times.items()
+        }
+        print(f"rank {RANK}: speed of {count} x [{side}, {side}]: {medians}")
+
+
 SCENARIOS = {
     function.__name__: function
     for function in (
         *(pairs, states, casts, sums, large, given_ways, disjoint, in_flight, streams, dtensors),
-        *(gradients, refusals, absent, behind, killed, mixed),
+        *(gradients, refusals, absent, behind, killed, mixed, leave, speed),
     )
 }
 
@@ -609,10 +653,12 @@ def main() -> None:
     address = f"tcp://127.0.0.1:{os.environ['PORT']}"
     dist.init_process_group(BACKEND, rank=RANK, world_size=SIZE, init_method=address)
     check_group()
-    for name in sys.argv[1:]:
+    for name in [name for name in sys.argv[1:] if name in SCENARIOS]:
         start = time.perf_counter()
         SCENARIOS[name]()
         print(f"rank {RANK}: {name} is fine, {time.perf_counter() - start:.1f} s", flush=True)
+        if name == "leave":
+            return
         if name != "killed":
             meet(f"after {name}")
     if RANK == 0:

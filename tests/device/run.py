@@ -1,4 +1,7 @@
-"""Run the tests of this folder without pytest: ``PYTHONPATH=src python3 -m tests.device.run``."""
+"""Run the tests of this folder without pytest: ``PYTHONPATH=src python3 -m tests.device.run``.
+
+Words after it choose tests: those with one of them in their name, or in that of their file.
+"""
 
 import importlib
 import sys
@@ -8,11 +11,18 @@ import unittest
 from pathlib import Path
 
 
+def chosen(file: str, name: str) -> bool:
+    words = sys.argv[1:]
+    return name.startswith("test_") and (
+        not words or any(word in f"{file}.{name}" for word in words)
+    )
+
+
 def main() -> int:
     failed = 0
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         module = importlib.import_module(f"tests.device.{path.stem}")
-        for name in [name for name in vars(module) if name.startswith("test_")]:
+        for name in [name for name in vars(module) if chosen(path.stem, name)]:
             start = time.perf_counter()
             try:
                 getattr(module, name)()

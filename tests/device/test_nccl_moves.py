@@ -57,6 +57,10 @@ def test_failures_over_a_stand_in() -> None:
     run_ranks("refusals", "absent", BACKEND="gloo", STAND_IN="1")
 
 
+def test_late_gpus_over_a_stand_in() -> None:
+    run_ranks("behind", "leave", BACKEND="gloo", STAND_IN="1")
+
+
 def test_a_killed_rank_over_a_stand_in() -> None:
     run_ranks("killed", codes=(0, 0, 0, -9), BACKEND="gloo", STAND_IN="1")
 
@@ -76,6 +80,11 @@ def test_failures_on_gpus() -> None:
 
 def test_a_killed_rank_on_gpus() -> None:
     on_gpu("killed", backend="nccl", codes=(0, 0, 0, -9))
+
+
+def test_processes_that_end_on_gpus() -> None:
+    on_gpu("leave", backend="nccl")
+    on_gpu("leave", "destroy", backend="nccl")
 
 
 def test_gpu_tensors_by_way_of_the_host() -> None:

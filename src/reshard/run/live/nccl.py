@@ -109,8 +109,7 @@ class DeviceWire:
             work = self._backend._end_coalescing()
         arrived = _cuda.Event()
         with _cuda.stream(self._aside):
-            if work is not None:
-                work.synchronize()
+            _await(work)
             arrived.record()
         return work, arrived
 
@@ -150,8 +149,7 @@ class Exchange:
 
     def join(self) -> None:
         """Let the current stream wait for the messages."""
-        if self._work is not None:
-            self._work.synchronize()
+        _await(self._work)
 
     def begun(self) -> bool:
         """Whether this rank's GPU has come as far as the exchange."""
@@ -213,6 +211,13 @@ class _Hand:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             task.run()
+
+
+def _await(work: Any) -> None:
+    """Let the current stream wait for NCCL's; the host goes on."""
+    if work is not None:
+        # The older of the two names is going to go.
+        getattr(work, "block_current_stream", work.synchronize)()
 
 
 def _new_backend(store: Store, rank: int, size: int) -> Any:
