@@ -49,7 +49,9 @@ def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
     words = layout.words
     if isinstance(layout, BoxLayout) or words.without or words.reduce:
         return None
-    if any(is_mixed(cuts) for cuts in layout.dims(shape)) or any(len(at) > 1 for _, at in words.on):
+    if any(is_mixed(cuts) for cuts in (*layout.dims(shape), words.flat)):
+        return None
+    if any(len(at) > 1 for _, at in words.on):
         return None
     used = {axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)}
     used |= {axis for axis, _ in words.on}
