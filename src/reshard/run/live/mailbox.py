@@ -101,7 +101,8 @@ class Inbox:
         self.heard[peer] = time.monotonic()
         match message.kind:
             case Kind.HELLO:
-                self.hellos[peer] = message
+                # A new dict each time: whoever looks through the old one may be another thread.
+                self.hellos = {**self.hellos, peer: message}
                 if message.c:
                     self.ready[peer, 0] = Message(
                         Kind.READY, message.call, b"", 0, message.arena, message.d
@@ -259,8 +260,9 @@ class Mailbox:
         if peer in self.lost:
             return
         self.lost.add(peer)
-        for key in [key for key in self._lent if key[0] == peer]:
-            self._give_back(key)
+        with self._came:
+            for key in [key for key in self._lent if key[0] == peer]:
+                self._give_back(key)
         with contextlib.suppress(KeyError, OSError, ValueError):
             self._poll.unregister(self.links[peer])
         self.links[peer].close()
