@@ -95,14 +95,17 @@ class Inbox:
     """When each peer last said something."""
     arenas: dict[tuple[int, int], Arena] = field(default_factory=dict)
     """Memory that messages lie in, by peer and number: mapped until the call is over."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Greetings come over sockets and over the network, each in a thread."""
 
     def put(self, peer: int, message: Message) -> None:
         """File a message."""
         self.heard[peer] = time.monotonic()
         match message.kind:
             case Kind.HELLO:
-                # A new dict each time: whoever looks through the old one may be another thread.
-                self.hellos = {**self.hellos, peer: message}
+                # A new dict each time: another thread may be looking through the old one.
+                with self.lock:
+                    self.hellos = {**self.hellos, peer: message}
                 if message.c:
                     self.ready[peer, 0] = Message(
                         Kind.READY, message.call, b"", 0, message.arena, message.d
