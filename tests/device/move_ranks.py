@@ -446,9 +446,9 @@ def refusals() -> None:
 
 def absent() -> None:
     """A rank does not call: found on the host, nothing is given to a GPU."""
-    full = torch.arange(64.0).reshape(8, 8)
+    full = torch.arange(128.0).reshape(8, 16)
     have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
-    plan = rs.plan(have, want, shape=(8, 8), dtype="float32")
+    plan = rs.plan(have, want, shape=(8, 16), dtype="float32")
     mine = local(full, have).to(DEVICE)
     plan.run({"tensor": mine})
     if RANK == 3:
@@ -466,21 +466,22 @@ def absent() -> None:
 
 def behind() -> None:
     """A rank calls, but its GPU comes too late: raised by the next call, or by rs.check."""
-    full = torch.arange(64.0).reshape(8, 8)
+    full = torch.arange(96.0).reshape(8, 12)
     have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
-    plan = rs.plan(have, want, shape=(8, 8), dtype="float32")
+    plan = rs.plan(have, want, shape=(8, 12), dtype="float32")
     mine = local(full, have).to(DEVICE)
 
     def works() -> None:
         out = plan.run({"tensor": mine}, sync=True)["tensor"]
         assert torch.equal(out.cpu(), local(full, want))
 
+    given = {"tensors": {"tensor": mine}, "into": {"tensor": local(full, want).to(DEVICE)}}
     if not STAND_IN:
         torch.cuda._sleep(1)  # a kernel that is new would wait for those that run
     for number, raised in enumerate((by_check, by_next_call, by_sync, by_handle)):
         works()
         meet(f"behind {number}")
-        raised(plan, mine)
+        raised(plan, given)
         meet(f"behind {number}, raised")
         works()
         check_group()
@@ -502,9 +503,9 @@ def synchronize() -> None:
 LATE = (rs.LiveError, "rank 3 stopped answering")
 
 
-def by_check(plan: rs.Plan, mine: torch.Tensor) -> None:
+def by_check(plan: rs.Plan, given: Any) -> None:
     busy()
-    plan.run({"tensor": mine}, timeout=1.5)
+    plan.run(**given, timeout=1.5)
     if not STAND_IN:
         rs.check()
     time.sleep(5)
@@ -513,25 +514,25 @@ def by_check(plan: rs.Plan, mine: torch.Tensor) -> None:
     rs.check()
 
 
-def by_next_call(plan: rs.Plan, mine: torch.Tensor) -> None:
+def by_next_call(plan: rs.Plan, given: Any) -> None:
     busy()
-    plan.run({"tensor": mine}, timeout=1.5)
+    plan.run(**given, timeout=1.5)
     time.sleep(5)
     with fails(*LATE, "before it failed", within=3):
-        plan.run({"tensor": mine}, timeout=5)
+        plan.run(**given, timeout=5)
 
 
-def by_sync(plan: rs.Plan, mine: torch.Tensor) -> None:
+def by_sync(plan: rs.Plan, given: Any) -> None:
     busy()
     with fails(*LATE, within=5):
-        plan.run({"tensor": mine}, timeout=1.5, sync=True)
+        plan.run(**given, timeout=1.5, sync=True)
     synchronize()
     rs.check()
 
 
-def by_handle(plan: rs.Plan, mine: torch.Tensor) -> None:
+def by_handle(plan: rs.Plan, given: Any) -> None:
     busy()
-    handle = plan.start({"tensor": mine}, timeout=1.5)
+    handle = plan.start(**given, timeout=1.5)
     with fails(*LATE, within=5):
         handle.wait()
     synchronize()
@@ -606,40 +607,11 @@ def leave() -> None:
         dist.destroy_process_group()
 
 
-def speed() -> None:
-    """What a warm call costs on the host; nothing is asserted."""
-    for count, side in ((1, 2048), (1000, 128)):
-        have = {
-            str(n): rs.TensorSpec((side, side), "bfloat16", rs.Layout(LINE, "tp -"))
-            for n in range(count)
-        }
-        want = {
-            str(n): rs.TensorSpec((side, side), "bfloat16", rs.Layout(LINE, "- tp"))
-            for n in range(count)
-        }
-        plan = rs.plan(have, want)
-        kind = {"dtype": torch.bfloat16, "device": DEVICE}
-        given = {name: torch.zeros(side // 4, side, **kind) for name in have}
-        into = {name: torch.zeros(side, side // 4, **kind) for name in want}
-        times: dict[str, list[float]] = {}
-        for _ in range(12):
-            for way, options in (("enqueued", {}), ("sync", {"sync": True})):
-                synchronize()
-                dist.barrier()
-                start = time.perf_counter()
-                plan.run(given, into=into, **options)
-                times.setdefault(way, []).append(time.perf_counter() - start)
-        medians = {
-            way: f"{sorted(took)[len(took) // 2] * 1e3:.2f} ms" for way, took in times.items()
-        }
-        print(f"rank {RANK}: speed of {count} x [{side}, {side}]: {medians}")
-
-
 SCENARIOS = {
     function.__name__: function
     for function in (
         *(pairs, states, casts, sums, large, given_ways, disjoint, in_flight, streams, dtensors),
-        *(gradients, refusals, absent, behind, killed, mixed, leave, speed),
+        *(gradients, refusals, absent, behind, killed, mixed, leave),
     )
 }
 

@@ -50,7 +50,7 @@ def on_gpu(*scenarios: str, backend: str, codes: tuple[int, ...] = (0, 0, 0, 0))
 
 def test_moves_over_a_stand_in() -> None:
     names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "gradients", "pairs", "states")
-    run_ranks(*names, BACKEND="gloo", STAND_IN="1", NUM_CASES="60")
+    run_ranks(*names, BACKEND="gloo", STAND_IN="1", NUM_CASES="40")
 
 
 def test_failures_over_a_stand_in() -> None:
@@ -58,7 +58,11 @@ def test_failures_over_a_stand_in() -> None:
 
 
 def test_late_gpus_over_a_stand_in() -> None:
-    run_ranks("behind", "leave", BACKEND="gloo", STAND_IN="1")
+    run_ranks("behind", BACKEND="gloo", STAND_IN="1")
+
+
+def test_processes_that_end_over_a_stand_in() -> None:
+    run_ranks("leave", BACKEND="gloo", STAND_IN="1")
 
 
 def test_a_killed_rank_over_a_stand_in() -> None:

@@ -59,7 +59,7 @@ class DeviceWires:
             self._wire.abort()
         others = frozenset(team.ranks) - {team.rank}
         self._wire = DeviceWire(
-            PrefixStore(f"{key}/nccl", team.own_connection()),
+            PrefixStore(key, team.own_connection()),
             team.ranks.index(team.rank),
             len(team.ranks),
             device,

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
+from reshard.run.live.c10d import PrefixStore
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -224,8 +225,10 @@ def _new_backend(store: Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
     # All that this bounds is how long an abort may take.
     options._timeout = timedelta(seconds=ABORT_SECONDS)
+    # NCCL's keys are plain numbers: apart from whatever else is in the store.
+    apart = PrefixStore("nccl", store)
     with _without_watchdog():
-        return dist.ProcessGroupNCCL(store, rank, size, options)
+        return dist.ProcessGroupNCCL(apart, rank, size, options)
 
 
 @contextmanager
