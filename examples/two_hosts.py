@@ -28,9 +28,11 @@ def main(trace: str | None = None) -> None:
     plan = rs.plan(have, want, shape=SHAPE, dtype="float32")
 
     # Which ranks share a machine is found out, not asked; transport="network" would force one way.
-    handle = plan.start({"tensor": full.chunk(size, dim=0)[rank]}, timeout=30)
-    moved = handle.wait()["tensor"]
-    assert torch.equal(moved, full.chunk(size, dim=1)[rank])
+    mine = {"tensor": full.chunk(size, dim=0)[rank]}
+    moved = plan.run(mine, timeout=30)  # the first time ranks meet, and make their connections
+    handle = plan.start(mine, into=moved)
+    handle.wait()
+    assert torch.equal(moved["tensor"], full.chunk(size, dim=1)[rank])
 
     # Every rank has its own report; the first one collects them, for one picture of all.
     reports: list[rs.RunReport] = [handle.report] * size

@@ -26,6 +26,7 @@ _HOMES = {
     "TensorSpec": "spec",
     "Topology": "planning.topology",
     "backward": "tensors.move",
+    "check": "run.live.engine",
     "describe": "tensors.describe",
     "exchange": "tensors.exchange",
     "flat_bucket": "bucket",

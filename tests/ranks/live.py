@@ -7,10 +7,12 @@ made by every rank for itself, as users do.
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -212,18 +214,20 @@ def run_cases(rank: int, num_ranks: int, seeds: range, states: bool) -> Told:
     return told
 
 
-def run_case(rank: int, one: Simulated, plan: rs.Plan, transport: str, told: Told) -> None:
+def run_case(
+    rank: int, one: Simulated, plan: rs.Plan, transport: str, told: Told, group: Any = None
+) -> None:
     """Run one case by one transport, and tell what came of it."""
     given = tensors_of(one.given.get(rank, {}), plan.have)
     try:
         with limits_of(transport) as forced:
-            handle = plan.start(given, timeout=TIMEOUT, transport=forced)
+            handle = plan.start(given, timeout=TIMEOUT, transport=forced, group=group)
             problem = difference(handle.wait(), one.expected.get(rank, {}))
         report = handle.report
         figures = report.bytes_sent, report.messages_sent, report.peak_staging
         told.counts.append(Count(one.seed, transport, *figures))
-    except Exception as error:
-        problem = repr(error)
+    except Exception:
+        problem = traceback.format_exc(limit=-5)
     if problem:
         told.problems.append(
             f"# seed {one.seed}, {transport}, rank {rank}: {problem}\n{one.case.snippet()}"

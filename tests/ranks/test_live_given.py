@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor, Replicate, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 
 import reshard as rs
 from tests.ranks.live import local_of, locals_of, numbered, same_bits
@@ -118,7 +119,8 @@ def unfit(rank: int) -> dict[str, str]:
     plan = rs.plan(ROWS, COLUMNS, shape=FULL)
     mine = local_of(numbered(FULL), ROWS, rank)
     into = torch.zeros(8, 2)
-    mesh = init_device_mesh("cpu", (4,))
+    # Without groups: the other ranks of the pool would have to make them too.
+    mesh = DeviceMesh("cpu", [*FOUR], _init_backend=False)
     dtensor = DTensor.from_local(mine, mesh, [Replicate()], run_check=False)
     told = {
         "list": message_of(plan, {"tensor": mine.tolist()}),

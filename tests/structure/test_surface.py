@@ -34,6 +34,7 @@ PUBLIC = [
     "Topology",
     "TopologyError",
     "backward",
+    "check",
     "describe",
     "exchange",
     "flat_bucket",

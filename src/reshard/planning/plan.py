@@ -201,18 +201,20 @@ class Plan:
         return from_json(text)
 
     def run(
-        self, tensors: Mapping[str, Tensor | None], *, into: Any = None, **options: Any
+        self, tensors: Mapping[str, Any], *, into: Mapping[str, Any] | None = None, **options: Any
     ) -> dict[str, Tensor]:
-        """Move this rank's local tensors along the plan, live; gives its destination tensors.
+        """Move this rank's tensors along the plan, live; gives its destination tensors.
 
-        Every rank of the two layouts calls it with the same plan. Options: ``group``, ``timeout``,
-        ``deadline``, ``transport``, ``check``, ``atomic``, ``donate``, ``device``, ``progress``.
+        DTensors, ShardedTensors and local tensors, nested as in a state dict; what is moved into
+        tensors is given as they are. Every rank of the two layouts calls it with the same plan.
+        Options: ``group``, ``timeout``, ``deadline``, ``transport``, ``check``, ``atomic``,
+        ``donate``, ``device``, ``progress``, ``sync``.
         """
         found: dict[str, Tensor] = _engine().run(self, tensors, into=into, **options)
         return found
 
     def start(
-        self, tensors: Mapping[str, Tensor | None], *, into: Any = None, **options: Any
+        self, tensors: Mapping[str, Any], *, into: Mapping[str, Any] | None = None, **options: Any
     ) -> Handle:
         """Begin to move and go on; the handle's ``wait()`` gives the tensors."""
         handle: Handle = _engine().start(self, tensors, into=into, **options)
@@ -250,4 +252,4 @@ def _engine() -> Any:
     """The live engine, which needs torch: loaded when something really moves."""
     from importlib import import_module
 
-    return import_module("reshard.run.live.engine")
+    return import_module("reshard.tensors.running")

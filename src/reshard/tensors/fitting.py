@@ -33,8 +33,8 @@ def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, role: str) 
     alike = (found.shape, found.dtype) == (planned.shape, planned.dtype)
     if not alike or not found.layout.same_as(planned.layout, found.shape):
         raise TensorError(
-            f'"{name}" {role} is {_text(found)} and the plan says {_text(planned)}: plan with what '
-            "rs.describe says of the tensors you give"
+            f'"{name}" {role} is a {type(tensor).__name__} {_text(found)} and the plan says '
+            f"{_text(planned)}: plan with what rs.describe says of the tensors you give"
         )
 
 

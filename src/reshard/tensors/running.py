@@ -1,0 +1,86 @@
+"""Run a plan with tensors as a program has them: DTensors, ShardedTensors, plain local tensors.
+
+Nested state dicts are flattened as `describe` does, so that its names are the names of the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from reshard.errors import TensorError
+from reshard.planning.plan import Plan
+from reshard.run.live import engine
+from reshard.run.live.engine import release
+from reshard.run.live.handle import Handle
+from reshard.spec import TensorSpec
+from reshard.tensors.describe import tensors_in
+from reshard.tensors.fitting import check_fits, joined, place_of
+from reshard.tensors.meshes import this_rank
+from reshard.tensors.reading import parts_of
+
+__all__ = ["release", "run", "start"]
+
+Tensors = Mapping[str, torch.Tensor | None]
+
+PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
+"""What is handed on as it is; a state dict of thousands of these is not looked through."""
+
+
+def run(
+    plan: Plan, tensors: Mapping[Any, Any], *, into: Mapping[Any, Any] | None = None, **options: Any
+) -> dict[str, torch.Tensor]:
+    """Move this rank's tensors along a plan; gives new local tensors, or those of ``into``."""
+    return start(plan, tensors, into=into, _thread=False, **options).wait()
+
+
+def start(
+    plan: Plan, tensors: Mapping[Any, Any], *, into: Mapping[Any, Any] | None = None, **options: Any
+) -> Handle:
+    """Begin to move; the handle's ``wait`` gives the tensors."""
+    try:
+        given = tensors if _is_plain(tensors) else _sources(plan, tensors)
+        if into is None or _is_plain(into):
+            return engine.start(plan, given, into=into, **options)
+        found = _flat(into, plan.want, "to move into")
+        places = {name: place_of(tensor) for name, tensor in found.items()}
+    except TensorError as error:
+        options.pop("_thread", None)
+        engine.refuse(plan, TensorError(f"on rank {this_rank()}: {error}"), **options)
+    targets = {name: place.local for name, place in places.items()}
+    handle = engine.start(plan, given, into=targets, **options)
+
+    def finish(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        for place in places.values():
+            place.fill()
+        return found
+
+    handle.finish = finish
+    return handle
+
+
+def _is_plain(tensors: Mapping[Any, Any]) -> bool:
+    return set(map(type, tensors.values())) <= PLAIN
+
+
+def _sources(plan: Plan, tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor | None]:
+    """The local tensors of a state dict, under its flattened names."""
+    flat = _flat(tensors, plan.have, "to move")
+    return {name: joined(parts_of(tensor)) for name, tensor in flat.items()}
+
+
+def _flat(
+    tensors: Mapping[Any, Any], specs: Mapping[str, TensorSpec], role: str
+) -> dict[str, torch.Tensor]:
+    """The tensors of a state dict, if those that know how they lie lie as planned."""
+    for name, value in tensors.items():
+        if name in specs and not (value is None or isinstance(value, torch.Tensor)):
+            raise TensorError(f'"{name}" {role} is a {type(value).__name__}: give a tensor')
+    found = tensors_in(tensors)
+    for name, tensor in found.items():
+        # A name that the plan does not have is the engine's to refuse.
+        if type(tensor) not in PLAIN and name in specs:
+            check_fits(tensor, specs[name], name, role)
+    return found

@@ -1,0 +1,266 @@
+"""State dicts as programs have them: FSDP2 over tensor parallelism, old shards, nested dicts."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import Shard as OldShard
+from torch.distributed._shard.sharded_tensor import ShardedTensor, init_from_local_shards
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, zeros
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import reshard as rs
+from tests.ranks.outcome import Raised
+from tests.ranks.pool import Pool
+from tests.tensors.worlds import cut, numbered
+
+TIMEOUT = 20.0
+ROWS = 13
+
+
+def block() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """Two layers that count, and their whole parameters."""
+    made = torch.nn.Sequential(torch.nn.Linear(8, ROWS), torch.nn.Linear(ROWS, 8))
+    with torch.no_grad():
+        for number, parameter in enumerate(made.parameters()):
+            parameter.copy_(numbered(*parameter.shape) + 1000 * number)
+    return made, {name: value.clone() for name, value in made.state_dict().items()}
+
+
+def trainer() -> tuple[torch.nn.Module | None, dict[str, torch.Tensor], DeviceMesh]:
+    """The block on six ranks, dp=3 over tp=2; None on the others."""
+    mesh = DeviceMesh("cpu", [[0, 1], [2, 3], [4, 5]], mesh_dim_names=("dp", "tp"))
+    made, whole = block()
+    if mesh.get_coordinate() is None:
+        return None, whole, mesh
+    parallelize_module(made, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    fully_shard(made, mesh=mesh["dp"])
+    return made, whole, mesh
+
+
+def move_parameters(rank: int) -> int:
+    """Every parameter of a sharded model, to other placements of its mesh and to a layout."""
+    model, whole, mesh = trainer()
+    if model is None:
+        return 0
+    targets = [(Replicate(), Replicate()), (Shard(0), Replicate()), (Shard(0), Shard(0)),
+               (Replicate(), Shard(0)), (Shard(0), Shard(-1))]  # fmt: skip
+    rows = rs.Layout(rs.Mesh(all=6), "all ...")
+    tried = 0
+    for name, parameter in model.named_parameters():
+        full = whole[name]
+        for placements in targets:
+            moved = rs.move(parameter, to=(mesh, placements), timeout=TIMEOUT)
+            assert isinstance(moved, DTensor)
+            assert moved.requires_grad
+            moved = moved.detach()
+            wanted = cut(full, rs.layout_of(moved), rank)
+            assert torch.equal(moved.to_local(), wanted), (name, placements)
+            tried += 1
+        local = rs.move(parameter.detach(), to=rows, timeout=TIMEOUT)
+        assert torch.equal(local, cut(full, rows, rank)), name
+    return tried
+
+
+def test_parameters_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
+    assert pool.run(move_parameters) == [20] * 6 + [0] * 2
+
+
+def gradients_of_fsdp(rank: int) -> None:
+    """A loss of the gathered parameter gives the sharded one its part of the gradient."""
+    model, whole, mesh = trainer()
+    if model is None:
+        return
+    for name, parameter in model.named_parameters():
+        moved = rs.move(parameter, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
+        moved.backward(DTensor.from_local(whole[name], mesh, [Replicate(), Replicate()]))
+        found = rs.move(parameter.grad, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
+        assert torch.equal(found.to_local(), whole[name]), name
+
+
+def test_gradients_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
+    pool.run(gradients_of_fsdp)
+
+
+def serve(rank: int) -> None:
+    """From the sharded model on six ranks to tensor parallelism on two others, and back again."""
+    model, whole, _ = trainer()
+    servers = DeviceMesh("cpu", [6, 7])
+    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "1.bias": Replicate()}
+    mine, served = {}, {}
+    if model is not None:
+        mine = model.state_dict()
+    if servers.get_coordinate() is not None:
+        for name, full in whole.items():
+            served[name] = zeros(*full.shape, device_mesh=servers, placements=[cuts[name]])
+    have, want = rs.exchange(rs.describe(mine), rs.describe(served), timeout=TIMEOUT)
+    assert have.keys() == want.keys() == whole.keys()
+    plan = rs.plan(have, want)
+    found = plan.run(mine, into=served, timeout=TIMEOUT)
+    assert found.keys() == served.keys()
+    for name, tensor in served.items():
+        assert found[name] is tensor
+        assert torch.equal(tensor.to_local(), cut(whole[name], rs.layout_of(tensor), rank)), name
+    for tensor in served.values():
+        tensor.to_local().mul_(2)
+    back = rs.plan(want, have).run(served, into=mine, timeout=TIMEOUT)
+    for name, tensor in back.items():
+        assert tensor is mine[name]
+        expected = cut(2 * whole[name], have[name].layout, rank)
+        assert torch.equal(tensor.to_local(), expected.reshape(tensor.to_local().shape)), name
+
+
+def test_a_whole_state_dict(pool: Pool) -> None:
+    pool.run(serve)
+
+
+PLACES = {0: [((0, 0), (2, 3)), ((5, 0), (3, 3))], 1: [((2, 0), (3, 2)), ((2, 2), (3, 1))], 2: []}
+"""Shards of an (8, 3) tensor by rank: offset and sizes, several on a rank, none on another."""
+
+
+def old(full: torch.Tensor, rank: int, group: object) -> ShardedTensor:
+    """A ShardedTensor of the first three ranks, made of this rank's shards in reverse."""
+    shards = [
+        OldShard.from_tensor_and_offsets(
+            full[at[0] : at[0] + size[0], at[1] : at[1] + size[1]].clone(), [*at], rank
+        )
+        for at, size in reversed(PLACES[rank])
+    ]
+    return init_from_local_shards(shards, *full.shape, process_group=group)
+
+
+def old_shards(rank: int) -> None:
+    """ShardedTensors to a layout, to a mesh, into one another and into DTensors."""
+    group = dist.new_group([0, 1, 2])
+    mesh = DeviceMesh("cpu", [2, 3])
+    full = numbered(8, 3).double()
+    columns = rs.Layout(rs.Mesh(x=2, ranks=[1, 2]), "x -")
+    if rank > 3:
+        return
+    source = old(full, rank, group) if rank < 3 else None
+    layout = share(rs.layout_of(source) if rank == 0 else None)
+    about = {"shape": (8, 3), "dtype": "float64"}
+    if source is not None:
+        found = rs.move(source, to=columns, timeout=TIMEOUT)
+        assert (found is None) == (rank == 0)
+        assert found is None or torch.equal(found, cut(full, columns, rank))
+    given = (source,) if source is not None else (None, layout)
+    extra = {} if source is not None else about
+    moved = rs.move(*given, to=(mesh, [Shard(0)]), timeout=TIMEOUT, **extra)
+    if rank > 1:
+        assert torch.equal(moved.to_local(), cut(full, rs.layout_of(moved), rank))
+    target = old(torch.zeros_like(full), rank, group) if rank < 3 else None
+    back = rs.move(moved, to=layout, into=target, timeout=TIMEOUT)
+    if target is None:
+        assert back is None
+    else:
+        assert back is target
+        check_shards(target, full)
+
+
+def check_shards(tensor: ShardedTensor, full: torch.Tensor) -> None:
+    for shard in tensor.local_shards():
+        at, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+        expected = full[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
+        assert torch.equal(shard.tensor, expected), shard.metadata
+
+
+def share(layout: rs.Layout | None) -> rs.Layout:
+    """Rank 0 tells ranks 1 to 3 its layout."""
+    from tests.ranks.rank import pool_group
+
+    told = [None if layout is None else layout.to_json()]
+    dist.broadcast_object_list(told, src=0, group=pool_group(4))
+    return rs.Layout.from_json(told[0])
+
+
+def test_old_shards(pool: Pool) -> None:
+    pool.run(old_shards)
+
+
+def plan_with_old_shards(rank: int) -> None:
+    """A nested state dict with old shards, DTensors and local tensors, into the same kinds."""
+    group, mesh = dist.new_group([0, 1, 2]), DeviceMesh("cpu", [0, 1, 2])
+    if rank > 2:
+        return
+    full, small = numbered(8, 3).float(), numbered(5).float()
+    mine = {
+        "model": {"old": old(full, rank, group), "new": distribute_tensor(full, mesh, [Shard(0)])},
+        "optim": [{"step": 3, "name": "adam", "sum": small.clone()}],
+    }
+    theirs = {
+        "model": {"old": zeros(8, 3, device_mesh=mesh, placements=[Shard(1)]),
+                  "new": old(torch.zeros_like(full), rank, group)},
+        "optim": [{"step": 4, "sum": torch.zeros(5)}],
+    }  # fmt: skip
+    sides = (rs.describe(mine), rs.describe(theirs))
+    plan = rs.plan(*rs.exchange(*sides, group=group, timeout=TIMEOUT))
+    for atomic in (False, True):
+        found = plan.run(mine, into=theirs, group=group, timeout=TIMEOUT, atomic=atomic)
+        assert [*found] == ["model.old", "model.new", "optim.0.sum"]
+        moved = theirs["model"]["old"]
+        assert found["model.old"] is moved
+        assert torch.equal(moved.to_local(), cut(full, rs.layout_of(moved), rank))
+        check_shards(theirs["model"]["new"], full)
+        assert torch.equal(theirs["optim"][0]["sum"], small)
+        moved.to_local().zero_()
+    handle = plan.start(mine, into=theirs, group=group, timeout=TIMEOUT)
+    assert handle.wait() == handle.wait()
+    assert torch.equal(moved.to_local(), cut(full, rs.layout_of(moved), rank))
+    fresh = plan.run(mine, group=group, timeout=TIMEOUT)
+    assert torch.equal(fresh["model.old"], moved.to_local())
+    plan.release()
+
+
+def test_nested_dicts_of_all_kinds(pool: Pool) -> None:
+    pool.run(plan_with_old_shards)
+
+
+def lying_otherwise(rank: int, side: str) -> None:
+    """On one rank a DTensor is cut by another dim than the plan says; its shape would fit."""
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    if rank > 3:
+        return
+    full = numbered(8, 8).float()
+    rows, columns = (distribute_tensor(full, mesh, [Shard(dim)]) for dim in (0, 1))
+    whole = distribute_tensor(full, mesh, [Replicate()])
+    have, want = (rows, whole) if side == "have" else (whole, rows)
+    plan = rs.plan(rs.describe({"w": have}), rs.describe({"w": want}))
+    odd = columns if rank == 2 else rows
+    have, want = (odd, whole) if side == "have" else (whole, odd)
+    plan.run({"w": have}, into={"w": want}, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("side", ["have", "want"])
+def test_a_tensor_that_lies_otherwise(pool: Pool, side: str) -> None:
+    outcomes = pool.outcomes(lying_otherwise, side)
+    # Where every rank has the whole there is no message, and nobody else to tell.
+    ranks = range(4) if side == "have" else [2]
+    for rank in ranks:
+        told = outcomes[rank]
+        assert isinstance(told, Raised), told
+        assert told.kind == "TensorError"
+        assert told.seconds < 5
+        assert '"d0 -"' in told.message, told.message
+        assert '"- d0"' in told.message, told.message
+
+
+def moved_otherwise(rank: int) -> None:
+    mesh = DeviceMesh("cpu", [0, 1, 2, 3])
+    if rank > 3:
+        return
+    rows, columns = (distribute_tensor(numbered(8, 8), mesh, [Shard(dim)]) for dim in (0, 1))
+    rs.move(rows, to=(mesh, [Replicate()]), into=columns, timeout=TIMEOUT)
+
+
+def test_into_a_tensor_that_lies_otherwise(pool: Pool) -> None:
+    for told in pool.outcomes(moved_otherwise)[:4]:
+        assert isinstance(told, Raised), told
+        assert told.kind == "TensorError"
+        assert '"- d0"' in told.message
+        assert '"- -"' in told.message
