@@ -9,7 +9,7 @@ PY    := $(BIN)/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check docs-check fuzz bench clean distclean
+.PHONY: help setup demo test soak check docs-check fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -29,6 +29,9 @@ demo: $(READY) ## plan, prove, simulate and run a move of a real model
 
 test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
+
+soak: $(READY) ## run all tests with all their cases; takes half an hour on two cores
+	RESHARD_SOAK=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
 
 check: $(READY) ## style, types, layers, and the snippets of the docs
 	$(PY) -m ruff check .

@@ -71,7 +71,7 @@ def main() -> None:
     into = {} if served is None else served.state_dict()
     have, want = rs.exchange(have=rs.describe(mine), want=rs.describe(into))
     plan = rs.plan(have, want)
-    plan.run(local(mine), into=local(into))
+    plan.run(mine, into=into)
 
     with torch.no_grad():
         expected = trained(TEXT)
@@ -81,11 +81,6 @@ def main() -> None:
         if rank == 0:
             print(f"{plan}\n\nBoth models give the same logits {tuple(expected.shape)}.")
     dist.destroy_process_group()
-
-
-def local(state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What this rank holds: a plan moves local tensors."""
-    return {name: tensor.to_local() for name, tensor in state.items()}
 
 
 def train(model: nn.Module) -> None:

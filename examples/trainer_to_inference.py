@@ -34,7 +34,7 @@ def main() -> None:
     first = {name: torch.randn(shape) for name, shape in SHAPES.items()}
     mesh = DeviceMesh("cpu", [0, 1])  # a collective: the inference ranks take part in it
     trains = rank in (0, 1)
-    weights = trainer_weights(first, mesh) if trains else inference_weights(rank - 2)
+    weights = trainer_weights(first, mesh) if trains else inference_weights(rank)
 
     # Every rank says what it has or wants, and hears it from all. Then all make the same plan.
     if trains:
@@ -46,19 +46,18 @@ def main() -> None:
     if rank == 0:
         print(f"{plan}\n")
 
+    # Into the memory that the model serves from: nothing is allocated, nothing is swapped.
+    mine, into = (weights, {}) if trains else ({}, weights)
     for step in range(STEPS):
         if trains:
             train(weights, step)
         dist.barrier()  # only so that the time below is that of the move
         began = time.perf_counter()
-        if trains:
-            plan.run({name: weight.to_local() for name, weight in weights.items()})
-        else:
-            # Into the memory that the model uses: nothing is allocated, nothing is swapped.
-            plan.run({}, into=weights)
-            check(weights, first, step, rank - 2)
+        plan.run(mine, into=into)
+        seconds = time.perf_counter() - began
+        if not trains:
+            check(weights, first, step, rank)
         if rank == 2:
-            seconds = time.perf_counter() - began
             print(f"step {step}: {seconds * 1e3:.1f} ms{' (ranks meet)' if step == 0 else ''}")
     dist.destroy_process_group()
 
@@ -77,10 +76,10 @@ def inference_specs() -> dict[str, rs.TensorSpec]:
     }
 
 
-def inference_weights(place: int) -> dict[str, torch.Tensor]:
+def inference_weights(rank: int) -> dict[str, torch.Tensor]:
     """The weights of an inference rank, before the trainer has sent any."""
     return {
-        name: torch.zeros(spec.layout.local_shape(place + 2, spec.shape), dtype=torch.bfloat16)
+        name: torch.zeros(spec.layout.local_shape(rank, spec.shape), dtype=torch.bfloat16)
         for name, spec in inference_specs().items()
     }
 
@@ -92,15 +91,16 @@ def train(weights: dict[str, torch.Tensor], step: int) -> None:
 
 
 def check(
-    weights: dict[str, torch.Tensor], first: dict[str, torch.Tensor], step: int, place: int
+    weights: dict[str, torch.Tensor], first: dict[str, torch.Tensor], step: int, rank: int
 ) -> None:
     """Train everything here as well, and cut it by hand."""
     now = {name: value.clone() for name, value in first.items()}
     for earlier in range(step + 1):
         train(now, earlier)
-    parts = [now[f"{part}_proj.weight"].chunk(2)[place] for part in "qkv"]
+    parts = [now[f"{part}_proj.weight"].chunk(2)[rank - 2] for part in "qkv"]
+    columns = now["o_proj.weight"].chunk(2, dim=1)[rank - 2]
     assert torch.equal(weights["qkv.weight"], torch.cat(parts).bfloat16())
-    assert torch.equal(weights["o_proj.weight"], now["o_proj.weight"].bfloat16().chunk(2, 1)[place])
+    assert torch.equal(weights["o_proj.weight"], columns.bfloat16())
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ import pytest
 
 from tests.ranks.live import check_told, run_cases
 from tests.ranks.pool import Pool
+from tests.soak import cases
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])
 def test_random_state_dicts(pool: Pool, num_ranks: int) -> None:
-    told = pool.run(run_cases, num_ranks, range(120), True, ranks=range(num_ranks), timeout=100)
-    check_told(told, 120)
+    seeds = range(cases(12, 120))
+    told = pool.run(run_cases, num_ranks, seeds, True, ranks=range(num_ranks), timeout=100)
+    check_told(told, len(seeds))

@@ -93,7 +93,7 @@ def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
             hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word)
             watch.team.mailbox.send(peer, hello)
         raise_disagreement(watch, terms)
-    left = watch.team.line.ask(lambda store: await_keys(store, keys.values(), 0.2))
+    left = await_keys(watch.team.line, keys.values(), 0.2)
     return [rank for rank, key in keys.items() if key in set(left)]
 
 
@@ -108,7 +108,7 @@ def raise_disagreement(watch: Watch, terms: Terms) -> NoReturn:
     packed = zlib.compress(json.dumps(_describe(terms)).encode(), 1)
     text = packed.hex()
     team.line.ask(lambda store: store.set(keys[team.rank], text))
-    left = set(team.line.ask(lambda store: await_keys(store, keys.values(), DETAIL_SECONDS)))
+    left = set(await_keys(team.line, keys.values(), DETAIL_SECONDS))
     there = {rank: key for rank, key in keys.items() if key not in left}
     values = team.line.ask(lambda store: store.multi_get(list(there.values())))
     details = {rank: _read(value) for rank, value in zip(there, values, strict=True)}

@@ -28,7 +28,7 @@ def everyone_says(text: str, group: dist.ProcessGroup | None, timeout: float) ->
     packed = zlib.compress(text.encode(), 1).hex()
 
     def missing() -> list[int]:
-        left = set(team.line.ask(lambda store: await_keys(store, keys.values(), 0.2)))
+        left = set(await_keys(team.line, keys.values(), 0.2))
         return [rank for rank, key in keys.items() if key in left]
 
     try:

@@ -169,7 +169,7 @@ class Watch:
         self.team.line.ask(lambda store: store.set(keys[self.team.rank], "1"))
 
         def missing() -> list[int]:
-            left = set(self.team.line.ask(lambda store: await_keys(store, keys.values(), 0.2)))
+            left = set(await_keys(self.team.line, keys.values(), 0.2))
             return [rank for rank, key in keys.items() if key in left]
 
         self.wait(missing, lambda peer: "it to have all of its part")

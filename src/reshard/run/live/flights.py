@@ -129,8 +129,7 @@ class _Leg:
     def _silent(self) -> list[int]:
         """Peers that have not said in the store that they wait as well: they hold it up."""
         keys = {peer: f"wait/{self._watch.call}/{peer}" for peer in self._peers}
-        line = self._watch.team.line
-        left = line.ask(lambda store: set(await_keys(store, keys.values(), 0.0)))
+        left = set(await_keys(self._watch.team.line, keys.values(), 0.0))
         return [peer for peer, key in keys.items() if key in left]
 
     def _lost(self, error: PeerLostError) -> None:

@@ -1,7 +1,8 @@
 """Talk to the store without ever hanging on it.
 
 A store whose host is cut off does not answer and does not fail: a plain call would wait for as long
-as TCP does. So a thread of its own does the talking, and whoever asks waits only so long.
+as TCP does. So a thread of its own does the talking, and whoever asks waits only so long. Several
+calls may share the line, so a question is short: to wait for something, ask again and again.
 """
 
 from __future__ import annotations
@@ -49,6 +50,10 @@ class Line:
             f"the store of this team, which rank {self._leader} serves, {reason}: without it no "
             "cause can be told; end the job or make a new process group without that rank"
         )
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all keys are there."""
+        return bool(self.ask(lambda store: store.check(keys)))
 
     def _serve(self) -> None:
         while (asked := self._asked.get()) is not None:

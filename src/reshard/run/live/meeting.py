@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
+from typing import Protocol
 
 from reshard.errors import MoveTimeoutError, PeerLostError
 from reshard.run.live.c10d import Store, TCPStore
@@ -52,8 +53,15 @@ def _connect(hosts: Sequence[str], port: int, leader: int) -> TCPStore:
     )
 
 
+class Checks(Protocol):
+    """A store, or a line to one."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all keys are there."""
+
+
 def await_keys(
-    store: Store,
+    store: Checks,
     keys: Iterable[str],
     seconds: float,
     look_up: Callable[[], None] = lambda: None,

@@ -131,9 +131,7 @@ class Team:
         return clone
 
     def _not_at(self, key: str) -> list[int]:
-        left = self.line.ask(
-            lambda store: await_keys(store, [f"{key}/{rank}" for rank in self.ranks], 0.2)
-        )
+        left = await_keys(self.line, [f"{key}/{rank}" for rank in self.ranks], 0.2)
         return [int(name.rpartition("/")[2]) for name in left]
 
     def epoch(self) -> int:
