@@ -17,7 +17,8 @@ from typing import Any, NoReturn
 from reshard.bytesize import format_bytes
 from reshard.mesh import format_ranks
 from reshard.planning.plan import Plan
-from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.cause import Cause
+from reshard.run.live.faults import Watch
 from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.meeting import await_keys
 

@@ -16,8 +16,9 @@ from reshard.bytesize import format_bytes
 from reshard.errors import LiveError
 from reshard.run.live.addresses import own_offsets, own_views
 from reshard.run.live.agreement import Terms, check_words, raise_disagreement
+from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Place
-from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import Lot, Program, Round
 from reshard.run.live.passage import Passage

@@ -14,10 +14,11 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.run.live.call import Call, sum_of
+from reshard.run.live.cause import Cause
 from reshard.run.live.device_rounds import DeviceRound, Packet, among_of, room_bytes
 from reshard.run.live.device_sums import DeviceSum
 from reshard.run.live.device_wires import DeviceWires, patience
-from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.faults import Watch
 from reshard.run.live.flights import Flight
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import Round

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import weakref
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -21,9 +20,10 @@ from reshard.errors import LiveError, TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live.agreement import Terms, agree
 from reshard.run.live.call import Call, Carrier, Greeter, told
+from reshard.run.live.cause import Cause
 from reshard.run.live.device_wires import wires_of
 from reshard.run.live.devices import DeviceCall, Hellos, greeting
-from reshard.run.live.faults import Cause, Watch
+from reshard.run.live.faults import Watch
 from reshard.run.live.finishing import Donation, fill_zeros
 from reshard.run.live.flights import Flight
 from reshard.run.live.greeting import Greetings, greetings_of
@@ -35,12 +35,12 @@ from reshard.run.live.holding import (
     check_apart,
     check_names,
     held_of,
-    locals_of,
 )
-from reshard.run.live.lots import HAVE, WANT, Program
+from reshard.run.live.lots import HAVE, WANT
 from reshard.run.live.neighbours import Neighbours
 from reshard.run.live.network import Network
 from reshard.run.live.options import GRAD_CODES, Options
+from reshard.run.live.prepared import Prepared, find_prepared, prepared_of
 from reshard.run.live.progress import progress_of
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.routes import (
@@ -51,46 +51,14 @@ from reshard.run.live.routes import (
     places_of_tensors,
     with_number,
 )
-from reshard.run.live.team import Team, team_of
+from reshard.run.live.team import Team, team_of, teams
 
 __all__ = ["Handle", "Options", "check", "release", "run", "start"]
 
 
-class _Prepared:
-    """What is kept of a plan between its calls."""
-
-    def __init__(self, plan: Plan, rank: int) -> None:
-        self.program = Program(plan, rank)
-        self.locals = (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank))
-        self.digest = bytes.fromhex(plan.digest)
-        self.ranks = plan.parties
-        self.talks = plan.summary().num_messages > 0
-        """Whether any rank sends anything: a move without messages communicates nothing."""
-        self.greetings: Greetings | None = None
-        """Who greets whom only to tell whether gradients are wanted; once somebody asks."""
-        self.apart: object = None
-        """The addresses that were last found not to overlap."""
-
-
-_prepared: dict[int, _Prepared] = {}
-"""By the identity of plans: equal ones may differ in who holds empty tensors."""
-
-
-def prepared_of(plan: Plan) -> _Prepared:
-    """The addresses of a plan, worked out once."""
-    found = _prepared.get(id(plan))
-    if found is None:
-        weakref.finalize(plan, _prepared.pop, id(plan), None)
-    if found is None or found.program.rank != dist.get_rank():
-        found = _prepared[id(plan)] = _Prepared(plan, dist.get_rank())
-    return found
-
-
 def release(plan: Plan) -> None:
     """Free the buffers and tables that are kept for the next call."""
-    from reshard.run.live.team import teams
-
-    found = _prepared.get(id(plan))
+    found = find_prepared(plan)
     if found is not None:
         found.program.forget()
     for team in teams():
@@ -104,8 +72,6 @@ def check(group: dist.ProcessGroup | None = None) -> None:
 
     Moves between GPUs only give work to them. This does not wait for them: it tells what is known.
     """
-    from reshard.run.live.team import teams
-
     for team in teams(group):
         if team.gpus is not None:
             team.gpus.flights.check()
@@ -177,7 +143,7 @@ class Run:
         self.report = RunReport(self.rank, -1, plan.digest, started=self.began)
         self.watch: Watch | None = None
         self.call: Call | None = None
-        self.prepared: _Prepared | None = None
+        self.prepared: Prepared | None = None
         self.team: Team | None = None
         self.is_first = self.compares = False
         """Whether to compare with the other ranks. All must decide alike, so it is decided here:
@@ -337,7 +303,7 @@ class Run:
             return {name: tensor for name, tensor in self.into.items() if tensor is not None}
         return result
 
-    def _bind(self, prepared: _Prepared) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
+    def _bind(self, prepared: Prepared) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
         """Check this rank's tensors and make those that are missing."""
         plan, rank = self.plan, self.rank
         check_names(self.tensors, plan.have, rank, "to move")
@@ -356,7 +322,7 @@ class Run:
         return (have, want), {name: tensor for name, tensor in given.items() if tensor is not None}
 
     def _with_fresh(
-        self, prepared: _Prepared, have: Held
+        self, prepared: Prepared, have: Held
     ) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
         want = Held(len(self.plan.want))
         result = {}

@@ -11,73 +11,22 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from reshard.errors import (
-    DisagreementError,
-    LiveError,
-    MoveTimeoutError,
-    PeerLostError,
-    TensorError,
-)
+from reshard.errors import PeerLostError
 from reshard.run.live.c10d import Store
+from reshard.run.live.cause import Cause
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.team import Team
 
-__all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Cause", "Watch"]
+__all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
 
 POST_AFTER = 1.0
 """Seconds of waiting after which a rank says so in the store, and looks there for a cause."""
 
 LOOK_EVERY = 0.25
 PAUSE_GROWTH = 1.2
-
-_ERRORS: dict[str, type[LiveError]] = {
-    "lost": PeerLostError,
-    "late": MoveTimeoutError,
-    "disagree": DisagreementError,
-    "tensor": TensorError,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Cause:
-    """Why a call failed, as all its ranks are told."""
-
-    kind: str
-    text: str
-
-    def to_json(self) -> str:
-        """As it stands in the store."""
-        return json.dumps({"kind": self.kind, "text": self.text})
-
-    @classmethod
-    def from_json(cls, text: bytes) -> Cause:
-        """Read what ``to_json`` wrote; anything else is told as it is."""
-        try:
-            data = json.loads(text)
-            return cls(str(data["kind"]), str(data["text"]))
-        except (ValueError, TypeError, KeyError):
-            return cls("error", f"a cause that cannot be read: {text[:200]!r}")
-
-    @classmethod
-    def of(cls, error: LiveError) -> Cause:
-        """The cause that an error tells of."""
-        kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
-        return cls(kinds[0] if kinds else "error", str(error))
-
-    @classmethod
-    def after(cls, error: LiveError) -> Cause:
-        """The cause of what fails because something before it did."""
-        earlier = "a move before it failed: "
-        return cls(cls.of(error).kind, earlier + str(error).removeprefix(earlier))
-
-    def error(self, status: str) -> LiveError:
-        """The exception that a rank raises, with how far it had come."""
-        tail = f" ({status})" if status else ""
-        return _ERRORS.get(self.kind, LiveError)(self.text + tail)
 
 
 class Watch:

@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection
 
 from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.call import told
-from reshard.run.live.faults import LOOK_EVERY, PAUSE_GROWTH, Cause, Watch
+from reshard.run.live.cause import Cause
+from reshard.run.live.faults import LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.nccl import DeviceWire, Exchange
 

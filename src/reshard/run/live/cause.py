@@ -1,0 +1,61 @@
+"""Why a call failed, as all its ranks are told."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+from reshard.errors import (
+    DisagreementError,
+    LiveError,
+    MoveTimeoutError,
+    PeerLostError,
+    TensorError,
+)
+
+__all__ = ["Cause"]
+
+_ERRORS: dict[str, type[LiveError]] = {
+    "lost": PeerLostError,
+    "late": MoveTimeoutError,
+    "disagree": DisagreementError,
+    "tensor": TensorError,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a call failed, as all its ranks are told."""
+
+    kind: str
+    text: str
+
+    def to_json(self) -> str:
+        """As it stands in the store."""
+        return json.dumps({"kind": self.kind, "text": self.text})
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Cause:
+        """Read what ``to_json`` wrote; anything else is told as it is."""
+        try:
+            data = json.loads(text)
+            return cls(str(data["kind"]), str(data["text"]))
+        except (ValueError, TypeError, KeyError):
+            return cls("error", f"a cause that cannot be read: {text[:200]!r}")
+
+    @classmethod
+    def of(cls, error: LiveError) -> Cause:
+        """The cause that an error tells of."""
+        kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
+        return cls(kinds[0] if kinds else "error", str(error))
+
+    @classmethod
+    def after(cls, error: LiveError) -> Cause:
+        """The cause of what fails because something before it did."""
+        earlier = "a move before it failed: "
+        return cls(cls.of(error).kind, earlier + str(error).removeprefix(earlier))
+
+    def error(self, status: str) -> LiveError:
+        """The exception that a rank raises, with how far it had come."""
+        tail = f" ({status})" if status else ""
+        return _ERRORS.get(self.kind, LiveError)(self.text + tail)
