@@ -15,7 +15,8 @@ import torch.distributed as dist
 import reshard as rs
 from reshard.run.live import lots
 from reshard.run.live.line import Line
-from reshard.run.live.team import Team, teams
+from reshard.run.live.team import Team
+from reshard.run.live.teams import teams
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -22,7 +22,7 @@ from reshard.run.live.faults import Watch
 from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.meeting import await_keys
 
-__all__ = ["Terms", "agree", "check_words", "raise_disagreement"]
+__all__ = ["Terms", "agree", "check_words", "raise_disagreement", "suspect_comparing"]
 
 MOST_DETAIL = 64 << 20
 """Bytes that a description may unpack to: a peer may be broken."""
@@ -66,7 +66,7 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
     check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
-    team.forget(f"compared/{call}", everyone)
+    team.forget(f"compared/{call}", everyone, watch.timeout)
     return {rank: str(text[2]) for rank, text in texts.items()}
 
 
@@ -95,7 +95,21 @@ def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
             watch.team.mailbox.send(peer, hello)
         raise_disagreement(watch, terms)
     left = await_keys(watch.team.line, keys.values(), 0.2)
+    if left and watch.team.line.check([_differ(watch)]):
+        raise_disagreement(watch, terms)
     return [rank for rank, key in keys.items() if key in set(left)]
+
+
+def _differ(watch: Watch) -> str:
+    """The key that says that the ranks of a call do different things."""
+    return f"differ/{watch.call}"
+
+
+def suspect_comparing(watch: Watch, terms: Terms, unmet: Iterable[int]) -> None:
+    """A rank that has compared its plan before waits for others: do they compare another one?"""
+    keys = [f"terms/{watch.call}/{peer}" for peer in unmet]
+    if any(watch.team.line.check([key]) for key in [_differ(watch), *keys]):
+        raise_disagreement(watch, terms)
 
 
 def _first_tensor(plan: Plan) -> str:
@@ -109,6 +123,7 @@ def raise_disagreement(watch: Watch, terms: Terms) -> NoReturn:
     packed = zlib.compress(json.dumps(_describe(terms)).encode(), 1)
     text = packed.hex()
     team.line.ask(lambda store: store.set(keys[team.rank], text))
+    team.line.ask(lambda store: store.set(_differ(watch), "1"))
     left = set(await_keys(team.line, keys.values(), DETAIL_SECONDS))
     there = {rank: key for rank, key in keys.items() if key not in left}
     values = team.line.ask(lambda store: store.multi_get(list(there.values())))

@@ -8,6 +8,7 @@ returned, raised or was killed.
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import threading
@@ -36,9 +37,10 @@ class Arena:
     @classmethod
     def make(cls, num_bytes: int) -> Arena:
         """New memory; pages cost nothing until they are written."""
-        fd = os.memfd_create("reshard", os.MFD_CLOEXEC)
+        fd = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
             return cls(num_bytes, next(_numbers), fd)
         except BaseException:
             os.close(fd)
@@ -46,8 +48,13 @@ class Arena:
 
     @classmethod
     def of(cls, fd: int, number: int) -> Arena:
-        """Another process's memory, from its descriptor, which is closed."""
+        """Another process's memory, from its descriptor, which is closed.
+
+        Reading memory that its owner has cut off would end this process, so it must be unable to.
+        """
         try:
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise ValueError("shared memory that its owner can take away")
             mapped = cls(os.fstat(fd).st_size, number, fd)
         finally:
             os.close(fd)

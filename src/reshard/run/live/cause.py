@@ -50,10 +50,23 @@ class Cause:
         return cls(kinds[0] if kinds else "error", str(error))
 
     @classmethod
+    def of_any(cls, error: BaseException, rank: int) -> Cause:
+        """The cause when something goes wrong on a rank that a move does not know of."""
+        if isinstance(error, LiveError):
+            return cls.of(error)
+        if isinstance(error, KeyboardInterrupt):
+            return cls("error", f"rank {rank} was interrupted")
+        return cls("error", f"rank {rank} failed with {error!r}")
+
+    @classmethod
     def after(cls, error: LiveError) -> Cause:
         """The cause of what fails because something before it did."""
+        return cls.of(error).made_earlier()
+
+    def made_earlier(self) -> Cause:
+        """The same, told by a move that fails because of it."""
         earlier = "a move before it failed: "
-        return cls(cls.of(error).kind, earlier + str(error).removeprefix(earlier))
+        return Cause(self.kind, earlier + self.text.removeprefix(earlier))
 
     def error(self, status: str) -> LiveError:
         """The exception that a rank raises, with how far it had come."""

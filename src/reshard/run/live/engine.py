@@ -51,7 +51,8 @@ from reshard.run.live.routes import (
     places_of_tensors,
     with_number,
 )
-from reshard.run.live.team import Team, team_of, teams
+from reshard.run.live.team import Team
+from reshard.run.live.teams import team_of, teams
 
 __all__ = ["Handle", "Options", "check", "release", "run", "start"]
 
@@ -156,7 +157,7 @@ class Run:
             prepared.greetings = greetings_of(plan)
         self.greetings: Greetings = (options.tell_grad and prepared.greetings) or {}
         if prepared.talks or options.check == "always" or self.greetings:
-            self.team = team_of(group, prepared.ranks, options.timeout)
+            self.team = team_of(group, prepared.ranks, options.timeout, prepared.what)
             self.report.call = self.team.next_call()
             self.team.turns.enter(self.report.call)
             self.is_first = self.team.is_new(self._terms_key())
@@ -167,7 +168,7 @@ class Run:
                 self.prepared.digest,
                 timeout=options.timeout,
                 deadline=options.deadline,
-                status=lambda: self.call.status() if self.call else "",
+                status=self._status,
                 word=GRAD_CODES[options.grad],
             )
 
@@ -185,6 +186,10 @@ class Run:
             if self.watch is not None:
                 self._close(self.watch)
             self.report.seconds = time.perf_counter() - self.began
+
+    def _status(self) -> str:
+        """How far this rank has come, for messages."""
+        return self.call.status() if self.call else f"on rank {self.rank}: no round begun"
 
     def _terms_key(self) -> tuple[bytes, str]:
         assert self.prepared is not None
@@ -270,6 +275,8 @@ class Run:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))
             raise
+        if watch is not None:
+            watch.touched = held
         options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
         terms = Terms(self.plan, options, places_of_tensors(held, self.group), word)
         by_gpu = watch is not None and self._agree(watch, terms)

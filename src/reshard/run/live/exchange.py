@@ -10,7 +10,7 @@ from reshard.errors import LiveError
 from reshard.run.live.call import told
 from reshard.run.live.faults import Watch
 from reshard.run.live.meeting import await_keys
-from reshard.run.live.team import team_of
+from reshard.run.live.teams import team_of
 
 __all__ = ["everyone_says"]
 
@@ -22,7 +22,7 @@ def everyone_says(text: str, group: dist.ProcessGroup | None, timeout: float) ->
     """The texts of all ranks of a group, by rank."""
     group = group or dist.group.WORLD
     assert group is not None
-    team = team_of(group, dist.get_process_group_ranks(group), timeout)
+    team = team_of(group, dist.get_process_group_ranks(group), timeout, "an exchange of layouts")
     watch = Watch(team, team.next_call(), b"", timeout=timeout, deadline=None, status=lambda: "")
     keys = {rank: f"says/{watch.call}/{rank}" for rank in team.ranks}
     packed = zlib.compress(text.encode(), 1).hex()

@@ -1,8 +1,8 @@
 """Nobody waits for ever, and everybody learns the same cause.
 
 A rank that waits longer than a second leaves word in the store of whom it waits for. When its time
-is over it follows these words to the one rank that waits for nobody: that is the cause. The first
-to post a cause wins; all ranks of the call raise it.
+is over it follows these words to the one rank that waits for nobody: unless that one gives signs of
+life, it is the cause. The first to post a cause wins; all ranks of the call raise it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,15 @@ POST_AFTER = 1.0
 
 LOOK_EVERY = 0.25
 PAUSE_GROWTH = 1.2
+
+BREATHE_EVERY = 1.0
+"""Seconds of work after which a rank says that it lives; sooner where the timeout is short."""
+
+WRITER_SECONDS = 1.0
+"""How long to wait for a process that was about to write into our memory when a call failed."""
+
+NOTES = 64
+"""Calls in flight that may have word of whom they wait for in the store."""
 
 
 class Watch:
@@ -55,8 +64,22 @@ class Watch:
         self.inbox: Inbox = team.mailbox.open(call)
         self.broken: dict[int, str] = {}
         """Peers whose connection failed, and how."""
+        self.undone: Cause | None = None
+        """Why another call had to cut the connections that this one uses."""
+        self.cause: Cause | None = None
+        """Why the call has failed."""
+        self.is_over = False
+        """Whether the call has failed, and the other ranks know."""
+        self.suspect: Callable[[], None] = lambda: None
+        """Looks, whenever the store is looked at, for what a missing peer does instead."""
+        self.touched: object = None
+        """What other processes may write into."""
+        self._what: Callable[[int], str] = lambda peer: "its part"
         self._posted = False
         self._looked = 0.0
+        self._breathed = time.monotonic()
+        self._signs: dict[int, bytes] = {}
+        """The last sign of life in the store of each peer that was looked for."""
 
     def wait(
         self,
@@ -70,24 +93,32 @@ class Watch:
         tells is asked for again after a pause, which grows.
         """
         began = time.monotonic()
+        self._what = what
         while left := missing():
-            self.check_lost(left, what)
+            self.check_lost(left)
             self._check_aborted()
-            quiet = {peer: self._quiet(peer, began) for peer in left}
-            longest = max(quiet, key=lambda peer: quiet[peer])
-            if quiet[longest] > self.timeout:
-                self._expire(longest, what)
-            if self.ends is not None and time.monotonic() > self.ends:
-                self._expire(longest, what, deadline=True)
-            if quiet[longest] > POST_AFTER:
-                self._post(longest, what)
-                self._look()
+            self._grow_impatient(left, began)
             self.team.mailbox.step(min(pause, LOOK_EVERY, self.timeout / 4))
             pause *= PAUSE_GROWTH
         self._check_aborted()
         if self._posted:
             self._unpost()
         return time.monotonic() - began
+
+    def _grow_impatient(self, left: Collection[int], began: float) -> None:
+        """Look for a cause, leave word, or give up, by how long a peer has been quiet."""
+        now, heard = time.monotonic(), self.inbox.heard
+        quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
+        longest = max(quiet, key=lambda peer: quiet[peer])
+        if self.ends is not None and now > self.ends:
+            self._expire(longest, f"the deadline of {self.deadline:g} s")
+        if quiet[longest] > self.timeout:
+            self._expire(longest, f"{self.timeout:g} s", patient=True)
+        elif quiet[longest] > POST_AFTER:
+            self._post(longest)
+            self._look()
+        elif quiet[longest] > LOOK_EVERY and not self.team.links.keys() >= set(left):
+            self._look()  # only a neighbour's word of a failure comes by itself
 
     def check(self) -> None:
         """Raise if the call has failed elsewhere; cheap enough for inner loops."""
@@ -100,6 +131,23 @@ class Watch:
                 )
             )
 
+    def breathe(self) -> None:
+        """Say now and then that this rank lives, amid long work; and hear whether it is in vain."""
+        now = time.monotonic()
+        if now - self._breathed < min(BREATHE_EVERY, self.timeout / 4):
+            return
+        self._breathed = now
+        for peer in self.team.links:
+            self.team.mailbox.send(peer, Message(Kind.ALIVE, self.call, self.digest))
+        if len(self.team.links) + 1 < len(self.team.ranks):
+            self._leave_sign(str(now))
+        self.team.mailbox.step(0.0)
+        self.check()
+
+    def _leave_sign(self, sign: str) -> None:
+        with contextlib.suppress(PeerLostError):
+            self.team.line.ask(lambda store: store.set(f"alive/{self.team.rank}", sign))
+
     def fail(self, cause: Cause) -> NoReturn:
         """Post a cause, tell everyone, and raise what was posted first."""
         found = cause
@@ -109,8 +157,7 @@ class Watch:
             self.team.end_epoch(self.call)
             answer: Any = self.team.line.ask(lambda store: store.compare_set(key, "", text))
             found = Cause.from_json(answer)
-        self.stop()
-        raise found.error(self.status())
+        self._raise(found)
 
     def barrier(self, name: str) -> None:
         """Wait until every rank of the team has come this far in the call."""
@@ -122,15 +169,30 @@ class Watch:
             return [rank for rank, key in keys.items() if key in left]
 
         self.wait(missing, lambda peer: "it to have all of its part")
-        self.team.forget(f"{name}/{self.call}", list(keys.values()))
+        self.team.forget(f"{name}/{self.call}", list(keys.values()), self.timeout)
 
     def stop(self) -> None:
         """Tell the ranks of this host that the call is over, and keep them from our memory."""
+        self.is_over = True
         self.team.door.board.close_call(self.call)
         self.team.last_failed = max(self.team.last_failed, self.call)
         self.team.drop_wire()
         for peer in self.team.links:
             self.team.mailbox.send(peer, Message(Kind.ABORT, self.call, self.digest))
+        if any(self._writers_after(WRITER_SECONDS)):
+            # One was stopped on its way from looking at our board to writing. Nobody can tell when
+            # it goes on; what it writes into must never be anything else.
+            self.team.kept.append(self.touched)
+
+    def _writers_after(self, seconds: float) -> list[int]:
+        """Who writes into our memory, when nobody does any more or the time is over."""
+        links, end = self.team.links, time.monotonic() + seconds
+        while True:
+            found = [peer for peer in links if links[peer].board.is_writing(self.call)]
+            found = [peer for peer in found if peer not in self.team.mailbox.lost]
+            if not found or time.monotonic() > end:
+                return found
+            self.team.mailbox.step(0.001)
 
     def failed_at(self, peer: int) -> NoReturn:
         """A peer has given the call up."""
@@ -138,10 +200,11 @@ class Watch:
 
     def blame(self, peer: int, error: OSError, what: str) -> NoReturn:
         """A peer's memory could not be reached: it is gone, has given up, or forbids it."""
+        self._what = lambda _: what
         end = time.monotonic() + 1.0
         while time.monotonic() < end:
             self._check_aborted()
-            self.check_lost([peer], lambda _: what)
+            self.check_lost([peer])
             self.team.mailbox.step(0.05)
         self.fail(
             Cause(
@@ -149,113 +212,132 @@ class Watch:
             )
         )
 
-    def _quiet(self, peer: int, began: float) -> float:
-        return time.monotonic() - max(began, self.inbox.heard.get(peer, 0.0))
-
     def _check_aborted(self) -> None:
         if self.inbox.aborted_by is not None:
             self._raise_posted(self.inbox.aborted_by)
 
-    def check_lost(self, left: Collection[int], what: Callable[[int], str]) -> None:
+    def check_lost(self, left: Collection[int]) -> None:
         """Fail if one of these is gone."""
         gone = sorted(set(left) & self.team.mailbox.lost)
         torn = sorted(set(left) & set(self.broken))
-        if torn:
-            time.sleep(LOOK_EVERY)
-            self._look()
-            self.fail(
-                Cause(
-                    "lost",
-                    f"rank {torn[0]} is gone ({self.broken[torn[0]]}) and rank {self.team.rank} "
-                    f"waits for {what(torn[0])}",
-                )
-            )
         if gone:
-            self._look()
-            self.fail(
-                Cause(
-                    "lost",
-                    f"rank {gone[0]} is gone (its process ended) and rank {self.team.rank} waits "
-                    f"for {what(gone[0])}",
-                )
-            )
+            self._look(now=True)
+            self.fail(self._loss(gone[0], "its process ended"))
+        if torn and self.undone is not None:
+            self.fail(self.undone.made_earlier())
+        if torn:
+            time.sleep(LOOK_EVERY)  # whoever cut the connection may be about to say why
+            self._look(now=True)
+            self.fail(self._loss(torn[0], self.broken[torn[0]]))
+
+    def _loss(self, peer: int, how: str) -> Cause:
+        waits = f"rank {self.team.rank} waits for {self._what(peer)}"
+        return Cause("lost", f"rank {peer} is gone ({how}) and {waits}")
+
+    def _raise(self, cause: Cause) -> NoReturn:
+        self.cause = cause
+        self.stop()
+        raise cause.error(self.status())
 
     def _raise_posted(self, peer: int) -> NoReturn:
         """Raise what stands in the store; a peer said that something does."""
-        found = Cause("error", f"rank {peer} has failed and could not say why")
-        with contextlib.suppress(PeerLostError):
-            end = time.monotonic() + 1.0
-            while time.monotonic() < end:
-                posted = self._posted_cause()
-                if posted is not None:
-                    found = posted
-                    break
+        cause = Cause("error", f"rank {peer} has failed and could not say why")
+        try:
+            found = self._get(f"abort/{self.call}")
+            end = time.monotonic() + POST_AFTER
+            while found is None and time.monotonic() < end:
                 time.sleep(0.01)
-        self.stop()
-        raise found.error(self.status())
+                found = self._get(f"abort/{self.call}")
+            cause = cause if found is None else Cause.from_json(found)
+        except PeerLostError:
+            # The store is gone, and with it the cause: most likely it is just that.
+            self.team.mailbox.step(0.0)
+            lost = sorted(self.team.mailbox.lost, key=lambda rank: rank != self.team.leader)
+            cause = self._loss(lost[0] if lost else self.team.leader, "its process ended")
+        self._raise(cause)
 
-    def _posted_cause(self) -> Cause | None:
-        key = f"abort/{self.call}"
+    def _get(self, key: str) -> bytes | None:
+        """What stands in the store; keys that are asked for this way are never deleted."""
 
         def look(store: Store) -> bytes | None:
             return store.get(key) if store.check([key]) else None
 
-        found = self.team.line.ask(look)
-        return None if found is None else Cause.from_json(found)
+        return self.team.line.ask(look)
 
-    def _look(self) -> None:
-        """Look for a cause in the store, now and then."""
-        if time.monotonic() - self._looked < LOOK_EVERY:
+    def _look(self, now: bool = False) -> None:
+        """Look for a cause in the store, now and then; without a store there is none."""
+        if not now and time.monotonic() - self._looked < LOOK_EVERY:
             return
         self._looked = time.monotonic()
+        posted = None
         with contextlib.suppress(PeerLostError):
-            posted = self._posted_cause()
-            if posted is not None:
-                self.stop()
-                raise posted.error(self.status())
+            posted = self._get(f"abort/{self.call}")
+            self.suspect()
+        if posted is not None:
+            self._raise(Cause.from_json(posted))
 
-    def _post(self, peer: int, what: Callable[[int], str]) -> None:
+    def _note(self, rank: int) -> str:
+        """The key where a rank says whom it waits for; few, and used again by later calls."""
+        return f"wait/{self.call % NOTES}/{rank}"
+
+    def _post(self, peer: int) -> None:
         """Say in the store whom this rank waits for."""
         if self._posted:
             return
         self._posted = True
-        word = json.dumps({"peer": peer, "what": what(peer), "met": peer in self.inbox.hellos})
-        key = f"wait/{self.call}/{self.team.rank}"
+        met = peer in self.inbox.hellos
+        word = {"call": self.call, "peer": peer, "what": self._what(peer), "met": met}
         with contextlib.suppress(PeerLostError):
-            self.team.line.ask(lambda store: store.set(key, word))
+            self.team.line.ask(
+                lambda store: store.set(self._note(self.team.rank), json.dumps(word))
+            )
+            self._has_breathed(peer)
 
     def _unpost(self) -> None:
         self._posted = False
-        key = f"wait/{self.call}/{self.team.rank}"
         with contextlib.suppress(PeerLostError):
-            self.team.line.ask(lambda store: store.delete_key(key))
+            self.team.line.ask(lambda store: store.set(self._note(self.team.rank), "{}"))
 
-    def _expire(self, peer: int, what: Callable[[int], str], deadline: bool = False) -> NoReturn:
-        """Time is over: follow who waits for whom to the rank that waits for nobody."""
-        waiter, root, word, met = self.team.rank, peer, what(peer), peer in self.inbox.hellos
+    def waits_for(self, rank: int) -> dict[str, Any] | None:
+        """Whom another rank waits for in this call, if it says so."""
+        found = json.loads(self._get(self._note(rank)) or b"{}")
+        return found if found.get("call") == self.call else None
+
+    def _has_breathed(self, rank: int) -> bool:
+        """Whether a rank that sends no messages has left a new sign of life in the store."""
+        found, before = self._get(f"alive/{rank}"), self._signs.get(rank)
+        if found is not None:
+            self._signs[rank] = found
+        return found is not None and found != before
+
+    def _lives(self, rank: int) -> bool:
+        """Whether a rank has said anything lately."""
+        recent = time.monotonic() - self.inbox.heard.get(rank, 0.0) < self.timeout
+        return recent or self._has_breathed(rank)
+
+    def _expire(self, peer: int, limit: str, patient: bool = False) -> None:
+        """Time is over: follow who waits for whom to the rank that waits for nobody.
+
+        With patience, a rank that lives may take longer, and so may those that wait for it.
+        """
+        waiter, root, word, met = self.team.rank, peer, self._what(peer), peer in self.inbox.hellos
         seen = {waiter}
-        with contextlib.suppress(PeerLostError, ValueError, TypeError, KeyError):
+        with contextlib.suppress(PeerLostError, ValueError, TypeError, KeyError, AttributeError):
             while root not in seen:
                 seen.add(root)
-                posted = self._waits_for(root)
+                posted = self.waits_for(root)
                 if posted is None:
                     break
                 waiter, root = root, int(posted["peer"])
                 word, met = str(posted["what"]), bool(posted["met"])
-        limit = f"the deadline of {self.deadline:g} s" if deadline else f"{self.timeout:g} s"
+            if patient and root not in {self.team.rank, waiter} and self._lives(root):
+                # Asked again in a moment: it may have come to the end just now.
+                self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
+                return
         state = "stopped answering" if met else "has not called"
         self.fail(
             Cause("late", f"rank {root} {state} within {limit} and rank {waiter} waits for {word}")
         )
-
-    def _waits_for(self, rank: int) -> dict[str, Any] | None:
-        key = f"wait/{self.call}/{rank}"
-
-        def look(store: Store) -> bytes | None:
-            return store.get(key) if store.check([key]) else None
-
-        found = self.team.line.ask(look)
-        return None if found is None else json.loads(found)
 
     def close(self) -> None:
         """The call is over."""

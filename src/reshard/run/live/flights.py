@@ -18,7 +18,6 @@ from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.call import told
 from reshard.run.live.cause import Cause
 from reshard.run.live.faults import LOOK_EVERY, PAUSE_GROWTH, Watch
-from reshard.run.live.meeting import await_keys
 from reshard.run.live.nccl import DeviceWire, Exchange
 
 __all__ = ["Flight", "Flights"]
@@ -106,7 +105,7 @@ class _Leg:
         """Wait until this rank's own GPU has come that far: nobody else is late until then."""
         pause = FIRST_PAUSE
         while not self._exchange.begun() and not self._exchange.wire.aborted:
-            self._watch.check_lost(self._peers, lambda peer: "its part")
+            self._watch.check_lost(self._peers)
             self._watch.check()
             self._watch.team.mailbox.step(pause)
             pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
@@ -129,15 +128,13 @@ class _Leg:
 
     def _silent(self) -> list[int]:
         """Peers that have not said in the store that they wait as well: they hold it up."""
-        keys = {peer: f"wait/{self._watch.call}/{peer}" for peer in self._peers}
-        left = set(await_keys(self._watch.team.line, keys.values(), 0.0))
-        return [peer for peer, key in keys.items() if key in left]
+        return [peer for peer in self._peers if self._watch.waits_for(peer) is None]
 
     def _lost(self, error: PeerLostError) -> None:
         """A connection broke; who is gone is known from the sockets, if it was on this host."""
         end = time.monotonic() + TELL_SECONDS
         while time.monotonic() < end:
-            self._watch.check_lost(self._peers, lambda peer: "its part")
+            self._watch.check_lost(self._peers)
             self._watch.check()
             self._watch.team.mailbox.step(0.02)
         self._watch.fail(Cause("lost", f"{error}: one of {sorted(self._peers)} is gone"))

@@ -14,6 +14,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
+import torch.distributed as dist
+
 from reshard.errors import PeerLostError
 from reshard.run.live.c10d import Store
 
@@ -32,9 +34,19 @@ class Line:
         self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None]
         self._asked = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._end: str | None = None
+        """Why nobody answers any more."""
+        self.has_ended: Callable[[], bool] = lambda: False
+        """Whether the rank that serves the store is known to have ended."""
 
     def ask(self, question: Callable[[Store], T]) -> T:
         """The store's answer; an error that names who serves it when none comes."""
+        if self._end is None and self.has_ended():
+            # Asking it would make torch write a warning, also where all is well: the rank may have
+            # done its part and left.
+            self._end = "has left (its process ended)"
+        if self._end is not None:
+            raise self._lost(self._end)
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, daemon=True, name="reshard-store")
             self._thread.start()
@@ -43,10 +55,15 @@ class Line:
         try:
             return answer.result(self._seconds)
         except NoAnswer:
-            reason = f"has not answered for {self._seconds:g} s"
+            raise self._lost(f"has not answered for {self._seconds:g} s") from None
         except RuntimeError as error:
             reason = f"is gone ({str(error).splitlines()[0]})"
-        raise PeerLostError(
+            if isinstance(error, dist.DistNetworkError):
+                self._end = reason
+            raise self._lost(reason) from None
+
+    def _lost(self, reason: str) -> PeerLostError:
+        return PeerLostError(
             f"the store of this team, which rank {self._leader} serves, {reason}: without it no "
             "cause can be told; end the job or make a new process group without that rank"
         )

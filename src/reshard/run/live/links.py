@@ -7,18 +7,20 @@ kernel says which process is at the other end, and each tries to read a number f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import LiveError
+from reshard.errors import PeerLostError
 from reshard.run.live.arena import Arena
 from reshard.run.live.memory import Stretches, allow_others, array_at, pair_up, read_from
 
@@ -27,27 +29,53 @@ __all__ = ["Door", "Link"]
 MOST = 4096
 """Bytes of one introduction."""
 
+ACCEPT_SECONDS = 0.25
+"""How long to wait for somebody at the door before looking up again."""
+
+SPEAK_SECONDS = 2.0
+"""How long somebody at the door may take to say who they are."""
+
 SLOTS = 64
-"""Calls that a notice board can name as aborted at a time."""
+"""Calls that a notice board can name at a time."""
+
+BOARD_BYTES = 2 * SLOTS * 8
 
 
 class Board:
     """A page where a rank writes which of its calls have failed, for peers to look at.
 
     A peer that is about to write into our memory looks first: a failed call's tensors may be gone.
+    And it writes on its own page that it is about to: whoever gives up a call waits for that to
+    end. Both write first and look second, so one of them always sees the other.
     """
 
     def __init__(self, page: Arena) -> None:
+        if page.num_bytes < BOARD_BYTES:
+            raise ValueError(f"a board of {page.num_bytes} bytes instead of {BOARD_BYTES}")
         self.page = page
-        self.calls = array_at(page.address, (SLOTS,), np.dtype(np.uint64), (8,))
+        table = array_at(page.address, (2, SLOTS), np.dtype(np.uint64), (8 * SLOTS, 8))
+        self._failed, self._writing = table[0], table[1]
 
     def close_call(self, call: int) -> None:
         """Say that a call has failed."""
-        self.calls[call % SLOTS] = call + 1
+        self._failed[call % SLOTS] = call + 1
 
     def is_closed(self, call: int) -> bool:
         """Whether a call has failed over there."""
-        return int(self.calls[call % SLOTS]) == call + 1
+        return int(self._failed[call % SLOTS]) == call + 1
+
+    @contextlib.contextmanager
+    def writing(self, call: int) -> Iterator[None]:
+        """Say that this rank writes into the memory of others, as long as it does."""
+        self._writing[call % SLOTS] = call + 1
+        try:
+            yield
+        finally:
+            self._writing[call % SLOTS] = 0
+
+    def is_writing(self, call: int) -> bool:
+        """Whether the rank over there writes into the memory of others, for this call."""
+        return int(self._writing[call % SLOTS]) == call + 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,52 +96,80 @@ class Door:
         allow_others()
         self.rank = rank
         self.name = f"reshard-{secrets.token_hex(16)}"
-        self.board = Board(Arena.make(SLOTS * 8))
+        self.board = Board(Arena.make(BOARD_BYTES))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listener.bind("\0" + self.name)
         self._listener.listen(1024)
         self._probe = ctypes.c_uint64(secrets.randbits(64))
 
-    def meet(self, doors: Mapping[int, str], direct: bool, seconds: float) -> dict[int, Link]:
-        """Connect to every host mate; ``doors`` has the name of each."""
-        end = time.monotonic() + seconds
+    def meet(
+        self, doors: Mapping[int, str], seconds: float, look_up: Callable[[], None]
+    ) -> dict[int, Link]:
+        """Connect to every host mate; ``doors`` has the name of each.
+
+        Raises what ``look_up`` raises, which is called now and then.
+        """
         sockets: dict[int, socket.socket] = {}
         try:
-            for peer in sorted(rank for rank in doors if rank < self.rank):
-                sockets[peer] = _connect(doors[peer], end)
-                sockets[peer].send(json.dumps([self.rank, self.name]).encode())
-            for _ in [rank for rank in doors if rank > self.rank]:
-                peer, link = self._accept(doors, end)
-                sockets[peer] = link
-            return self._introduce(sockets, direct, end)
-        except OSError as error:
+            return self._meet(doors, seconds, look_up, sockets)
+        except BaseException as error:
             for link in sockets.values():
                 link.close()
+            if not isinstance(error, OSError | ValueError | TypeError | IndexError):
+                raise
             missing = sorted(rank for rank in doors if rank not in sockets and rank != self.rank)
-            raise LiveError(
-                f"rank {self.rank} could not connect to ranks {missing} of its host: {error}"
+            whom = f"ranks {missing}" if missing else "a rank"
+            raise PeerLostError(
+                f"rank {self.rank} could not connect to {whom} of its host: {error}"
             ) from None
         finally:
-            self._listener.close()
-            self.board.page.close_fd()
+            self.close()
 
-    def _accept(self, doors: Mapping[int, str], end: float) -> tuple[int, socket.socket]:
-        """The next host mate that shows the name of its own door, which only the store told."""
-        while True:
-            self._listener.settimeout(_left(end))
+    def _meet(
+        self,
+        doors: Mapping[int, str],
+        seconds: float,
+        look_up: Callable[[], None],
+        sockets: dict[int, socket.socket],
+    ) -> dict[int, Link]:
+        end = time.monotonic() + seconds
+        for peer in sorted(rank for rank in doors if rank < self.rank):
+            sockets[peer] = _connect(doors[peer], end)
+            sockets[peer].send(json.dumps([self.rank, self.name]).encode())
+        while len(sockets) < len(doors) - 1:
+            look_up()
+            sockets |= self._accept(doors)
+            if time.monotonic() > end:
+                raise TimeoutError(f"nothing came within {seconds:g} s")
+        return self._introduce(sockets, end)
+
+    def close(self) -> None:
+        """Let nobody else in."""
+        self._listener.close()
+        self.board.page.close_fd()
+
+    def _accept(self, doors: Mapping[int, str]) -> dict[int, socket.socket]:
+        """A host mate that shows the name of its own door, which only the store told; or nobody.
+
+        A stranger is sent away: one of another user at once, one who says nothing after a while.
+        """
+        self._listener.settimeout(ACCEPT_SECONDS)
+        try:
             link, _ = self._listener.accept()
-            link.settimeout(_left(end))
-            try:
+        except TimeoutError:
+            return {}
+        try:
+            link.settimeout(SPEAK_SECONDS)
+            if _peer(link)[1] == os.getuid():
                 peer, name = json.loads(link.recv(MOST))
                 if isinstance(peer, int) and peer > self.rank and doors.get(peer) == name:
-                    return peer, link
-            except (ValueError, TypeError):
-                pass
-            link.close()
+                    return {peer: link}
+        except (OSError, ValueError, TypeError):
+            pass
+        link.close()
+        return {}
 
-    def _introduce(
-        self, sockets: Mapping[int, socket.socket], direct: bool, end: float
-    ) -> dict[int, Link]:
+    def _introduce(self, sockets: Mapping[int, socket.socket], end: float) -> dict[int, Link]:
         """Tell everyone where to read a number, try theirs, and tell how it went."""
         ours = json.dumps([ctypes.addressof(self._probe), self._probe.value]).encode()
         for link in sockets.values():
@@ -125,9 +181,9 @@ class Door:
         for peer, link in sockets.items():
             theirs, fds, _, _ = socket.recv_fds(link, MOST, 1)
             boards[peer] = Board(Arena.of(fds[0], 0))
-            pids[peer] = _pid(link)
+            pids[peer] = _peer(link)[0]
             address, value = json.loads(theirs)
-            can[peer] = direct and _reads(pids[peer], int(address), int(value))
+            can[peer] = _reads(pids[peer], int(address), int(value))
             link.send(b"1" if can[peer] else b"0")
         return {
             peer: Link(link, pids[peer], link.recv(1) == b"1" and can[peer], boards[peer])
@@ -146,11 +202,11 @@ def _connect(name: str, end: float) -> socket.socket:
     return link
 
 
-def _pid(link: socket.socket) -> int:
-    """The process at the other end, as the kernel knows it here."""
+def _peer(link: socket.socket) -> tuple[int, int]:
+    """The process at the other end and its user, as the kernel knows them here."""
     form = struct.Struct("3i")
-    pid, _, _ = form.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size))
-    return int(pid)
+    pid, user, _ = form.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size))
+    return int(pid), int(user)
 
 
 def _reads(pid: int, address: int, value: int) -> bool:

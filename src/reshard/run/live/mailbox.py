@@ -26,6 +26,9 @@ _FORM = struct.Struct("<4sIQ16sQQQQQQ")
 _MAGIC = b"rsh1"
 MESSAGE_BYTES = _FORM.size
 
+FAR = 1024
+"""How many calls another rank may be ahead: one that is further is broken."""
+
 
 class Kind(IntEnum):
     """What a message says."""
@@ -44,6 +47,8 @@ class Kind(IntEnum):
     """This call has failed; the store says why."""
     GONE = 5
     """The arena ``a`` of mine is no longer used."""
+    ALIVE = 6
+    """I am at work in this call: have patience."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +238,9 @@ class Mailbox:
                 os.close(fd)
             self._lose(peer)
             return
-        for fd in fds:
-            self.arenas[peer, message.arena] = Arena.of(fd, message.arena)
+        if not self._map(peer, message.arena, fds) or message.call > self._next_call + FAR:
+            self._lose(peer)
+            return
         if message.kind is Kind.GONE:
             self._forget(peer, message.a)
             return
@@ -249,6 +255,17 @@ class Mailbox:
             if (peer, message.arena) in self.arenas:
                 inbox.arenas[peer, message.arena] = self.arenas[peer, message.arena]
             inbox.put(peer, message)
+
+    def _map(self, peer: int, number: int, fds: list[int]) -> bool:
+        """Keep the memory that came with a message; whether it is any."""
+        try:
+            while fds:
+                self.arenas[peer, number] = Arena.of(fds.pop(), number)
+        except (OSError, ValueError):
+            for fd in fds:
+                os.close(fd)
+            return False
+        return True
 
     def _give_back(self, key: tuple[int, int, int]) -> None:
         arena = self._lent.pop(key, None)
@@ -269,6 +286,11 @@ class Mailbox:
         with contextlib.suppress(KeyError, OSError, ValueError):
             self._poll.unregister(self.links[peer])
         self.links[peer].close()
+
+    def abandon(self) -> None:
+        """Close the sockets of a process that was forked; a lock may be held for ever there."""
+        for link in self.links.values():
+            link.close()
 
     def shut(self) -> None:
         """Close every socket and unmap every arena."""

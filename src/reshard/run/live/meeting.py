@@ -7,50 +7,73 @@ wrong here cannot break it.
 from __future__ import annotations
 
 import json
+import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 from reshard.errors import MoveTimeoutError, PeerLostError
 from reshard.run.live.c10d import Store, TCPStore
 from reshard.run.live.host import addresses, host_identity
 
-__all__ = ["await_keys", "own_store"]
+__all__ = ["await_keys", "own_store", "serve_store"]
 
 CONNECT_SECONDS = 10.0
+"""How long a store may take to answer."""
+
+CONNECT_AGAIN = 0.1
 
 
-def own_store(caller: Store, rank: int, leader: int, seconds: float) -> TCPStore:
-    """Make the team's store on its first rank, or connect to it."""
-    if rank == leader:
-        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        place = {"host": host_identity(), "port": store.port, "addresses": addresses()}
-        caller.set("address", json.dumps(place))
-        return store
-    missing = await_keys(caller, ["address"], seconds)
-    if missing:
-        raise MoveTimeoutError(
-            f"rank {leader} has not called within {seconds:g} s and rank {rank} waits for it: "
-            "every rank of the two layouts calls a move; if it is only late, give a longer timeout="
+def serve_store(caller: Store) -> TCPStore:
+    """Make the team's store on its first rank, and let the others know where it is."""
+    patience = timedelta(seconds=CONNECT_SECONDS)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
+    place = {"host": host_identity(), "port": store.port, "addresses": addresses()}
+    caller.set("address", json.dumps(place))
+    return store
+
+
+def own_store(caller: Store, rank: int, leader: int, seconds: float, what: str) -> TCPStore:
+    """Connect to the team's store, once its first rank has said where it is."""
+    end = time.monotonic() + seconds
+    errors: list[str] = []
+    while not await_keys(caller, ["address"], max(end - time.monotonic(), 0.0)):
+        # Asked for anew each time: an address may be of a store that its rank has just given up.
+        place = json.loads(caller.get("address"))
+        store, errors = _connect(place, max(end - time.monotonic(), 1.0))
+        if store is not None:
+            return store
+        if time.monotonic() > end:
+            break
+        time.sleep(CONNECT_AGAIN)
+    if errors:
+        raise PeerLostError(
+            f"rank {rank} cannot reach the store that rank {leader} serves for {what} "
+            f"({'; '.join(errors)}): if rank {leader} lives, name the network interface that the "
+            "hosts share in GLOO_SOCKET_IFNAME"
         )
-    place = json.loads(caller.get("address"))
-    local = place["host"] == host_identity()
-    return _connect(["127.0.0.1"] if local else place["addresses"], place["port"], leader)
+    raise MoveTimeoutError(
+        f"rank {leader} has not called within {seconds:g} s and rank {rank} waits for it to begin "
+        f"{what}: every rank of the two layouts calls a move; if it is only late, give a longer "
+        "timeout="
+    )
 
 
-def _connect(hosts: Sequence[str], port: int, leader: int) -> TCPStore:
+def _connect(place: dict[str, Any], seconds: float) -> tuple[TCPStore | None, list[str]]:
+    """The store, or why each of its addresses failed."""
+    hosts = ["127.0.0.1"] if place["host"] == host_identity() else place["addresses"]
+    port, limit = int(place["port"]), min(seconds, CONNECT_SECONDS) / len(hosts)
     errors = []
     for host in hosts:
         try:
-            return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=CONNECT_SECONDS))
-        except RuntimeError as error:
-            errors.append(f"{host}: {str(error).splitlines()[0]}")
-    tried = "; ".join(errors)
-    raise PeerLostError(
-        f"the store that rank {leader} serves on port {port} cannot be reached ({tried}): "
-        "name the network interface that the hosts share in GLOO_SOCKET_IFNAME"
-    )
+            # torch tries for longer than it was told, and writes pages about it.
+            socket.create_connection((host, port), limit).close()
+            patience = timedelta(seconds=CONNECT_SECONDS)
+            return TCPStore(host, port, is_master=False, timeout=patience), []
+        except (OSError, RuntimeError) as error:
+            errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
+    return None, errors
 
 
 class Checks(Protocol):

@@ -23,6 +23,7 @@ from reshard.run.live.addresses import (
     route_of,
 )
 from reshard.run.live.arena import Arena
+from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
@@ -70,6 +71,8 @@ class Neighbours:
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
+        self._lot: Lot | None = None
+        """What was last copied between the tensors of two processes."""
 
     def name(self, peer: int) -> str:
         """How a peer is reached, for the report."""
@@ -198,8 +201,7 @@ class Neighbours:
     ) -> None:
         """Read and unpack a neighbour's message; addends are handed on with their address."""
         ready = self.watch.inbox.ready[peer, number]
-        arena = self.watch.inbox.arenas.get((peer, ready.a))
-        at = 0 if arena is None else arena.address + ready.b
+        at = self._where(peer, ready, lots)
         for lot, way in self._ways(peer, lots, sending=False):
             if way is Way.PACKED:
                 if lot.addend >= 0:
@@ -210,10 +212,29 @@ class Neighbours:
             elif way is Way.PULL:
                 self._straight(lot, lot.target, lot.source, peer, self._read)
 
+    def _where(self, peer: int, ready: Message, lots: Sequence[Lot]) -> int:
+        """The address of what a neighbour has packed for this rank; 0 if it has nothing."""
+        ways = self._ways(peer, lots, sending=False)
+        size = sum(lot.num_bytes for lot, way in ways if way is Way.PACKED)
+        arena = self.watch.inbox.arenas.get((peer, ready.a))
+        if not size:
+            return 0
+        if arena is None or ready.b + size > arena.num_bytes:
+            room = "none" if arena is None else f"{arena.num_bytes}"
+            self.watch.fail(
+                Cause(
+                    "error",
+                    f"rank {peer} says that {size} bytes for rank {self.team.rank} begin at "
+                    f"{ready.b} of shared memory that has {room}",
+                )
+            )
+        return arena.address + ready.b
+
     def _straight(
         self, lot: Lot, own: End, theirs: End, peer: int, act: Callable[[int, Portion], None]
     ) -> None:
         """Copy a lot between the tensors of two processes."""
+        self._lot = lot
         held, start = self.held[own.side], self._count if theirs.side == WANT else 0
         table = self._table(peer)[start:]
         route: Route | None = self.program.recall(lot, "route", held.strided)
@@ -285,19 +306,31 @@ class Neighbours:
         return bool(table[end.tensor + (self._count if end.side == WANT else 0)].all())
 
     def _write(self, peer: int, portion: Portion) -> None:
-        link = self.team.links[peer]
-        if link.board.is_closed(self.watch.call):
-            self.watch.failed_at(peer)
+        self.watch.breathe()
+        link, call = self.team.links[peer], self.watch.call
+        closed = False
         try:
-            write_to(link.pid, portion)
+            with self.team.door.board.writing(call):
+                closed = link.board.is_closed(call)
+                if not closed:
+                    write_to(link.pid, portion)
         except OSError as error:
-            self.watch.blame(peer, error, "room to write its part into")
+            self.watch.blame(peer, error, f"it to take {self._its_part()}")
+        if closed:
+            self.watch.failed_at(peer)
 
     def _read(self, peer: int, portion: Portion) -> None:
+        self.watch.breathe()
+        link = self.team.links[peer]
         try:
-            read_from(self.team.links[peer].pid, portion)
+            read_from(link.pid, portion)
         except OSError as error:
-            self.watch.blame(peer, error, "its part")
+            self.watch.blame(peer, error, self._its_part())
+        if link.board.is_closed(self.watch.call):
+            self.watch.failed_at(peer)  # it may have freed what was just read
+
+    def _its_part(self) -> str:
+        return "its part" if self._lot is None else f'its part of "{self._lot.name}"'
 
     @property
     def _count(self) -> int:

@@ -7,6 +7,7 @@ fails it is thrown away, and the next move makes a new one.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,14 +15,14 @@ import numpy as np
 import torch
 
 from reshard.run.live.addresses import own_views
-from reshard.run.live.c10d import Work
+from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import Lot, Program
 from reshard.run.live.mailbox import MESSAGE_BYTES, Kind, Message
 from reshard.run.live.ways import run_lengths
-from reshard.run.live.wire import Wire
+from reshard.run.live.wire import Awaitable, Wire
 
 __all__ = ["Network"]
 
@@ -29,8 +30,14 @@ DIRECT_BYTES = 64 << 10
 """From this size on a contiguous block is not packed: measured on gloo, packing costs more."""
 
 
+PIECE_BYTES = 32 << 20
+"""A longer block goes in pieces, so that its progress can be seen."""
+
 PATIENCE = 5.0
 """Seconds that gloo waits longer than the call may."""
+
+END_SECONDS = 1.0
+"""How long what waits for a connection may take to notice that it was cut."""
 
 
 @dataclass(eq=False)
@@ -40,7 +47,7 @@ class _Arrival:
     buffer: torch.Tensor
     done: bool = False
     error: str | None = None
-    works: list[Work] = field(default_factory=list)
+    works: list[Awaitable] = field(default_factory=list)
 
 
 class Network:
@@ -64,7 +71,7 @@ class Network:
         self._waiter = wire.waiter()
         self.tag = watch.call % (1 << 20)
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
-        self._sent: list[Work] = []
+        self._sent: list[Awaitable] = []
         self._unsent: set[int] = set()
         self._keep: list[torch.Tensor] = []
         self.numbers = numbers or (int(not all(side.is_ordinary for side in held)),)
@@ -93,10 +100,10 @@ class Network:
             if error is None and message is not None and message.kind is Kind.HELLO:
                 self.watch.inbox.put(peer, message)
             else:
-                self.watch.broken[peer] = error or "it sent something else than a greeting"
+                self._break(peer, error or "it sent something else than a greeting")
             self.team.mailbox.wake()
 
-        self._when_done([work], then)
+        self._when_done([work], then, [peer])
 
     def unmet(self) -> list[int]:
         """Peers that have not entered the call."""
@@ -142,14 +149,14 @@ class Network:
             ]
             self._keep += tensors
             self._arrivals[peer, number] = arrival
-            self._when_done(arrival.works, self._arrived(peer, number))
+            self._when_done(arrival.works, self._arrived(peer, number), [peer])
             staged += size
         return staged
 
     def _arrived(self, peer: int, number: int) -> Callable[[str | None], None]:
         def then(error: str | None) -> None:
             if error is not None:
-                self.watch.broken[peer] = error
+                self._break(peer, error)
             else:
                 self._arrivals[peer, number].done = True
                 self.watch.inbox.put(peer, Message(Kind.READY, self.watch.call, b"", number))
@@ -180,12 +187,13 @@ class Network:
         if peers and self._sent:
             works, self._sent = self._sent, []
             self._unsent = set(peers)
-            self._when_done(works, self._all_sent)
+            self._when_done(works, self._all_sent, peers)
         return sorted(self._unsent)
 
     def _all_sent(self, error: str | None) -> None:
         if error is not None:
-            self.watch.broken |= dict.fromkeys(self._unsent, error)
+            for peer in self._unsent:
+                self._break(peer, error)
         else:
             self._keep.clear()
             self._unsent = set()
@@ -200,7 +208,7 @@ class Network:
 
     def _straight(self, lots: Sequence[Lot], sending: bool) -> list[torch.Tensor]:
         """The tensors' own memory, block by block, as bytes; the views keep it alive."""
-        found = []
+        found: list[torch.Tensor] = []
         for lot in lots:
             end = lot.source if sending else lot.target
             for n, (number, size) in enumerate(
@@ -208,23 +216,40 @@ class Network:
             ):
                 flat = self.held[end.side].tensors[number].detach().view(-1)
                 at = int(end.offset[n])
-                found.append(flat[at : at + size].view(torch.uint8))
+                whole = flat[at : at + size].view(torch.uint8)
+                found += torch.split(whole, PIECE_BYTES)
         return found
 
-    def _when_done(self, works: list[Work], then: Callable[[str | None], None]) -> None:
+    def _break(self, peer: int, error: str) -> None:
+        """A connection failed: by itself, or because a call beside this one had to cut it."""
+        cut = self.wire.cut_because
+        if cut is not None:
+            self.watch.undone = cut
+        self.watch.broken[peer] = error
+
+    def _when_done(
+        self, works: list[Awaitable], then: Callable[[str | None], None], peers: list[int]
+    ) -> None:
         """Call back later; whoever watches the call should lose patience before gloo does."""
-        self._waiter.when_done(works, self.watch.timeout + PATIENCE, then)
+        heard = self.watch.inbox.heard
+
+        def progress() -> None:
+            heard.update(dict.fromkeys(peers, time.monotonic()))
+
+        self._waiter.when_done(works, self.watch.timeout + PATIENCE, then, progress)
 
     def _index(self, peer: int) -> int:
         return self.team.ranks.index(peer)
 
     def close(self, well: bool) -> None:
-        """Let go of what was sent; after a failure the group itself still holds on to it."""
+        """Let go of what was sent; after a failure nothing may come into the tensors any more."""
         self._keep.clear()
         if well:
             self.wire.give_back(self._waiter)
-        else:
-            self._waiter.end()
+            return
+        if self._arrivals:
+            self.wire.cut(self.watch.cause or Cause("error", "a move was given up"))
+        self._waiter.end(END_SECONDS if self._arrivals else 0.0)
 
 
 def _is_direct(lot: Lot) -> bool:

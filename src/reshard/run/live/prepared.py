@@ -22,6 +22,8 @@ class Prepared:
         self.locals = (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank))
         self.digest = bytes.fromhex(plan.digest)
         self.ranks = plan.parties
+        self.what = f'the move of "{next(iter(plan.want), "nothing")}"'
+        """What its calls do, for errors."""
         self.talks = plan.summary().num_messages > 0
         """Whether any rank sends anything: a move without messages communicates nothing."""
         self.greetings: Greetings | None = None

@@ -6,24 +6,20 @@ long as the group. Ranks outside the set have no part in it.
 
 from __future__ import annotations
 
-import hashlib
-import json
+import contextlib
 import threading
-import weakref
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
-from reshard.errors import LiveError, MoveTimeoutError
+from reshard.errors import PeerLostError
 from reshard.run.live.arena import Arena, Arenas
 from reshard.run.live.c10d import PrefixStore, Store, TCPStore
-from reshard.run.live.host import host_identity
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
 from reshard.run.live.mailbox import Kind, Mailbox, Message
-from reshard.run.live.meeting import await_keys, own_store
+from reshard.run.live.meeting import await_keys
 from reshard.run.live.turns import Turns
 from reshard.run.live.wire import Wire
 
@@ -31,7 +27,7 @@ if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
-__all__ = ["Team", "team_of", "teams"]
+__all__ = ["Team"]
 
 
 @dataclass(eq=False)
@@ -41,6 +37,8 @@ class Team:
     rank: int
     ranks: tuple[int, ...]
     store: TCPStore
+    line: Line
+    """The way to the store."""
     hosts: dict[int, str]
     """The host identity of each rank."""
     door: Door
@@ -49,7 +47,8 @@ class Team:
 
     def __post_init__(self) -> None:
         self.mailbox = Mailbox({peer: link.socket for peer, link in self.links.items()})
-        self.line = Line(self.store, self.leader)
+        leader, lost = self.leader, self.mailbox.lost
+        self.line.has_ended = lambda: leader in lost
         self.arenas = Arenas(self._retire)
         self.agreed: set[tuple[bytes, str]] = set()
         """Plans that all ranks have compared or are comparing, by digest and transport."""
@@ -65,6 +64,8 @@ class Team:
         self.last_failed = -1
         """The last call that this rank knows to have failed."""
         self.lock = threading.Lock()
+        self.kept: list[object] = []
+        """Tensors of failed calls that a stopped process might still write into."""
 
     @property
     def leader(self) -> int:
@@ -84,16 +85,21 @@ class Team:
             self.agreed.add(key)
             return new
 
-    def forget(self, name: str, keys: Sequence[str]) -> None:
-        """Delete keys of the store once every rank has said that it needs them no more."""
-        size = len(self.ranks)
+    def forget(self, name: str, keys: Sequence[str], seconds: float) -> None:
+        """Delete keys of the store once every rank has said that it needs them no more.
 
-        def count_and_delete(store: Store) -> None:
-            if store.add(name, 1) == size:
-                for key in (*keys, name):
-                    store.delete_key(key)
-
-        self.line.ask(count_and_delete)
+        The rank that serves the store waits for that: it may be about to leave.
+        """
+        count = int(self.line.ask(lambda store: store.add(name, 1)))
+        if self.rank != self.leader:
+            return
+        end, pause = time.monotonic() + seconds, 0.0002
+        while count < len(self.ranks) and time.monotonic() < end and not self.mailbox.lost:
+            self.mailbox.step(pause)
+            pause = min(pause * 1.5, 0.02)
+            count = int(self.line.ask(lambda store: store.add(name, 0)))
+        if count == len(self.ranks):
+            self.line.ask(lambda store: [store.delete_key(key) for key in (*keys, name)])
 
     @property
     def spans_hosts(self) -> bool:
@@ -118,7 +124,9 @@ class Team:
     def _make_wire(self, watch: Watch, key: str) -> Wire:
         self.meet(watch, key, "it to make a connection")
         prefix = PrefixStore(key, self.own_connection())
-        return Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
+        wire = Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
+        self.forget(f"{key}/made", [f"{key}/{rank}" for rank in self.ranks], watch.timeout)
+        return wire
 
     def meet(self, watch: Watch, key: str, what: str) -> None:
         """Wait in the store for all ranks; the key is of this meeting alone."""
@@ -140,7 +148,9 @@ class Team:
         It is one more than the number of that call, so that ranks of which several tell of a
         failure, and ranks that have not heard of it yet, come to the same.
         """
-        told = int(self.line.ask(lambda store: store.add("epoch", 0)))
+        told = 0
+        with contextlib.suppress(PeerLostError):  # who serves the store may have left, all done
+            told = int(self.line.ask(lambda store: store.add("epoch", 0)))
         return max(told, self.last_failed + 1)
 
     def end_epoch(self, call: int) -> None:
@@ -171,69 +181,3 @@ class Team:
         self.mailbox.shut()
         self.arenas.release()
         self.line.close()
-
-
-_teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Team]] = (
-    weakref.WeakKeyDictionary()
-)
-_making = threading.Lock()
-
-
-def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float) -> Team:
-    """The team of these ranks, made at the first call, which all of them must make."""
-    key = tuple(sorted(ranks))
-    with _making:
-        teams = _teams.get(group)
-        if teams is None:
-            teams = _teams[group] = {}
-            weakref.finalize(group, _close_all, teams).atexit = False
-        if key not in teams:
-            teams[key] = _make(group, key, timeout)
-        return teams[key]
-
-
-def _close_all(teams: dict[tuple[int, ...], Team]) -> None:
-    """A group is gone, and its teams go with it."""
-    while teams:
-        teams.popitem()[1].close()
-
-
-def teams(group: dist.ProcessGroup | None = None) -> list[Team]:
-    """Every team of this process, or of a group."""
-    chosen = list(_teams.values()) if group is None else [_teams.get(group, {})]
-    return [team for of_group in chosen for team in of_group.values()]
-
-
-def _make(group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float) -> Team:
-    rank = dist.get_rank()
-    _check_members(group, ranks)
-    name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-    caller = PrefixStore(f"reshard/{name}", group.get_group_store())
-    store = own_store(caller, rank, ranks[0], timeout)
-    door = Door(rank)
-    store.set(f"who/{rank}", json.dumps({"host": host_identity(), "door": door.name}))
-    missing = await_keys(store, [f"who/{other}" for other in ranks], timeout)
-    if rank == ranks[0]:
-        # All who come have come: a later team of these ranks must not find this one's store.
-        caller.delete_key("address")
-    if missing:
-        absent = [int(key.removeprefix("who/")) for key in missing]
-        raise MoveTimeoutError(
-            f"ranks {absent} have not called within {timeout:g} s: every rank of the two layouts "
-            "calls a move; if they are only late, give a longer timeout="
-        )
-    known = {other: json.loads(store.get(f"who/{other}")) for other in ranks}
-    hosts = {other: str(who["host"]) for other, who in known.items()}
-    doors = {other: str(who["door"]) for other, who in known.items() if hosts[other] == hosts[rank]}
-    links = door.meet(doors, direct=True, seconds=timeout)
-    return Team(rank, ranks, store, hosts, door, links)
-
-
-def _check_members(group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-    members = dist.get_process_group_ranks(group)
-    outside = sorted(set(ranks) - set(members))
-    if outside:
-        raise LiveError(
-            f"the layouts name ranks {outside} and the process group has {sorted(members)}: "
-            "layouts speak of global ranks; give the group that has them all"
-        )

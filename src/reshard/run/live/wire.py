@@ -1,25 +1,33 @@
 """A team's own gloo group, and the threads that wait for what comes over it.
 
-gloo can only be waited for, not asked; so a thread waits, and calls back. Every call in flight has
+gloo can only be waited for, not asked; so a thread waits, and calls back. Nor can it be told to
+give up one message: where something may still come into tensors of a call that has failed, all
+connections are cut. Every call in flight has
 a thread of its own: one that waited for several calls in turn would keep the news of one from it
 for as long as another gets nothing, and two ranks that do so in different orders wait for ever.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 
 from reshard.run.live.c10d import Store, Work
+from reshard.run.live.cause import Cause
 
-__all__ = ["Waiter", "Wire"]
+__all__ = ["Awaitable", "Waiter", "Wire"]
+
+NO_TAG = 1 << 24
+"""A tag that no call has."""
 
 
 class Wire:
@@ -27,19 +35,32 @@ class Wire:
 
     def __init__(self, store: Store, index: int, size: int, timeout: float) -> None:
         self.group: Any = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout))
+        self._index, self._size = index, size
         self._idle: list[Waiter] = []
         self._closed = False
+        self.cut_because: Cause | None = None
+        """Why all connections were cut, if they were."""
         self._lock = threading.Lock()
 
-    def send(self, index: int, tensor: torch.Tensor, tag: int) -> Work:
+    def send(self, index: int, tensor: torch.Tensor, tag: int) -> Awaitable:
         """Begin to send bytes."""
-        work: Work = self.group.send([tensor], index, tag)
-        return work
+        return _begun(lambda: self.group.send([tensor], index, tag))
 
-    def receive(self, index: int, tensor: torch.Tensor, tag: int) -> Work:
+    def receive(self, index: int, tensor: torch.Tensor, tag: int) -> Awaitable:
         """Begin to receive bytes."""
-        work: Work = self.group.recv([tensor], index, tag)
-        return work
+        return _begun(lambda: self.group.recv([tensor], index, tag))
+
+    def cut(self, cause: Cause) -> None:
+        """Close all connections: what waits fails, and nothing is written into any tensor."""
+        with self._lock:
+            if self.cut_because is not None:
+                return
+            self.cut_because = cause
+        # What gloo does when a wait takes too long. Nobody sends with this tag.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        work = self.receive((self._index + 1) % self._size, nothing, NO_TAG)
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
 
     def waiter(self) -> Waiter:
         """A thread for one call."""
@@ -68,17 +89,23 @@ class Waiter:
 
     def __init__(self) -> None:
         self._works: queue.SimpleQueue[_Awaited | None] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, daemon=True, name="reshard-wire").start()
+        self._thread = threading.Thread(target=self._serve, daemon=True, name="reshard-wire")
+        self._thread.start()
 
     def when_done(
-        self, works: list[Work], seconds: float, then: Callable[[str | None], None]
+        self,
+        works: Sequence[Awaitable],
+        seconds: float,
+        then: Callable[[str | None], None],
+        progress: Callable[[], None] = lambda: None,
     ) -> None:
         """Call back when all are done, with an error if there was one or it took too long."""
-        self._works.put(_Awaited(works, timedelta(seconds=seconds), then))
+        self._works.put(_Awaited(works, timedelta(seconds=seconds), then, progress))
 
-    def end(self) -> None:
-        """Let the thread end, after what it waits for."""
+    def end(self, seconds: float = 0.0) -> None:
+        """Let the thread end, after what it waits for; wait at most so long for that."""
         self._works.put(None)
+        self._thread.join(seconds)
 
     def _serve(self) -> None:
         while (awaited := self._works.get()) is not None:
@@ -86,14 +113,47 @@ class Waiter:
             try:
                 for work in awaited.works:
                     work.wait(awaited.limit)
+                    awaited.progress()
             except RuntimeError as failure:
-                error = str(failure).splitlines()[0]
+                error = _in_short(failure)
             awaited.then(error)
             del awaited  # An idle thread must not keep a call's tensors alive.
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Awaited:
-    works: list[Work]
+    works: Sequence[Awaitable]
     limit: timedelta
     then: Callable[[str | None], None]
+    progress: Callable[[], None]
+
+
+class Awaitable(Protocol):
+    """A message under way."""
+
+    def wait(self, limit: timedelta, /) -> object:
+        """Wait for its end."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Refused:
+    """A message that could not even begin."""
+
+    error: RuntimeError
+
+    def wait(self, limit: timedelta, /) -> object:
+        raise self.error
+
+
+def _begun(begin: Callable[[], Work]) -> Awaitable:
+    try:
+        work: Any = begin()
+        return cast(Awaitable, work)
+    except RuntimeError as error:
+        return _Refused(error)
+
+
+def _in_short(error: RuntimeError) -> str:
+    """What gloo says, without its file names and guesses."""
+    text = str(error).splitlines()[0]
+    return re.sub(r"^\[[^]]*\] *", "", text).partition(". ")[0]
