@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,9 @@ OLD_LINE = pytest.mark.xfail(
     strict=True,
     reason="the store is asked over the old connection, which TCP tries ever more rarely",
 )
+NO_CHAIN = pytest.mark.xfail(
+    strict=True, reason="who waits for whom is only told in the store, which is out of reach"
+)
 
 
 @dataclass
@@ -49,14 +51,14 @@ class Job:
     folder: Path
     launchers: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, task: str) -> None:
+    def start(self) -> None:
         for number, host in enumerate(self.hosts):
-            self.launchers.append(self._launch(task, number, host))
+            self.launchers.append(self._launch(number, host))
 
-    def _launch(self, task: str, number: int, host: Host) -> subprocess.Popen[bytes]:
+    def _launch(self, number: int, host: Host) -> subprocess.Popen[bytes]:
         where = ["--master-addr", self.hosts[0].address, "--master-port", "29500"]
         size = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
-        what = ["-m", "tests.ranks.two_hosts_worker", task, str(self.folder)]
+        what = ["-m", "tests.ranks.two_hosts_worker", str(self.folder)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *where, *what]
         network = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
@@ -105,19 +107,63 @@ class Job:
             launcher.wait(10)
 
 
-@contextmanager
-def job_of(task: str, folder: Path) -> Iterator[Job]:
-    """A job that has been started, on hosts of its own."""
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    """One job for all tests of this file, which take it from phase to phase: it starts slowly."""
     try:
         with two_hosts() as hosts:
-            job = Job(hosts, folder)
+            made = Job(hosts, tmp_path_factory.mktemp("job"))
             try:
-                job.start(task)
-                yield job
+                made.start()
+                yield made
             finally:
-                job.end()
+                made.end()
     except NotPermittedError as reason:
         pytest.skip(f"NOT TESTED: no two hosts here, as there are no network namespaces: {reason}")
+
+
+@pytest.fixture(scope="module")
+def moved(job: Job) -> list[Told]:
+    """What ranks tell of moves while all is well."""
+    return job.told("moved", START_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def blinked(job: Job, moved: list[Told]) -> tuple[float, list[Told]]:
+    """When the link was back, and what came of a move in the middle of which it was down."""
+    job.tell("blink")
+    job.told("blink, moving", END_SECONDS)
+    job.hosts[1].set_link("down")
+    time.sleep(1.0)
+    job.hosts[1].set_link("up")
+    return time.monotonic(), job.told("blink", END_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def cut(job: Job, blinked: object) -> tuple[float, list[Told]]:
+    """When the link was cut in the middle of a move, and what came of it."""
+    job.tell("cut")
+    job.told("cut, moving", END_SECONDS)
+    job.hosts[1].set_link("down")
+    return time.monotonic(), job.told("cut", END_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def back(job: Job, cut: object) -> list[Told]:
+    """What came of the next move, when the link was up again."""
+    job.hosts[1].set_link("up")
+    job.tell("back")
+    return job.told("back", END_SECONDS)
+
+
+@pytest.fixture(scope="module")
+def chain(job: Job, back: list[Told]) -> list[Told]:
+    """What came of a move with a cut link in which not everybody has peers on the other host."""
+    assert not any("kind" in told for told in back), "the move before it has not worked"
+    job.tell("chain")
+    job.told("chain, moving", END_SECONDS)
+    job.hosts[1].set_link("down")
+    return job.told("chain", END_SECONDS)
 
 
 def others(rank: int) -> list[int]:
@@ -125,94 +171,68 @@ def others(rank: int) -> list[int]:
     return [2, 3] if rank in (0, 1) else [0, 1]
 
 
-def test_memory_within_a_host_and_the_network_between(tmp_path: Path) -> None:
-    with job_of("moves", tmp_path) as job:
-        told = job.told("moved", START_SECONDS)
-        job.until("the launchers end", job.is_over, END_SECONDS)
-    for one in told:
-        assert one["problems"] == {}
-        for name, reached in one["reached"].items():
-            assert len(reached) >= 2, (name, reached)
-            for peer, way in reached.items():
-                far = int(peer) in others(one["rank"])
-                ways = ("network (gloo)",) if far else ("peer memory", "shared memory")
-                assert way in ways, (name, one["rank"], reached)
-
-
-def test_a_link_that_comes_back_in_time_costs_only_time(tmp_path: Path) -> None:
-    with job_of("long", tmp_path) as job:
-        job.told("moving", START_SECONDS)
-        job.hosts[1].set_link("down")
-        time.sleep(1.0)
-        back = time.monotonic()
-        job.hosts[1].set_link("up")
-        told = job.told("moved", END_SECONDS)
-        job.until("the launchers end", job.is_over, END_SECONDS)
-    for one in told:
-        assert one.get("right") is True, one
-        assert one["ended"] > back, f"the move was over before the link was back: {one}"
-
-
-@dataclass(frozen=True)
-class Cut:
-    """What came of a move whose link was cut, rank by rank."""
-
-    at: float
-    moved: list[Told]
-    again: list[Told]
-    """Of another move, when the link was back."""
-    left: list[int]
-    """Ranks that did not end when it was cut again."""
-
-
-@pytest.fixture(scope="module")
-def cut(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cut]:
-    with job_of("cut", tmp_path_factory.mktemp("cut")) as job:
-        job.told("moving", START_SECONDS)
-        job.hosts[1].set_link("down")
-        at = time.monotonic()
-        moved = job.told("moved", END_SECONDS)
-        job.hosts[1].set_link("up")
-        job.tell("link is back")
-        again = job.told("again", END_SECONDS)
-        job.hosts[1].set_link("down")
-        job.tell("link is cut")
-        left = remaining([told["pid"] for told in moved], FEW_SECONDS)
-        yield Cut(at, moved, again, left)
-
-
-def remaining(pids: list[int], seconds: float) -> list[int]:
-    """The ranks whose process has not ended after so long."""
-    end, left = time.monotonic() + seconds, pids
-    while left and time.monotonic() < end:
-        time.sleep(0.05)
-        left = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
-    return [pids.index(pid) for pid in left]
+@pytest.mark.parametrize("rank", RANKS)
+def test_moves_are_right(moved: list[Told], rank: int) -> None:
+    assert moved[rank]["problems"] == {}
 
 
 @pytest.mark.parametrize("rank", RANKS)
-def test_a_cut_link_is_an_error_that_names_who_is_out_of_reach(cut: Cut, rank: int) -> None:
+def test_memory_within_a_host_and_the_network_between(moved: list[Told], rank: int) -> None:
+    for name, reached in moved[rank]["reached"].items():
+        assert len(reached) >= 2, (name, reached)
+        for peer, way in reached.items():
+            far = int(peer) in others(rank)
+            ways = ("network (gloo)",) if far else ("peer memory", "shared memory")
+            assert way in ways, (name, reached)
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_link_that_comes_back_in_time_costs_only_time(
+    blinked: tuple[float, list[Told]], rank: int
+) -> None:
+    at, told = blinked
+    assert "kind" not in told[rank], told[rank]
+    assert told[rank]["ended"] > at, "the move was over before the link was back"
+
+
+@pytest.mark.parametrize("rank", RANKS)
+def test_a_cut_link_is_an_error_that_names_who_is_out_of_reach(
+    cut: tuple[float, list[Told]], rank: int
+) -> None:
     """Ranks 2 and 3 do not reach the store either: rank 0 serves it."""
-    told = cut.moved[rank]
+    told = cut[1][rank]
     assert told.get("kind") in ("PeerLostError", "MoveTimeoutError"), told
-    first, second = others(rank)
-    assert re.search(rf"^rank [{first}{second}] .*\"weight\" in round \d+ of \d+ ", told["message"])
-    status = rf"\(on rank {rank}: round (\d+) of (\d+), \d.* of \d.* done\)$"
-    assert re.search(status, told["message"]), told
+    cause = rf"^rank ({others(rank)[0]}|{others(rank)[1]}) .*\"weight\" in round \d+ of \d+ "
+    status = rf"\(on rank {rank}: round \d+ of \d+, \d.* of \d.* done\)$"
+    assert re.search(cause + status, told["message"]), told
 
 
 @pytest.mark.parametrize(
     "rank", [0, 1, pytest.param(2, marks=SLOW_LINE), pytest.param(3, marks=SLOW_LINE)]
 )
-def test_a_cut_link_is_noticed_soon_after_the_timeout(cut: Cut, rank: int) -> None:
-    seconds = cut.moved[rank]["ended"] - cut.at
-    assert TIMEOUT - 1 < seconds < TIMEOUT + FEW_SECONDS, cut.moved[rank]
+def test_a_cut_link_is_noticed_soon_after_the_timeout(
+    cut: tuple[float, list[Told]], rank: int
+) -> None:
+    at, told = cut
+    assert TIMEOUT - 1 < told[rank]["ended"] - at < TIMEOUT + FEW_SECONDS, told[rank]
 
 
 @OLD_LINE
-def test_the_next_move_works_when_the_link_is_back(cut: Cut) -> None:
-    assert [told.get("right") for told in cut.again] == [True] * 4, cut.again
+def test_the_next_move_works_when_the_link_is_back(back: list[Told]) -> None:
+    assert not any("kind" in told for told in back), back
 
 
-def test_ranks_end_without_the_link(cut: Cut) -> None:
-    assert cut.left == []
+@NO_CHAIN
+def test_a_rank_that_waits_for_a_neighbour_names_who_is_out_of_reach(chain: list[Told]) -> None:
+    """Rank 2 waits for rank 3, which is well but waits for rank 1, on the other host."""
+    assert re.search(r'^rank 1 .*"between" in round .*\(on rank 2: ', chain[2]["message"]), chain
+
+
+def test_ranks_end_well_without_the_link(job: Job, back: list[Told]) -> None:
+    job.hosts[1].set_link("down")
+    job.tell("end")
+    pids = [Path(f"/proc/{told['pid']}") for told in back]
+    job.until("all ranks end", lambda: not any(pid.exists() for pid in pids), END_SECONDS)
+    job.hosts[1].set_link("up")  # the launchers wait for each other
+    job.until("the launchers end", job.is_over, END_SECONDS)
+    assert [launcher.poll() for launcher in job.launchers] == [0, 0], job.output()

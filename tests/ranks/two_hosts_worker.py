@@ -1,7 +1,7 @@
-"""What ranks on two hosts do, for test_two_hosts.py; torchrun starts it with a task and a folder.
+"""What ranks on two hosts do, for test_two_hosts.py; torchrun starts it with a folder.
 
-Ranks and test tell each other things by files in the folder: ``moving.2.json`` is rank 2's word
-that it is in the middle of a move, ``moved.2.json`` what came of it.
+Ranks and test tell each other things by files in the folder: in the end ``moved.2.json`` is what
+rank 2 moved, and the test makes a file ``cut`` to say that the link is about to be cut.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,11 @@ import torch.distributed as dist
 
 import reshard as rs
 from tests import moves
-from tests.ranks.live import Arrays, difference, numbered, tensors_of
+from tests.ranks.live import Arrays, difference, numbered, same_bits, tensors_of
 
-SECONDS = 50.0
+Tensors = dict[str, torch.Tensor]
+
+SECONDS = 80.0
 """A rank that has not ended by then prints its stacks, and ends."""
 TIMEOUT = 3.0
 ROUNDS_BEFORE = 5
@@ -69,9 +72,22 @@ class Rank:
         draft.write_text(json.dumps({"rank": self.rank, "pid": os.getpid(), **what}))
         draft.rename(self.folder / f"{word}.{self.rank}.json")
 
-    def hear(self, word: str) -> None:
+    @contextmanager
+    def telling(self, word: str) -> Iterator[None]:
+        """Do something, and tell when it ended and what it raised."""
+        raised = {}
+        try:
+            yield
+        except Exception as error:
+            raised = {"kind": type(error).__name__, "message": str(error)}
+        self.tell(word, ended=time.monotonic(), **raised)
+
+    def hear(self, *words: str) -> str:
         """Wait for a word of the test."""
-        while not (self.folder / word).exists():
+        while True:
+            for word in words:
+                if (self.folder / word).exists():
+                    return word
             time.sleep(0.01)
 
 
@@ -100,46 +116,60 @@ def given_to(plan: rs.Plan) -> Arrays:
     return given
 
 
-def long_move(me: Rank) -> None:
-    """A move that takes seconds: what comes of it, and when."""
+def long_move(me: Rank, word: str) -> None:
+    """A move that takes seconds and a hundred rounds; everybody talks to everybody."""
     shape = (2048, 2048)
     have, want = ({"weight": rs.TensorSpec(shape, "float32", at)} for at in (ROWS, COLUMNS))
-    plan = rs.plan(have, want, memory="64KiB")
     full = numbered(shape)
-    handle = plan.start({"weight": full.chunk(4)[me.rank]}, timeout=TIMEOUT)
+    mine, wanted = full.chunk(4)[me.rank], full.chunk(4, dim=1)[me.rank]
+    slow_move(me, word, rs.plan(have, want, memory="64KiB"), {"weight": mine}, {"weight": wanted})
+
+
+def chain_move(me: Rank, word: str) -> None:
+    """Ranks 0 and 1, then 1 and 3, then 3 and 2 swap: 0 and 2 only talk to their neighbours."""
+    pairs = {"first": (0, 1), "between": (1, 3), "second": (3, 2)}
+    have = {name: halves(pair) for name, pair in pairs.items()}
+    want = {name: halves(pair[::-1]) for name, pair in pairs.items()}
+    mine = {name: torch.zeros(512, 1024) for name, pair in pairs.items() if me.rank in pair}
+    slow_move(me, word, rs.plan(have, want, memory="64KiB"), mine, mine)
+
+
+def halves(ranks: tuple[int, ...]) -> rs.TensorSpec:
+    layout = rs.Layout(rs.Mesh(tp=2, ranks=ranks), "tp -")
+    return rs.TensorSpec((1024, 1024), "float32", layout)
+
+
+def slow_move(me: Rank, word: str, plan: rs.Plan, mine: Tensors, wanted: Tensors) -> None:
+    """When the test says so, run a plan; tell when it is under way, and what comes of it."""
+    me.hear(word)
+    handle = plan.start(mine, timeout=TIMEOUT)
     while len(handle.report.rounds) <= ROUNDS_BEFORE:
         time.sleep(0.01)
-    me.tell("moving")
-    try:
-        result = handle.wait()
-    except Exception as error:
-        ended = time.monotonic()
-        me.tell("moved", kind=type(error).__name__, message=str(error), ended=ended)
-    else:
-        right = torch.equal(result["weight"], full.chunk(4, dim=1)[me.rank])
-        me.tell("moved", right=right, ended=time.monotonic())
+    me.tell(f"{word}, moving")
+    with me.telling(word):
+        same_bits(handle.wait(), wanted)
 
 
-def cut_move(me: Rank) -> None:
-    """A move that is cut off, another one when the link is back, and an end without it."""
-    long_move(me)
-    me.hear("link is back")
+def short_move(me: Rank, word: str) -> None:
+    """A move of one round."""
     full = numbered((512, 256))
-    try:
+    me.hear(word)
+    with me.telling(word):
         result = rs.move(full.chunk(4)[me.rank], ROWS, COLUMNS, shape=(512, 256), timeout=8)
-        me.tell("again", right=torch.equal(result, full.chunk(4, dim=1)[me.rank]))
-    except Exception as error:
-        me.tell("again", kind=type(error).__name__, message=str(error))
-    me.hear("link is cut")
+        assert torch.equal(result, full.chunk(4, dim=1)[me.rank])
 
 
-TASKS = {"moves": check_moves, "long": long_move, "cut": cut_move}
-
-
-def main(task: str, folder: str) -> None:
+def main(folder: str) -> None:
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     dist.init_process_group("gloo")
-    TASKS[task](Rank(dist.get_rank(), Path(folder)))
+    me = Rank(dist.get_rank(), Path(folder))
+    check_moves(me)
+    long_move(me, "blink")
+    long_move(me, "cut")
+    short_move(me, "back")
+    if me.hear("chain", "end") == "chain":
+        chain_move(me, "chain")
+        me.hear("end")
     dist.destroy_process_group()
 
 
