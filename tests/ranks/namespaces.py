@@ -41,19 +41,20 @@ class Host:
         """Take this end of the link ``down``, or ``up`` again."""
         _ip("-n", self.namespace, "link", "set", self.interface, state)
 
-    def pids(self) -> list[int]:
-        """The processes on this host."""
-        return [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+    def signal(self, number: signal.Signals) -> list[int]:
+        """Send a signal to every process of this host; gives their ids."""
+        pids = [int(pid) for pid in _ip("netns", "pids", self.namespace).split()]
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        return pids
 
     def end_processes(self) -> None:
         """End all of them; a process may start another before it ends."""
         for _ in range(100):
-            left = self.pids()
+            left = self.signal(signal.SIGKILL)
             if not left:
                 return
-            for pid in left:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
             time.sleep(0.02)
         raise RuntimeError(f"processes {left} of namespace {self.namespace} do not end")
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -60,13 +61,14 @@ class Job:
         size = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
         what = ["-m", "tests.ranks.two_hosts_worker", str(self.folder)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *where, *what]
-        network = {"GLOO_SOCKET_IFNAME": host.interface, "OMP_NUM_THREADS": "1"}
+        network = {"GLOO_SOCKET_IFNAME": host.interface}
+        python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
         paths = filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         with (self.folder / f"output.{number}").open("w") as output:
             return subprocess.Popen(
                 host.command(torchrun),
                 cwd=ROOT,
-                env=os.environ | network | {"PYTHONPATH": os.pathsep.join(paths)},
+                env=os.environ | network | python | {"PYTHONPATH": os.pathsep.join(paths)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -78,7 +80,7 @@ class Job:
         while not done():
             codes = [launcher.poll() for launcher in self.launchers]
             assert not any(codes), f"launchers ended with {codes} before {what}\n{self.output()}"
-            assert time.monotonic() < end, f"not in {seconds:g} s: {what}\n{self.output()}"
+            assert time.monotonic() < end, f"not in {seconds:g} s: {what}\n{self.stacks()}"
             time.sleep(0.01)
 
     def told(self, word: str, seconds: float) -> list[Told]:
@@ -95,6 +97,13 @@ class Job:
         """What launchers and ranks printed, and what ranks told."""
         files = [*self.folder.glob("output.*"), *self.folder.glob("*.json")]
         return "\n".join(f"{file.name}: {file.read_text()}" for file in sorted(files))
+
+    def stacks(self) -> str:
+        """Have all processes print what they are at, and end."""
+        for host in self.hosts:
+            host.signal(signal.SIGABRT)
+        time.sleep(1.0)
+        return self.output()
 
     def is_over(self) -> bool:
         return all(launcher.poll() is not None for launcher in self.launchers)
@@ -200,11 +209,16 @@ def test_a_cut_link_is_an_error_that_names_who_is_out_of_reach(
     cut: tuple[float, list[Told]], rank: int
 ) -> None:
     """Ranks 2 and 3 do not reach the store either: rank 0 serves it."""
-    told = cut[1][rank]
+    check_names(cut[1][rank], f"[{'23' if rank in (0, 1) else '01'}]", "weight")
+
+
+def check_names(told: Told, peer: object, tensor: str) -> None:
+    """The error says who is waited for and for what; and no process has ended."""
     assert told.get("kind") in ("PeerLostError", "MoveTimeoutError"), told
-    cause = rf"^rank ({others(rank)[0]}|{others(rank)[1]}) .*\"weight\" in round \d+ of \d+ "
-    status = rf"\(on rank {rank}: round \d+ of \d+, \d.* of \d.* done\)$"
+    cause = rf'^rank {peer} .*"{tensor}" in round \d+ of \d+ '
+    status = rf"\(on rank {told['rank']}: round \d+ of \d+, \d.* of \d.* done\)$"
     assert re.search(cause + status, told["message"]), told
+    assert "ended" not in told["message"], told
 
 
 @pytest.mark.parametrize(
@@ -222,10 +236,12 @@ def test_the_next_move_works_when_the_link_is_back(back: list[Told]) -> None:
     assert not any("kind" in told for told in back), back
 
 
-@NO_CHAIN
-def test_a_rank_that_waits_for_a_neighbour_names_who_is_out_of_reach(chain: list[Told]) -> None:
+@pytest.mark.parametrize(
+    "rank", [pytest.param(rank, marks=NO_CHAIN if rank == 2 else OLD_LINE) for rank in RANKS]
+)
+def test_ranks_without_peers_out_of_reach_name_them_as_well(chain: list[Told], rank: int) -> None:
     """Rank 2 waits for rank 3, which is well but waits for rank 1, on the other host."""
-    assert re.search(r'^rank 1 .*"between" in round .*\(on rank 2: ', chain[2]["message"]), chain
+    check_names(chain[rank], 1 if rank in (2, 3) else 3, "between")
 
 
 def test_ranks_end_well_without_the_link(job: Job, back: list[Told]) -> None:

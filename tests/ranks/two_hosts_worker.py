@@ -126,7 +126,7 @@ def long_move(me: Rank, word: str) -> None:
 
 
 def chain_move(me: Rank, word: str) -> None:
-    """Ranks 0 and 1, then 1 and 3, then 3 and 2 swap: 0 and 2 only talk to their neighbours."""
+    """Ranks 0 and 1, 1 and 3, 3 and 2 swap halves: 0 and 2 only talk to their neighbours."""
     pairs = {"first": (0, 1), "between": (1, 3), "second": (3, 2)}
     have = {name: halves(pair) for name, pair in pairs.items()}
     want = {name: halves(pair[::-1]) for name, pair in pairs.items()}
