@@ -5,6 +5,7 @@ import fcntl
 import os
 import pickle
 import signal
+import socket
 import time
 import traceback
 import warnings
@@ -125,8 +126,18 @@ def _raised(error: BaseException, start: float) -> Raised:
 def host_store(rank: int) -> int:
     """Serves the store of the default group, on a free port, which is returned."""
     del rank
-    _stores.append(dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False))
-    return int(_stores[0].port)
+    # To a socket of IPv4 ranks come as 127.0.0.1, whose name torch finds without a name server.
+    listener = socket.create_server(("", 0))
+    port = int(listener.getsockname()[1])
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    _stores.append(store)
+    return port
 
 
 def join_group(rank: int, size: int, port: int) -> None:

@@ -31,18 +31,6 @@ FEW_SECONDS = 4.0
 
 Told = dict[str, Any]
 
-SLOW_LINE = pytest.mark.xfail(
-    strict=True,
-    reason="every question to a store that is out of reach takes 5 s, one after another",
-)
-OLD_LINE = pytest.mark.xfail(
-    strict=True,
-    reason="the store is asked over the old connection, which TCP tries ever more rarely",
-)
-NO_CHAIN = pytest.mark.xfail(
-    strict=True, reason="who waits for whom is only told in the store, which is out of reach"
-)
-
 
 @dataclass
 class Job:
@@ -221,9 +209,7 @@ def check_names(told: Told, peer: object, tensor: str) -> None:
     assert "ended" not in told["message"], told
 
 
-@pytest.mark.parametrize(
-    "rank", [0, 1, pytest.param(2, marks=SLOW_LINE), pytest.param(3, marks=SLOW_LINE)]
-)
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_cut_link_is_noticed_soon_after_the_timeout(
     cut: tuple[float, list[Told]], rank: int
 ) -> None:
@@ -231,14 +217,11 @@ def test_a_cut_link_is_noticed_soon_after_the_timeout(
     assert TIMEOUT - 1 < told[rank]["ended"] - at < TIMEOUT + FEW_SECONDS, told[rank]
 
 
-@OLD_LINE
 def test_the_next_move_works_when_the_link_is_back(back: list[Told]) -> None:
     assert not any("kind" in told for told in back), back
 
 
-@pytest.mark.parametrize(
-    "rank", [pytest.param(rank, marks=NO_CHAIN if rank == 2 else OLD_LINE) for rank in RANKS]
-)
+@pytest.mark.parametrize("rank", RANKS)
 def test_ranks_without_peers_out_of_reach_name_them_as_well(chain: list[Told], rank: int) -> None:
     """Rank 2 waits for rank 3, which is well but waits for rank 1, on the other host."""
     check_names(chain[rank], 1 if rank in (2, 3) else 3, "between")

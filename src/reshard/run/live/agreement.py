@@ -54,6 +54,7 @@ class Terms:
 def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     """Compare with all ranks of the team; gives where each has its tensors."""
     team, call = watch.team, watch.call
+    watch.compared = True
     keys = {rank: f"terms/{call}/{rank}" for rank in team.ranks}
     team.line.ask(lambda store: store.set(keys[team.rank], terms.to_json()))
     everyone = list(keys.values())
@@ -107,7 +108,8 @@ def _differ(watch: Watch) -> str:
 
 def suspect_comparing(watch: Watch, terms: Terms, unmet: Iterable[int]) -> None:
     """A rank that has compared its plan before waits for others: do they compare another one?"""
-    keys = [f"terms/{watch.call}/{peer}" for peer in unmet]
+    peers = [] if watch.compared else unmet
+    keys = [f"terms/{watch.call}/{peer}" for peer in peers]
     if any(watch.team.line.check([key]) for key in [_differ(watch), *keys]):
         raise_disagreement(watch, terms)
 

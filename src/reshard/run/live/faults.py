@@ -34,6 +34,9 @@ BREATHE_EVERY = 1.0
 WRITER_SECONDS = 1.0
 """How long to wait for a process that was about to write into our memory when a call failed."""
 
+ASK_SECONDS = 1.0
+"""How long the store may take to answer while a call fails, or waits."""
+
 NOTES = 64
 """Calls in flight that may have word of whom they wait for in the store."""
 
@@ -62,6 +65,7 @@ class Watch:
         self.word = word
         """What this rank says in its greetings besides."""
         self.inbox: Inbox = team.mailbox.open(call)
+        team.line.be_patient(timeout)
         self.broken: dict[int, str] = {}
         """Peers whose connection failed, and how."""
         self.undone: Cause | None = None
@@ -70,6 +74,8 @@ class Watch:
         """Why the call has failed."""
         self.is_over = False
         """Whether the call has failed, and the other ranks know."""
+        self.compared = False
+        """Whether ranks have compared what they were given in this call."""
         self.suspect: Callable[[], None] = lambda: None
         """Looks, whenever the store is looked at, for what a missing peer does instead."""
         self.touched: object = None
@@ -138,7 +144,7 @@ class Watch:
             return
         self._breathed = now
         for peer in self.team.links:
-            self.team.mailbox.send(peer, Message(Kind.ALIVE, self.call, self.digest))
+            self._send(peer, Kind.ALIVE)
         if len(self.team.links) + 1 < len(self.team.ranks):
             self._leave_sign(str(now))
         self.team.mailbox.step(0.0)
@@ -146,17 +152,22 @@ class Watch:
 
     def _leave_sign(self, sign: str) -> None:
         with contextlib.suppress(PeerLostError):
-            self.team.line.ask(lambda store: store.set(f"alive/{self.team.rank}", sign))
+            key = f"alive/{self.team.rank}"
+            self.team.line.ask(lambda store: store.set(key, sign), ASK_SECONDS)
 
     def fail(self, cause: Cause) -> NoReturn:
         """Post a cause, tell everyone, and raise what was posted first."""
+        key, text, call = f"abort/{self.call}", cause.to_json(), self.call
+
+        def post(store: Store) -> Any:
+            # Before anybody can know of the failure, so that nobody begins anew without knowing.
+            if store.add("epoch", 0) <= call:
+                store.set("epoch", str(call + 1))
+            return store.compare_set(key, "", text)
+
         found = cause
         with contextlib.suppress(PeerLostError):
-            key, text = f"abort/{self.call}", cause.to_json()
-            # Before anybody can know of the failure, so that nobody begins anew without knowing.
-            self.team.end_epoch(self.call)
-            answer: Any = self.team.line.ask(lambda store: store.compare_set(key, "", text))
-            found = Cause.from_json(answer)
+            found = Cause.from_json(self.team.line.ask(post, ASK_SECONDS))
         self._raise(found)
 
     def barrier(self, name: str) -> None:
@@ -178,11 +189,16 @@ class Watch:
         self.team.last_failed = max(self.team.last_failed, self.call)
         self.team.drop_wire()
         for peer in self.team.links:
-            self.team.mailbox.send(peer, Message(Kind.ABORT, self.call, self.digest))
+            word = (self.cause or Cause("error", f"rank {self.team.rank} has given up")).to_json()
+            self._send(peer, Kind.ABORT, word)
         if any(self._writers_after(WRITER_SECONDS)):
             # One was stopped on its way from looking at our board to writing. Nobody can tell when
             # it goes on; what it writes into must never be anything else.
             self.team.kept.append(self.touched)
+
+    def _send(self, peer: int, kind: Kind, text: str = "") -> None:
+        message = Message(kind, self.call, self.digest)
+        self.team.mailbox.send(peer, message, text=text.encode())
 
     def _writers_after(self, seconds: float) -> list[int]:
         """Who writes into our memory, when nobody does any more or the time is over."""
@@ -195,8 +211,13 @@ class Watch:
             self.team.mailbox.step(0.001)
 
     def failed_at(self, peer: int) -> NoReturn:
-        """A peer has given the call up."""
-        self._raise_posted(peer)
+        """A peer has given the call up; it is about to say why."""
+        end = time.monotonic() + ASK_SECONDS
+        while time.monotonic() < end:
+            self._check_aborted()
+            self.check_lost([peer])
+            self.team.mailbox.step(0.05)
+        self.fail(Cause("error", f"rank {peer} has failed and did not say why"))
 
     def blame(self, peer: int, error: OSError, what: str) -> NoReturn:
         """A peer's memory could not be reached: it is gone, has given up, or forbids it."""
@@ -213,8 +234,9 @@ class Watch:
         )
 
     def _check_aborted(self) -> None:
-        if self.inbox.aborted_by is not None:
-            self._raise_posted(self.inbox.aborted_by)
+        peer = self.inbox.aborted_by
+        if peer is not None:
+            self._raise(Cause.from_json(self.inbox.texts.get((peer, Kind.ABORT), b"")))
 
     def check_lost(self, left: Collection[int]) -> None:
         """Fail if one of these is gone."""
@@ -239,30 +261,13 @@ class Watch:
         self.stop()
         raise cause.error(self.status())
 
-    def _raise_posted(self, peer: int) -> NoReturn:
-        """Raise what stands in the store; a peer said that something does."""
-        cause = Cause("error", f"rank {peer} has failed and could not say why")
-        try:
-            found = self._get(f"abort/{self.call}")
-            end = time.monotonic() + POST_AFTER
-            while found is None and time.monotonic() < end:
-                time.sleep(0.01)
-                found = self._get(f"abort/{self.call}")
-            cause = cause if found is None else Cause.from_json(found)
-        except PeerLostError:
-            # The store is gone, and with it the cause: most likely it is just that.
-            self.team.mailbox.step(0.0)
-            lost = sorted(self.team.mailbox.lost, key=lambda rank: rank != self.team.leader)
-            cause = self._loss(lost[0] if lost else self.team.leader, "its process ended")
-        self._raise(cause)
-
     def _get(self, key: str) -> bytes | None:
         """What stands in the store; keys that are asked for this way are never deleted."""
 
         def look(store: Store) -> bytes | None:
             return store.get(key) if store.check([key]) else None
 
-        return self.team.line.ask(look)
+        return self.team.line.ask(look, ASK_SECONDS)
 
     def _look(self, now: bool = False) -> None:
         """Look for a cause in the store, now and then; without a store there is none."""
@@ -281,26 +286,33 @@ class Watch:
         return f"wait/{self.call % NOTES}/{rank}"
 
     def _post(self, peer: int) -> None:
-        """Say in the store whom this rank waits for."""
+        """Say whom this rank waits for: to its neighbours, and in the store."""
         if self._posted:
             return
         self._posted = True
         met = peer in self.inbox.hellos
-        word = {"call": self.call, "peer": peer, "what": self._what(peer), "met": met}
+        self._say({"call": self.call, "peer": peer, "what": self._what(peer), "met": met})
         with contextlib.suppress(PeerLostError):
-            self.team.line.ask(
-                lambda store: store.set(self._note(self.team.rank), json.dumps(word))
-            )
             self._has_breathed(peer)
 
     def _unpost(self) -> None:
         self._posted = False
+        self._say({})
+
+    def _say(self, word: dict[str, object]) -> None:
+        text, key = json.dumps(word), self._note(self.team.rank)
+        for peer in self.team.links:
+            self._send(peer, Kind.WAITS, text)
         with contextlib.suppress(PeerLostError):
-            self.team.line.ask(lambda store: store.set(self._note(self.team.rank), "{}"))
+            self.team.line.ask(lambda store: store.set(key, text), ASK_SECONDS)
 
     def waits_for(self, rank: int) -> dict[str, Any] | None:
         """Whom another rank waits for in this call, if it says so."""
-        found = json.loads(self._get(self._note(rank)) or b"{}")
+        if rank in self.team.links:
+            text = self.inbox.texts.get((rank, Kind.WAITS))
+        else:
+            text = self._get(self._note(rank))
+        found = json.loads(text or b"{}")
         return found if found.get("call") == self.call else None
 
     def _has_breathed(self, rank: int) -> bool:

@@ -17,14 +17,18 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import NamedTuple
 
 from reshard.run.live.arena import Arena
 
-__all__ = ["MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message"]
+__all__ = ["MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
 
 _FORM = struct.Struct("<4sIQ16sQQQQQQ")
 _MAGIC = b"rsh1"
 MESSAGE_BYTES = _FORM.size
+
+MOST_TEXT = 8192
+"""Bytes of text that may follow a message."""
 
 FAR = 1024
 """How many calls another rank may be ahead: one that is further is broken."""
@@ -44,16 +48,17 @@ class Kind(IntEnum):
     TAKEN = 3
     """I have read what you had for me in this round."""
     ABORT = 4
-    """This call has failed; the store says why."""
+    """This call has failed; a text says why."""
     GONE = 5
     """The arena ``a`` of mine is no longer used."""
     ALIVE = 6
     """I am at work in this call: have patience."""
+    WAITS = 7
+    """A text says whom I wait for in this call; none if I do not any more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What one rank tells another."""
+class Message(NamedTuple):
+    """What one rank tells another; a tuple, because that is the quickest to make."""
 
     kind: Kind
     call: int
@@ -67,8 +72,7 @@ class Message:
 
     def pack(self) -> bytes:
         """The 80 bytes on the socket."""
-        numbers = (self.round, self.a, self.b, self.c, self.d, self.e)
-        return _FORM.pack(_MAGIC, self.kind, self.call, self.digest, *numbers)
+        return _FORM.pack(_MAGIC, *self)
 
     @property
     def arena(self) -> int:
@@ -84,6 +88,11 @@ class Message:
         return cls(_KINDS[kind], call, digest, *numbers) if kind in _KINDS else None
 
 
+def packed(*parts: object) -> bytes:
+    """The bytes of a message of these parts, which are those of `Message`, all of them."""
+    return _FORM.pack(_MAGIC, *parts)
+
+
 _KINDS = {int(kind): kind for kind in Kind}
 
 
@@ -96,6 +105,8 @@ class Inbox:
     """By peer and round."""
     taken: set[tuple[int, int]] = field(default_factory=set)
     aborted_by: int | None = None
+    texts: dict[tuple[int, Kind], bytes] = field(default_factory=dict)
+    """What came last after a message, by peer and kind."""
     heard: dict[int, float] = field(default_factory=dict)
     """When each peer last said something."""
     arenas: dict[tuple[int, int], Arena] = field(default_factory=dict)
@@ -175,9 +186,12 @@ class Mailbox:
                 self._lent[peer, call, arena.number] = arena
                 arena.lent += 1
 
-    def send(self, peer: int, message: Message, fd: int | None = None) -> None:
+    def send(self, peer: int, message: Message, fd: int | None = None, text: bytes = b"") -> None:
         """Send a message; what arrives meanwhile is filed, so that two full sockets never wait."""
-        data = message.pack()
+        self.send_bytes(peer, message.pack() + text[:MOST_TEXT], fd)
+
+    def send_bytes(self, peer: int, data: bytes, fd: int | None = None) -> None:
+        """Send a message that is packed already."""
         while peer not in self.lost:
             try:
                 if fd is None:
@@ -221,7 +235,7 @@ class Mailbox:
             return
         while peer not in self.lost:
             try:
-                data, fds, _, _ = socket.recv_fds(self.links[peer], _FORM.size + 1, 4)
+                data, fds, _, _ = socket.recv_fds(self.links[peer], _FORM.size + MOST_TEXT + 1, 4)
             except BlockingIOError:
                 return
             except OSError:
@@ -232,8 +246,8 @@ class Mailbox:
             self._file(peer, data, fds)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
-        message = Message.unpack(data)
-        if message is None:
+        message, text = Message.unpack(data[: _FORM.size]), data[_FORM.size :]
+        if message is None or len(text) > MOST_TEXT:
             for fd in fds:
                 os.close(fd)
             self._lose(peer)
@@ -254,6 +268,8 @@ class Mailbox:
         if inbox is not None:
             if (peer, message.arena) in self.arenas:
                 inbox.arenas[peer, message.arena] = self.arenas[peer, message.arena]
+            if text or message.kind is Kind.WAITS:
+                inbox.texts[peer, message.kind] = text
             inbox.put(peer, message)
 
     def _map(self, peer: int, number: int, fds: list[int]) -> bool:

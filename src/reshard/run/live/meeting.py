@@ -27,9 +27,19 @@ CONNECT_AGAIN = 0.1
 
 def serve_store(caller: Store) -> TCPStore:
     """Make the team's store on its first rank, and let the others know where it is."""
-    patience = timedelta(seconds=CONNECT_SECONDS)
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=patience)
-    place = {"host": host_identity(), "port": store.port, "addresses": addresses()}
+    # torch looks up the name of everyone who connects, and nobody is served until it has it. To a
+    # socket of IPv4 the ranks of this host come as 127.0.0.1, of which no name server is asked.
+    listener = socket.create_server(("", 0), backlog=1024)
+    port = int(listener.getsockname()[1])
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=CONNECT_SECONDS),
+        master_listen_fd=listener.detach(),
+    )
+    place = {"host": host_identity(), "port": port, "addresses": addresses()}
     caller.set("address", json.dumps(place))
     return store
 

@@ -74,6 +74,7 @@ class Team:
 
     def next_call(self) -> int:
         """The number of a call that begins; all ranks count alike."""
+        self.line.renew()
         with self.lock:
             self.num_calls += 1
             return self.num_calls - 1
@@ -152,15 +153,6 @@ class Team:
         with contextlib.suppress(PeerLostError):  # who serves the store may have left, all done
             told = int(self.line.ask(lambda store: store.add("epoch", 0)))
         return max(told, self.last_failed + 1)
-
-    def end_epoch(self, call: int) -> None:
-        """A call has failed: all ranks are to make process groups anew."""
-
-        def tell(store: Store) -> None:
-            if store.add("epoch", 0) <= call:
-                store.set("epoch", str(call + 1))
-
-        self.line.ask(tell)
 
     def drop_wire(self) -> None:
         """Throw the network group away."""

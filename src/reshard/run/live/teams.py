@@ -104,7 +104,7 @@ class _Making:
                 f"the store of the process group does not answer ({str(error).splitlines()[0]}): "
                 "the process that serves it has ended; end the job"
             ) from None
-        self.line = Line(self.store, self.leader)
+        self.line = Line(self.store, self.leader, self.timeout)
         door = Door(self.rank)
         try:
             return self._gather(door)
