@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +21,13 @@ __all__ = ["flows_of", "load_of", "world_of"]
 
 SMALL = 64 * 1024
 """Bytes below which cutting a transfer costs more than it balances."""
+
+MOST_STRAIGHT = 256 * 1024
+"""Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
+more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
+
+MOST_STRAIGHT_ROWS = 4096
+"""Rows of a stack of which that is tried out."""
 
 
 def world_of(stacks: Sequence[Stack]) -> Ints:
@@ -45,7 +53,7 @@ def flows_of(
     receiving = _share([(s, g.receivers) for s, g in parts], world, grain)
     relaying = _share([(s, g.relays.lines) for s, g in parts if g.relays], world, grain)
     relays = iter(relaying)
-    return [
+    flows = [
         Flow(
             stack,
             geometry,
@@ -56,6 +64,47 @@ def flows_of(
         )
         for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
     ]
+    return flows if topology else _straightened(flows)
+
+
+def _straightened(flows: list[Flow]) -> list[Flow]:
+    """Let senders serve all that want the same, where that is small or makes none busier.
+
+    Addends are passed on as a sum, which is less, unless they are two: then it is the same.
+    """
+    chosen = {at: replace(flow, straight=True) for at, flow in enumerate(flows) if _has_few(flow)}
+    sent = {at: _sent(flow) for at, flow in chosen.items()}
+    small = sum(int(each.max(initial=0)) for each in sent.values()) <= MOST_STRAIGHT
+    return [
+        chosen[at] if at in chosen and _is_worth(flow, sent[at], small) else flow
+        for at, flow in enumerate(flows)
+    ]
+
+
+def _is_worth(flow: Flow, straight: Ints, small: bool) -> bool:
+    if small and flow.geometry.num_addends == 1:
+        return True
+    passing = _sent(flow)
+    return bool(
+        straight.sum() <= passing.sum() and straight.max(initial=0) <= passing.max(initial=0)
+    )
+
+
+def _has_few(flow: Flow) -> bool:
+    """Whether anything is passed on, and in so few rows that all can be looked at."""
+    geometry = flow.geometry
+    if not geometry.listed or int(np.diff(geometry.wanting.first).max(initial=0)) < 2:
+        return False
+    rows = int(np.diff(geometry.wanting.first)[flow.parts().line].sum())
+    return rows * geometry.num_addends <= MOST_STRAIGHT_ROWS
+
+
+def _sent(flow: Flow) -> Ints:
+    """Bytes that each rank sends, first-hand and passed on."""
+    moved = [(r, np.flatnonzero(r.source != r.destination)) for r in flow.everything()]
+    ranks = np.concatenate([rows.source[some] for rows, some in moved])
+    sizes = np.concatenate([rows.sizes[some] for rows, some in moved])
+    return np.bincount(ranks, weights=sizes).astype(np.int64) * flow.stack.itemsize
 
 
 def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
@@ -119,7 +168,8 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
     parts = flow.parts()
     for rows in flow.first_hand(parts):
         tally.exchange(rows)
-    tally.pass_on(parts, flow.geometry.wanting)
+    if not flow.straight:
+        tally.pass_on(parts, flow.geometry.wanting)
     for entered, lines in flow.entering(parts):
         tally.exchange(entered)
         tally.pass_on(entered, lines)

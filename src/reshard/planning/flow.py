@@ -1,7 +1,8 @@
 """Who sends what to whom, for one stack: cells become transfers.
 
 First-hand transfers are where a sender's slot meets a receiver's. What a rank received it passes on
-to the other ranks that want it: to one rank of each further host, and to its neighbours.
+to the other ranks that want it: to one rank of each further host, and to its neighbours. Where that
+makes no sender busier, or all is small, senders serve all of these straight: one round, not two.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Transfers:
     """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
     addend: int = -1
     """Which addend of a pending reduction the rows carry; -1 where nothing is added up."""
+    again: bool = False
+    """Whether the sender has sent the same to another rank too, so that it is no first copy."""
 
     def __len__(self) -> int:
         return len(self.source)
@@ -70,6 +73,8 @@ class Flow:
     relaying: Slots | None
     unit: int
     """Cuts fall between whole parts of a cell of at most so many elements."""
+    straight: bool = False
+    """Whether senders serve all ranks that want a line, so that nobody passes anything on."""
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -107,7 +112,11 @@ class Flow:
     def accumulated(self) -> Iterator[Transfers]:
         """The parts in which receivers add up addends, if they do."""
         if self.geometry.num_addends > 1:
-            yield self.parts()
+            yield self._for_all(self.parts())
+
+    def _for_all(self, parts: Transfers) -> Transfers:
+        """What every rank adds up that does: first receivers, or all that want the value."""
+        return _spread(parts, self.geometry.wanting)[0] if self.straight else parts
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
@@ -146,13 +155,20 @@ class Flow:
         """Rows from source ranks: one list, or one per addend."""
         if self.geometry.num_addends == 1:
             yield parts
+            if self.straight:
+                rows, old = _spread(parts, self.geometry.wanting)
+                others = np.flatnonzero(rows.destination != parts.destination[old])
+                yield replace(rows.take(others), again=True)
             return
+        wanted = self._for_all(parts)
         for addend in range(self.geometry.num_addends):
-            senders = self.geometry.addend_senders(parts.runs.cell, parts.destination, addend)
-            yield replace(parts, source=senders, addend=addend)
+            senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
+            yield replace(wanted, source=senders, addend=addend)
 
     def _passed_on(self, rows: Transfers, rank: int | None) -> Iterator[Transfers]:
         """First receivers to their neighbours, and to other hosts, which do the same."""
+        if self.straight:
+            return
         if int(np.diff(self.geometry.wanting.first).max(initial=0)) > 1:
             yield from _to_neighbours(rows, self.geometry.wanting, rank)
         for entered, lines in self.entering(rows):
@@ -199,10 +215,15 @@ def _to_neighbours(rows: Transfers, wanting: LineSet, rank: int | None) -> Itera
         here = np.full(len(others), rank, dtype=np.int64)
         yield replace(others, source=others.destination, destination=here, hop=rows.hop + 1)
         rows = inside.take(np.flatnonzero(inside.destination == rank))
+    sent, old = _spread(rows, wanting)
+    sent = replace(sent, source=rows.destination[old], hop=rows.hop + 1)
+    yield sent.take(np.flatnonzero(sent.source != sent.destination))
+
+
+def _spread(rows: Transfers, wanting: LineSet) -> tuple[Transfers, Ints]:
+    """Rows once for every rank of their line, and which row each was."""
     counts = np.diff(wanting.first)[rows.line]
     old = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(old)) - np.repeat(np.cumsum(counts) - counts, counts)
     member = wanting.members[wanting.first[rows.line][old] + within]
-    sent = rows.take(old)
-    sent = replace(sent, source=sent.destination, destination=member, hop=rows.hop + 1)
-    yield sent.take(np.flatnonzero(sent.source != sent.destination))
+    return replace(rows.take(old), destination=member), old

@@ -43,6 +43,8 @@ class Step:
     """The source tensor."""
     have_box: Box
     """The same box in the source tensor."""
+    again: bool
+    """Whether its sender has the same box for another rank too, so that this is no first copy."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +103,7 @@ class Rows:
                     rows.addend,
                     have_name,
                     _without(part.shift(have_low), stack.feed.have_insert),
+                    rows.again,
                 )
 
 

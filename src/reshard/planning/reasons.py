@@ -89,10 +89,12 @@ def _fan_out(plan: Plan) -> Iterator[str]:
         takers = f"{(first + passed) / first:.3g} takers on average"
         if passed < first / 20:
             takers = "more than one taker in places"
+        where = "is passed on between destinations"
+        if any(flow.straight for flow in plan.flows):
+            where = "are copies for further takers, sent straight where that saves a round"
         yield (
             f"A byte has {takers}, and they share the receiving: sources send "
-            f"{format_bytes(first)}, the other {format_bytes(passed)} is passed on between "
-            "destinations."
+            f"{format_bytes(first)}, the other {format_bytes(passed)} {where}."
         )
 
 

@@ -35,11 +35,11 @@ class Summary:
     peak_bytes: int
     """The most bytes that any rank stages beyond source and destination."""
     busiest_sender_bytes: int
-    """First-hand bytes of the source rank that sends the most."""
+    """First-hand bytes of the source rank that sends the most; every copied byte counts once."""
     mean_sender_bytes: float
     """First-hand bytes per rank that sends any."""
     busiest_relay_bytes: int
-    """The most bytes that any destination rank passes on."""
+    """The most bytes that any rank passes on, or sends again to further ranks."""
     between_hosts_bytes: int | None = None
     """Bytes that travel between hosts; None without a topology."""
     between_hosts_lower_bound_bytes: int | None = None

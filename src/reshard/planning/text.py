@@ -142,7 +142,8 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("copied", f"{format_bytes(found.copied_bytes)} stays on its rank"))
     if found.busiest_relay_bytes:
         busiest = format_bytes(found.busiest_relay_bytes)
-        rows.append(("passed on", f"{busiest} at most by one destination rank"))
+        whom = "rank" if any(flow.straight for flow in plan.flows) else "destination rank"
+        rows.append(("passed on", f"{busiest} at most by one {whom}"))
     return rows + _topology(plan)
 
 

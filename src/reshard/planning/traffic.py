@@ -29,7 +29,7 @@ class Traffic:
     destination: Ints
     num_bytes: Ints
     first_hand: Ints
-    """Bytes that come from a source tensor rather than from a rank that passes on."""
+    """Bytes that a source rank sends for the first time; others are passed on, or sent again."""
     messages: Ints
     """Rounds in which the pair exchanges something."""
 
@@ -100,7 +100,7 @@ def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Tra
         place, sizes = places[id(stream.pairs)], stream.sizes()
         added = np.bincount(place, weights=sizes, minlength=len(pairs)).astype(np.int64)
         num_bytes += added
-        first_hand += added if stream.hop == 0 else 0
+        first_hand += added if stream.hop == 0 and not stream.rows.again else 0
     return Traffic(
         world[pairs // max(len(world), 1)],
         world[pairs % max(len(world), 1)],
@@ -157,7 +157,8 @@ def _streams(flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]) -> I
     parts = flow.parts()
     for rows in flow.first_hand(parts):
         yield from _one_by_one(flow, slot, rows, world)
-    yield from _by_sender(flow, slot, parts, flow.geometry.wanting, world, known)
+    if not flow.straight:
+        yield from _by_sender(flow, slot, parts, flow.geometry.wanting, world, known)
     for entered, lines in flow.entering(parts):
         yield from _one_by_one(flow, slot, entered, world)
         yield from _by_sender(flow, slot, entered, lines, world, known)
