@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import prod
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
-from reshard.run.live import engine
+from reshard.run.live import engine, swift
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.way_back import WayBack, attached
@@ -74,7 +74,7 @@ class Motion:
     group: dist.ProcessGroup | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """Who sends what to whom."""
         return plan_of(self.have, self.want, self.shape, self.dtype, self.cast, self.memory)
@@ -105,6 +105,10 @@ class Motion:
         self, local: Tensor | None, into: Tensor | None, device: Any, wanted: bool | None
     ) -> tuple[Tensor | None, bool]:
         """The result without a way back, and whether anyone wants one."""
+        if into is None and local is not None and wanted is not None and not self.options:
+            quick = swift.moved(self.plan, local, self.group, wanted)
+            if quick is not None:
+                return quick, wanted
         handle = engine.start(
             self.plan,
             {} if local is None else {ONE: local.detach()},

@@ -66,6 +66,12 @@ def move(
         raise TensorError("a move needs one destination: give want=layout, or to=")
     if grad not in ("sum", "replicated"):
         raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
+    usual = to is not None and have is None and shape is None and dtype is None and into is None
+    usual = usual and cast_to is None and device is None and group is None and memory is None
+    if usual and not options:
+        quick = _repeated(tensor, target)
+        if quick is not None:
+            return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
     motion = Motion(
         have,
@@ -88,6 +94,17 @@ def move(
         return moved
     place.fill()
     return into
+
+
+def _repeated(tensor: torch.Tensor | None, target: Target) -> DTensor | None:
+    """The result of a move of a DTensor that was made before, without gradients."""
+    if not is_dtensor(tensor) or isinstance(target, Layout):
+        return None
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return None
+    from reshard.tensors.repeated import repeated
+
+    return repeated(tensor, target)
 
 
 def backward(moved: Any) -> None:
@@ -170,8 +187,12 @@ def _as_dtensor(
 ) -> Any:
     """Move to a mesh: by DTensor's rule for gradients on the same one, as local tensors else."""
     from reshard.tensors.redistributing import Redistribution, redistribute, wrapped
+    from reshard.tensors.repeated import remember
 
     if is_dtensor(tensor) and tensor.device_mesh == target[0]:
-        return redistribute(tensor, Redistribution(motion, target), into)
+        moved = redistribute(tensor, Redistribution(motion, target), into)
+        if into is None and not moved.requires_grad:
+            remember(tensor, target, motion, moved)
+        return moved
     moved = motion.run(source(), into, device or target[0].device_type)
     return wrapped(moved, motion, target, tensor.stride() if is_dtensor(tensor) else None)

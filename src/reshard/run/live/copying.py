@@ -18,9 +18,9 @@ from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.run.live.memory import Array, array_at
 
-__all__ = ["Copies", "Spot", "packed_strides", "tensor_at"]
+__all__ = ["RAW", "Copies", "Spot", "packed_strides", "tensor_at"]
 
-_RAW = {
+RAW = {
     size: np.dtype(kind)
     for size, kind in zip((1, 2, 4, 8, 16), ("u1", "u2", "u4", "u8", "c16"), strict=True)
 }
@@ -78,7 +78,7 @@ def _real(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
 
 def _arrays(width: Ints, spot: Spot) -> Iterator[Array]:
     size = itemsize(spot.dtype)
-    raw = _RAW[size]
+    raw = RAW[size]
     strides = (spot.strides * size).tolist()
     for at, shape, steps in zip(spot.address.tolist(), width.tolist(), strides, strict=True):
         yield array_at(at, shape, raw, steps)
@@ -102,10 +102,10 @@ def tensor_at(address: int, shape: Sequence[int], dtype: str) -> torch.Tensor:
     strides = [
         int(step) * size for step in packed_strides(np.array([shape], np.int64).reshape(1, -1))[0]
     ]
-    return _as_torch(array_at(address, shape, _RAW[size], strides), dtype)
+    return _as_torch(array_at(address, shape, RAW[size], strides), dtype)
 
 
 def bytes_at(address: int, num_bytes: int) -> torch.Tensor:
     """Bytes of memory as a tensor that a process group can send."""
-    array: np.ndarray[Any, Any] = array_at(address, (num_bytes,), _RAW[1], (1,))
+    array: np.ndarray[Any, Any] = array_at(address, (num_bytes,), RAW[1], (1,))
     return torch.from_numpy(array)

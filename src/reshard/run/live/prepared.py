@@ -30,6 +30,8 @@ class Prepared:
         """Who greets whom only to tell whether gradients are wanted; once somebody asks."""
         self.apart: object = None
         """The addresses that were last found not to overlap."""
+        self.swift: object = None
+        """What small moves keep besides."""
 
 
 _prepared: dict[int, Prepared] = {}

@@ -21,7 +21,7 @@ from reshard.run.live.memory import Array
 from reshard.run.live.ways import run_lengths
 from reshard.run.numpy_dtypes import storage_dtype
 
-__all__ = ["TORCH_OPS", "Line", "Sum", "stretches"]
+__all__ = ["OPS", "TORCH_OPS", "Line", "Sum", "stretches"]
 
 Places = Callable[[Lot], Place]
 
@@ -151,9 +151,7 @@ class _Total:
             TORCH_OPS[self.op](torch.from_numpy(total), addend.to(getattr(torch, self.wide)))
         else:
             op = (
-                np.logical_or
-                if total.dtype == bool and self.op in ("sum", "avg")
-                else _OPS[self.op]
+                np.logical_or if total.dtype == bool and self.op in ("sum", "avg") else OPS[self.op]
             )
             op(total, addend.numpy(), out=total)
 
@@ -173,7 +171,7 @@ class _Total:
         return Spot(self._address + places * size, packed_strides(lot.width), self.wide)
 
 
-_OPS = {
+OPS = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
 TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
