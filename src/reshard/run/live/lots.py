@@ -32,7 +32,7 @@ HAVE, WANT = 0, 1
 MAX_KEPT_BLOCKS = 1 << 20
 """Blocks that a program keeps between calls; rounds beyond are worked out anew in each."""
 
-MOST_LENT = 4 << 20
+MOST_LENT = 32 << 20
 """Bytes that may stay packed over all rounds of a call."""
 
 CALLS_LENT = 3
