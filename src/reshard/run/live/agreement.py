@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from reshard.bytesize import format_bytes
 from reshard.mesh import format_ranks
 from reshard.planning.plan import Plan
+from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.faults import Watch
 from reshard.run.live.mailbox import Kind, Message
@@ -56,8 +57,13 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     team, call = watch.team, watch.call
     watch.compared = True
     keys = {rank: f"terms/{call}/{rank}" for rank in team.ranks}
-    team.line.ask(lambda store: store.set(keys[team.rank], terms.to_json()))
     everyone = list(keys.values())
+
+    def post(store: Store) -> None:
+        store.set(keys[team.rank], terms.to_json())
+        store.set(_comparing(watch), "1")
+
+    team.line.ask(post)
     watch.wait(
         lambda: _missing(watch, terms, keys),
         lambda peer: f"it to compare what is moved, with {_first_tensor(terms.plan)}",
@@ -67,7 +73,7 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
     check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
-    team.forget(f"compared/{call}", everyone, watch.timeout)
+    team.forget(f"compared/{call}", [*everyone, _comparing(watch)], watch.timeout)
     return {rank: str(text[2]) for rank, text in texts.items()}
 
 
@@ -106,12 +112,16 @@ def _differ(watch: Watch) -> str:
     return f"differ/{watch.call}"
 
 
-def suspect_comparing(watch: Watch, terms: Terms, unmet: Iterable[int]) -> None:
+def suspect_comparing(watch: Watch, terms: Terms) -> None:
     """A rank that has compared its plan before waits for others: do they compare another one?"""
-    peers = [] if watch.compared else unmet
-    keys = [f"terms/{watch.call}/{peer}" for peer in peers]
-    if any(watch.team.line.check([key]) for key in [_differ(watch), *keys]):
+    keys = [_differ(watch)] if watch.compared else [_differ(watch), _comparing(watch)]
+    if any(watch.team.line.check([key]) for key in keys):
         raise_disagreement(watch, terms)
+
+
+def _comparing(watch: Watch) -> str:
+    """The key that says that ranks compare in a call."""
+    return f"comparing/{watch.call}"
 
 
 def _first_tensor(plan: Plan) -> str:

@@ -15,7 +15,7 @@ from typing import Protocol, TypeVar
 from reshard.bytesize import format_bytes
 from reshard.errors import LiveError
 from reshard.run.live.addresses import own_offsets, own_views
-from reshard.run.live.agreement import Terms, check_words, raise_disagreement, suspect_comparing
+from reshard.run.live.agreement import Terms, check_words, raise_disagreement
 from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Place
 from reshard.run.live.faults import Watch
@@ -135,10 +135,10 @@ class Call:
     def _meet(self) -> None:
         for carrier in self.carriers:
             carrier.greet()
-        watch, terms = self.watch, self.terms
-        watch.suspect = lambda: suspect_comparing(watch, terms, self._unmet())
-        watch.wait(self._unmet, lambda peer: f"it to begin the move of {self._first_name(peer)}")
-        watch.suspect = lambda: None
+        self.watch.wait(
+            self._unmet, lambda peer: f"it to begin the move of {self._first_name(peer)}"
+        )
+        self.watch.has_met()
         for carrier in self.carriers:
             carrier.learn()
 
@@ -283,9 +283,12 @@ def told(watch: Watch) -> Iterator[None]:
     """Whatever is raised inside, also an interrupt, is told to the other ranks of the call."""
     try:
         yield
-    except BaseException as error:
+    except LiveError as error:
         if not watch.is_over:
-            cause = Cause.of_any(error, watch.team.rank)
-            with contextlib.suppress(LiveError):
-                watch.fail(cause)
+            cause = Cause.of(error)
+            watch.fail(Cause(cause.kind, f"{cause.text}, in {watch.move}"))
+        raise
+    except BaseException as error:
+        with contextlib.suppress(LiveError):
+            watch.fail(Cause.of_any(error, watch.team.rank))
         raise

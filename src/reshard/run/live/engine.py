@@ -11,6 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, TensorError
 from reshard.planning.plan import Plan
-from reshard.run.live.agreement import Terms, agree
+from reshard.run.live.agreement import Terms, agree, suspect_comparing
 from reshard.run.live.call import Call, Carrier, Greeter, told
 from reshard.run.live.cause import Cause
 from reshard.run.live.device_wires import wires_of
@@ -170,6 +171,7 @@ class Run:
                 deadline=options.deadline,
                 status=self._status,
                 word=GRAD_CODES[options.grad],
+                move=prepared.what,
             )
 
     def run(self) -> dict[str, torch.Tensor]:
@@ -280,8 +282,8 @@ class Run:
         options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
         terms = Terms(self.plan, options, places_of_tensors(held, self.group), word)
         by_gpu = watch is not None and self._agree(watch, terms)
-        if self.prepared.program.part.fills:
-            fill_zeros(self.prepared.program, held[WANT])
+        if watch is not None:
+            watch.suspect = partial(suspect_comparing, watch, terms)
         donation = Donation(self.prepared.program, held[HAVE]) if self.options.donate else None
 
         def after_round(number: int, part: RoundReport) -> None:
@@ -303,6 +305,8 @@ class Run:
         watched = self.options.progress if self.rank == self.prepared.ranks[0] else False
         with contextlib.closing(progress_of(watched, self.prepared.program)) as bar:
             self.call.run()
+            if self.prepared.program.part.fills:
+                fill_zeros(self.prepared.program, held[WANT])
             if self.options.sync or self.options.atomic:
                 self.land()
         if self.options.atomic and self.into is not None:

@@ -16,9 +16,10 @@ from typing import Any, NoReturn
 from reshard.errors import PeerLostError
 from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
+from reshard.run.live.crossing import Crossing
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.meeting import await_keys
-from reshard.run.live.team import Team
+from reshard.run.live.team import Team, skip_calls
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
 
@@ -54,6 +55,7 @@ class Watch:
         deadline: float | None,
         status: Callable[[], str],
         word: int = 0,
+        move: str = "a move",
     ) -> None:
         self.team = team
         self.call = call
@@ -64,6 +66,11 @@ class Watch:
         self.status = status
         self.word = word
         """What this rank says in its greetings besides."""
+        self.move = move
+        """What the call does, in words."""
+        self.is_meeting = True
+        """Whether it is still waited for that all have called."""
+        self._crossing: Crossing | None = None
         self.inbox: Inbox = team.mailbox.open(call)
         team.line.be_patient(timeout)
         self.broken: dict[int, str] = {}
@@ -116,6 +123,8 @@ class Watch:
         now, heard = time.monotonic(), self.inbox.heard
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         longest = max(quiet, key=lambda peer: quiet[peer])
+        if self.is_meeting:
+            self._look_across(left)
         if self.ends is not None and now > self.ends:
             self._expire(longest, f"the deadline of {self.deadline:g} s")
         if quiet[longest] > self.timeout:
@@ -125,6 +134,24 @@ class Watch:
             self._look()
         elif quiet[longest] > LOOK_EVERY and not self.team.links.keys() >= set(left):
             self._look()  # only a neighbour's word of a failure comes by itself
+
+    def _look_across(self, left: Collection[int]) -> None:
+        """Do ranks that have not called wait for this one in another move?"""
+        if self._crossing is None:
+            team = self.team
+            self._crossing = Crossing(team.home, team.rank, team.ranks, self.move, self.call)
+        found = self._crossing.look(left)
+        if found is not None:
+            skip_calls(self._crossing.given_up, self.team.others)
+            self.fail(Cause("disagree", found))
+
+    def has_met(self) -> None:
+        """All have called: from now on they only wait for each other's parts."""
+        self.is_meeting = False
+        self.suspect = lambda: None
+        if self._crossing is not None:
+            self._crossing.close()
+            self._crossing = None
 
     def check(self) -> None:
         """Raise if the call has failed elsewhere; cheap enough for inner loops."""
@@ -353,4 +380,5 @@ class Watch:
 
     def close(self) -> None:
         """The call is over."""
+        self.has_met()
         self.team.mailbox.close(self.call)

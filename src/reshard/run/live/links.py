@@ -20,11 +20,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.errors import PeerLostError
+from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.arena import Arena
 from reshard.run.live.memory import Stretches, allow_others, array_at, pair_up, read_from
 
 __all__ = ["Door", "Link"]
+
+BROKEN = (OSError, ValueError, TypeError, IndexError)
+"""What it is like to talk to somebody who is gone, or talks nonsense."""
 
 MOST = 4096
 """Bytes of one introduction."""
@@ -115,12 +118,12 @@ class Door:
         except BaseException as error:
             for link in sockets.values():
                 link.close()
-            if not isinstance(error, OSError | ValueError | TypeError | IndexError):
+            if isinstance(error, LiveError) or not isinstance(error, BROKEN):
                 raise
             missing = sorted(rank for rank in doors if rank not in sockets and rank != self.rank)
-            whom = f"ranks {missing}" if missing else "a rank"
+            whom = " and ".join(f"rank {rank}" for rank in missing) or "one of its host"
             raise PeerLostError(
-                f"rank {self.rank} could not connect to {whom} of its host: {error}"
+                f"{whom} is gone or broken ({error}) and rank {self.rank} waits to connect to it"
             ) from None
         finally:
             self.close()
@@ -134,8 +137,13 @@ class Door:
     ) -> dict[int, Link]:
         end = time.monotonic() + seconds
         for peer in sorted(rank for rank in doors if rank < self.rank):
-            sockets[peer] = _connect(doors[peer], end)
-            sockets[peer].send(json.dumps([self.rank, self.name]).encode())
+            try:
+                sockets[peer] = _connect(doors[peer], end)
+                sockets[peer].send(json.dumps([self.rank, self.name]).encode())
+            except OSError as error:
+                raise PeerLostError(
+                    f"rank {peer} is gone ({error}) and rank {self.rank} waits to connect to it"
+                ) from None
         while len(sockets) < len(doors) - 1:
             look_up()
             sockets |= self._accept(doors)
@@ -197,8 +205,12 @@ def _left(end: float) -> float:
 
 def _connect(name: str, end: float) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    link.settimeout(_left(end))
-    link.connect("\0" + name)
+    try:
+        link.settimeout(_left(end))
+        link.connect("\0" + name)
+    except BaseException:
+        link.close()
+        raise
     return link
 
 

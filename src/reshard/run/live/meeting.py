@@ -9,15 +9,16 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
 from reshard.errors import MoveTimeoutError, PeerLostError
+from reshard.mesh import format_ranks
 from reshard.run.live.c10d import Store, TCPStore
 from reshard.run.live.host import addresses, host_identity
 
-__all__ = ["await_keys", "own_store", "serve_store"]
+__all__ = ["await_keys", "not_called", "own_store", "serve_store"]
 
 CONNECT_SECONDS = 10.0
 """How long a store may take to answer."""
@@ -44,11 +45,18 @@ def serve_store(caller: Store) -> TCPStore:
     return store
 
 
-def own_store(caller: Store, rank: int, leader: int, seconds: float, what: str) -> TCPStore:
+def own_store(
+    caller: Store,
+    rank: int,
+    leader: int,
+    seconds: float,
+    what: str,
+    look_up: Callable[[], None] = lambda: None,
+) -> TCPStore:
     """Connect to the team's store, once its first rank has said where it is."""
     end = time.monotonic() + seconds
     errors: list[str] = []
-    while not await_keys(caller, ["address"], max(end - time.monotonic(), 0.0)):
+    while not await_keys(caller, ["address"], max(end - time.monotonic(), 0.0), look_up):
         # Asked for anew each time: an address may be of a store that its rank has just given up.
         place = json.loads(caller.get("address"))
         store, errors = _connect(place, max(end - time.monotonic(), 1.0))
@@ -61,12 +69,19 @@ def own_store(caller: Store, rank: int, leader: int, seconds: float, what: str) 
         raise PeerLostError(
             f"rank {rank} cannot reach the store that rank {leader} serves for {what} "
             f"({'; '.join(errors)}): if rank {leader} lives, name the network interface that the "
-            "hosts share in GLOO_SOCKET_IFNAME"
+            f"hosts share in GLOO_SOCKET_IFNAME (on rank {rank}: no round begun)"
         )
-    raise MoveTimeoutError(
-        f"rank {leader} has not called within {seconds:g} s and rank {rank} waits for it to begin "
-        f"{what}: every rank of the two layouts calls a move; if it is only late, give a longer "
-        "timeout="
+    raise MoveTimeoutError(not_called([leader], seconds, rank, what))
+
+
+def not_called(absent: Sequence[int], seconds: float, rank: int, what: str) -> str:
+    """What is said when ranks do not come at all."""
+    one = len(absent) == 1
+    who = f"rank {absent[0]} has" if one else f"ranks {format_ranks(absent)} have"
+    return (
+        f"{who} not called within {seconds:g} s and rank {rank} waits for {'it' if one else 'them'}"
+        f" to begin {what}: every rank of the two layouts calls a move; if only late, give a longer"
+        f" timeout= (on rank {rank}: no round begun)"
     )
 
 
@@ -77,10 +92,12 @@ def _connect(place: dict[str, Any], seconds: float) -> tuple[TCPStore | None, li
     errors = []
     for host in hosts:
         try:
-            # torch tries for longer than it was told, and writes pages about it.
+            # torch tries up to three times as long as it was told, and writes pages about it.
             socket.create_connection((host, port), limit).close()
-            patience = timedelta(seconds=CONNECT_SECONDS)
-            return TCPStore(host, port, is_master=False, timeout=patience), []
+            patience = timedelta(seconds=limit / 3)
+            store = TCPStore(host, port, is_master=False, timeout=patience)
+            store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+            return store, []
         except (OSError, RuntimeError) as error:
             errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
     return None, errors

@@ -291,9 +291,9 @@ class _Call:
 
     def _meet_slowly(self) -> None:
         watch, terms = self.watch, self.swift.terms(self.word)
-        watch.suspect = lambda: suspect_comparing(watch, terms, self._unmet())
+        watch.suspect = lambda: suspect_comparing(watch, terms)
         watch.wait(self._unmet, lambda peer: f'it to begin the move of "{self.swift.want.name}"')
-        watch.suspect = lambda: None
+        watch.has_met()
 
     def _its_part(self, peer: int) -> str:
         which = f"round {self.round + 1} of {len(self.swift.script.rounds)}"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,16 @@ if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
-__all__ = ["Team"]
+__all__ = ["Team", "skip_calls"]
+
+
+def skip_calls(
+    calls: Iterable[tuple[tuple[int, ...], int]], teams: Mapping[tuple[int, ...], Team]
+) -> None:
+    """Calls, by the ranks of their moves, that were given up because a rank was in another move."""
+    for ranks, call in calls:
+        if ranks in teams:
+            teams[ranks].skip(call)
 
 
 @dataclass(eq=False)
@@ -44,6 +53,10 @@ class Team:
     door: Door
     links: dict[int, Link]
     """The other ranks of this host."""
+    home: Store
+    """The store of the caller's group."""
+    others: Mapping[tuple[int, ...], Team]
+    """The teams of the group, by their ranks."""
 
     def __post_init__(self) -> None:
         self.mailbox = Mailbox({peer: link.socket for peer, link in self.links.items()})
@@ -78,6 +91,15 @@ class Team:
         with self.lock:
             self.num_calls += 1
             return self.num_calls - 1
+
+    def skip(self, call: int) -> None:
+        """Others have given up a call that this rank may never make: it counts as made."""
+        with self.lock:
+            for skipped in range(self.num_calls, call + 1):
+                self.mailbox.open(skipped)
+                self.mailbox.close(skipped)
+            self.num_calls = max(self.num_calls, call + 1)
+            self.last_failed = max(self.last_failed, call)
 
     def is_new(self, key: tuple[bytes, str]) -> bool:
         """Whether a plan is to be compared: it never was, and no call before is doing so."""

@@ -8,18 +8,20 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
-from reshard.run.live.c10d import PrefixStore, Store
+from reshard.errors import DisagreementError, LiveError, MoveTimeoutError, PeerLostError
+from reshard.run.live.c10d import PrefixStore, Store, TCPStore
 from reshard.run.live.cause import Cause
+from reshard.run.live.crossing import Crossing
 from reshard.run.live.host import host_identity
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door
-from reshard.run.live.meeting import await_keys, own_store, serve_store
-from reshard.run.live.team import Team
+from reshard.run.live.meeting import await_keys, not_called, own_store, serve_store
+from reshard.run.live.team import Team, skip_calls
 
 __all__ = ["team_of", "teams"]
 
@@ -27,6 +29,9 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Team]
     weakref.WeakKeyDictionary()
 )
 _making = threading.Lock()
+
+_given_up: deque[TCPStore] = deque(maxlen=4)
+"""Stores of teams that were not made: others may not have read yet why."""
 
 
 def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float, what: str) -> Team:
@@ -42,7 +47,12 @@ def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float, what
             weakref.finalize(group, _close_all, teams).atexit = False
         if key not in teams:
             _check_members(group, key)
-            teams[key] = _Making(group, key, timeout, what).run()
+            making = _Making(group, key, timeout, what, teams)
+            try:
+                teams[key] = making.run()
+            finally:
+                making.crossing.close()
+                skip_calls(making.crossing.given_up, teams)
         return teams[key]
 
 
@@ -81,11 +91,19 @@ class _Making:
     """A team that is being made. Whoever gives up leaves word, and the others give up as well."""
 
     def __init__(
-        self, group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float, what: str
+        self,
+        group: dist.ProcessGroup,
+        ranks: tuple[int, ...],
+        timeout: float,
+        what: str,
+        others: Mapping[tuple[int, ...], Team],
     ) -> None:
+        self.others = others
         self.rank, self.ranks, self.timeout, self.what = dist.get_rank(), ranks, timeout, what
         name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        self.caller: Store = PrefixStore(f"reshard/{name}", group.get_group_store())
+        self.home: Store = group.get_group_store()
+        self.caller: Store = PrefixStore(f"reshard/{name}", self.home)
+        self.crossing = Crossing(self.home, self.rank, ranks, what)
 
     @property
     def leader(self) -> int:
@@ -94,22 +112,37 @@ class _Making:
     def run(self) -> Team:
         """Make it."""
         try:
-            if self.rank == self.leader:
-                self.store = serve_store(self.caller)
-            else:
-                args = (self.rank, self.leader, self.timeout, self.what)
-                self.store = own_store(self.caller, *args)
+            self.store = self._open_store()
+            self.line = Line(self.store, self.leader, self.timeout)
+            return self._shake_hands()
         except dist.DistNetworkError as error:
+            reason = str(error).splitlines()[0]
             raise PeerLostError(
-                f"the store of the process group does not answer ({str(error).splitlines()[0]}): "
-                "the process that serves it has ended; end the job"
+                f"the store of the process group does not answer ({reason}): the process that "
+                f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
-        self.line = Line(self.store, self.leader, self.timeout)
+        except PeerLostError as error:
+            if "(on rank" in str(error):
+                raise
+            raise PeerLostError(f"{error}, before {self.what} {self._status}") from None
+
+    @property
+    def _status(self) -> str:
+        return f"(on rank {self.rank}: no round begun)"
+
+    def _open_store(self) -> TCPStore:
+        if self.rank == self.leader:
+            return serve_store(self.caller)
+        args = (self.rank, self.leader, self.timeout, self.what)
+        return own_store(self.caller, *args, self._cross_with_leader)
+
+    def _shake_hands(self) -> Team:
         door = Door(self.rank)
         try:
             return self._gather(door)
         except BaseException as error:
             self._tell(error)
+            _given_up.append(self.store)
             raise
         finally:
             door.close()
@@ -122,27 +155,37 @@ class _Making:
         said = json.dumps({"host": host_identity(), "door": door.name})
         self.line.ask(lambda store: store.set(f"who/{self.rank}", said))
         keys = [f"who/{other}" for other in self.ranks]
-        missing = await_keys(self.line, keys, self.timeout, self._look_up)
+        missing = await_keys(self.line, keys, self.timeout, self._look_for_all)
         if missing:
             absent = [int(key.removeprefix("who/")) for key in missing]
-            raise MoveTimeoutError(
-                f"ranks {absent} have not called within {self.timeout:g} s and rank {self.rank} "
-                f"waits for them to begin {self.what}: every rank of the two layouts calls a "
-                "move; if they are only late, give a longer timeout="
-            )
+            raise MoveTimeoutError(not_called(absent, self.timeout, self.rank, self.what))
         texts = self.line.ask(lambda store: store.multi_get(keys))
         known = {other: json.loads(text) for other, text in zip(self.ranks, texts, strict=True)}
         hosts = {other: str(who["host"]) for other, who in known.items()}
         here = hosts[self.rank]
         doors = {other: str(who["door"]) for other, who in known.items() if hosts[other] == here}
         links = door.meet(doors, self.timeout, self._look_up)
-        return Team(self.rank, self.ranks, self.store, self.line, hosts, door, links)
+        args = (self.store, self.line, hosts, door, links, self.home, self.others)
+        return Team(self.rank, self.ranks, *args)
 
     def _look_up(self) -> None:
         """Raise what made another rank give up."""
         if self.line.check(["unmade"]):
             found = Cause.from_json(self.line.ask(lambda store: store.get("unmade")))
-            raise found.error(f"on rank {self.rank}: no round begun")
+            raise found.error("" if "(on rank" in found.text else self._status[1:-1])
+
+    def _cross_with_leader(self) -> None:
+        self._cross([self.leader])
+
+    def _look_for_all(self) -> None:
+        self._look_up()
+        if self.crossing.is_due:
+            self._cross([rank for rank in self.ranks if not self.line.check([f"who/{rank}"])])
+
+    def _cross(self, awaited: Sequence[int]) -> None:
+        found = self.crossing.look(awaited)
+        if found is not None:
+            raise DisagreementError(f"{found} {self._status}")
 
     def _tell(self, error: BaseException) -> None:
         cause = Cause.of_any(error, self.rank)

@@ -1,0 +1,155 @@
+"""A rank is killed: the others say which, where they were, and soon; nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard as rs
+from tests.ranks.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
+from tests.ranks.outcome import Died, Returned
+from tests.ranks.pool import fresh_ranks
+from tests.ranks.rank import tell
+from tests.soak import cases
+
+TIMEOUT = 4.0
+PROGRESS = re.compile(r"\(on rank \d: (no round begun|round \d+ of \d+, .* of .* done).*\)$")
+
+
+def plans() -> list[rs.Plan]:
+    """Many rounds, straight rows, relayed replicas, sums."""
+    rows, whole = rs.Layout(FOUR, "x -"), rs.Layout(FOUR, "- -")
+    addends = rs.Layout(FOUR, "- - | sum x")
+    return [
+        plan_of((1024, 1024), memory="256KiB"),
+        plan_of((1024, 1024)),
+        rs.plan(rows, whole, shape=(512, 512)),
+        rs.plan(addends, rows, shape=(256, 512)),
+    ]
+
+
+def move_for_ever(rank: int, transport: str, victim: int) -> Tried:
+    made = [(plan, source_of(plan, rank)) for plan in plans()]
+    tell("begun")
+
+    def move() -> None:
+        options: Any = {"timeout": TIMEOUT, "transport": transport}
+        while True:
+            for plan, given in made:
+                plan.run(given, **options)
+
+    outcome = tried(move)
+    move_without(victim, rank)
+    return outcome
+
+
+def move_without(dead: int, rank: int) -> None:
+    """Who is left can go on, unless the dead rank served the caller's own store."""
+    if dead == 0:
+        return
+    left = rs.Mesh(x=3, ranks=[other for other in range(4) if other != dead])
+    plan = rs.plan(rs.Layout(left, "x -"), rs.Layout(left, "- x"), shape=(12, 9))
+    result = plan.run(source_of(plan, rank), timeout=15)
+    assert result["tensor"].shape == (12, 3)
+
+
+def left_behind() -> set[str]:
+    """Names in the folder of shared memory."""
+    return {path.name for path in Path("/dev/shm").iterdir() if "reshard" in path.name}
+
+
+@pytest.mark.parametrize("seed", range(cases(6, 20)))
+def test_a_rank_is_killed_at_some_moment(seed: int) -> None:
+    random = Random(seed)
+    transport, victim = TRANSPORTS[seed % 3], random.randrange(4)
+    before = left_behind()
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(move_for_ever, transport, victim)
+        for rank in range(4):
+            job.hear(rank)
+        # From the making of connections to the middle of moves.
+        time.sleep(random.choice([0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.8]) * random.random() * 2)
+        ranks.kill(victim)
+        killed = time.monotonic()
+        outcomes = job.outcomes(TIMEOUT + 40)
+        for rank, outcome in enumerate(outcomes):
+            if rank == victim:
+                assert isinstance(outcome, Died)
+                continue
+            assert isinstance(outcome, Returned), str(outcome)
+            check(outcome.value, victim, killed)
+    assert left_behind() <= before
+
+
+def check(one: Tried, victim: int, killed: float) -> None:
+    assert one.kind in ("PeerLostError", "MoveTimeoutError"), one
+    # The caller's own store does not say which rank serves it.
+    named = f"rank {victim} " in one.message or (
+        victim == 0 and "the store of the process group does not answer" in one.message
+    )
+    assert named, one
+    assert one.ended - killed < TIMEOUT + 1.0, (one.ended - killed, one)
+    assert PROGRESS.search(one.message), one
+    assert '"tensor"' in one.message, one
+
+
+def wait_when_stopped(rank: int, transport: str) -> tuple[Tried, Tried]:
+    plan = plan_of((512, 512), memory="64KiB")
+    given = source_of(plan, rank)
+    plan.run(given, transport=transport)
+    into = {"tensor": torch.full((512, 128), -1.0)}
+    tell("ready")
+
+    def move() -> None:
+        while True:
+            plan.run(given, into=into, transport=transport, timeout=1.5)
+
+    first = tried(move)
+    into["tensor"].fill_(-1)
+    dist.barrier()
+    assert (into["tensor"] == -1).all(), "something came after the call had failed"
+    return first, tried(lambda: plan.run(given, transport=transport, timeout=10))
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_is_stopped_and_goes_on_later(transport: str) -> None:
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(wait_when_stopped, transport)
+        for rank in range(4):
+            job.hear(rank)
+        time.sleep(0.2)
+        ranks.kill(3, signal.SIGSTOP)
+        time.sleep(3.5)
+        ranks.kill(3, signal.SIGCONT)
+        outcomes = [outcome.value for outcome in job.outcomes(30)]
+    for rank, (first, second) in enumerate(outcomes):
+        assert second.kind == "moved", second
+        assert first.kind == "MoveTimeoutError", (rank, first)
+        assert "rank 3 " in first.cause
+        assert "1.5 s" in first.cause
+
+
+def leave_after_the_move(rank: int, transport: str) -> None:
+    """The rank that serves the store has done its part first, and leaves."""
+    plan = plan_of((64, 64))
+    if rank:
+        time.sleep(0.05 * rank)
+    plan.run(source_of(plan, rank), transport=transport, timeout=10)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_ranks_that_leave_after_their_part_harm_nobody(transport: str) -> None:
+    with fresh_ranks(4) as ranks:
+        for outcome in ranks.outcomes(leave_after_the_move, transport):
+            assert isinstance(outcome, Died)
+            assert outcome.exit_code == 0, outcome
