@@ -1,0 +1,131 @@
+"""Small moves of one tensor that were made before: the same values, and the same errors."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import reshard as rs
+from reshard.run.live import engine
+from tests.ranks.live import local_of, numbered
+from tests.ranks.outcome import Died
+from tests.ranks.pool import Pool, fresh_ranks
+from tests.ranks.rank import pool_group
+
+FOUR, GRID = rs.Mesh(x=4), rs.Mesh(x=2, y=2)
+ROWS, COLUMNS, WHOLE = (rs.Layout(FOUR, words) for words in ("x -", "- x", "- -"))
+PLAIN = [
+    (ROWS, COLUMNS), (COLUMNS, ROWS), (ROWS, WHOLE), (COLUMNS, WHOLE), (WHOLE, ROWS),
+    (WHOLE, COLUMNS), (ROWS, rs.Layout(FOUR, "x:1 -")), (ROWS, rs.Layout(GRID, "x y")),
+    (rs.Layout(GRID, "x -"), WHOLE), (rs.Layout(GRID, "(x y) -"), rs.Layout(GRID, "y -")),
+]  # fmt: skip
+ADDED = [rs.Layout(FOUR, words) for words in ("- -", "x -", "- x")]
+SHAPE = (13, 10)
+
+
+def again(local: torch.Tensor, have: rs.Layout, want: rs.Layout, **options: Any) -> torch.Tensor:
+    """The second and third result of a move; neither goes the long way."""
+    rs.move(local, have, want, shape=SHAPE, group=pool_group(4), **options)
+    with mock.patch.object(engine, "start", side_effect=AssertionError("the long way")):
+        rs.move(local, have, want, shape=SHAPE, group=pool_group(4), **options)
+        return rs.move(local, have, want, shape=SHAPE, group=pool_group(4), **options)
+
+
+def move_plain(rank: int, dtype: str) -> None:
+    full = numbered(SHAPE, dtype)
+    for have, want in PLAIN:
+        found = again(local_of(full, have, rank), have, want)
+        assert torch.equal(found, local_of(full, want, rank)), (have, want)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "uint8", "complex64"])
+def test_values(pool: Pool, dtype: str) -> None:
+    pool.run(move_plain, dtype, ranks=range(4))
+
+
+def add_up(rank: int, op: str, dtype: str) -> None:
+    addends = [numbered(SHAPE, dtype, first=7 * n) + 1 for n in range(4)]
+    plan_of = {"shape": SHAPE, "dtype": dtype}
+    for words, holders in ((f"- - | {op} x", FOUR), (f"- - | {op} x y", GRID)):
+        have = rs.Layout(holders, words)
+        for want in ADDED:
+            plan = rs.plan(have, want, **plan_of)
+            given = {n: {"tensor": addend.numpy()} for n, addend in enumerate(addends)}
+            expected = rs.simulate(plan, given)[rank]["tensor"]
+            found = again(addends[rank], have, want)
+            assert torch.equal(found, torch.from_numpy(expected)), (have, want)
+
+
+@pytest.mark.parametrize("op", ["sum", "avg", "max", "min"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_sums(pool: Pool, op: str, dtype: str) -> None:
+    pool.run(add_up, op, dtype, ranks=range(4))
+
+
+def move_with_a_strided_one(rank: int) -> None:
+    full = numbered(SHAPE)
+    for have, want in PLAIN:
+        local = local_of(full, have, rank)
+        again(local, have, want)
+        given = local.t().contiguous().t() if rank == 1 else local
+        for _ in range(3):
+            found = rs.move(given, have, want, shape=SHAPE, group=pool_group(4))
+            assert torch.equal(found, local_of(full, want, rank)), (have, want)
+
+
+def test_ranks_that_go_the_long_way_understand_the_others(pool: Pool) -> None:
+    pool.run(move_with_a_strided_one, ranks=range(4))
+
+
+def differ(rank: int, what: str) -> tuple[str, str]:
+    full, group = numbered(SHAPE), pool_group(4)
+    local = local_of(full, ROWS, rank)
+    again(local, ROWS, COLUMNS)
+    try:
+        if rank != 2:
+            rs.move(local, ROWS, COLUMNS, shape=SHAPE, group=group)
+        elif what == "grad":
+            rs.move(local.requires_grad_(), ROWS, COLUMNS, shape=SHAPE, group=group)
+        else:
+            rs.move(local, ROWS, WHOLE, shape=SHAPE, group=group)
+    except rs.DisagreementError as error:
+        found = local_of(full, ROWS, rank)
+        assert torch.equal(again(found, ROWS, COLUMNS), local_of(full, COLUMNS, rank))
+        return type(error).__name__, str(error)
+    return "moved", ""
+
+
+@pytest.mark.parametrize("what", ["grad", "layout"])
+def test_one_rank_is_given_another_move(pool: Pool, what: str) -> None:
+    for kind, message in pool.run(differ, what, ranks=range(4)):
+        assert kind == "DisagreementError"
+        assert ("requires gradients" if what == "grad" else '"- -"') in message
+
+
+def move_for_ever(rank: int) -> str:
+    local = local_of(numbered(SHAPE), ROWS, rank)
+    for _ in range(3):
+        rs.move(local, ROWS, WHOLE, shape=SHAPE)
+    try:
+        while True:
+            rs.move(local, ROWS, WHOLE, shape=SHAPE)
+            if rank == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+    except rs.PeerLostError as error:
+        return str(error)
+
+
+def test_a_rank_is_killed() -> None:
+    began = time.monotonic()
+    with fresh_ranks(4) as ranks:
+        outcomes = ranks.outcomes(move_for_ever)
+    assert isinstance(outcomes.pop(2), Died)
+    for outcome in outcomes:
+        assert "rank 2 is gone" in outcome.value, outcome
+    assert time.monotonic() - began < 60
