@@ -48,6 +48,8 @@ class Case:
     tensors: int = 1
     per_tensor: float | None = None
     """Microseconds per tensor that `reshard into` may take."""
+    turns: int = 1
+    """How many times as often it is repeated: what takes long is steadier."""
 
 
 def main() -> None:
@@ -95,7 +97,7 @@ def rank_main(rank: int, path: Path, args: argparse.Namespace) -> None:
 def measured(case: Case, repeat: int) -> dict[str, Any]:
     """Medians of the slowest rank, contenders in turn; the first turn warms up."""
     seconds: dict[str, list[float]] = {name: [] for name in case.runs}
-    for turn in range(repeat + 1):
+    for turn in range(repeat * case.turns + 1):
         for name, run in case.runs.items():
             dist.barrier()
             began = time.perf_counter()
@@ -335,30 +337,51 @@ def experts(num: int, quick: bool) -> Iterator[Case]:
 
 
 def transitions(num: int, quick: bool) -> Iterator[Case]:
-    """Every transition of one axis, small and large: never slower than DTensor."""
+    """Every transition of one axis, and some of two, from 4 KiB on: never slower than DTensor."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     mesh = init_device_mesh("cpu", (num,))
-    sources = [Shard(0), Shard(1), Replicate(), Partial()]
-    for side in (64, 512) if quick else (64, 512, 2048):
-        for source in sources:
-            for target in sources[:3]:
-                shape = [side, side]
-                if source.is_shard():
-                    shape[source.dim] //= num
-                given = DTensor.from_local(torch.randn(shape), mesh, [source], run_check=False)
-                silent = source == target or source.is_replicate()
-                yield Case(
-                    f"{side}x{side} {source} -> {target}",
-                    {
-                        "reshard": lambda g=given, t=target: rs.move(g, to=(mesh, [t])),
-                        "DTensor": lambda g=given, t=target: g.redistribute(mesh, [t]),
-                    },
-                    {} if silent else {"DTensor": 1},
-                    {"DTensor": 1} if silent else {},
-                    plus=50.0 if silent else 0.0,
-                )
+    rows, columns, whole, addend = Shard(0), Shard(1), Replicate(), Partial()
+    sources = [rows, columns, whole, addend]
+    pairs = [(mesh, [source], [target]) for source in sources for target in sources[:3]]
+    if num == 4:
+        square = init_device_mesh("cpu", (2, 2))
+        pairs += [
+            (square, [rows, columns], [columns, rows]),
+            (square, [rows, rows], [whole, rows]),
+            (square, [whole, rows], [rows, whole]),
+            (square, [rows, whole], [whole, whole]),
+            (square, [addend, rows], [whole, rows]),
+            (square, [addend, addend], [rows, whole]),
+        ]
+    for side in (32, 128, 512) if quick else (32, 128, 512, 1024, 2048):
+        for on, have, want in pairs:
+            yield transition(side, on, have, want)
+
+
+def transition(side: int, mesh: Any, have: list[Any], want: list[Any]) -> Case:
+    """One transition: what communicates against DTensor, what does not with 50 us to spare."""
+    from torch.distributed.tensor import DTensor
+
+    shape = [side, side]
+    for axis, placement in enumerate(have):
+        if placement.is_shard():
+            shape[placement.dim] //= mesh.size(axis)
+    given = DTensor.from_local(torch.randn(shape), mesh, have, run_check=False)
+    silent = all(a == b or a.is_replicate() for a, b in zip(have, want, strict=True))
+    names = [", ".join(map(str, placements)) for placements in (have, want)]
+    return Case(
+        f"{side}x{side} {names[0]} -> {names[1]}",
+        {
+            "reshard": lambda: rs.move(given, to=(mesh, want)),
+            "DTensor": lambda: given.redistribute(mesh, want),
+        },
+        {} if silent else {"DTensor": 1},
+        {"DTensor": 1} if silent else {},
+        plus=50.0 if silent else 0.0,
+        turns=4 if side < 1024 else 1,
+    )
 
 
 CASES = [one_tensor, two_axes, many_tensors, llama, experts, transitions]
