@@ -182,19 +182,20 @@ class Crossing:
             self._line.close()
 
 
-def _leads_to_a_circle(rank: int, words: Mapping[int, Any]) -> bool:
-    """Whether whoever follows who waits for whom from a rank comes by some rank twice."""
-    path: set[int] = set()
+def _leads_to_a_circle(rank: int, words: Mapping[int, Word]) -> bool:
+    """Whether who waits for whom leads from a rank round a circle, through more than one move."""
+    path: list[int] = []
     done: set[int] = set()
 
     def follow(at: int) -> bool:
         if at in path:
-            return True
+            round_it = [words[other] for other in path[path.index(at) :]]
+            return len({(word.ranks, word.call) for word in round_it}) > 1
         if at in done or at not in words:
             return False
-        path.add(at)
+        path.append(at)
         found = any(follow(other) for other in words[at].awaits)
-        path.remove(at)
+        path.pop()
         done.add(at)
         return found
 

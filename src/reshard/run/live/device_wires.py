@@ -44,7 +44,7 @@ class DeviceWires:
 
     def wire(self, watch: Watch, device: torch.device) -> DeviceWire:
         """The team's wire, made by all ranks together if there is none, or a call has failed."""
-        epoch = self.team.epoch()
+        epoch = self.team.epoch(watch)
         if self._wire is None or self._wire.aborted or self._epoch != epoch:
             self._renew(watch, device, epoch)
         assert self._wire is not None

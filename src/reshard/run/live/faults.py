@@ -214,7 +214,6 @@ class Watch:
         self.is_over = True
         self.team.door.board.close_call(self.call)
         self.team.last_failed = max(self.team.last_failed, self.call)
-        self.team.drop_wire()
         for peer in self.team.links:
             word = (self.cause or Cause("error", f"rank {self.team.rank} has given up")).to_json()
             self._send(peer, Kind.ABORT, word)
@@ -307,6 +306,10 @@ class Watch:
             self.suspect()
         if posted is not None:
             self._raise(Cause.from_json(posted))
+
+    def look_now(self) -> None:
+        """Raise if the call has failed already."""
+        self._look(now=True)
 
     def _note(self, rank: int) -> str:
         """The key where a rank says whom it waits for; few, and used again by later calls."""

@@ -249,7 +249,7 @@ class Network:
             return
         if self._arrivals:
             self.wire.cut(self.watch.cause or Cause("error", "a move was given up"))
-        self._waiter.end(END_SECONDS if self._arrivals else 0.0)
+        self.wire.let_go(self._waiter, END_SECONDS if self._arrivals else 0.0)
 
 
 def _is_direct(lot: Lot) -> bool:

@@ -6,16 +6,17 @@ long as the group. Ranks outside the set have no part in it.
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Any
 
 from reshard.errors import PeerLostError
 from reshard.run.live.arena import Arena, Arenas
 from reshard.run.live.c10d import PrefixStore, Store, TCPStore
+from reshard.run.live.cause import Cause
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
 from reshard.run.live.mailbox import Kind, Mailbox, Message
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from reshard.run.live.faults import Watch
 
 __all__ = ["Team", "skip_calls"]
+
+KEPT = 200
+"""Calls of which the store still knows which process groups they use."""
 
 
 def skip_calls(
@@ -70,9 +74,9 @@ class Team:
         self.turns = Turns()
         self.gpus: DeviceWires | None = None
         """What is kept for moves between GPUs."""
-        self._making_wire = threading.Lock()
-        self._wire: Wire | None = None
-        self._epoch = 0
+        self._making: dict[int, threading.Lock] = {}
+        self._wires: dict[int, Wire] = {}
+        """Groups for the network, by epoch."""
         self.num_calls = 0
         self.last_failed = -1
         """The last call that this rank knows to have failed."""
@@ -132,17 +136,25 @@ class Team:
     def wire(self, watch: Watch, forced: bool) -> Wire | None:
         """The team's process group for the network, made anew after a failure; None on one host.
 
-        All ranks make it together, also those that have nothing to send.
+        All ranks make it together, also those that have nothing to send. Those from before are kept
+        for the calls that are still in flight on them.
         """
         if not (self.spans_hosts or forced):
             return None
-        with self._making_wire:
-            epoch = self.epoch()
-            if self._wire is None or self._epoch != epoch:
-                self.drop_wire()
-                self._epoch = epoch
-                self._wire = self._make_wire(watch, f"wire/{epoch}")
-            return self._wire
+        epoch = self.epoch(watch)
+        with self.lock:
+            making = self._making.setdefault(epoch, threading.Lock())
+        with making:
+            if epoch not in self._wires:
+                self._refuse_old(watch, epoch)
+                self._wires[epoch] = self._make_wire(watch, f"wire/{epoch}")
+                self.drop_wires(before=epoch)
+            return self._wires[epoch]
+
+    def _refuse_old(self, watch: Watch, epoch: int) -> None:
+        """Others use connections in this call that this rank has given up."""
+        if epoch < max(self._wires, default=0):
+            watch.fail(Cause("lost", f"rank {self.rank} gave up its connections in a move before"))
 
     def _make_wire(self, watch: Watch, key: str) -> Wire:
         self.meet(watch, key, "it to make a connection")
@@ -165,22 +177,34 @@ class Team:
         left = await_keys(self.line, [f"{key}/{rank}" for rank in self.ranks], 0.2)
         return [int(name.rpartition("/")[2]) for name in left]
 
-    def epoch(self) -> int:
-        """Grows when a call has failed: process groups from before are not used any more.
+    def epoch(self, watch: Watch) -> int:
+        """Which process groups a call uses: those made after the last failure, or to be made.
 
-        It is one more than the number of that call, so that ranks of which several tell of a
-        failure, and ranks that have not heard of it yet, come to the same.
+        A failure may become known to some ranks before they come this far, and to others only
+        after. So the first to come decides, for all ranks of the call.
         """
-        told = 0
-        with contextlib.suppress(PeerLostError):  # who serves the store may have left, all done
-            told = int(self.line.ask(lambda store: store.add("epoch", 0)))
-        return max(told, self.last_failed + 1)
+        call, leads = watch.call, self.rank == self.leader
 
-    def drop_wire(self) -> None:
-        """Throw the network group away."""
-        if self._wire is not None:
-            self._wire.close()
-            self._wire = None
+        def decide(store: Store) -> int:
+            decided: Any = store.compare_set(f"epoch/{call}", "", str(store.add("epoch", 0)))
+            if leads:
+                store.delete_key(f"epoch/{call - KEPT}")
+            return int(decided)
+
+        try:
+            found = int(self.line.ask(decide))
+        except PeerLostError:  # who serves the store may have left, all done
+            return max(self._wires, default=0)
+        watch.look_now()  # this very call may have failed
+        return found
+
+    def drop_wires(self, before: float = inf) -> None:
+        """Throw network groups away that no call uses."""
+        with self.lock:
+            old = [e for e, wire in self._wires.items() if e < before and not wire.num_calls]
+            wires = [self._wires.pop(epoch) for epoch in old]
+        for wire in wires:
+            wire.close()
 
     def _retire(self, arena: Arena) -> None:
         for peer in arena.known_to:
@@ -191,7 +215,7 @@ class Team:
         """Close sockets and free memory."""
         if self.gpus is not None:
             self.gpus.close()
-        self.drop_wire()
+        self.drop_wires()
         self.mailbox.shut()
         self.arenas.release()
         self.line.close()

@@ -38,6 +38,8 @@ class Wire:
         self._index, self._size = index, size
         self._idle: list[Waiter] = []
         self._closed = False
+        self.num_calls = 0
+        """Calls that use it."""
         self.cut_because: Cause | None = None
         """Why all connections were cut, if they were."""
         self._lock = threading.Lock()
@@ -65,15 +67,23 @@ class Wire:
     def waiter(self) -> Waiter:
         """A thread for one call."""
         with self._lock:
+            self.num_calls += 1
             return self._idle.pop() if self._idle else Waiter()
 
     def give_back(self, waiter: Waiter) -> None:
         """The call is over, and nothing is waited for."""
         with self._lock:
-            if self._closed:
-                waiter.end()
-            else:
+            self.num_calls -= 1
+            if not self._closed:
                 self._idle.append(waiter)
+                return
+        waiter.end()
+
+    def let_go(self, waiter: Waiter, seconds: float) -> None:
+        """The call has failed; wait at most so long until it has come to nothing."""
+        waiter.end(seconds)
+        with self._lock:
+            self.num_calls -= 1
 
     def close(self) -> None:
         """Let the idle threads end, and the group with the last call that uses it."""

@@ -1,0 +1,130 @@
+"""Ranks that are late, skip a call, or stop in it: who waits too long names the one to blame."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import reshard as rs
+from tests.ranks.faults import (
+    FOUR,
+    TRANSPORTS,
+    Tried,
+    check_same,
+    moves_well,
+    plan_of,
+    source_of,
+    tried,
+)
+from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
+from tests.soak import cases
+
+LATE = 3
+
+
+def come_late(rank: int, transport: str, seconds: float, options: dict[str, Any]) -> Tried:
+    group, plan = pool_group(4), plan_of((16, 40))
+    given = source_of(plan, rank)
+    plan.run(given, group=group, transport=transport)
+    if rank == LATE:
+        time.sleep(seconds)
+    outcome = tried(lambda: plan.run(given, group=group, transport=transport, **options))
+    moves_well(rank, group, transport)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_late_rank_is_waited_for(pool: Pool, transport: str) -> None:
+    late = float(cases(2, 30))
+    options = {"timeout": late + 3}
+    for one in pool.run(come_late, transport, late, options, ranks=range(4), timeout=late + 30):
+        assert one.kind == "moved", one
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_is_too_late(pool: Pool, transport: str) -> None:
+    outcomes = pool.run(come_late, transport, 2.5, {"timeout": 1.0}, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 3 has not called within 1 s", '"tensor"')
+    for rank, one in enumerate(outcomes):
+        assert one.seconds < (1.0 if rank == LATE else 2.0), one
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_deadline(pool: Pool, transport: str) -> None:
+    options = {"timeout": 30.0, "deadline": 0.5}
+    outcomes = pool.run(come_late, transport, 2.0, options, ranks=range(4))
+    check_same(outcomes[:3], "MoveTimeoutError", "rank 3", "the deadline of 0.5 s")
+    assert all(one.seconds < 1.5 for one in outcomes[:3]), outcomes
+
+
+def wait_in_a_row(rank: int, transport: str) -> Tried:
+    """Each rank gets its part from the one before it; the first of them is late."""
+    group = pool_group(4)
+    shifted = rs.Layout(rs.Mesh(x=4, ranks=[1, 2, 3, 0]), "x -")
+    plan = rs.plan(rs.Layout(FOUR, "x -"), shifted, shape=(64, 64), dtype="float32", memory="2KiB")
+    given = source_of(plan, rank)
+    plan.run(given, group=group, transport=transport)
+    if rank == 0:
+        time.sleep(4.0)
+    outcome = tried(lambda: plan.run(given, group=group, transport=transport, timeout=2.0))
+    moves_well(rank, group, transport)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", ["auto", "network"])
+def test_the_first_in_a_row_is_to_blame(pool: Pool, transport: str) -> None:
+    outcomes = pool.run(wait_in_a_row, transport, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 0 has not called")
+    assert all(one.seconds < 3.0 for one in outcomes), outcomes
+
+
+def work_long(rank: int, transport: str) -> None:
+    """A rank that works longer than the timeout, with signs of life, is not given up."""
+    from reshard.run.live.call import Call
+
+    group, plan = pool_group(4), plan_of((16, 44))
+    given = source_of(plan, rank)
+    usual = Call._copy
+
+    def slowly(call: Call, *args: Any) -> None:
+        end = time.monotonic() + 2.5
+        while rank == 1 and time.monotonic() < end:
+            time.sleep(0.05)
+            call.watch.breathe()
+        usual(call, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Call, "_copy", slowly)
+        result = plan.run(given, group=group, transport=transport, timeout=1.0)
+    assert torch.equal(result["tensor"], plan.run(given, group=group)["tensor"])
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_works_long(pool: Pool, transport: str) -> None:
+    pool.run(work_long, transport, ranks=range(4))
+
+
+def fail_beside(rank: int, transport: str) -> tuple[Tried, Tried]:
+    """Two moves in flight: one fails for want of a tensor, the other is right."""
+    group, one, other = pool_group(4), plan_of((16, 48)), plan_of((512, 512))
+    options: Any = {"group": group, "transport": transport, "timeout": 10}
+    for plan in (one, other):
+        plan.run(source_of(plan, rank), **options)
+    handles = [
+        one.start({} if rank == 2 else source_of(one, rank), **options),
+        other.start(source_of(other, rank), **options),
+    ]
+    found = [tried(handle.wait) for handle in handles]
+    moves_well(rank, group, transport)
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_move_that_fails_beside_another(pool: Pool, transport: str) -> None:
+    outcomes = pool.run(fail_beside, transport, ranks=range(4))
+    check_same([first for first, _ in outcomes], "TensorError", "rank 2")
+    assert {second.kind for _, second in outcomes} == {"moved"}, outcomes
