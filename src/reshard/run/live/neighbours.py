@@ -35,7 +35,7 @@ from reshard.run.live.ways import Way
 
 __all__ = ["Neighbours"]
 
-SMALL = 2 << 20
+SMALL = 7 << 19
 """A message of at most so many bytes is packed: one wait less is worth more than one copy."""
 
 

@@ -2,13 +2,12 @@
 
 Shapes and strides of blocks never change between calls; addresses do, when tensors or messages lie
 elsewhere. A block that is contiguous on both sides is one `memmove`. Others are pairs of arrays,
-which are kept as long as the addresses stay the same.
+which are kept for the few addresses that come up again and again.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -18,6 +17,12 @@ from reshard.run.live.copying import Copies, Spot
 from reshard.run.live.ways import run_lengths
 
 __all__ = ["Passage"]
+
+MOST_KEPT = 4
+"""Addresses for which arrays are kept: as many as calls may have messages packed, and one more."""
+
+FEW = 1024
+"""Blocks of which so much is kept; of more, only what was used last."""
 
 Base = Ints | int
 """Where the tensor of each block begins, or the message that all are in."""
@@ -36,29 +41,28 @@ class Passage:
         whole = (bool((run_lengths(width, end.strides) == sizes).all()) for end in ends)
         self._straight = target.dtype == source.dtype and all(whole)
         self._num_bytes = (sizes * itemsize(target.dtype)).tolist()
-        self._kept: tuple[list[int], list[int], Copies] | None = None
+        self._kept: dict[bytes, Copies] = {}
 
     def __len__(self) -> int:
         return len(self._width)
 
     def run(self, target: Base, source: Base) -> None:
         """Copy, between tensors or messages that begin here."""
-        into = (self._target.address + target).tolist()
-        out = (self._source.address + source).tolist()
+        into, out = self._target.address + target, self._source.address + source
         if self._straight:
-            for at, by, size in zip(into, out, self._num_bytes, strict=True):
+            for at, by, size in zip(into.tolist(), out.tolist(), self._num_bytes, strict=True):
                 ctypes.memmove(at, by, size)
         else:
             self._copies(into, out).run()
 
-    def _copies(self, into: Sequence[int], out: Sequence[int]) -> Copies:
-        kept = self._kept
-        if kept is not None and kept[0] == into and kept[1] == out:
-            return kept[2]
-        spots = (
-            Spot(np.array(at, dtype=np.int64), end.strides, end.dtype)
-            for at, end in ((into, self._target), (out, self._source))
-        )
-        copies = Copies(self._width, *spots)
-        self._kept = (list(into), list(out), copies)
-        return copies
+    def _copies(self, into: Ints, out: Ints) -> Copies:
+        """The arrays of these addresses; messages lie in a few places in turn."""
+        key = into.tobytes() + out.tobytes()
+        found = self._kept.get(key)
+        if found is None:
+            if len(self._kept) >= (MOST_KEPT if len(into) <= FEW else 1):
+                self._kept.clear()
+            target = Spot(into, self._target.strides, self._target.dtype)
+            source = Spot(out, self._source.strides, self._source.dtype)
+            found = self._kept[key] = Copies(self._width, target, source)
+        return found
