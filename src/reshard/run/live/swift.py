@@ -7,7 +7,6 @@ takes this way; when anything is not as usual, the ordinary watch takes over and
 
 from __future__ import annotations
 
-import contextlib
 import os
 import weakref
 from collections.abc import Callable
@@ -16,11 +15,11 @@ import torch
 import torch.distributed as dist
 
 from reshard.bytesize import format_bytes
-from reshard.errors import LiveError
 from reshard.planning.plan import Plan
 from reshard.run.live import neighbours
 from reshard.run.live.agreement import Terms, check_words, raise_disagreement, suspect_comparing
 from reshard.run.live.arena import Arena
+from reshard.run.live.call import told
 from reshard.run.live.cause import Cause
 from reshard.run.live.faults import Watch
 from reshard.run.live.greeting import greetings_of
@@ -121,7 +120,8 @@ class Swift:
 
     def is_of(self, group: dist.ProcessGroup | None) -> bool:
         """Whether it was made for a group."""
-        return self._group() is (dist.group.WORLD if group is None else group)
+        mine = self._group()  # None once it is gone, as is the default group
+        return mine is not None and mine is (dist.group.WORLD if group is None else group)
 
     def takes(self, local: torch.Tensor) -> bool:
         """Whether a tensor is as usual, and the plan was compared on its way through the host."""
@@ -189,13 +189,11 @@ class _Call:
                 self.round = number
                 self._round(number)
             self._lend()
-        except BaseException as error:
-            if not self.watch.is_over:
-                with contextlib.suppress(LiveError):
-                    self.watch.fail(Cause.of_any(error, self.swift.rank))
+        except BaseException:
             if self.arena is not None:
                 arenas.retire(self.arena)
-            raise
+            with told(self.watch):
+                raise
         finally:
             self.team.mailbox.close(self.number)
 
