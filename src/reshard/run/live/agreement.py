@@ -69,12 +69,21 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
         lambda peer: f"it to compare what is moved, with {_first_tensor(terms.plan)}",
     )
     found = dict(zip(keys, team.line.ask(lambda store: store.multi_get(everyone)), strict=True))
-    texts = {rank: json.loads(text) for rank, text in found.items()}
+    texts = {rank: _terms_of(text) for rank, text in found.items()}
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
     check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
     team.forget(f"compared/{call}", [*everyone, _comparing(watch)], watch.timeout)
     return {rank: str(text[2]) for rank, text in texts.items()}
+
+
+def _terms_of(text: bytes) -> list[Any]:
+    """A peer's terms; where they cannot be read they differ from all others."""
+    try:
+        digest, options, devices, word = json.loads(text)
+        return [digest, options, str(devices), int(word)]
+    except (ValueError, TypeError):
+        return [repr(text[:200]), {}, "", 0]
 
 
 def check_words(watch: Watch, said: Mapping[int, int]) -> None:

@@ -288,6 +288,9 @@ def told(watch: Watch) -> Iterator[None]:
             cause = Cause.of(error)
             watch.fail(Cause(cause.kind, f"{cause.text}, in {watch.move}"))
         raise
+    except KeyboardInterrupt:
+        watch.interrupt()
+        raise
     except BaseException as error:
         with contextlib.suppress(LiveError):
             watch.fail(Cause.of_any(error, watch.team.rank))

@@ -29,18 +29,20 @@ class Cause:
 
     kind: str
     text: str
+    guilty: int = -1
+    """The rank that was interrupted, in this call or the one before."""
 
     def to_json(self) -> str:
         """As it stands in the store."""
-        return json.dumps({"kind": self.kind, "text": self.text})
+        return json.dumps({"kind": self.kind, "text": self.text, "guilty": self.guilty})
 
     @classmethod
     def from_json(cls, text: bytes) -> Cause:
         """Read what ``to_json`` wrote; anything else is told as it is."""
         try:
             data = json.loads(text)
-            return cls(str(data["kind"]), str(data["text"]))
-        except (ValueError, TypeError, KeyError):
+            return cls(str(data["kind"]), str(data["text"]), int(data.get("guilty", -1)))
+        except (ValueError, TypeError, KeyError, AttributeError):
             return cls("error", f"a cause that cannot be read: {text[:200]!r}")
 
     @classmethod

@@ -44,6 +44,7 @@ class Word:
     awaits: tuple[int, ...]
     what: str
     call: int
+    """The number of the call; -1 and less for attempts to make a team."""
     token: str
     """Which move of the rank it is."""
     beat: int
@@ -71,7 +72,7 @@ class Crossing:
     """Looks out for that, while one move waits for its ranks to call."""
 
     def __init__(
-        self, store: Store, rank: int, ranks: tuple[int, ...], what: str, call: int = -1
+        self, store: Store, rank: int, ranks: tuple[int, ...], what: str, call: int
     ) -> None:
         self._store = store
         self._rank, self._ranks, self._what, self._call = rank, ranks, what, call
@@ -112,7 +113,7 @@ class Crossing:
         if not _leads_to_a_circle(self._rank, sure):
             return None
         first = words[min(words)].token
-        calls = sorted({(word.ranks, word.call) for word in words.values() if word.call >= 0})
+        calls = sorted({(word.ranks, word.call) for word in words.values()})
         text = json.dumps({"text": _describe(words), "calls": calls})
 
         def tell(store: Store) -> None:

@@ -101,7 +101,12 @@ def start(
     **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
-    return Handle(_made(plan, tensors, into, group, options), _thread)
+    try:
+        return Handle(_made(plan, tensors, into, group, options), _thread)
+    except KeyboardInterrupt:
+        for team in teams(group or dist.group.WORLD):
+            team.note_interrupt(team.num_calls - 1)
+        raise
 
 
 def refuse(
@@ -266,8 +271,7 @@ class Run:
     def interrupt(self) -> None:
         """Tell the other ranks that this one gives up."""
         if self.watch is not None:
-            with contextlib.suppress(LiveError):
-                self.watch.fail(Cause("error", f"rank {self.rank} was interrupted"))
+            self.watch.interrupt()
 
     def _move(self, watch: Watch | None) -> dict[str, torch.Tensor]:
         assert self.prepared is not None

@@ -13,13 +13,13 @@ import time
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from reshard.errors import PeerLostError
+from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.crossing import Crossing
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.meeting import await_keys
-from reshard.run.live.team import Team, skip_calls
+from reshard.run.live.team import ASK_SECONDS, INTERRUPTED, Team, skip_calls
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
 
@@ -34,9 +34,6 @@ BREATHE_EVERY = 1.0
 
 WRITER_SECONDS = 1.0
 """How long to wait for a process that was about to write into our memory when a call failed."""
-
-ASK_SECONDS = 1.0
-"""How long the store may take to answer while a call fails, or waits."""
 
 NOTES = 64
 """Calls in flight that may have word of whom they wait for in the store."""
@@ -197,6 +194,22 @@ class Watch:
             found = Cause.from_json(self.team.line.ask(post, ASK_SECONDS))
         self._raise(found)
 
+    def interrupt(self) -> None:
+        """This rank was interrupted: tell all, also those that are in the next call already."""
+        self.team.note_interrupt(self.call)
+        if not self.is_over:
+            with contextlib.suppress(LiveError):
+                rank = self.team.rank
+                self.fail(Cause("error", f"rank {rank} was interrupted", guilty=rank))
+
+    def _look_for_interrupts(self) -> None:
+        """Was a rank that is waited for interrupted at the end of a call before this one?"""
+        found = json.loads(self._get(INTERRUPTED) or b"{}")
+        rank, call = int(found.get("rank", -1)), int(found.get("call", -1))
+        others = set(self.team.ranks) - {self.team.rank}
+        if rank in others and self.team.last_failed < call <= self.call:
+            self.fail(Cause("error", f"rank {rank} was interrupted", guilty=rank))
+
     def barrier(self, name: str) -> None:
         """Wait until every rank of the team has come this far in the call."""
         keys = {rank: f"{name}/{self.call}/{rank}" for rank in self.team.ranks}
@@ -283,7 +296,7 @@ class Watch:
         return Cause("lost", f"rank {peer} is gone ({how}) and {waits}")
 
     def _raise(self, cause: Cause) -> NoReturn:
-        self.cause = cause
+        self.cause, self.team.guilty = cause, cause.guilty
         self.stop()
         raise cause.error(self.status())
 
@@ -304,6 +317,8 @@ class Watch:
         with contextlib.suppress(PeerLostError):
             posted = self._get(f"abort/{self.call}")
             self.suspect()
+            if posted is None and self.is_meeting:
+                self._look_for_interrupts()
         if posted is not None:
             self._raise(Cause.from_json(posted))
 

@@ -26,7 +26,7 @@ CONNECT_SECONDS = 10.0
 CONNECT_AGAIN = 0.1
 
 
-def serve_store(caller: Store) -> TCPStore:
+def serve_store(caller: Store, key: str) -> TCPStore:
     """Make the team's store on its first rank, and let the others know where it is."""
     # torch looks up the name of everyone who connects, and nobody is served until it has it. To a
     # socket of IPv4 the ranks of this host come as 127.0.0.1, of which no name server is asked.
@@ -41,12 +41,13 @@ def serve_store(caller: Store) -> TCPStore:
         master_listen_fd=listener.detach(),
     )
     place = {"host": host_identity(), "port": port, "addresses": addresses()}
-    caller.set("address", json.dumps(place))
+    caller.set(key, json.dumps(place))
     return store
 
 
 def own_store(
     caller: Store,
+    key: str,
     rank: int,
     leader: int,
     seconds: float,
@@ -56,9 +57,8 @@ def own_store(
     """Connect to the team's store, once its first rank has said where it is."""
     end = time.monotonic() + seconds
     errors: list[str] = []
-    while not await_keys(caller, ["address"], max(end - time.monotonic(), 0.0), look_up):
-        # Asked for anew each time: an address may be of a store that its rank has just given up.
-        place = json.loads(caller.get("address"))
+    while not await_keys(caller, [key], max(end - time.monotonic(), 0.0), look_up):
+        place = json.loads(caller.get(key))
         store, errors = _connect(place, max(end - time.monotonic(), 1.0))
         if store is not None:
             return store

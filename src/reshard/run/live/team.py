@@ -6,6 +6,8 @@ long as the group. Ranks outside the set have no part in it.
 
 from __future__ import annotations
 
+import contextlib
+import json
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +30,13 @@ if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
-__all__ = ["Team", "skip_calls"]
+__all__ = ["ASK_SECONDS", "INTERRUPTED", "Team", "skip_calls"]
+
+INTERRUPTED = "interrupted"
+"""The key that says which rank was interrupted last, and in which call."""
+
+ASK_SECONDS = 1.0
+"""How long the store may take to answer while a call fails, or waits."""
 
 KEPT = 200
 """Calls of which the store still knows which process groups they use."""
@@ -81,6 +89,8 @@ class Team:
         self.last_failed = -1
         """The last call that this rank knows to have failed."""
         self.lock = threading.Lock()
+        self.guilty = -1
+        """The rank whose interrupt made the last call fail, if that is so."""
         self.kept: list[object] = []
         """Tensors of failed calls that a stopped process might still write into."""
 
@@ -92,9 +102,36 @@ class Team:
     def next_call(self) -> int:
         """The number of a call that begins; all ranks count alike."""
         self.line.renew()
+        if self.guilty >= 0:
+            self._come_back(self.guilty)
         with self.lock:
             self.num_calls += 1
             return self.num_calls - 1
+
+    def note_interrupt(self, call: int) -> None:
+        """This rank was interrupted, in a call or after it: others may wait for it in the next."""
+        self.guilty = self.rank
+        word = json.dumps({"rank": self.rank, "call": call})
+        with contextlib.suppress(PeerLostError):
+            self.line.ask(lambda store: store.set(INTERRUPTED, word), ASK_SECONDS)
+
+    def _come_back(self, guilty: int) -> None:
+        """After an interrupt: ranks that were further gave up the next call because of it as well.
+
+        Whoever has failed with it once does not fail again.
+        """
+        self.guilty = -1
+
+        def over(store: Store) -> bool:
+            key = f"abort/{self.num_calls}"
+            cause = Cause.from_json(store.get(key)) if store.check([key]) else None
+            return cause is not None and cause.guilty == guilty
+
+        with contextlib.suppress(PeerLostError):
+            if guilty == self.rank:
+                self.line.ask(lambda store: store.set(INTERRUPTED, "{}"))
+            while self.line.ask(over):
+                self.skip(self.num_calls)
 
     def skip(self, call: int) -> None:
         """Others have given up a call that this rank may never make: it counts as made."""

@@ -8,7 +8,7 @@ import json
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
@@ -30,8 +30,14 @@ _teams: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Team]
 )
 _making = threading.Lock()
 
+_attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""How often a team could not be made: as calls are, attempts are counted alike on all ranks."""
+
+
 _given_up: deque[TCPStore] = deque(maxlen=4)
-"""Stores of teams that were not made: others may not have read yet why."""
+"""Stores of teams that were not made: others may still ask them, and should hear an answer."""
 
 
 def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float, what: str) -> Team:
@@ -47,13 +53,24 @@ def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float, what
             weakref.finalize(group, _close_all, teams).atexit = False
         if key not in teams:
             _check_members(group, key)
-            making = _Making(group, key, timeout, what, teams)
-            try:
-                teams[key] = making.run()
-            finally:
-                making.crossing.close()
-                skip_calls(making.crossing.given_up, teams)
+            teams[key] = _made(group, key, timeout, what)
         return teams[key]
+
+
+def _made(group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float, what: str) -> Team:
+    teams, attempts = _teams[group], _attempts.setdefault(group, Counter())
+    making = _Making(group, ranks, timeout, what, attempts[ranks], teams)
+    try:
+        return making.run()
+    except BaseException:
+        attempts[ranks] += 1
+        raise
+    finally:
+        making.crossing.close()
+        given_up = making.crossing.given_up
+        skip_calls(given_up, teams)
+        for others, call in given_up:
+            attempts[others] = max(attempts[others], -call)
 
 
 def teams(group: dist.ProcessGroup | None = None) -> list[Team]:
@@ -96,14 +113,20 @@ class _Making:
         ranks: tuple[int, ...],
         timeout: float,
         what: str,
+        attempt: int,
         others: Mapping[tuple[int, ...], Team],
     ) -> None:
         self.others = others
+        self.failed = f"failed/{attempt}"
+        """The key that says why this attempt came to nothing."""
         self.rank, self.ranks, self.timeout, self.what = dist.get_rank(), ranks, timeout, what
         name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         self.home: Store = group.get_group_store()
         self.caller: Store = PrefixStore(f"reshard/{name}", self.home)
-        self.crossing = Crossing(self.home, self.rank, ranks, what)
+        self.address = f"address/{attempt}"
+        self.store: TCPStore | None = None
+        self.line: Line | None = None
+        self.crossing = Crossing(self.home, self.rank, ranks, what, -1 - attempt)
 
     @property
     def leader(self) -> int:
@@ -112,9 +135,15 @@ class _Making:
     def run(self) -> Team:
         """Make it."""
         try:
+            return self._make()
+        except BaseException as error:
+            self._tell(error)
+            raise
+
+    def _make(self) -> Team:
+        try:
             self.store = self._open_store()
-            self.line = Line(self.store, self.leader, self.timeout)
-            return self._shake_hands()
+            return self._shake_hands(self.store)
         except dist.DistNetworkError as error:
             reason = str(error).splitlines()[0]
             raise PeerLostError(
@@ -122,6 +151,7 @@ class _Making:
                 f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
         except PeerLostError as error:
+            self._look_up()
             if "(on rank" in str(error):
                 raise
             raise PeerLostError(f"{error}, before {self.what} {self._status}") from None
@@ -132,55 +162,53 @@ class _Making:
 
     def _open_store(self) -> TCPStore:
         if self.rank == self.leader:
-            return serve_store(self.caller)
+            return serve_store(self.caller, self.address)
         args = (self.rank, self.leader, self.timeout, self.what)
-        return own_store(self.caller, *args, self._cross_with_leader)
+        return own_store(self.caller, self.address, *args, self._look_for_leader)
 
-    def _shake_hands(self) -> Team:
+    def _shake_hands(self, store: TCPStore) -> Team:
         door = Door(self.rank)
         try:
-            return self._gather(door)
-        except BaseException as error:
-            self._tell(error)
-            _given_up.append(self.store)
-            raise
+            return self._gather(store, door)
         finally:
             door.close()
             if self.rank == self.leader:
-                # Who comes from now on must not find the store of this attempt.
                 with contextlib.suppress(RuntimeError):
-                    self.caller.delete_key("address")
+                    self.caller.delete_key(self.address)
 
-    def _gather(self, door: Door) -> Team:
+    def _gather(self, store: TCPStore, door: Door) -> Team:
+        line = self.line = Line(store, self.leader, self.timeout)
         said = json.dumps({"host": host_identity(), "door": door.name})
-        self.line.ask(lambda store: store.set(f"who/{self.rank}", said))
+        line.ask(lambda store: store.set(f"who/{self.rank}", said))
         keys = [f"who/{other}" for other in self.ranks]
-        missing = await_keys(self.line, keys, self.timeout, self._look_for_all)
+        missing = await_keys(line, keys, self.timeout, self._look_for_all)
         if missing:
             absent = [int(key.removeprefix("who/")) for key in missing]
             raise MoveTimeoutError(not_called(absent, self.timeout, self.rank, self.what))
-        texts = self.line.ask(lambda store: store.multi_get(keys))
+        texts = line.ask(lambda store: store.multi_get(keys))
         known = {other: json.loads(text) for other, text in zip(self.ranks, texts, strict=True)}
         hosts = {other: str(who["host"]) for other, who in known.items()}
         here = hosts[self.rank]
         doors = {other: str(who["door"]) for other, who in known.items() if hosts[other] == here}
         links = door.meet(doors, self.timeout, self._look_up)
-        args = (self.store, self.line, hosts, door, links, self.home, self.others)
+        args = (store, line, hosts, door, links, self.home, self.others)
         return Team(self.rank, self.ranks, *args)
 
     def _look_up(self) -> None:
         """Raise what made another rank give up."""
-        if self.line.check(["unmade"]):
-            found = Cause.from_json(self.line.ask(lambda store: store.get("unmade")))
+        if self.caller.check([self.failed]):
+            found = Cause.from_json(self.caller.get(self.failed))
             raise found.error("" if "(on rank" in found.text else self._status[1:-1])
 
-    def _cross_with_leader(self) -> None:
+    def _look_for_leader(self) -> None:
+        self._look_up()
         self._cross([self.leader])
 
     def _look_for_all(self) -> None:
         self._look_up()
-        if self.crossing.is_due:
-            self._cross([rank for rank in self.ranks if not self.line.check([f"who/{rank}"])])
+        if self.crossing.is_due and self.line is not None:
+            line = self.line
+            self._cross([rank for rank in self.ranks if not line.check([f"who/{rank}"])])
 
     def _cross(self, awaited: Sequence[int]) -> None:
         found = self.crossing.look(awaited)
@@ -188,7 +216,11 @@ class _Making:
             raise DisagreementError(f"{found} {self._status}")
 
     def _tell(self, error: BaseException) -> None:
-        cause = Cause.of_any(error, self.rank)
-        with contextlib.suppress(PeerLostError):
-            self.line.ask(lambda store: store.compare_set("unmade", "", cause.to_json()))
-        self.line.close()
+        """Leave word for those who are making the team, or come later."""
+        text = Cause.of_any(error, self.rank).to_json()
+        with contextlib.suppress(RuntimeError):
+            self.caller.compare_set(self.failed, "", text)
+        if self.store is not None:
+            _given_up.append(self.store)
+        if self.line is not None:
+            self.line.close()

@@ -1,0 +1,159 @@
+"""Peers that talk nonsense: whoever hears it takes them for lost, and nothing worse happens."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from reshard.run.live import agreement, links
+from reshard.run.live.mailbox import Kind, Message
+from reshard.run.live.team import Team
+from reshard.run.live.teams import teams
+from tests.ranks.faults import Tried, plan_of, source_of, tried
+from tests.ranks.pool import fresh_ranks
+
+BROKEN = 2
+
+
+def unsealed(num_bytes: int) -> int:
+    fd = os.memfd_create("broken")
+    os.ftruncate(fd, num_bytes)
+    return fd
+
+
+def say(team: Team, data: bytes, fd: int | None = None) -> None:
+    for peer in team.links:
+        team.mailbox.send_bytes(peer, data, fd)
+
+
+def message(team: Team, kind: Kind, *numbers: int) -> bytes:
+    digest = bytes.fromhex(plan_of((16, 52)).digest)
+    return Message(kind, team.num_calls, digest, *numbers).pack()
+
+
+NONSENSE: dict[str, Callable[[Team], None]] = {
+    "garbage": lambda team: say(team, os.urandom(80)),
+    "a long text": lambda team: say(team, message(team, Kind.WAITS) + bytes(9000)),
+    "an unknown kind": lambda team: say(team, b"rsh1" + b"\xff" * 76),
+    "a far call": lambda team: say(team, Message(Kind.HELLO, 1 << 60, bytes(16)).pack()),
+    "memory that can shrink": lambda team: say(
+        team, message(team, Kind.READY, 0, 5), unsealed(4096)
+    ),
+    "no memory at all": lambda team: say(
+        team, message(team, Kind.READY, 0, 5), os.open("/dev/null", os.O_RDONLY)
+    ),
+    "a place outside": lambda team: say(
+        team, message(team, Kind.HELLO, 0, 0, 0, 1 + (1 << 40), 1 << 50, 0)
+    ),
+    "addresses that are none": lambda team: say(
+        team, message(team, Kind.HELLO, 0, 1 << 62, 1 << 40, 0, 0, 0)
+    ),
+    "a broken cause": lambda team: say(team, message(team, Kind.ABORT) + b"\xff{"),
+    "somebody who waits for nonsense": lambda team: say(
+        team, message(team, Kind.WAITS) + b'{"peer": []'
+    ),
+}
+
+
+def hear_nonsense(rank: int, what: str, transport: str) -> Tried:
+    plan = plan_of((16, 52))
+    options: Any = {"transport": transport, "timeout": 1.5}
+    plan.run(source_of(plan, rank), **options)
+    if rank == BROKEN:
+        (team,) = teams()
+        NONSENSE[what](team)
+        time.sleep(3.0)
+        os._exit(0)
+    return tried(lambda: plan.run(source_of(plan, rank), **options))
+
+
+@pytest.mark.parametrize("transport", ["auto", "peer"])
+@pytest.mark.parametrize("what", NONSENSE)
+def test_nonsense_from_a_peer(what: str, transport: str) -> None:
+    with fresh_ranks(4) as ranks:
+        outcomes = ranks.outcomes(hear_nonsense, what, transport)
+    found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != BROKEN]
+    for one in found:
+        assert one.kind in ("PeerLostError", "MoveTimeoutError", "LiveError"), one
+        assert f"rank {BROKEN} " in one.message or what == "a broken cause", one
+        assert one.seconds < 1.5 + 1.5, one
+
+
+def meet_strangers(rank: int) -> str:
+    """Somebody comes to the door before the others, says nothing or nonsense, and stays."""
+    kept = []
+    usual = links.Door.meet
+
+    def besieged(door: links.Door, *args: Any) -> Any:
+        for word in (None, b"nonsense", b'[3, "wrong name"]', b"[[[["):
+            stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stranger.connect("\0" + door.name)
+            if word is not None:
+                stranger.send(word)
+            kept.append(stranger)
+        return usual(door, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(links.Door, "meet", besieged)
+        plan = plan_of((16, 52))
+        outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=10))
+    for stranger in kept:
+        stranger.close()
+    return outcome.kind + outcome.message
+
+
+def test_strangers_at_the_door() -> None:
+    with fresh_ranks(4) as ranks:
+        assert ranks.run(meet_strangers) == ["moved"] * 4
+
+
+def hear_a_broken_store(rank: int) -> Tried:
+    plan = plan_of((16, 56))
+    plan.run(source_of(plan, rank), timeout=5)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == BROKEN:
+            patch.setattr(agreement.Terms, "to_json", lambda terms: '{"broken": ')
+        other = plan_of((16, 60))
+        outcome = tried(lambda: other.run(source_of(other, rank), timeout=3))
+    plan.run(source_of(plan, rank), timeout=5)
+    return outcome
+
+
+def test_nonsense_in_the_store() -> None:
+    with fresh_ranks(4) as ranks:
+        for one in ranks.run(hear_a_broken_store):
+            assert one.kind in ("LiveError", "DisagreementError"), one
+            assert "\n" not in one.message
+
+
+def leave_a_child(rank: int) -> int:
+    plan = plan_of((16, 64))
+    plan.run(source_of(plan, rank), timeout=5)
+    if rank == BROKEN:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), 9)
+    began = time.monotonic()
+    outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=6))
+    assert outcome.kind == "PeerLostError", outcome
+    assert time.monotonic() - began < 2.0
+    return threading.active_count()
+
+
+def test_a_child_does_not_hide_that_its_parent_died() -> None:
+    with fresh_ranks(4) as ranks:
+        outcomes = ranks.outcomes(leave_a_child)
+        assert [type(one).__name__ for one in outcomes].count("Returned") == 3, outcomes
+
+
+def test_no_file_is_made() -> None:
+    assert not [path for path in Path("/dev/shm").iterdir() if "reshard" in path.name]

@@ -1,0 +1,67 @@
+"""Ctrl-C on one rank: it gets its KeyboardInterrupt, and the others a named error."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks.faults import TRANSPORTS, Tried, check_same, plan_of, source_of, tried
+from tests.ranks.outcome import Returned
+from tests.ranks.pool import fresh_ranks
+from tests.ranks.rank import tell
+
+VICTIM, LATE = 1, 3
+
+
+def move_on_and_on(rank: int, transport: str, how: str) -> tuple[Tried, str]:
+    plan = plan_of((1024, 1024), memory="256KiB")
+    given = source_of(plan, rank)
+    options: Any = {"transport": transport, "timeout": 10}
+    if how != "first":
+        plan.run(given, **options)
+
+    def move() -> None:
+        tell("ready")
+        if how == "first" and rank == LATE:
+            time.sleep(1.0)  # the others wait for it to make connections
+        while True:
+            if how == "handle":
+                plan.start(given, **options).wait()
+            else:
+                plan.run(given, **options)
+
+    outcome = tried(move)
+    dist.barrier()
+    return outcome, torch.equal(*again(plan, given, options)) * "right"
+
+
+def again(plan: Any, given: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The next call, twice."""
+    first, second = (plan.run(given, **options)["tensor"] for _ in range(2))
+    return first, second
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("how", ["run", "handle", "first"])
+def test_an_interrupt(how: str, transport: str) -> None:
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(move_on_and_on, transport, how)
+        for rank in range(4):
+            job.hear(rank)
+        time.sleep(0.3)
+        ranks.kill(VICTIM, signal.SIGINT)
+        sent = time.monotonic()
+        outcomes = []
+        for outcome in job.outcomes(40):
+            assert isinstance(outcome, Returned), str(outcome)
+            outcomes.append(outcome.value)
+    assert {end for _, end in outcomes} == {"right"}
+    assert outcomes[VICTIM][0].kind == "KeyboardInterrupt"
+    others = [one for rank, (one, _) in enumerate(outcomes) if rank != VICTIM]
+    check_same(others, "LiveError", f"rank {VICTIM} was interrupted")
+    assert all(one.ended - sent < 2.0 for one in others), others
