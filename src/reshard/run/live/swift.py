@@ -175,6 +175,7 @@ class _Call:
                 deadline=None,
                 status=self._status,
                 word=self.word,
+                move=f'the move of "{self.swift.want.name}"',
             )
         return self._watch
 
@@ -195,7 +196,10 @@ class _Call:
             with told(self.watch):
                 raise
         finally:
-            self.team.mailbox.close(self.number)
+            if self._watch is None:
+                self.team.mailbox.close(self.number)
+            else:
+                self._watch.close()
 
     def _greet(self) -> None:
         swift, mailbox, arena = self.swift, self.team.mailbox, self.arena
@@ -300,5 +304,7 @@ class _Call:
     def _status(self) -> str:
         which = f"round {self.round + 1} of {len(self.swift.script.rounds)}"
         where = which if self.round >= 0 else "no round begun"
-        amount = f"{format_bytes(0)} of {format_bytes(self.swift.num_bytes)} done"
+        rounds = self.swift.script.rounds[: max(self.round, 0)]
+        done = sum(size for made in rounds for _, size, _ in made.receives)
+        amount = f"{format_bytes(done)} of {format_bytes(self.swift.num_bytes)} done"
         return f"on rank {self.swift.rank}: {where}, {amount}"
