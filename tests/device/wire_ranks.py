@@ -25,15 +25,14 @@ Messages = list[tuple[int, torch.Tensor]]
 
 
 class Job:
-    """The caller's NCCL group, and a store of our own beside it."""
+    """The caller's NCCL group, and another connection to its store beside it."""
 
     def __init__(self) -> None:
         port = int(os.environ["PORT"])
-        address = f"tcp://127.0.0.1:{port}"
         torch.cuda.set_device(DEVICE)
-        dist.init_process_group("nccl", rank=RANK, world_size=SIZE, init_method=address)
-        wait = timedelta(seconds=30)
-        self.store = dist.TCPStore("127.0.0.1", port + 1, SIZE, RANK == 0, timeout=wait)
+        store = dist.TCPStore("127.0.0.1", port, SIZE, RANK == 0, timeout=timedelta(seconds=30))
+        dist.init_process_group("nccl", rank=RANK, world_size=SIZE, store=store)
+        self.store = dist.PrefixStore("beside", store.clone())
         self.check_callers_group()
 
     def wire(self, name: str, ranks: range = range(SIZE), timeout: float = 20) -> DeviceWire:
