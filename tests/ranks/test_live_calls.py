@@ -132,9 +132,9 @@ def asks_of_calls(rank: int, transport: str, check: str) -> tuple[list[int], lis
     mine = {"tensor": local_of(numbered(shape), HAVE, rank)}
     asked, counts, keys = Line.ask, [0], []
 
-    def counting(self: Line, question: object) -> object:
+    def counting(self: Line, question: object, seconds: float | None = None) -> object:
         counts[-1] += 1
-        return asked(self, question)
+        return asked(self, question, seconds)
 
     Line.ask = counting
     try:
@@ -156,7 +156,8 @@ def test_a_warm_call_agrees_on_nothing_anew(pool: Pool, transport: str) -> None:
         assert counts[0] > 0
         # Over the network the store is asked whether a move has failed meanwhile.
         assert counts[1:] == [1 if transport == "network" else 0] * 5
-        assert len(set(keys)) == 1
+        # There it stays known for a while which connections a call uses.
+        assert keys[-1] - keys[0] <= (5 if transport == "network" else 0)
 
 
 def test_a_check_of_every_call(pool: Pool) -> None:

@@ -283,6 +283,8 @@ class Watch:
         torn = sorted(set(left) & set(self.broken))
         if gone:
             self._look(now=True)
+            if not self.call:
+                self._look_at_making()
             self.fail(self._loss(gone[0], "its process ended"))
         if torn and self.undone is not None:
             self.fail(self.undone.made_earlier())
@@ -290,6 +292,13 @@ class Watch:
             time.sleep(LOOK_EVERY)  # whoever cut the connection may be about to say why
             self._look(now=True)
             self.fail(self._loss(torn[0], self.broken[torn[0]]))
+
+    def _look_at_making(self) -> None:
+        """A rank that could not make the team leaves it, and is about to say why."""
+        time.sleep(LOOK_EVERY)
+        found = self.team.unmade()
+        if found is not None:
+            self.fail(found)
 
     def _loss(self, peer: int, how: str) -> Cause:
         waits = f"rank {self.team.rank} waits for {self._what(peer)}"
@@ -321,10 +330,6 @@ class Watch:
                 self._look_for_interrupts()
         if posted is not None:
             self._raise(Cause.from_json(posted))
-
-    def look_now(self) -> None:
-        """Raise if the call has failed already."""
-        self._look(now=True)
 
     def _note(self, rank: int) -> str:
         """The key where a rank says whom it waits for; few, and used again by later calls."""

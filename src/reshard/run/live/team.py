@@ -10,7 +10,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -38,7 +38,7 @@ INTERRUPTED = "interrupted"
 ASK_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
 
-KEPT = 200
+KEPT = 64
 """Calls of which the store still knows which process groups they use."""
 
 
@@ -69,6 +69,8 @@ class Team:
     """The store of the caller's group."""
     others: Mapping[tuple[int, ...], Team]
     """The teams of the group, by their ranks."""
+    unmade: Callable[[], Cause | None]
+    """Why others could not make the team, if they could not."""
 
     def __post_init__(self) -> None:
         self.mailbox = Mailbox({peer: link.socket for peer, link in self.links.items()})
@@ -222,17 +224,19 @@ class Team:
         """
         call, leads = watch.call, self.rank == self.leader
 
-        def decide(store: Store) -> int:
+        def decide(store: Store) -> tuple[int, bytes | None]:
             decided: Any = store.compare_set(f"epoch/{call}", "", str(store.add("epoch", 0)))
             if leads:
                 store.delete_key(f"epoch/{call - KEPT}")
-            return int(decided)
+            failed = f"abort/{call}"
+            return int(decided), store.get(failed) if store.check([failed]) else None
 
         try:
-            found = int(self.line.ask(decide))
+            found, failed = self.line.ask(decide)
         except PeerLostError:  # who serves the store may have left, all done
             return max(self._wires, default=0)
-        watch.look_now()  # this very call may have failed
+        if failed is not None:
+            watch.fail(Cause.from_json(failed))
         return found
 
     def drop_wires(self, before: float = inf) -> None:

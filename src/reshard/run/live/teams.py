@@ -151,7 +151,8 @@ class _Making:
                 f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
         except PeerLostError as error:
-            self._look_up()
+            with contextlib.suppress(dist.DistNetworkError):
+                self._look_up()
             if "(on rank" in str(error):
                 raise
             raise PeerLostError(f"{error}, before {self.what} {self._status}") from None
@@ -192,13 +193,27 @@ class _Making:
         doors = {other: str(who["door"]) for other, who in known.items() if hosts[other] == here}
         links = door.meet(doors, self.timeout, self._look_up)
         args = (store, line, hosts, door, links, self.home, self.others)
-        return Team(self.rank, self.ranks, *args)
+
+        return Team(self.rank, self.ranks, *args, self._why_others_failed)
 
     def _look_up(self) -> None:
         """Raise what made another rank give up."""
-        if self.caller.check([self.failed]):
-            found = Cause.from_json(self.caller.get(self.failed))
+        found = self._why_failed()
+        if found is not None:
             raise found.error("" if "(on rank" in found.text else self._status[1:-1])
+
+    def _why_failed(self) -> Cause | None:
+        if not self.caller.check([self.failed]):
+            return None
+        return Cause.from_json(self.caller.get(self.failed))
+
+    def _why_others_failed(self) -> Cause | None:
+        """The same for a team that was made here, and without a word of how far another came."""
+        with contextlib.suppress(dist.DistNetworkError):
+            found = self._why_failed()
+            if found is not None:
+                return Cause(found.kind, found.text.partition(" (on rank")[0])
+        return None
 
     def _look_for_leader(self) -> None:
         self._look_up()
