@@ -4,13 +4,9 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 (pytest-xdist issue 1386).
 """
 
-from pathlib import Path
-
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
-
-from tests.soak import soaking
 
 ONE_WORKER = "tests/ranks/"
 
@@ -26,24 +22,3 @@ class RanksOnOneWorker(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """The scheduler for a plain `-n 2`; another `--dist` is left as it is."""
     return RanksOnOneWorker(config, log) if config.getoption("dist") == "load" else None
-
-
-SOAKING = {
-    "ranks/test_documents.py",
-    "ranks/test_dtensor_meshes.py",
-    "ranks/test_gradients_adjoint.py",
-    "ranks/test_live_calls.py",
-    "ranks/test_live_hosts.py",
-    "ranks/test_live_options.py",
-    "ranks/test_live_progress.py",
-    "device/test_nccl_moves.py",
-    "device/test_device_wire.py",
-    "examples/test_examples.py",
-}
-"""Tests that take minutes on two busy cores; `make soak` runs them, `make test` does not."""
-
-
-def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out what soaks, unless asked for."""
-    here = collection_path.relative_to(Path(__file__).parent).as_posix()
-    return True if here in SOAKING and not soaking() else None

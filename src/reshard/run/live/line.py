@@ -22,6 +22,7 @@ from reshard.run.live.c10d import Store
 __all__ = ["Line"]
 
 MOST_SECONDS = 15.0
+END_SECONDS = 1.0
 
 T = TypeVar("T")
 
@@ -125,5 +126,7 @@ class Line:
             del one, answer, question  # An idle thread must keep nothing alive.
 
     def close(self) -> None:
-        """Let the thread end."""
+        """Let the thread end, and wait: when a process ends it must not hold the store."""
         self._asked.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(END_SECONDS)

@@ -11,6 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from reshard.run.live.links import Door, Link
 from reshard.run.live.mailbox import Kind, Mailbox, Message
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.turns import Turns
-from reshard.run.live.wire import Wire
+from reshard.run.live.wire import Wire, in_short
 
 if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
@@ -197,10 +198,30 @@ class Team:
 
     def _make_wire(self, watch: Watch, key: str) -> Wire:
         self.meet(watch, key, "it to make a connection")
-        prefix = PrefixStore(key, self.own_connection())
-        wire = Wire(prefix, self.ranks.index(self.rank), len(self.ranks), watch.timeout)
+        wire = self._connect(watch, PrefixStore(key, self.own_connection()))
         self.forget(f"{key}/made", [f"{key}/{rank}" for rank in self.ranks], watch.timeout)
         return wire
+
+    def _connect(self, watch: Watch, store: Store) -> Wire:
+        """Let a thread connect: gloo hears of nobody's death meanwhile, and goes on trying."""
+        made: Future[Wire] = Future()
+
+        def connect() -> None:
+            try:
+                index, size = self.ranks.index(self.rank), len(self.ranks)
+                made.set_result(Wire(store, index, size, watch.timeout))
+            except BaseException as error:
+                made.set_exception(error)
+            self.mailbox.wake()
+
+        threading.Thread(target=connect, daemon=True, name="reshard-connect").start()
+        others = frozenset(self.ranks) - {self.rank}
+        watch.wait(lambda: () if made.done() else others, lambda peer: "it to connect")
+        try:
+            return made.result()
+        except RuntimeError as error:
+            reason = in_short(error)
+            watch.fail(Cause("lost", f"rank {self.rank} cannot connect to all others ({reason})"))
 
     def meet(self, watch: Watch, key: str, what: str) -> None:
         """Wait in the store for all ranks; the key is of this meeting alone."""
@@ -251,6 +272,11 @@ class Team:
         for peer in arena.known_to:
             self.mailbox.send(peer, Message(Kind.GONE, 0, b"", a=arena.number))
         arena.close()
+
+    def end_threads(self) -> None:
+        """Let all threads end that wait for something to do."""
+        self.drop_wires()
+        self.line.close()
 
     def close(self) -> None:
         """Close sockets and free memory."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hashlib
 import json
@@ -83,6 +84,15 @@ def _close_all(teams: dict[tuple[int, ...], Team]) -> None:
     """A group is gone, and its teams go with it."""
     while teams:
         teams.popitem()[1].close()
+
+
+def _leave_at_exit() -> None:
+    """No thread of ours may be about while Python ends: torch's objects cannot end in one then."""
+    for team in teams():
+        team.end_threads()
+
+
+atexit.register(_leave_at_exit)
 
 
 def _leave_in_child() -> None:

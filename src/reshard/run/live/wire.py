@@ -24,7 +24,10 @@ import torch.distributed as dist
 from reshard.run.live.c10d import Store, Work
 from reshard.run.live.cause import Cause
 
-__all__ = ["Awaitable", "Waiter", "Wire"]
+__all__ = ["Awaitable", "Waiter", "Wire", "in_short"]
+
+END_SECONDS = 1.0
+"""How long an idle thread may take to end: none should be about when the process ends."""
 
 NO_TAG = 1 << 24
 """A tag that no call has."""
@@ -91,7 +94,7 @@ class Wire:
             self._closed = True
             idle, self._idle = self._idle, []
         for waiter in idle:
-            waiter.end()
+            waiter.end(END_SECONDS)
 
 
 class Waiter:
@@ -125,7 +128,7 @@ class Waiter:
                     work.wait(awaited.limit)
                     awaited.progress()
             except RuntimeError as failure:
-                error = _in_short(failure)
+                error = in_short(failure)
             awaited.then(error)
             del awaited  # An idle thread must not keep a call's tensors alive.
 
@@ -163,7 +166,7 @@ def _begun(begin: Callable[[], Work]) -> Awaitable:
         return _Refused(error)
 
 
-def _in_short(error: RuntimeError) -> str:
+def in_short(error: RuntimeError) -> str:
     """What gloo says, without its file names and guesses."""
     text = str(error).splitlines()[0]
     return re.sub(r"^\[[^]]*\] *", "", text).partition(". ")[0]
