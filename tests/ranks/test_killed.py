@@ -103,21 +103,19 @@ def check(one: Tried, victim: int, killed: float) -> None:
 
 
 def wait_when_stopped(rank: int, transport: str) -> tuple[Tried, Tried]:
-    plan = plan_of((512, 512), memory="64KiB")
+    """One long move: nobody is through with it when a rank is stopped."""
+    plan, small = plan_of((2048, 2048), memory="64KiB"), plan_of((512, 512))
     given = source_of(plan, rank)
-    plan.run(given, transport=transport)
-    into = {"tensor": torch.full((512, 128), -1.0)}
+    small.run(source_of(small, rank), transport=transport)
+    into = {"tensor": torch.full((2048, 512), -1.0)}
     tell("ready")
-
-    def move() -> None:
-        while True:
-            plan.run(given, into=into, transport=transport, timeout=1.5)
-
-    first = tried(move)
+    options: Any = {"transport": transport, "timeout": 1.5}
+    first = tried(lambda: plan.run(given, into=into, **options))
     into["tensor"].fill_(-1)
     dist.barrier()
     assert (into["tensor"] == -1).all(), "something came after the call had failed"
-    return first, tried(lambda: plan.run(given, transport=transport, timeout=10))
+    again = tried(lambda: small.run(source_of(small, rank), transport=transport, timeout=10))
+    return first, again
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -126,7 +124,7 @@ def test_a_rank_is_stopped_and_goes_on_later(transport: str) -> None:
         job = ranks.begin(wait_when_stopped, transport)
         for rank in range(4):
             job.hear(rank)
-        time.sleep(0.2)
+        time.sleep(0.15)
         ranks.kill(3, signal.SIGSTOP)
         time.sleep(3.5)
         ranks.kill(3, signal.SIGCONT)

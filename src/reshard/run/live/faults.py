@@ -35,6 +35,9 @@ BREATHE_EVERY = 1.0
 WRITER_SECONDS = 1.0
 """How long to wait for a process that was about to write into our memory when a call failed."""
 
+LEAVE_SECONDS = 0.5
+"""How long messages over the network may take that were sent by a rank that has left."""
+
 NOTES = 64
 """Calls in flight that may have word of whom they wait for in the store."""
 
@@ -72,6 +75,9 @@ class Watch:
         team.line.be_patient(timeout)
         self.broken: dict[int, str] = {}
         """Peers whose connection failed, and how."""
+        self.by_network: frozenset[int] = frozenset()
+        """Peers that are reached over the network; some may be neighbours all the same."""
+        self._left_at: dict[int, float] = {}
         self.undone: Cause | None = None
         """Why another call had to cut the connections that this one uses."""
         self.cause: Cause | None = None
@@ -279,7 +285,7 @@ class Watch:
 
     def check_lost(self, left: Collection[int]) -> None:
         """Fail if one of these is gone."""
-        gone = sorted(set(left) & self.team.mailbox.lost)
+        gone = sorted(peer for peer in set(left) & self.team.mailbox.lost if self._is_gone(peer))
         torn = sorted(set(left) & set(self.broken))
         if gone:
             self._look(now=True)
@@ -291,7 +297,27 @@ class Watch:
         if torn:
             time.sleep(LOOK_EVERY)  # whoever cut the connection may be about to say why
             self._look(now=True)
+            self._look_back()
             self.fail(self._loss(torn[0], self.broken[torn[0]]))
+
+    def _look_back(self) -> None:
+        """A peer that failed in a call before, which this rank is through with, has cut it then."""
+        for call in range(max(self.call - 3, 0), self.call):
+            found = None
+            with contextlib.suppress(PeerLostError):
+                found = self._get(f"abort/{call}")
+            if found is not None and call > self.team.last_failed:
+                self.fail(Cause.from_json(found).made_earlier())
+
+    def _is_gone(self, peer: int) -> bool:
+        """Whether nothing comes any more from a rank that has left.
+
+        What it sent over the network before it left may come after the news that it has.
+        """
+        if peer not in self.by_network:
+            return True
+        now = time.monotonic()
+        return now - self._left_at.setdefault(peer, now) > LEAVE_SECONDS
 
     def _look_at_making(self) -> None:
         """A rank that could not make the team leaves it, and is about to say why."""

@@ -137,16 +137,15 @@ class Door:
     ) -> dict[int, Link]:
         end = time.monotonic() + seconds
         for peer in sorted(rank for rank in doors if rank < self.rank):
-            try:
+            with self._blaming(peer):
                 sockets[peer] = _connect(doors[peer], end)
                 sockets[peer].send(json.dumps([self.rank, self.name]).encode())
-            except OSError as error:
-                raise PeerLostError(
-                    f"rank {peer} is gone ({error}) and rank {self.rank} waits to connect to it"
-                ) from None
         while len(sockets) < len(doors) - 1:
             look_up()
-            sockets |= self._accept(doors)
+            came = self._accept(doors)
+            sockets |= came
+            if not came:
+                self._knock({peer: doors[peer] for peer in doors if peer not in sockets})
             if time.monotonic() > end:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
         return self._introduce(sockets, end)
@@ -155,6 +154,22 @@ class Door:
         """Let nobody else in."""
         self._listener.close()
         self.board.page.close_fd()
+
+    def _knock(self, doors: Mapping[int, str]) -> None:
+        """Is there still somebody behind the doors of those who have not come?"""
+        for peer in (peer for peer in doors if peer > self.rank):
+            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as link:
+                link.setblocking(False)
+                try:
+                    link.connect("\0" + doors[peer])
+                    link.send(b"?")
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    raise PeerLostError(
+                        f"rank {peer} is gone (its process ended) and rank {self.rank} waits for "
+                        "it to connect"
+                    ) from None
 
     def _accept(self, doors: Mapping[int, str]) -> dict[int, socket.socket]:
         """A host mate that shows the name of its own door, which only the store told; or nobody.
@@ -180,23 +195,38 @@ class Door:
     def _introduce(self, sockets: Mapping[int, socket.socket], end: float) -> dict[int, Link]:
         """Tell everyone where to read a number, try theirs, and tell how it went."""
         ours = json.dumps([ctypes.addressof(self._probe), self._probe.value]).encode()
-        for link in sockets.values():
-            link.settimeout(_left(end))
-            socket.send_fds(link, [ours], [self.board.page.fd])
+        for peer, link in sockets.items():
+            with self._blaming(peer):
+                link.settimeout(_left(end))
+                socket.send_fds(link, [ours], [self.board.page.fd])
         pids: dict[int, int] = {}
         can: dict[int, bool] = {}
         boards: dict[int, Board] = {}
         for peer, link in sockets.items():
-            theirs, fds, _, _ = socket.recv_fds(link, MOST, 1)
-            boards[peer] = Board(Arena.of(fds[0], 0))
-            pids[peer] = _peer(link)[0]
-            address, value = json.loads(theirs)
-            can[peer] = _reads(pids[peer], int(address), int(value))
-            link.send(b"1" if can[peer] else b"0")
-        return {
-            peer: Link(link, pids[peer], link.recv(1) == b"1" and can[peer], boards[peer])
-            for peer, link in sockets.items()
-        }
+            with self._blaming(peer):
+                theirs, fds, _, _ = socket.recv_fds(link, MOST, 1)
+                boards[peer] = Board(Arena.of(fds[0], 0))
+                pids[peer] = _peer(link)[0]
+                address, value = json.loads(theirs)
+                can[peer] = _reads(pids[peer], int(address), int(value))
+                link.send(b"1" if can[peer] else b"0")
+        links = {}
+        for peer, link in sockets.items():
+            with self._blaming(peer):
+                direct = link.recv(1) == b"1" and can[peer]
+                links[peer] = Link(link, pids[peer], direct, boards[peer])
+        return links
+
+    @contextlib.contextmanager
+    def _blaming(self, peer: int) -> Iterator[None]:
+        """Whatever goes wrong inside is a peer's fault."""
+        try:
+            yield
+        except BROKEN as error:
+            raise PeerLostError(
+                f"rank {peer} is gone or broken ({error}) and rank {self.rank} waits to connect to "
+                "it"
+            ) from None
 
 
 def _left(end: float) -> float:

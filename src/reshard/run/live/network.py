@@ -69,6 +69,7 @@ class Network:
         self.peers = peers
         self.wire = wire
         self._waiter = wire.waiter()
+        watch.by_network = peers
         self.tag = watch.call % (1 << 20)
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._sent: list[Awaitable] = []

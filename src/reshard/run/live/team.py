@@ -197,7 +197,7 @@ class Team:
             watch.fail(Cause("lost", f"rank {self.rank} gave up its connections in a move before"))
 
     def _make_wire(self, watch: Watch, key: str) -> Wire:
-        self.meet(watch, key, "it to make a connection")
+        self.meet(watch, key, f"it to make a connection for {watch.move}")
         wire = self._connect(watch, PrefixStore(key, self.own_connection()))
         self.forget(f"{key}/made", [f"{key}/{rank}" for rank in self.ranks], watch.timeout)
         return wire
@@ -216,7 +216,9 @@ class Team:
 
         threading.Thread(target=connect, daemon=True, name="reshard-connect").start()
         others = frozenset(self.ranks) - {self.rank}
-        watch.wait(lambda: () if made.done() else others, lambda peer: "it to connect")
+        watch.wait(
+            lambda: () if made.done() else others, lambda peer: f"it to connect for {watch.move}"
+        )
         try:
             return made.result()
         except RuntimeError as error:

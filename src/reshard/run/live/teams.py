@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import threading
+import time
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
@@ -39,6 +40,10 @@ _attempts: weakref.WeakKeyDictionary[dist.ProcessGroup, Counter[tuple[int, ...]]
 
 _given_up: deque[TCPStore] = deque(maxlen=4)
 """Stores of teams that were not made: others may still ask them, and should hear an answer."""
+
+
+TELL_SECONDS = 0.3
+"""How long one who gives up may take to say why: others see at once that it is gone."""
 
 
 def team_of(group: dist.ProcessGroup, ranks: Sequence[int], timeout: float, what: str) -> Team:
@@ -162,6 +167,7 @@ class _Making:
             ) from None
         except PeerLostError as error:
             with contextlib.suppress(dist.DistNetworkError):
+                time.sleep(TELL_SECONDS)
                 self._look_up()
             if "(on rank" in str(error):
                 raise
