@@ -1,4 +1,4 @@
-"""How pytest-xdist shares out the tests: those of tests/ranks all go to one worker.
+"""How pytest-xdist shares out the tests: those that use the pool of ranks all go to one worker.
 
 The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 passes over it
 (pytest-xdist issue 1386).
@@ -9,13 +9,21 @@ from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
 ONE_WORKER = "tests/ranks/"
+OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
+"""Files there whose tests start ranks of their own."""
 
 
 class RanksOnOneWorker(LoadScopeScheduling):
-    """Tests that share the pool of ranks are one piece of work; every other test is its own."""
+    """Tests that share the pool of ranks are one piece of work, as are those of one file beside
+    them; every other test is its own.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        return ONE_WORKER if nodeid.startswith(ONE_WORKER) else nodeid
+        if not nodeid.startswith(ONE_WORKER):
+            return nodeid
+        file = nodeid.partition("::")[0]
+        own = any(file.endswith(f"test_{name}.py") for name in OWN_RANKS)
+        return file if own else ONE_WORKER
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,7 +2,7 @@
 
 import os
 
-__all__ = ["cases", "soaking"]
+__all__ = ["cases", "soaking", "within"]
 
 
 def soaking() -> bool:
@@ -13,3 +13,8 @@ def soaking() -> bool:
 def cases(few: int, many: int) -> int:
     """How many random cases to run."""
     return many if soaking() else few
+
+
+def within(seconds: float) -> float:
+    """A limit of time: as promised when soaking, which runs alone; else with others beside it."""
+    return seconds if soaking() else 2 * seconds + 1

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from tests.ranks.live import local_of, numbered
+from tests.soak import within
 
 FOUR = rs.Mesh(x=4)
 ROWS, COLUMNS = rs.Layout(FOUR, "x -"), rs.Layout(FOUR, "- x")
@@ -88,5 +89,5 @@ def check_same(all_tried: list[Tried], kind: str, *words: str) -> None:
 def check_soon(all_tried: list[Tried], seconds: float) -> None:
     """All ranks raise so soon after the last of them has called."""
     last = max(one.called for one in all_tried)
-    late = [one.ended - last for one in all_tried if one.ended - last > seconds]
+    late = [one.ended - last for one in all_tried if one.ended - last > within(seconds)]
     assert not late, all_tried

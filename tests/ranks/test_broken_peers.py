@@ -18,7 +18,7 @@ from reshard.run.live.team import Team
 from reshard.run.live.teams import teams
 from tests.ranks.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
-from tests.soak import soaking
+from tests.soak import soaking, within
 
 BROKEN = 2
 
@@ -84,7 +84,7 @@ def test_nonsense_from_a_peer(what: str, transport: str) -> None:
     for one in found:
         assert one.kind in ("PeerLostError", "MoveTimeoutError", "LiveError"), one
         assert f"rank {BROKEN} " in one.message or what == "a broken cause", one
-        assert one.seconds < 1.5 + 1.5, one
+        assert one.seconds < within(1.5 + 1.5), one
 
 
 def meet_strangers(rank: int) -> str:
@@ -146,7 +146,7 @@ def leave_a_child(rank: int) -> int:
     began = time.monotonic()
     outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=6))
     assert outcome.kind == "PeerLostError", outcome
-    assert time.monotonic() - began < 2.0
+    assert time.monotonic() - began < 4.0
     return threading.active_count()
 
 

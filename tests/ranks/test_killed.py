@@ -19,7 +19,7 @@ from tests.ranks.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, trie
 from tests.ranks.outcome import Died, Returned
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell
-from tests.soak import cases
+from tests.soak import cases, within
 
 TIMEOUT = 4.0
 PROGRESS = re.compile(r"\(on rank \d: (no round begun|round \d+ of \d+, .* of .* done).*\)$")
@@ -67,7 +67,7 @@ def left_behind() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir() if "reshard" in path.name}
 
 
-@pytest.mark.parametrize("seed", range(cases(6, 20)))
+@pytest.mark.parametrize("seed", range(cases(5, 20)))
 def test_a_rank_is_killed_at_some_moment(seed: int) -> None:
     random = Random(seed)
     transport, victim = TRANSPORTS[seed % 3], random.randrange(4)
@@ -97,7 +97,7 @@ def check(one: Tried, victim: int, killed: float) -> None:
         victim == 0 and "the store of the process group does not answer" in one.message
     )
     assert named, one
-    assert one.ended - killed < TIMEOUT + 1.0, (one.ended - killed, one)
+    assert one.ended - killed < within(TIMEOUT + 1.0), (one.ended - killed, one)
     assert PROGRESS.search(one.message), one
     assert '"tensor"' in one.message, one
 
