@@ -30,7 +30,7 @@ demo: $(READY) ## plan, prove, simulate and run a move of a real model
 test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
-soak: $(READY) ## run all tests with all their cases; takes half an hour on two cores
+soak: $(READY) ## run all tests with all their cases; takes a quarter of an hour on two cores
 	RESHARD_SOAK=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
 
 check: $(READY) ## style, types, layers, and the snippets of the docs
