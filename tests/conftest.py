@@ -4,9 +4,13 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 (pytest-xdist issue 1386).
 """
 
+from pathlib import Path
+
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
+
+from tests.soak import soaking
 
 ONE_WORKER = "tests/ranks/"
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
@@ -30,3 +34,13 @@ class RanksOnOneWorker(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """The scheduler for a plain `-n 2`; another `--dist` is left as it is."""
     return RanksOnOneWorker(config, log) if config.getoption("dist") == "load" else None
+
+
+SOAKING = {"device/test_nccl_moves.py", "ranks/test_documents.py"}
+"""Tests that take minutes, of what others test as well: only `make soak` runs them."""
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out what soaks, unless asked for."""
+    here = collection_path.relative_to(Path(__file__).parent).as_posix()
+    return True if here in SOAKING and not soaking() else None

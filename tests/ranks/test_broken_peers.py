@@ -70,7 +70,7 @@ def hear_nonsense(rank: int, what: str, transport: str) -> Tried:
     if rank == BROKEN:
         (team,) = teams()
         NONSENSE[what](team)
-        time.sleep(3.0)
+        time.sleep(2.5)
         os._exit(0)
     return tried(lambda: plan.run(source_of(plan, rank), **options))
 
