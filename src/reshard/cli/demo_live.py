@@ -209,7 +209,8 @@ def _started(numbers: Sequence[int]) -> Iterator[list[_Rank]]:
 
 def _start_fork_server() -> None:
     """Start the process that ranks are forked from: it loads torch once for all of them."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["reshard.cli.demo_rank"])
+    first = ["reshard.cli.demo_quiet", "reshard.cli.demo_rank"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(first)
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:

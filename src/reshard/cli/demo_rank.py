@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import traceback
 from collections.abc import Mapping
 from multiprocessing.connection import Connection
@@ -31,8 +30,6 @@ NUM_CALLS = 2
 
 def serve(rank: int, num_ranks: int, pipe: Connection) -> None:
     """Join the others, move, answer, and leave when nobody needs this rank any more."""
-    # An interrupt is for the demo, which then ends its ranks.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         _join(rank, num_ranks, pipe)
         plan, arrays = pipe.recv()

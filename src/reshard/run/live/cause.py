@@ -13,7 +13,10 @@ from reshard.errors import (
     TensorError,
 )
 
-__all__ = ["Cause"]
+__all__ = ["MOST_CHARACTERS", "Cause"]
+
+MOST_CHARACTERS = 2000
+"""A longer text is cut short: the same for all ranks, whichever way they are told."""
 
 _ERRORS: dict[str, type[LiveError]] = {
     "lost": PeerLostError,
@@ -33,8 +36,11 @@ class Cause:
     """The rank that was interrupted, in this call or the one before."""
 
     def to_json(self) -> str:
-        """As it stands in the store."""
-        return json.dumps({"kind": self.kind, "text": self.text, "guilty": self.guilty})
+        """As it stands in the store, and follows a message; never longer than that may be."""
+        text = self.text
+        if len(text) > MOST_CHARACTERS:
+            text = text[: MOST_CHARACTERS - 3] + "..."
+        return json.dumps({"kind": self.kind, "text": text, "guilty": self.guilty})
 
     @classmethod
     def from_json(cls, text: bytes) -> Cause:

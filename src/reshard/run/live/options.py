@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any, Literal
 
 import torch
 
 from reshard.errors import LiveError
 
-__all__ = ["GRAD_CODES", "TRANSPORTS", "Options"]
+__all__ = ["GRAD_CODES", "TRANSPORTS", "Options", "options_of"]
 
 GRAD_CODES = {None: 0, False: 1, True: 2}
 """How a greeting says whether gradients are wanted."""
 
 TRANSPORTS = ("auto", "peer", "shared", "network")
+CHECKS = ("first", "always")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,5 +50,31 @@ class Options:
     def __post_init__(self) -> None:
         if self.transport not in TRANSPORTS:
             raise LiveError(f'transport "{self.transport}" is none of {", ".join(TRANSPORTS)}')
-        if not self.timeout > 0:
-            raise LiveError(f"a timeout of {self.timeout} s: give more than 0 seconds")
+        if self.check not in CHECKS:
+            raise LiveError(f'check "{self.check}" is none of {", ".join(CHECKS)}')
+        for name in ("timeout", "deadline"):
+            seconds = getattr(self, name)
+            if seconds is None and name == "deadline":
+                continue
+            if not isinstance(seconds, int | float) or not seconds > 0:
+                raise LiveError(f"a {name} of {seconds!r}: give a number of seconds above 0")
+        self._check_device()
+
+    def _check_device(self) -> None:
+        try:
+            torch.device(self.device or "cpu")
+        except (RuntimeError, TypeError):
+            raise LiveError(
+                f'device={self.device!r}: give "cpu", "cuda", "cuda:1" or a torch.device'
+            ) from None
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """The options that a caller gave by name."""
+    known = sorted(field.name for field in fields(Options))
+    for name in given:
+        if name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(known)}"
+            raise LiveError(f"a move has no option {name}=: {hint}")
+    return Options(**given)

@@ -1,0 +1,38 @@
+"""Options of a move that cannot be meant are refused in one line, before anything is done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from reshard.errors import LiveError
+from reshard.run.live.options import Options, options_of
+
+
+def test_what_was_given_is_kept() -> None:
+    assert options_of({"timeout": 5, "device": "cpu"}) == Options(timeout=5, device="cpu")
+    assert options_of({}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"timeot": 5}, "did you mean timeout=?"),
+        ({"colour": 5}, "it takes "),
+        ({"timeout": 0}, "a timeout of 0"),
+        ({"timeout": None}, "a timeout of None"),
+        ({"timeout": float("nan")}, "a timeout of nan"),
+        ({"timeout": "60"}, "a timeout of '60'"),
+        ({"deadline": -1}, "a deadline of -1"),
+        ({"transport": "rdma"}, "none of auto, peer, shared, network"),
+        ({"check": "never"}, "none of first, always"),
+        ({"device": "gpu"}, 'give "cpu", "cuda"'),
+        ({"device": 1.5}, 'give "cpu", "cuda"'),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(LiveError) as caught:
+        options_of(given)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
