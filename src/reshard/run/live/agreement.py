@@ -110,10 +110,10 @@ def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
             hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word)
             watch.team.mailbox.send(peer, hello)
         raise_disagreement(watch, terms)
-    left = await_keys(watch.team.line, keys.values(), 0.2)
+    left = watch.team.missing(keys)
     if left and watch.team.line.check([_differ(watch)]):
         raise_disagreement(watch, terms)
-    return [rank for rank, key in keys.items() if key in set(left)]
+    return left
 
 
 def _differ(watch: Watch) -> str:

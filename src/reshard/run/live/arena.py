@@ -61,6 +61,13 @@ class Arena:
         mapped.fd = -1
         return mapped
 
+    def fd_for(self, peer: int) -> int | None:
+        """The descriptor, for a peer that was not handed it yet."""
+        if peer in self.known_to:
+            return None
+        self.known_to.add(peer)
+        return self.fd
+
     def close_fd(self) -> None:
         """Hand it to nobody else; the memory stays."""
         if self.fd >= 0:

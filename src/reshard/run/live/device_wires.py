@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 
 from reshard.errors import LiveError
-from reshard.run.live.c10d import PrefixStore
+from reshard.run.live.c10d import PrefixStore, clone_of
 from reshard.run.live.faults import Watch
 from reshard.run.live.flights import Flights
 from reshard.run.live.nccl import DeviceWire
@@ -59,7 +59,7 @@ class DeviceWires:
             self._wire.abort()
         others = frozenset(team.ranks) - {team.rank}
         self._wire = DeviceWire(
-            PrefixStore(key, team.own_connection()),
+            PrefixStore(key, clone_of(team.store)),
             team.ranks.index(team.rank),
             len(team.ranks),
             device,

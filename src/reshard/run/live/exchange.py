@@ -9,7 +9,6 @@ import torch.distributed as dist
 from reshard.errors import LiveError
 from reshard.run.live.call import told
 from reshard.run.live.faults import Watch
-from reshard.run.live.meeting import await_keys
 from reshard.run.live.teams import team_of
 
 __all__ = ["everyone_says"]
@@ -27,14 +26,10 @@ def everyone_says(text: str, group: dist.ProcessGroup | None, timeout: float) ->
     keys = {rank: f"says/{watch.call}/{rank}" for rank in team.ranks}
     packed = zlib.compress(text.encode(), 1).hex()
 
-    def missing() -> list[int]:
-        left = set(await_keys(team.line, keys.values(), 0.2))
-        return [rank for rank, key in keys.items() if key in left]
-
     try:
         with told(watch):
             team.line.ask(lambda store: store.set(keys[team.rank], packed))
-            watch.wait(missing, lambda peer: "it to say what it holds and wants")
+            watch.wait(lambda: team.missing(keys), lambda peer: "it to say what it holds and wants")
             values = team.line.ask(lambda store: store.multi_get(list(keys.values())))
             found = {rank: _unpacked(rank, value) for rank, value in zip(keys, values, strict=True)}
             # Everyone has read before anyone goes on, so that the keys can go.

@@ -18,7 +18,6 @@ from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.crossing import Crossing
 from reshard.run.live.mailbox import Inbox, Kind, Message
-from reshard.run.live.meeting import await_keys
 from reshard.run.live.team import ASK_SECONDS, INTERRUPTED, Team, skip_calls
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
@@ -111,7 +110,7 @@ class Watch:
         began = time.monotonic()
         self._what = what
         while left := missing():
-            self.check_lost(left)
+            self.check_lost(left, what)
             self._check_aborted()
             self._grow_impatient(left, began)
             self.team.mailbox.step(min(pause, LOOK_EVERY, self.timeout / 4))
@@ -221,11 +220,7 @@ class Watch:
         keys = {rank: f"{name}/{self.call}/{rank}" for rank in self.team.ranks}
         self.team.line.ask(lambda store: store.set(keys[self.team.rank], "1"))
 
-        def missing() -> list[int]:
-            left = set(await_keys(self.team.line, keys.values(), 0.2))
-            return [rank for rank, key in keys.items() if key in left]
-
-        self.wait(missing, lambda peer: "it to have all of its part")
+        self.wait(lambda: self.team.missing(keys), lambda peer: "it to have all of its part")
         self.team.forget(f"{name}/{self.call}", list(keys.values()), self.timeout)
 
     def stop(self) -> None:
@@ -236,7 +231,7 @@ class Watch:
         for peer in self.team.links:
             word = (self.cause or Cause("error", f"rank {self.team.rank} has given up")).to_json()
             self._send(peer, Kind.ABORT, word)
-        if any(self._writers_after(WRITER_SECONDS)):
+        if self._writers_after(WRITER_SECONDS):
             # One was stopped on its way from looking at our board to writing. Nobody can tell when
             # it goes on; what it writes into must never be anything else.
             self.team.kept.append(self.touched)
@@ -245,33 +240,36 @@ class Watch:
         message = Message(kind, self.call, self.digest)
         self.team.mailbox.send(peer, message, text=text.encode())
 
-    def _writers_after(self, seconds: float) -> list[int]:
-        """Who writes into our memory, when nobody does any more or the time is over."""
+    def _writers_after(self, seconds: float) -> set[int]:
+        """Who may be writing into our memory still, after at most so long.
+
+        Whoever is seen not to write once looks at our board before it writes again.
+        """
         links, end = self.team.links, time.monotonic() + seconds
+        left = set(links)
         while True:
-            found = [peer for peer in links if links[peer].board.is_writing(self.call)]
-            found = [peer for peer in found if peer not in self.team.mailbox.lost]
-            if not found or time.monotonic() > end:
-                return found
+            left = {peer for peer in left if links[peer].board.is_writing(self.call)}
+            left -= self.team.mailbox.lost
+            if not left or time.monotonic() > end:
+                return left
             self.team.mailbox.step(0.001)
 
-    def failed_at(self, peer: int) -> NoReturn:
-        """A peer has given the call up; it is about to say why."""
+    def failed_at(self, peer: int, what: str) -> NoReturn:
+        """A peer of which something was waited for has given up; it is about to say why."""
+        self._hear_of(peer, what)
+        self.fail(Cause("error", f"rank {peer} has failed and did not say why"))
+
+    def _hear_of(self, peer: int, what: str) -> None:
+        """Give the news of a peer's end a moment to come, and raise it."""
         end = time.monotonic() + ASK_SECONDS
         while time.monotonic() < end:
             self._check_aborted()
-            self.check_lost([peer])
+            self.check_lost([peer], lambda _: what)
             self.team.mailbox.step(0.05)
-        self.fail(Cause("error", f"rank {peer} has failed and did not say why"))
 
     def blame(self, peer: int, error: OSError, what: str) -> NoReturn:
         """A peer's memory could not be reached: it is gone, has given up, or forbids it."""
-        self._what = lambda _: what
-        end = time.monotonic() + 1.0
-        while time.monotonic() < end:
-            self._check_aborted()
-            self.check_lost([peer])
-            self.team.mailbox.step(0.05)
+        self._hear_of(peer, what)
         self.fail(
             Cause(
                 "error", f"rank {self.team.rank} cannot reach the memory of rank {peer} ({error})"
@@ -283,22 +281,22 @@ class Watch:
         if peer is not None:
             self._raise(Cause.from_json(self.inbox.texts.get((peer, Kind.ABORT), b"")))
 
-    def check_lost(self, left: Collection[int]) -> None:
-        """Fail if one of these is gone."""
+    def check_lost(self, left: Collection[int], what: Callable[[int], str]) -> None:
+        """Fail if one of these is gone; ``what`` says what each is waited for."""
         gone = sorted(peer for peer in set(left) & self.team.mailbox.lost if self._is_gone(peer))
         torn = sorted(set(left) & set(self.broken))
         if gone:
             self._look(now=True)
             if not self.call:
                 self._look_at_making()
-            self.fail(self._loss(gone[0], "its process ended"))
+            self._fail_without(gone[0], "its process ended", what)
         if torn and self.undone is not None:
             self.fail(self.undone.made_earlier())
         if torn:
             time.sleep(LOOK_EVERY)  # whoever cut the connection may be about to say why
             self._look(now=True)
             self._look_back()
-            self.fail(self._loss(torn[0], self.broken[torn[0]]))
+            self._fail_without(torn[0], self.broken[torn[0]], what)
 
     def _look_back(self) -> None:
         """A peer that failed in a call before, which this rank is through with, has cut it then."""
@@ -326,9 +324,9 @@ class Watch:
         if found is not None:
             self.fail(found)
 
-    def _loss(self, peer: int, how: str) -> Cause:
-        waits = f"rank {self.team.rank} waits for {self._what(peer)}"
-        return Cause("lost", f"rank {peer} is gone ({how}) and {waits}")
+    def _fail_without(self, peer: int, how: str, what: Callable[[int], str]) -> NoReturn:
+        waits = f"rank {self.team.rank} waits for {what(peer)}"
+        self.fail(Cause("lost", f"rank {peer} is gone ({how}) and {waits}"))
 
     def _raise(self, cause: Cause) -> NoReturn:
         self.cause, self.team.guilty = cause, cause.guilty

@@ -105,7 +105,7 @@ class _Leg:
         """Wait until this rank's own GPU has come that far: nobody else is late until then."""
         pause = FIRST_PAUSE
         while not self._exchange.begun() and not self._exchange.wire.aborted:
-            self._watch.check_lost(self._peers)
+            self._watch.check_lost(self._peers, lambda peer: "its part")
             self._watch.check()
             self._watch.team.mailbox.step(pause)
             pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
@@ -134,7 +134,7 @@ class _Leg:
         """A connection broke; who is gone is known from the sockets, if it was on this host."""
         end = time.monotonic() + TELL_SECONDS
         while time.monotonic() < end:
-            self._watch.check_lost(self._peers)
+            self._watch.check_lost(self._peers, lambda peer: "its part")
             self._watch.check()
             self._watch.team.mailbox.step(0.02)
         self._watch.fail(Cause("lost", f"{error}: one of {sorted(self._peers)} is gone"))

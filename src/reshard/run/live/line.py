@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from reshard.errors import PeerLostError
-from reshard.run.live.c10d import Store
+from reshard.run.live.c10d import Store, clone_of
 
 __all__ = ["Line"]
 
@@ -119,7 +119,7 @@ class Line:
             answer, question = one
             try:
                 if anew:
-                    store, anew = store.clone(), False  # type: ignore[attr-defined]
+                    store, anew = clone_of(store), False
                 answer.set_result(question(store))
             except BaseException as error:
                 answer.set_exception(error)

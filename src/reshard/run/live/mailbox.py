@@ -19,16 +19,18 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import NamedTuple
 
+from reshard.errors import LiveError
 from reshard.run.live.arena import Arena
+from reshard.run.live.cause import MOST_CHARACTERS
 
-__all__ = ["MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
+__all__ = ["FAR", "MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
 
 _FORM = struct.Struct("<4sIQ16sQQQQQQ")
 _MAGIC = b"rsh1"
 MESSAGE_BYTES = _FORM.size
 
-MOST_TEXT = 8192
-"""Bytes of text that may follow a message."""
+MOST_TEXT = 6 * MOST_CHARACTERS + 256
+"""Bytes of text that may follow a message: a cause, of which JSON may spend 6 on a character."""
 
 FAR = 1024
 """How many calls another rank may be ahead: one that is further is broken."""
@@ -113,6 +115,18 @@ class Inbox:
     """Memory that messages lie in, by peer and number: mapped until the call is over."""
     lock: threading.Lock = field(default_factory=threading.Lock)
     """Greetings come over sockets and over the network, each in a thread."""
+
+    def address_of(self, peer: int, number: int, size: int) -> int:
+        """Where a message of a round lies that a peer has packed, all of these bytes of it."""
+        ready = self.ready[peer, number]
+        arena = self.arenas.get((peer, ready.a))
+        if arena is None or ready.b + size > arena.num_bytes:
+            room = "none" if arena is None else f"{arena.num_bytes}"
+            raise LiveError(
+                f"rank {peer} says that {size} bytes begin at {ready.b} of shared memory that has "
+                f"{room}: it is broken, or runs another version of reshard"
+            )
+        return arena.address + ready.b
 
     def put(self, peer: int, message: Message) -> None:
         """File a message."""

@@ -45,8 +45,6 @@ class _Arrival:
     """A message on its way here."""
 
     buffer: torch.Tensor
-    done: bool = False
-    error: str | None = None
     works: list[Awaitable] = field(default_factory=list)
 
 
@@ -74,6 +72,8 @@ class Network:
         self._arrivals: dict[tuple[int, int], _Arrival] = {}
         self._sent: list[Awaitable] = []
         self._unsent: set[int] = set()
+        self._is_sending = False
+        """Whether tensors of this rank may still be read, to be sent."""
         self._keep: list[torch.Tensor] = []
         self.numbers = numbers or (int(not all(side.is_ordinary for side in held)),)
         """What a greeting says: whether tensors of this rank are not plain memory of the host."""
@@ -131,6 +131,7 @@ class Network:
         return staged
 
     def _begin_sending(self, peer: int, tensors: list[torch.Tensor]) -> None:
+        self._is_sending = True
         works = [self.wire.send(self._index(peer), tensor, self.tag) for tensor in tensors]
         self._keep += tensors
         self._sent += works
@@ -159,7 +160,6 @@ class Network:
             if error is not None:
                 self._break(peer, error)
             else:
-                self._arrivals[peer, number].done = True
                 self.watch.inbox.put(peer, Message(Kind.READY, self.watch.call, b"", number))
             self.team.mailbox.wake()
 
@@ -197,7 +197,7 @@ class Network:
                 self._break(peer, error)
         else:
             self._keep.clear()
-            self._unsent = set()
+            self._unsent, self._is_sending = set(), False
         self.team.mailbox.wake()
 
     def _split(self, peer: int, lots: Sequence[Lot]) -> tuple[list[Lot], list[Lot]]:
@@ -243,14 +243,16 @@ class Network:
         return self.team.ranks.index(peer)
 
     def close(self, well: bool) -> None:
-        """Let go of what was sent; after a failure nothing may come into the tensors any more."""
-        self._keep.clear()
+        """Let go of what was sent; after a failure nobody may touch the tensors any more."""
+        under_way = bool(self._arrivals) or self._is_sending
         if well:
             self.wire.give_back(self._waiter)
-            return
-        if self._arrivals:
+        elif under_way:
             self.wire.cut(self.watch.cause or Cause("error", "a move was given up"))
-        self.wire.let_go(self._waiter, END_SECONDS if self._arrivals else 0.0)
+            self.wire.let_go(self._waiter, END_SECONDS)
+        else:
+            self.wire.let_go(self._waiter, 0.0)
+        self._keep.clear()
 
 
 def _is_direct(lot: Lot) -> bool:

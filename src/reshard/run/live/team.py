@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import PeerLostError
 from reshard.run.live.arena import Arena, Arenas
-from reshard.run.live.c10d import PrefixStore, Store, TCPStore
+from reshard.run.live.c10d import PrefixStore, Store, TCPStore, clone_of
 from reshard.run.live.cause import Cause
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
-from reshard.run.live.mailbox import Kind, Mailbox, Message
+from reshard.run.live.mailbox import FAR, Kind, Mailbox, Message
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.turns import Turns
 from reshard.run.live.wire import Wire, in_short
@@ -38,6 +38,9 @@ INTERRUPTED = "interrupted"
 
 ASK_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
+
+ASK_FOR_SECONDS = 0.2
+"""How long the store is asked for keys before whoever waits for them looks up."""
 
 KEPT = 64
 """Calls of which the store still knows which process groups they use."""
@@ -138,6 +141,8 @@ class Team:
 
     def skip(self, call: int) -> None:
         """Others have given up a call that this rank may never make: it counts as made."""
+        if call > self.num_calls + FAR:
+            return  # nobody can be that far: whoever says so is broken
         with self.lock:
             for skipped in range(self.num_calls, call + 1):
                 self.mailbox.open(skipped)
@@ -198,7 +203,7 @@ class Team:
 
     def _make_wire(self, watch: Watch, key: str) -> Wire:
         self.meet(watch, key, f"it to make a connection for {watch.move}")
-        wire = self._connect(watch, PrefixStore(key, self.own_connection()))
+        wire = self._connect(watch, PrefixStore(key, clone_of(self.store)))
         self.forget(f"{key}/made", [f"{key}/{rank}" for rank in self.ranks], watch.timeout)
         return wire
 
@@ -228,16 +233,13 @@ class Team:
     def meet(self, watch: Watch, key: str, what: str) -> None:
         """Wait in the store for all ranks; the key is of this meeting alone."""
         self.line.ask(lambda store: store.set(f"{key}/{self.rank}", "here"))
-        watch.wait(lambda: self._not_at(key), lambda peer: what)
+        keys = {rank: f"{key}/{rank}" for rank in self.ranks}
+        watch.wait(lambda: self.missing(keys), lambda peer: what)
 
-    def own_connection(self) -> Store:
-        """Another connection to the store, for a group that keeps using it."""
-        clone: Store = self.store.clone()  # type: ignore[attr-defined]
-        return clone
-
-    def _not_at(self, key: str) -> list[int]:
-        left = await_keys(self.line, [f"{key}/{rank}" for rank in self.ranks], 0.2)
-        return [int(name.rpartition("/")[2]) for name in left]
+    def missing(self, keys: Mapping[int, str]) -> list[int]:
+        """The ranks whose keys are not in the store; waits a moment for them."""
+        left = set(await_keys(self.line, keys.values(), ASK_FOR_SECONDS))
+        return [rank for rank, key in keys.items() if key in left]
 
     def epoch(self, watch: Watch) -> int:
         """Which process groups a call uses: those made after the last failure, or to be made.
@@ -284,7 +286,6 @@ class Team:
         """Close sockets and free memory."""
         if self.gpus is not None:
             self.gpus.close()
-        self.drop_wires()
         self.mailbox.shut()
         self.arenas.release()
-        self.line.close()
+        self.end_threads()
