@@ -173,3 +173,20 @@ def unread_sources(rank: int) -> None:
 
 def test_sources_that_nobody_wants(pool: Pool) -> None:
     pool.run(unread_sources, ranks=FOUR)
+
+
+def mixed_up_arguments(rank: int) -> None:
+    have, want, full = {"a": spec(ROWS)}, {"a": spec(COLUMNS)}, {"a": numbered(FULL)}
+    plan = rs.plan(have, want)
+    mine = locals_of(full, have, rank)["a"]
+    assert "give a dict" in message_of(plan, mine)
+    assert "give a dict" in message_of(plan, [mine])
+    assert "into= are a Tensor" in message_of(plan, {"a": mine}, into=mine)
+    for given in ({"group": "world"}, {"timeout": 0}, {"colour": 1}):
+        with pytest.raises(rs.LiveError):
+            plan.run({"a": mine}, **given)
+    same_bits(plan.run({"a": mine}), locals_of(full, want, rank))
+
+
+def test_arguments_that_were_mixed_up_are_named(pool: Pool) -> None:
+    pool.run(mixed_up_arguments, ranks=FOUR)

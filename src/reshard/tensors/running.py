@@ -62,6 +62,8 @@ def start(
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:
+    if not isinstance(tensors, Mapping):
+        return True  # The engine refuses it.
     return set(map(type, tensors.values())) <= PLAIN
 
 

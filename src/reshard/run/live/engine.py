@@ -20,6 +20,7 @@ import torch.distributed as dist
 from reshard.errors import LiveError, TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live.agreement import Terms, agree, suspect_comparing
+from reshard.run.live.binding import Given, check_given
 from reshard.run.live.call import Call, Carrier, Greeter, told
 from reshard.run.live.cause import Cause
 from reshard.run.live.device_wires import wires_of
@@ -31,26 +32,20 @@ from reshard.run.live.greeting import Greetings, greetings_of
 from reshard.run.live.handle import Handle
 from reshard.run.live.holding import (
     Held,
-    Local,
     Tensors,
-    check_apart,
-    check_names,
-    held_of,
 )
 from reshard.run.live.lots import HAVE, WANT
 from reshard.run.live.neighbours import Neighbours
 from reshard.run.live.network import Network
-from reshard.run.live.options import GRAD_CODES, Options
+from reshard.run.live.options import GRAD_CODES, Options, options_of
 from reshard.run.live.prepared import Prepared, find_prepared, prepared_of
 from reshard.run.live.progress import progress_of
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.routes import (
     GPU,
     all_on_gpus,
-    default_device,
     device_of,
     places_of_tensors,
-    with_number,
 )
 from reshard.run.live.team import Team
 from reshard.run.live.teams import team_of, teams
@@ -128,23 +123,19 @@ def _made(
             "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
         )
     options.setdefault("transport", os.environ.get("RESHARD_TRANSPORT", "auto"))
-    return Run(plan, tensors, into, group or dist.group.WORLD, Options(**options))
+    check_given(tensors, into, group)
+    group = group or dist.group.WORLD
+    assert group is not None
+    return Run(Given(plan, tensors, into, group, options_of(options)))
 
 
 class Run:
     """One call of ``run`` or ``start``: numbered when it is made, done when it runs."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        tensors: Tensors,
-        into: Tensors | None,
-        group: dist.ProcessGroup | None,
-        options: Options,
-    ) -> None:
-        assert group is not None
-        self.plan, self.tensors, self.into, self.options = plan, tensors, into, options
-        self.group = group
+    def __init__(self, given: Given) -> None:
+        self.given = given
+        self.plan, self.into, self.options = given.plan, given.into, given.options
+        plan, options, group = given.plan, given.options, given.group
         self.rank = dist.get_rank()
         self.began = time.perf_counter()
         self.report = RunReport(self.rank, -1, plan.digest, started=self.began)
@@ -226,24 +217,6 @@ class Run:
         if self.flight is not None:
             self.flight.wait()
 
-    def given(self) -> list[torch.Tensor]:
-        """The tensors of this call."""
-        both = [*self.tensors.values(), *(self.into or {}).values()]
-        return [tensor for tensor in both if tensor is not None]
-
-    def gpus(self) -> set[torch.device]:
-        """The GPUs that this call touches."""
-        found = {tensor.device for tensor in self.given() if tensor.is_cuda}
-        if self.options.device is not None or not found:
-            found |= {gpu for gpu in [self._home()] if gpu.type == GPU}
-        return found
-
-    def _home(self) -> torch.device:
-        """Where new tensors are made of which no source says where."""
-        if self.options.device is None:
-            return default_device(self.group)
-        return with_number(torch.device(self.options.device))
-
     def _raise_earlier(self, watch: Watch) -> None:
         """What failed on a GPU after its call had returned, if nobody knows of it yet."""
         if watch.team.gpus is not None:
@@ -276,7 +249,7 @@ class Run:
     def _move(self, watch: Watch | None) -> dict[str, torch.Tensor]:
         assert self.prepared is not None
         try:
-            held, result = self._bind(self.prepared)
+            held, result = self.given.bind(self.prepared, self.rank)
         except TensorError as error:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))
@@ -284,7 +257,7 @@ class Run:
         if watch is not None:
             watch.touched = held
         options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
-        terms = Terms(self.plan, options, places_of_tensors(held, self.group), word)
+        terms = Terms(self.plan, options, places_of_tensors(held, self.given.group), word)
         by_gpu = watch is not None and self._agree(watch, terms)
         if watch is not None:
             watch.suspect = partial(suspect_comparing, watch, terms)
@@ -317,50 +290,6 @@ class Run:
             self._commit(watch, result)
             return {name: tensor for name, tensor in self.into.items() if tensor is not None}
         return result
-
-    def _bind(self, prepared: Prepared) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
-        """Check this rank's tensors and make those that are missing."""
-        plan, rank = self.plan, self.rank
-        check_names(self.tensors, plan.have, rank, "to move")
-        have = held_of(prepared.locals[HAVE], self.tensors, len(plan.have), rank, "to move")
-        given: Tensors = {} if self.into is None else self.into
-        check_names(given, plan.want, rank, "to move into")
-        if self.into is None:
-            return self._with_fresh(prepared, have)
-        want = held_of(prepared.locals[WANT], given, len(plan.want), rank, "to move into")
-        addresses = (have.where, want.where)
-        if prepared.apart != addresses:
-            check_apart(have, want, prepared.program.names, rank)
-            prepared.apart = addresses
-        if self.options.atomic:
-            return self._with_fresh(prepared, have)
-        return (have, want), {name: tensor for name, tensor in given.items() if tensor is not None}
-
-    def _with_fresh(
-        self, prepared: Prepared, have: Held
-    ) -> tuple[tuple[Held, Held], dict[str, torch.Tensor]]:
-        want = Held(len(self.plan.want))
-        result = {}
-        only = self._only_device(have)
-        for local in prepared.locals[WANT]:
-            device = self._device(local) if only is None else only
-            tensor = torch.empty(local.shape, dtype=local.kind, device=device)
-            want.add(local.number, tensor)
-            result[local.name] = tensor
-        return (have, want), result
-
-    def _only_device(self, have: Held) -> torch.device | None:
-        """The device of all new tensors, where they need not be asked for one by one."""
-        if self.options.device is not None or not have.tensors:
-            return self._home()
-        return None if have.elsewhere else torch.device("cpu")
-
-    def _device(self, local: Local) -> torch.device:
-        """With the source of the same name, or with any source."""
-        near = self.tensors.get(local.name)
-        if near is None:
-            near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)
-        return torch.device("cpu") if near is None else near.device
 
     def _agree(self, watch: Watch, terms: Terms) -> bool:
         """Compare with the other ranks, unless this plan was compared before.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Protocol
 
 import torch
 
+from reshard.run.live.binding import Given
 from reshard.run.live.report import RunReport
 from reshard.run.live.streams import SideStreams
 
@@ -21,6 +22,7 @@ class Runs(Protocol):
     """A call that a handle looks after."""
 
     report: RunReport
+    given: Given
 
     @property
     def grad_seen(self) -> bool:
@@ -28,12 +30,6 @@ class Runs(Protocol):
 
     def run(self) -> Result:
         """Do it."""
-
-    def gpus(self) -> Iterable[torch.device]:
-        """The GPUs that it touches."""
-
-    def given(self) -> Iterable[torch.Tensor]:
-        """The tensors that it reads and writes."""
 
     def has_landed(self) -> bool:
         """Whether the GPU is done with what it was given, as far as this is known."""
@@ -60,7 +56,7 @@ class Handle:
         self._thread: threading.Thread | None = None
         self._beside: SideStreams | None = None
         if thread:
-            self._beside = SideStreams(run.gpus())
+            self._beside = SideStreams(run.given.gpus())
             self._thread = threading.Thread(target=self._work, daemon=True, name="reshard-move")
             self._thread.start()
         else:
@@ -69,7 +65,7 @@ class Handle:
     def _work(self) -> None:
         beside = self._beside
         try:
-            with nullcontext() if beside is None else beside.used(self._run.given()):
+            with nullcontext() if beside is None else beside.used(self._run.given.all()):
                 self._result = self._run.run()
             self.grad_seen = self._run.grad_seen
         except BaseException as error:
