@@ -6,8 +6,9 @@ Every case runs all contenders in turn, again and again, so that a busy machine 
 them; a figure is the median over repetitions of the slowest rank. `reshard` makes new tensors,
 `reshard into` writes into given ones. Contenders: `DTensor.redistribute`, tensor by tensor;
 `full_tensor()` and a slice; a hand-written pack with one `all_to_all_single` (the raw collective);
-and `memcpy`, in which all ranks at the same time copy the bytes that they receive. Values are
-compared before anything is timed.
+and `memcpy`, in which all ranks at the same time copy as many bytes as they end up with, and
+`memcpy of what comes`, only those that were on another rank. Values are compared before anything is
+timed.
 """
 
 from __future__ import annotations
@@ -48,6 +49,9 @@ class Case:
     tensors: int = 1
     per_tensor: float | None = None
     """Microseconds per tensor that `reshard into` may take."""
+    burst: int = 1
+    """How many calls are timed together: ranks leave a barrier one after the other, and only in a
+    row of calls do all of them copy at the same time."""
     turns: int = 1
     """How many times as often it is repeated: what takes long is steadier."""
 
@@ -101,9 +105,10 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
         for name, run in case.runs.items():
             dist.barrier()
             began = time.perf_counter()
-            made = run()
-            took = torch.tensor(time.perf_counter() - began)
-            del made
+            for _ in range(case.burst):
+                made = run()
+                del made
+            took = torch.tensor((time.perf_counter() - began) / case.burst)
             dist.all_reduce(took, dist.ReduceOp.MAX)
             if turn:
                 seconds[name].append(float(took))
@@ -153,6 +158,7 @@ def one_tensor(num: int, quick: bool) -> Iterator[Case]:
     given = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
     mine = torch.empty(side, side // num)
     copy = torch.empty_like(local)
+    kept = len(local) // num
     sent, got = (
         torch.empty(num, side // num, side // num),
         torch.empty(num, side // num, side // num),
@@ -174,9 +180,11 @@ def one_tensor(num: int, quick: bool) -> Iterator[Case]:
             "DTensor": lambda: given.redistribute(mesh, [Shard(1)]),
             "pack + all_to_all_single": raw,
             "memcpy": lambda: copy.copy_(local),
+            "memcpy of what comes": lambda: copy[kept:].copy_(local[kept:]),
         },
         {"DTensor": 10},
         {"memcpy": 2},
+        burst=8,
     )
 
 
@@ -205,6 +213,7 @@ def two_axes(num: int, quick: bool) -> Iterator[Case]:
         },
         {"DTensor": 10},
         {"memcpy": 2},
+        burst=8,
     )
 
 

@@ -105,8 +105,8 @@ class Motion:
         self, local: Tensor | None, into: Tensor | None, device: Any, wanted: bool | None
     ) -> tuple[Tensor | None, bool]:
         """The result without a way back, and whether anyone wants one."""
-        if into is None and local is not None and wanted is not None and not self.options:
-            quick = swift.moved(self.plan, local, self.group, wanted)
+        if local is not None and wanted is not None and not self.options:
+            quick = swift.moved(self.plan, local, into, self.group, wanted)
             if quick is not None:
                 return quick, wanted
         handle = engine.start(

@@ -56,7 +56,7 @@ def repeated(tensor: DTensor, target: Target) -> DTensor | None:
         return None
     if known.is_at_rest:
         return _wrapped(local.detach(), known.spec)
-    moved = swift.moved(known.motion.plan, local, None, False)
+    moved = swift.moved(known.motion.plan, local, None, None, False)
     return None if moved is None else _wrapped(moved, known.spec)
 
 

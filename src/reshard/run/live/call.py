@@ -101,19 +101,32 @@ class Call:
         return self._watch
 
     def run(self) -> None:
-        """Do all of it; on any error everyone is told."""
+        """Do all of it."""
+        with self._closing():
+            self._begin()
+            self._rounds()
+
+    def go_on(self) -> None:
+        """Do what follows once all have met."""
+        with self._closing():
+            self._rounds()
+
+    @contextlib.contextmanager
+    def _closing(self) -> Iterator[None]:
         well = False
         try:
-            self._begin()
-            for number in range(self.program.num_rounds):
-                self.number = number
-                with self.report.round(number) as part:
-                    self._round(number, self.program.round(number), part)
-                self.after_round(number, part)
+            yield
             well = True
         finally:
             for carrier in self.carriers:
                 carrier.close(well)
+
+    def _rounds(self) -> None:
+        for number in range(self.program.num_rounds):
+            self.number = number
+            with self.report.round(number) as part:
+                self._round(number, self.program.round(number), part)
+            self.after_round(number, part)
 
     def _begin(self) -> None:
         """What happens before the first round."""

@@ -27,6 +27,7 @@ __all__ = [
     "array_at",
     "pair_up",
     "read_from",
+    "whole_at",
     "write_to",
 ]
 
@@ -93,6 +94,12 @@ class Portion:
     num_bytes: int
 
 
+def whole_at(address: int, into: Array) -> Portion:
+    """The operands of a call that fills an array from one place of another process."""
+    size = into.nbytes
+    return Portion(np.array([[into.ctypes.data, size]]), np.array([[address, size]]), size)
+
+
 class Route:
     """The calls that copy between two lists of stretches, wherever the tensors may lie.
 
@@ -112,12 +119,25 @@ class Route:
             (np.searchsorted(np.cumsum(side.length), self.places, side="left") + 1).tolist()
             for side in self.sides
         ]
+        self._touched = [
+            () if side.tensor is None else distinct(side.tensor) for side in self.sides
+        ]
+        self._kept: tuple[bytes, list[Portion]] = (b"", [])
+        """The calls that were last asked for, and for which addresses."""
 
     def __len__(self) -> int:
         return sum(len(side.length) for side in self.sides)
 
-    def calls(self, own: Ints | None = None, theirs: Ints | None = None) -> list[Portion]:
-        """The calls, for tensors that begin at these addresses."""
+    def calls(self, own: Ints, theirs: Ints) -> list[Portion]:
+        """The calls, for tensors that begin at these addresses; those of last time are kept."""
+        bases = zip(self._touched, (own, theirs), strict=True)
+        key = b"".join(base[touched].tobytes() for touched, base in bases)
+        if self._kept[0] != key:
+            self._kept = (key, self.calls_at(own, theirs))
+        return self._kept[1]
+
+    def calls_at(self, own: Ints | None, theirs: Ints | None) -> list[Portion]:
+        """The calls, with addresses filled in; without any, offsets are from the start."""
         tables = [side.table() for side in self.sides]
         for table, side, bases in zip(tables, self.sides, (own, theirs), strict=True):
             if bases is not None and side.tensor is not None:
@@ -145,7 +165,7 @@ def _places(own: Stretches, theirs: Stretches) -> Ints:
 
 def pair_up(own: Stretches, theirs: Stretches) -> list[Portion]:
     """Cut two lists of equally many bytes into calls that the kernel takes."""
-    return Route(own, theirs).calls()
+    return Route(own, theirs).calls_at(None, None)
 
 
 @lru_cache(maxsize=1)

@@ -23,14 +23,14 @@ from reshard.run.live.addresses import (
     route_of,
 )
 from reshard.run.live.arena import Arena
-from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import HAVE, WANT, End, Lot, Program
 from reshard.run.live.mailbox import Kind, Message
-from reshard.run.live.memory import Portion, Route, Stretches, pair_up, read_from, write_to
+from reshard.run.live.memory import Route
 from reshard.run.live.passage import Passage
+from reshard.run.live.reach import Act, Reach
 from reshard.run.live.ways import Way
 
 __all__ = ["Neighbours"]
@@ -71,8 +71,7 @@ class Neighbours:
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
-        self._lot: Lot | None = None
-        """What was last copied between the tensors of two processes."""
+        self.reach = Reach(watch)
 
     def name(self, peer: int) -> str:
         """How a peer is reached, for the report."""
@@ -101,7 +100,14 @@ class Neighbours:
                 arena, at = 1 + self._arena_number(), self.places[peer]
             over = self.team.mailbox.num_over
             more = (self.watch.word, address, count, arena, at, over)
-            self._send(peer, Kind.HELLO, *more, fd=self._new_to(peer) if arena > 1 else None)
+            fd = self.arena.fd_for(peer) if self.arena is not None and arena > 1 else None
+            self._send(peer, Kind.HELLO, *more, fd=fd)
+
+    def has_greeted(self, early: frozenset[int]) -> None:
+        """Go on after greetings that were said elsewhere; early peers have their message."""
+        sends = self.program.round(0).sends
+        self._make_room({peer: lots for peer, lots in sends.items() if peer in self.peers}, 0)
+        self.early = set(early)
 
     def _is_early(self, peer: int, lots: Sequence[Lot]) -> bool:
         """Whether a message can be made without knowing where the peer's tensors are."""
@@ -119,13 +125,7 @@ class Neighbours:
     def _table(self, peer: int) -> Ints:
         """Where the tensors of a peer are: read out of its own memory, once a call."""
         if peer not in self.tables:
-            hello = self.watch.inbox.hellos[peer]
-            table = np.zeros_like(self.table)
-            own = Stretches(np.array([table.ctypes.data]), np.array([table.nbytes]))
-            theirs = Stretches(np.array([hello.a]), np.array([table.nbytes]))
-            for portion in pair_up(own, theirs):
-                self._read(peer, portion)
-            self.tables[peer] = table
+            self.tables[peer] = self.reach.table(peer, len(self.table))
         return self.tables[peer]
 
     def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
@@ -174,7 +174,7 @@ class Neighbours:
                 self.staged += lot.num_bytes
                 at += lot.num_bytes
             elif way is Way.PUSH:
-                self._straight(lot, lot.source, lot.target, peer, self._write)
+                self._straight(lot, lot.source, lot.target, peer, self.reach.write)
 
     def _pass(self, lot: Lot, at: int, packing: bool) -> None:
         """Copy a lot into a message, or out of it."""
@@ -200,8 +200,7 @@ class Neighbours:
         self, number: int, peer: int, lots: Sequence[Lot], summed: Callable[[Lot, int], None]
     ) -> None:
         """Read and unpack a neighbour's message; addends are handed on with their address."""
-        ready = self.watch.inbox.ready[peer, number]
-        at = self._where(peer, ready, lots)
+        at = self._where(peer, number, lots)
         for lot, way in self._ways(peer, lots, sending=False):
             if way is Way.PACKED:
                 if lot.addend >= 0:
@@ -210,31 +209,17 @@ class Neighbours:
                     self._pass(lot, at, packing=False)
                 at += lot.num_bytes
             elif way is Way.PULL:
-                self._straight(lot, lot.target, lot.source, peer, self._read)
+                self._straight(lot, lot.target, lot.source, peer, self.reach.read)
 
-    def _where(self, peer: int, ready: Message, lots: Sequence[Lot]) -> int:
+    def _where(self, peer: int, number: int, lots: Sequence[Lot]) -> int:
         """The address of what a neighbour has packed for this rank; 0 if it has nothing."""
         ways = self._ways(peer, lots, sending=False)
         size = sum(lot.num_bytes for lot, way in ways if way is Way.PACKED)
-        arena = self.watch.inbox.arenas.get((peer, ready.a))
-        if not size:
-            return 0
-        if arena is None or ready.b + size > arena.num_bytes:
-            room = "none" if arena is None else f"{arena.num_bytes}"
-            self.watch.fail(
-                Cause(
-                    "error",
-                    f"rank {peer} says that {size} bytes for rank {self.team.rank} begin at "
-                    f"{ready.b} of shared memory that has {room}",
-                )
-            )
-        return arena.address + ready.b
+        return self.watch.inbox.address_of(peer, number, size) if size else 0
 
-    def _straight(
-        self, lot: Lot, own: End, theirs: End, peer: int, act: Callable[[int, Portion], None]
-    ) -> None:
+    def _straight(self, lot: Lot, own: End, theirs: End, peer: int, act: Act) -> None:
         """Copy a lot between the tensors of two processes."""
-        self._lot = lot
+        part = f'its part of "{lot.name}"'
         held, start = self.held[own.side], self._count if theirs.side == WANT else 0
         table = self._table(peer)[start:]
         route: Route | None = self.program.recall(lot, "route", held.strided)
@@ -242,12 +227,12 @@ class Neighbours:
             runs = num_runs(lot.width, own.strides, theirs.strides)
             if int(runs.sum()) > MOST_RUNS:
                 for portion in portions(lot, own, theirs, held, table):
-                    act(peer, portion)
+                    act(peer, portion, part)
                 return
             route = route_of(lot, own, theirs, held)
-            self.program.remember(lot, "route", held.strided, route, len(route) // 8)
+            self.program.remember(lot, "route", held.strided, route, len(route) // 4)
         for portion in route.calls(held.address, table):
-            act(peer, portion)
+            act(peer, portion, part)
 
     def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
         """Tell a neighbour that its message was read, if it waits for that."""
@@ -305,33 +290,6 @@ class Neighbours:
         table = self.table if mine else self._table(peer)
         return bool(table[end.tensor + (self._count if end.side == WANT else 0)].all())
 
-    def _write(self, peer: int, portion: Portion) -> None:
-        self.watch.breathe()
-        link, call = self.team.links[peer], self.watch.call
-        closed = False
-        try:
-            with self.team.door.board.writing(call):
-                closed = link.board.is_closed(call)
-                if not closed:
-                    write_to(link.pid, portion)
-        except OSError as error:
-            self.watch.blame(peer, error, f"it to take {self._its_part()}")
-        if closed:
-            self.watch.failed_at(peer)
-
-    def _read(self, peer: int, portion: Portion) -> None:
-        self.watch.breathe()
-        link = self.team.links[peer]
-        try:
-            read_from(link.pid, portion)
-        except OSError as error:
-            self.watch.blame(peer, error, self._its_part())
-        if link.board.is_closed(self.watch.call):
-            self.watch.failed_at(peer)  # it may have freed what was just read
-
-    def _its_part(self) -> str:
-        return "its part" if self._lot is None else f'its part of "{self._lot.name}"'
-
     @property
     def _count(self) -> int:
         """Tensors of the source side: destination tensors follow them in a table."""
@@ -339,18 +297,11 @@ class Neighbours:
 
     def _announce(self, number: int, peer: int) -> None:
         arena = self._arena_number()
-        fd = self._new_to(peer) if arena else None
+        fd = None if self.arena is None else self.arena.fd_for(peer)
         self._send(peer, Kind.READY, number, arena, self.places[peer], fd=fd)
 
     def _arena_number(self) -> int:
         return 0 if self.arena is None else self.arena.number
-
-    def _new_to(self, peer: int) -> int | None:
-        """The descriptor of the arena, for a peer that does not have it yet."""
-        if self.arena is None or peer in self.arena.known_to:
-            return None
-        self.arena.known_to.add(peer)
-        return self.arena.fd
 
     def _send(self, peer: int, kind: Kind, *numbers: int, fd: int | None = None) -> None:
         watch = self.watch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -10,6 +11,10 @@ from reshard.planning.plan import Plan
 from reshard.run.live.greeting import Greetings
 from reshard.run.live.holding import locals_of
 from reshard.run.live.lots import HAVE, WANT, Program
+from reshard.run.live.pages import Returning
+
+if TYPE_CHECKING:
+    from reshard.run.live.swift import Swift
 
 __all__ = ["Prepared", "find_prepared", "prepared_of"]
 
@@ -30,7 +35,9 @@ class Prepared:
         """Who greets whom only to tell whether gradients are wanted; once somebody asks."""
         self.apart: object = None
         """The addresses that were last found not to overlap."""
-        self.swift: object = None
+        self.returning = (Returning(), Returning())
+        """Whether the tensors of either side come again."""
+        self.swift: Swift | None = None
         """What small moves keep besides."""
 
 

@@ -17,7 +17,7 @@ from reshard.run.live.summing import OPS
 from reshard.run.live.ways import run_lengths
 from reshard.run.numpy_dtypes import storage_dtype
 
-__all__ = ["Script", "Stage", "script_of"]
+__all__ = ["Addresses", "Script", "Stage", "Step", "kept_steps", "run_steps", "script_of"]
 
 MOST_BLOCKS = 64
 """Blocks of one round; with more, what is around them does not matter."""
@@ -81,17 +81,17 @@ class Stage:
     def pack(self, addresses: Addresses, arena: int) -> None:
         """Put messages into the arena."""
         for side, steps in self.packing:
-            _run(steps, arena, addresses[side])
+            run_steps(steps, arena, addresses[side])
 
     def copy(self, addresses: Addresses) -> None:
         """What stays on this rank."""
         if self.copies:
-            _run(self.copies, addresses[1], addresses[0])
+            run_steps(self.copies, addresses[1], addresses[0])
 
     def unpack(self, addresses: Addresses, found: Mapping[int, int]) -> None:
         """Take messages, which begin at these addresses, and add up."""
         for peer, _, steps in self.receives:
-            _run(steps, addresses[1], found[peer])
+            run_steps(steps, addresses[1], found[peer])
         for addition in self.additions:
             addition.run(addresses, found)
 
@@ -107,9 +107,12 @@ class Script:
     """Bytes of the largest message, sent or received."""
     takers: tuple[int, ...]
     """The peers that messages are packed for."""
+    greeting: Mapping[int, int]
+    """Where the first message to each peer lies in the arena."""
 
 
-def _run(steps: Sequence[Step], target: int, source: int) -> None:
+def run_steps(steps: Sequence[Step], target: int, source: int) -> None:
+    """Copy between what begins at two addresses."""
     for to, by, size, form in steps:
         if form is None:
             ctypes.memmove(target + to, source + by, size)
@@ -133,7 +136,8 @@ def script_of(program: Program) -> Script | None:
     takers = {peer for made in rounds for peer in made.sends}
     largest = [size for stage in stages for _, _, size in stage.sends]
     largest += [size for stage in stages for _, size, _ in stage.receives]
-    return Script(tuple(stages), end, max(largest, default=0), tuple(sorted(takers)))
+    first = {peer: at for peer, at, _ in stages[0].sends} if stages else {}
+    return Script(tuple(stages), end, max(largest, default=0), tuple(sorted(takers)), first)
 
 
 def _is_plain(made: Round) -> bool:
@@ -172,7 +176,7 @@ def _stage(made: Round, end: int) -> tuple[Stage | None, int]:
     additions = _additions(arrived)
     if additions is None:
         return None, end
-    kept = [step for lot in made.copies if lot.addend < 0 for step in _kept(lot)]
+    kept = [step for lot in made.copies if lot.addend < 0 for step in kept_steps(lot)]
     return Stage(kept, sends, packing, receives, additions), end
 
 
@@ -193,7 +197,7 @@ def _steps(lot: Lot, end: End, at: int, packing: bool) -> Iterator[Step]:
     yield from _copies(lot, *((message, ends) if packing else (ends, message)))
 
 
-def _kept(lot: Lot) -> Iterator[Step]:
+def kept_steps(lot: Lot) -> Iterator[Step]:
     """The copies of a lot that stays."""
     size = lot.stack.itemsize
     sides = [((end.offset * size).tolist(), end.strides) for end in (lot.target, lot.source)]
