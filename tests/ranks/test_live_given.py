@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -182,7 +183,12 @@ def mixed_up_arguments(rank: int) -> None:
     assert "give a dict" in message_of(plan, mine)
     assert "give a dict" in message_of(plan, [mine])
     assert "into= are a Tensor" in message_of(plan, {"a": mine}, into=mine)
-    for given in ({"group": "world"}, {"timeout": 0}, {"colour": 1}):
+    for given in (
+        {"group": "world"},
+        {"group": dist.GroupMember.NON_GROUP_MEMBER},
+        {"timeout": 0},
+        {"colour": 1},
+    ):
         with pytest.raises(rs.LiveError):
             plan.run({"a": mine}, **given)
     same_bits(plan.run({"a": mine}), locals_of(full, want, rank))

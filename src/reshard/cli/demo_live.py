@@ -196,12 +196,14 @@ def _started(numbers: Sequence[int]) -> Iterator[list[_Rank]]:
     _start_fork_server()
     ranks: list[_Rank] = []
     try:
-        ranks += [_Rank(number, len(numbers)) for number in numbers]
+        for number in numbers:
+            ranks.append(_Rank(number, len(numbers)))  # noqa: PERF401 (an interrupt may come)
         yield ranks
         for rank in ranks:
             rank.process.join(LEAVE_WITHIN)
     finally:
-        for rank in ranks:
+        # The first rank serves the store: it goes last, or torch tells of every question to it.
+        for rank in reversed(ranks):
             rank.process.kill()
             rank.process.join()
             rank.pipe.close()
@@ -221,9 +223,13 @@ def _start_fork_server() -> None:
 
 
 def _introduce(ranks: Sequence[_Rank]) -> None:
-    """Tell all ranks the port at which the first one listens."""
+    """Tell all ranks the port at which the first one listens.
+
+    That one waits for it too: a rank that was made when an interrupt came, and that nobody knows
+    of, waits at its pipe and nowhere else, and ends with the demo.
+    """
     port = ranks[0].receive(time.monotonic() + ANSWER_WITHIN)
-    for rank in ranks[1:]:
+    for rank in ranks:
         rank.send(port)
 
 

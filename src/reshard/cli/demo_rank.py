@@ -50,8 +50,9 @@ def _join(rank: int, num_ranks: int, pipe: Connection) -> None:
     if rank == 0:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         pipe.send(store.port)
-    else:
-        store = TCPStore("127.0.0.1", pipe.recv(), is_master=False)
+    port = pipe.recv()
+    if rank:
+        store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
 
 

@@ -30,10 +30,11 @@ def check_given(tensors: object, into: object, group: object) -> None:
                 f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
                 "tensors by name; rs.move takes one tensor"
             )
-    if group is not None and not isinstance(group, dist.ProcessGroup):
+    usual = group is None or isinstance(group, dist.ProcessGroup)
+    # What new_group gives to ranks that are not in it: they may call, if they have no part.
+    if not usual and group != dist.GroupMember.NON_GROUP_MEMBER:
         raise LiveError(
-            f"group= is {group!r}: give a process group of torch.distributed, as new_group makes, "
-            "on a rank that is in it"
+            f"group= is {group!r}: give a process group of torch.distributed, as new_group makes"
         )
 
 
@@ -46,6 +47,14 @@ class Given:
     into: Tensors | None
     group: dist.ProcessGroup
     options: Options
+
+    def check_member(self, rank: int) -> None:
+        """Refuse a group that this rank, which has a part in the move, is not in."""
+        if not isinstance(self.group, dist.ProcessGroup):
+            raise LiveError(
+                f"rank {rank} has a part in this move and is not in the group given by group=: "
+                "give a group of all ranks of both layouts"
+            )
 
     def all(self) -> list[torch.Tensor]:
         """The tensors of both sides."""

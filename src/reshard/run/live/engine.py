@@ -149,6 +149,7 @@ class Run:
         prepared = prepared_of(plan)
         if self.rank not in prepared.ranks:
             return
+        given.check_member(self.rank)
         self.prepared = prepared
         if options.tell_grad and prepared.greetings is None:
             prepared.greetings = greetings_of(plan)

@@ -58,7 +58,7 @@ def moved(
 
 def _swift_of(plan: Plan, prepared: Prepared, group: dist.ProcessGroup | None) -> Swift | None:
     """What is kept for the calls of a plan; None before its first call, and for other moves."""
-    if group is None or len(plan.have) != 1 or len(plan.want) != 1:
+    if not isinstance(group, dist.ProcessGroup) or len(plan.have) != 1 or len(plan.want) != 1:
         return None
     if [len(side) for side in prepared.locals] != [1, 1] or prepared.program.part.fills:
         return None
