@@ -4,17 +4,28 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 (pytest-xdist issue 1386).
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.ranks.pool import Pool
 from tests.soak import soaking
 
-ONE_WORKER = "tests/ranks/"
+ONE_WORKER = {"tests/ranks/": "engine", "tests/sharded/": "sharded", "tests/nn/": "sharded"}
+"""Folders whose tests share a pool of ranks, and the piece of work that they are."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Eight gloo ranks, started by the first test that runs something on them."""
+    ranks = Pool(size=8)
+    yield ranks
+    ranks.close()
 
 
 class RanksOnOneWorker(LoadScopeScheduling):
@@ -23,11 +34,12 @@ class RanksOnOneWorker(LoadScopeScheduling):
     """
 
     def _split_scope(self, nodeid: str) -> str:
-        if not nodeid.startswith(ONE_WORKER):
-            return nodeid
         file = nodeid.partition("::")[0]
+        folder = file.rpartition("/")[0] + "/"
+        if folder not in ONE_WORKER:
+            return nodeid
         own = any(file.endswith(f"test_{name}.py") for name in OWN_RANKS)
-        return file if own else ONE_WORKER
+        return file if own else ONE_WORKER[folder]
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -1,0 +1,1 @@
+"""Shard the parameters of modules, and undo it."""

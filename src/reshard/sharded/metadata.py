@@ -1,0 +1,101 @@
+"""Where the shards of a tensor lie, and what all of them have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.distributed.remote_device import _remote_device
+
+from reshard.box import Box
+
+__all__ = ["Placement", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]
+
+Placement = _remote_device
+"""A rank, or an RPC worker, and a device: made from texts such as "rank:3/cuda:1"."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """One shard: where it begins, how large it is, and who holds it.
+
+    >>> shard = ShardMetadata([4, 0], [2, 8], "rank:1/cpu")
+    >>> shard.shard_sizes, shard.placement.rank()
+    ((2, 8), 1)
+    """
+
+    shard_offsets: tuple[int, ...]
+    shard_sizes: tuple[int, ...]
+    placement: Placement | None = None
+
+    def __init__(
+        self,
+        shard_offsets: Sequence[int],
+        shard_sizes: Sequence[int],
+        placement: str | Placement | None = None,
+    ) -> None:
+        offsets, sizes = tuple(map(int, shard_offsets)), tuple(map(int, shard_sizes))
+        if len(offsets) != len(sizes):
+            raise ValueError(
+                f"shard_offsets {offsets} and shard_sizes {sizes} should have the same number of "
+                f"elements, found {len(offsets)} and {len(sizes)}"
+            )
+        for what, numbers in (("shard_offsets", offsets), ("shard_sizes", sizes)):
+            if any(number < 0 for number in numbers):
+                raise ValueError(f"{what} should be >= 0, found {numbers}")
+        object.__setattr__(self, "shard_offsets", offsets)
+        object.__setattr__(self, "shard_sizes", sizes)
+        where = Placement(placement) if isinstance(placement, str) else placement
+        object.__setattr__(self, "placement", where)
+
+    @property
+    def box(self) -> Box:
+        """The part of the tensor that it is."""
+        ends = zip(self.shard_offsets, self.shard_sizes, strict=True)
+        return Box(self.shard_offsets, tuple(at + size for at, size in ends))
+
+    @property
+    def rank(self) -> int | None:
+        """The global rank that holds it, where its placement says so."""
+        return None if self.placement is None else self.placement.rank()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it has no elements."""
+        return 0 in self.shard_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProperties:
+    """What all shards of a tensor have in common."""
+
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """The properties of a tensor."""
+        return TensorProperties(
+            tensor.dtype,
+            tensor.layout,
+            tensor.requires_grad,
+            torch.contiguous_format,
+            tensor.device.type != "meta" and tensor.is_pinned(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """All shards of a tensor, on all ranks."""
+
+    shards_metadata: tuple[ShardMetadata, ...] = ()
+    size: torch.Size = field(default_factory=lambda: torch.Size([]))
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "shards_metadata", tuple(self.shards_metadata))
+        object.__setattr__(self, "size", torch.Size(self.size))
