@@ -41,7 +41,7 @@ _HOMES = {
 _ERRORS = (
     "BoxError", "CoverageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError",
     "LiveError", "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
-    "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError",
+    "OperationError", "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError",
     "TensorError", "TopologyError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")

@@ -20,6 +20,8 @@
         +-- PeerLostError             a rank that is gone (also a ConnectionError)
         +-- MoveTimeoutError          a rank that is too late (also a TimeoutError)
         +-- TensorError               a tensor given to a move that does not fit
+    +-- OperationError                an operation that a sharded tensor does not have as it lies
+                                      (also a RuntimeError and a TypeError)
 
 Each is also a ValueError, so that callers need not import reshard to catch them.
 A message is one line: what is wrong, both numbers, where, and what to try.
@@ -40,6 +42,7 @@ __all__ = [
     "MoveTimeoutError",
     "NamesError",
     "NotationError",
+    "OperationError",
     "PeerLostError",
     "PlanError",
     "ProofError",
@@ -144,3 +147,7 @@ class MoveTimeoutError(LiveError, TimeoutError):
 
 class TensorError(LiveError):
     """A tensor given to a move does not fit its spec, or is no tensor."""
+
+
+class OperationError(ReshardError, RuntimeError, TypeError):
+    """A sharded tensor does not have an operation, or not in the layout that it has."""

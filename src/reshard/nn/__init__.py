@@ -1,1 +1,40 @@
-"""Shard the parameters of modules, and undo it."""
+"""Shard the parameters of modules, and undo it.
+
+    from reshard.nn import ShardingPlan, shard_module
+    from reshard.sharded import ChunkShardingSpec
+
+    rows = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
+    handle = shard_module(model, ShardingPlan({"layers.*.fc1.weight": rows}))
+
+The names with an underscore are those of ``torch.distributed._shard``.
+"""
+
+from __future__ import annotations
+
+from reshard.nn.handle import ShardHandle
+from reshard.nn.loading import current_process_group, load_with_process_group
+from reshard.nn.module import shard_module, shard_parameter
+from reshard.nn.outputs import collect_local_shard, remove_output_hooks, reshard_output
+from reshard.nn.plan import ShardingPlan, ShardingPlanner
+from reshard.nn.sharder import Sharder
+from reshard.sharded.sharding import shard_tensor
+
+__all__ = [
+    "ShardHandle",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "collect_local_shard",
+    "current_process_group",
+    "load_with_process_group",
+    "remove_output_hooks",
+    "reshard_output",
+    "shard_module",
+    "shard_parameter",
+    "shard_tensor",
+]
+
+_shard_tensor = shard_tensor
+_reshard_output = reshard_output
+_collect_local_shard = collect_local_shard
+_get_current_process_group = current_process_group

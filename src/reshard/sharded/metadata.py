@@ -60,6 +60,12 @@ class ShardMetadata:
         """The global rank that holds it, where its placement says so."""
         return None if self.placement is None else self.placement.rank()
 
+    def on(self, device: torch.device) -> ShardMetadata:
+        """The same shard on another device of the rank that holds it."""
+        if self.placement is None or self.rank is None:
+            return self
+        return ShardMetadata(self.shard_offsets, self.shard_sizes, f"rank:{self.rank}/{device}")
+
     @property
     def is_empty(self) -> bool:
         """Whether it has no elements."""

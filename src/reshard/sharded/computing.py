@@ -1,0 +1,112 @@
+"""Operations that mix elements of several ranks: products, norms, attention. DTensor does them.
+
+Every sharded argument becomes a DTensor of the same memory, a plain one is taken to be the same on
+all ranks, and what comes out is sharded again, as DTensor left it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils._pytree import tree_map
+
+from reshard.errors import OperationError, ReshardError
+from reshard.layout import Layout
+from reshard.sharded.content import Content, Group, members
+from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.placing import placements_of
+
+__all__ = ["content_of", "dtensor_from", "mesh_of_group", "through_dtensor"]
+
+_meshes: WeakKeyDictionary[Any, dict[str, DeviceMesh]] = WeakKeyDictionary()
+
+
+def mesh_of_group(content: Content) -> DeviceMesh:
+    """The mesh that a tensor lies on: the one it was read from, or its group as one axis."""
+    if content.mesh is not None:
+        return content.mesh
+    group = content.group or dist.group.WORLD
+    found = _meshes.setdefault(group, {})
+    kind = content.device.type
+    if kind not in found:
+        assert group is not None
+        found[kind] = DeviceMesh.from_group(group, kind)
+    return found[kind]
+
+
+def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
+    """The same memory as a DTensor."""
+    placements = _placements(content.layout, mesh, content.shape)
+    if placements is None:
+        raise OperationError(
+            f'DTensor cannot say the layout "{content.layout}" of a tensor {list(content.shape)} '
+            f"on ranks {list(members(content.group))}: reshard it first, to a ChunkShardingSpec "
+            "with one placement per rank of its group, in order"
+        )
+    return dtensor_of(content.local, mesh, placements, content.shape, dtype=content.dtype)
+
+
+@lru_cache(maxsize=4096)
+def _placements(
+    layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]
+) -> tuple[Placement, ...] | None:
+    return placements_of(layout, mesh, shape)
+
+
+def content_of(tensor: DTensor, group: Group) -> Content:
+    """What a rank has of a DTensor."""
+    local, layout = dtensor_local(tensor), dtensor_layout(tensor)
+    parts = () if local is None else (local,)
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    device = torch.device(mesh.device_type) if local is None else local.device
+    return Content(layout, shape, tensor.dtype, parts, device, group, mesh=mesh)
+
+
+def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
+    """Do an operation with DTensors, for sharded tensors of one group."""
+    mesh, given = mesh_of_group(first), []
+
+    def lent(value: object) -> object:
+        if isinstance(value, ShardedTensor):
+            made = dtensor_from(value._content, mesh)
+            given.append((made, value))
+            return made
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            same = [Replicate()] * mesh.ndim
+            return dtensor_of(value.detach(), mesh, same, value.shape, stride=value.stride())
+        return value
+
+    def returned(value: object) -> object:
+        if not isinstance(value, DTensor):
+            return value
+        for made, own in given:
+            if value is made:
+                return own
+        return wrap(content_of(value, first.group))
+
+    try:
+        inputs, named = tree_map(lent, args), tree_map(lent, kwargs)
+        return tree_map(returned, func(*inputs, **named))
+    except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
+        raise _unsupported(func, first, error) from error
+
+
+def _unsupported(func: Any, first: Content, error: Exception) -> OperationError:
+    return OperationError(
+        f'the operation {func} is not supported for ShardedTensor of layout "{first.layout}" and '
+        f"shape {list(first.shape)} ({_line(error)}): reshard the tensor so that DTensor has it, "
+        "or take full_tensor() or local_tensor()"
+    )
+
+
+def _line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__

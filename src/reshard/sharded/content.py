@@ -1,0 +1,122 @@
+"""What a rank has of a sharded tensor: the layout that all ranks share, and its own parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.box import Box
+from reshard.layout import BoxLayout, Layout
+from reshard.sharded.metadata import ShardMetadata
+from reshard.sharded.shard import Shard
+from reshard.tensors.meshes import this_rank
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from reshard.sharded.spec import ShardingSpec
+
+__all__ = ["Content", "Group", "layout_of_shards", "members"]
+
+Group = Any
+"""A process group, or None for the default one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Content:
+    """What a rank has of a sharded tensor."""
+
+    layout: Layout
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    parts: tuple[torch.Tensor, ...]
+    """This rank's tensors: one per box of a layout of boxes, one for a layout in words."""
+    device: torch.device
+    group: Group = None
+    spec: ShardingSpec | None = None
+    """The spec that the layout was made from, if it was."""
+    stated: tuple[ShardMetadata, ...] | None = None
+    """All shards, as the spec or the user gave them."""
+    mesh: DeviceMesh | None = None
+    """The DeviceMesh that the layout was read from, if it was."""
+
+    @property
+    def local(self) -> torch.Tensor | None:
+        """This rank's parts as a move takes them: one as it is, several flattened and joined."""
+        if len(self.parts) > 1:
+            return torch.cat([part.reshape(-1) for part in self.parts])
+        return self.parts[0] if self.parts else None
+
+    def with_parts(self, parts: Sequence[torch.Tensor]) -> Content:
+        """The same shards with other values, perhaps of another dtype or on another device."""
+        if not parts:
+            return replace(self, parts=())
+        device, stated = parts[0].device, self.stated
+        if stated is not None and device != self.device:
+            stated = tuple(shard.on(device) for shard in stated)
+        return replace(self, parts=tuple(parts), dtype=parts[0].dtype, device=device, stated=stated)
+
+    def is_like(self, other: Content) -> bool:
+        """Whether every rank holds the same elements of both, in the same order."""
+        if self.layout is other.layout and self.shape == other.shape:
+            return True
+        if self.shape != other.shape or members(self.group) != members(other.group):
+            return False
+        same = self.layout == other.layout or self.layout.same_as(other.layout, self.shape)
+        return same and [p.shape for p in self.parts] == [p.shape for p in other.parts]
+
+    @cached_property
+    def shards_metadata(self) -> tuple[ShardMetadata, ...]:
+        """All shards on all ranks; a layout with replicas has none."""
+        if self.stated is not None:
+            return self.stated
+        return tuple(
+            ShardMetadata(piece.box.start, piece.box.shape, f"rank:{rank}/{self.device}")
+            for rank in self.layout.ranks
+            for piece in self.layout.pieces(rank, self.shape)
+        )
+
+    @cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """This rank's shards; views of its part where that holds several boxes."""
+        rank = this_rank()
+        mine = [shard for shard in self.shards_metadata if shard.rank == rank]
+        if isinstance(self.layout, BoxLayout):
+            return tuple(Shard(part, one) for part, one in zip(self.parts, mine, strict=True))
+        return tuple(Shard(view, one) for view, one in zip(self._views(), mine, strict=True))
+
+    def _views(self) -> list[torch.Tensor]:
+        if not self.parts:
+            return []
+        part = self.parts[0]
+        return [
+            part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
+            for piece in self.layout.pieces(this_rank(), self.shape)
+        ]
+
+
+@lru_cache(maxsize=4096)
+def layout_of_shards(shape: tuple[int, ...], shards: tuple[ShardMetadata, ...]) -> BoxLayout:
+    """The boxes of shards, by the ranks that hold them, in the order in which they are given."""
+    boxes: dict[int, list[Box]] = {}
+    for shard in shards:
+        rank = shard.rank
+        if rank is None:
+            raise ValueError(
+                f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names "
+                "no rank: use placements such as rank:3/cpu"
+            )
+        boxes.setdefault(rank, []).append(shard.box)
+    return Layout.from_boxes(shape, boxes)
+
+
+def members(group: Group) -> tuple[int, ...]:
+    """The global ranks of a group; rank 0 alone where there is no process group."""
+    if not dist.is_initialized():
+        return (0,)
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))

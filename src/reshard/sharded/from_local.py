@@ -1,0 +1,211 @@
+"""Sharded tensors of shards that ranks already have: gathered, checked, and put together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard.sharded.content import Content, Group, layout_of_shards, members
+from reshard.sharded.enumerable import check_disjoint, check_tensor
+from reshard.sharded.inference import infer_sharding_spec
+from reshard.sharded.making import check_members, check_properties, content_for, home_of, size_of
+from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from reshard.sharded.shard import Shard
+from reshard.sharded.telling import all_told
+from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.tensors.meshes import this_rank
+
+if TYPE_CHECKING:
+    from reshard.sharded.spec import ShardingSpec
+
+__all__ = ["init_from_local_shards", "init_from_local_tensor", "init_from_metadata"]
+
+COMMON = ("dtype", "requires_grad", "pin_memory", "ndim")
+"""What shards of all ranks must have in common."""
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard],
+    *global_size: int | Sequence[int] | None,
+    process_group: Group = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A tensor of the shards that each rank has; ranks tell each other which these are.
+
+    With ``None`` as the size, shards lie one after the other along dim 0 in the order of ranks.
+    """
+    unknown = len(global_size) == 1 and global_size[0] is None
+    size = None if unknown else size_of(global_size)  # type: ignore[arg-type]
+    told = all_told(_said(local_shards, size), process_group, home_of(process_group))
+    common = _common(told, members(process_group))
+    shards = [ShardMetadata(*row) for said in told for row in said["shards"]]
+    if size is None:
+        shards, size = _stacked(shards)
+        local_shards = _placed(local_shards, shards)
+    check_disjoint(shards)
+    _check_volume(shards, size)
+    check_tensor(shards, size)
+    properties = TensorProperties(
+        getattr(torch, common["dtype"]), requires_grad=common["requires_grad"]
+    )
+    return _made(
+        local_shards, ShardedTensorMetadata(tuple(shards), size, properties), None, process_group
+    )
+
+
+def _said(local_shards: Sequence[Shard], size: torch.Size | None) -> dict[str, Any]:
+    """What a rank tells of its shards."""
+    rows, kinds = [], set()
+    for shard in local_shards:
+        tensor, one = shard.tensor, shard.metadata
+        if tensor.layout is not torch.strided:
+            check_properties(TensorProperties(tensor.dtype, tensor.layout))
+        pinned = tensor.is_pinned()
+        kinds.add(
+            (str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, pinned, tensor.ndim)
+        )
+        place = None if one.placement is None else str(one.placement)
+        rows.append([list(one.shard_offsets), list(one.shard_sizes), place])
+    if len(kinds) > 1:
+        raise ValueError(f"the local shards of rank {this_rank()} differ in dtype or kind: {kinds}")
+    kind = dict(zip(COMMON, next(iter(kinds)), strict=True)) if kinds else None
+    return {"shards": rows, "kind": kind, "size": None if size is None else list(size)}
+
+
+def _common(told: Sequence[dict[str, Any]], ranks: tuple[int, ...]) -> dict[str, Any]:
+    """What all ranks say alike; the error names two ranks that do not."""
+    speaking = [(rank, said) for rank, said in zip(ranks, told, strict=True) if said["kind"]]
+    if not speaking:
+        raise ValueError("Found no local shards on any rank: give at least one shard on one rank")
+    first, said = speaking[0]
+    for rank, other in speaking[1:]:
+        for name in COMMON:
+            one, two = said["kind"][name], other["kind"][name]
+            if one != two:
+                raise ValueError(
+                    f"ShardedTensor {name} property does not match: rank {first} has {one} and "
+                    f"rank {rank} has {two}; give shards of one kind"
+                )
+    for rank, other in zip(ranks, told, strict=True):
+        if other["size"] != said["size"]:
+            raise ValueError(
+                f"ShardedTensor global_size property does not match: rank {first} has "
+                f"{said['size']} and rank {rank} has {other['size']}; give all ranks the same"
+            )
+    found: dict[str, Any] = said["kind"]
+    return found
+
+
+def _stacked(shards: Sequence[ShardMetadata]) -> tuple[list[ShardMetadata], torch.Size]:
+    """Shards one after the other along dim 0."""
+    found, at = [], 0
+    rest = next((shard.shard_sizes[1:] for shard in shards if not shard.is_empty), None)
+    for shard in shards:
+        rest = shard.shard_sizes[1:] if rest is None else rest
+        offsets = (at, *(0 for _ in shard.shard_sizes[1:]))
+        found.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
+        at += shard.shard_sizes[0] if shard.shard_sizes else 0
+    return found, torch.Size([at, *(rest or ())])
+
+
+def _placed(local_shards: Sequence[Shard], shards: Sequence[ShardMetadata]) -> list[Shard]:
+    mine = [shard for shard in shards if shard.rank == this_rank()]
+    return [Shard(shard.tensor, one) for shard, one in zip(local_shards, mine, strict=True)]
+
+
+def _check_volume(shards: Sequence[ShardMetadata], size: torch.Size) -> None:
+    total = sum(torch.Size(shard.shard_sizes).numel() for shard in shards)
+    if total != size.numel():
+        raise ValueError(
+            f"total volume of shards {total} does not match tensor volume {size.numel()} of size "
+            f"{list(size)}: shards must cover the tensor, each element once"
+        )
+
+
+def init_from_local_tensor(
+    local_tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    *global_size: int | Sequence[int],
+    process_group: Group = None,
+) -> ShardedTensor:
+    """A tensor of which each rank has the one shard that a spec gives it; nobody communicates."""
+    if not local_tensor.is_contiguous():
+        raise ValueError("local_tensor is not a contiguous Tensor: call contiguous()")
+    size, properties = size_of(global_size), TensorProperties.create_from_tensor(local_tensor)
+    content = content_for(sharding_spec, size, properties, process_group)
+    mine = [shard for shard in content.shards_metadata if shard.rank == this_rank()]
+    if len(mine) != 1 or mine[0].shard_sizes != tuple(local_tensor.shape):
+        sizes = [list(shard.shard_sizes) for shard in mine]
+        raise ValueError(
+            f"local tensors do not cover the entire tensor: rank {this_rank()} has "
+            f"{list(local_tensor.shape)} and the spec gives it {sizes} of {list(size)}"
+        )
+    tensor = wrap(content.with_parts((local_tensor.detach(),)))
+    return tensor.requires_grad_() if local_tensor.requires_grad else tensor
+
+
+def init_from_metadata(
+    local_shards: Sequence[Shard],
+    sharded_tensor_metadata: ShardedTensorMetadata,
+    sharding_spec: ShardingSpec | None = None,
+    process_group: Group = None,
+) -> ShardedTensor:
+    """A tensor of local shards and of what is known of all; nobody communicates."""
+    stated, rank = sharded_tensor_metadata, this_rank()
+    if not stated.shards_metadata:
+        raise ValueError("shards_metadata must not be empty: say where the shards lie")
+    check_properties(stated.tensor_properties)
+    mine = [shard for shard in stated.shards_metadata if shard.rank in (rank, None)]
+    if len(mine) != len(local_shards):
+        raise RuntimeError(
+            f"Number of local shards ({len(local_shards)}) does not match number of local shards "
+            f"metadata in sharded_tensor_metadata ({len(mine)}) on rank ({rank})"
+        )
+    for shard, one in zip(local_shards, mine, strict=True):
+        _check_stated(shard, one, stated.tensor_properties)
+    check_disjoint(stated.shards_metadata)
+    check_tensor(stated.shards_metadata, stated.size)
+    return _made(local_shards, stated, sharding_spec, process_group)
+
+
+def _check_stated(shard: Shard, stated: ShardMetadata, common: TensorProperties) -> None:
+    tensor = shard.tensor
+    if shard.metadata != stated:
+        raise ValueError(
+            f"local shard metadata {shard.metadata} does not match with {stated} of "
+            "sharded_tensor_metadata"
+        )
+    if not tensor.is_contiguous():
+        raise ValueError("Only torch.contiguous_format memory_format is currently supported")
+    for name in ("layout", "dtype", "requires_grad"):
+        found, wanted = getattr(tensor, name), getattr(common, name)
+        if found != wanted:
+            raise ValueError(
+                f"Local shards tensor {name} property is incompatible with the tensor property on "
+                f"rank {this_rank()}: {found} and {wanted}"
+            )
+    if tensor.is_pinned() != common.pin_memory:
+        raise ValueError(
+            f"Local shards tensor pin_memory property is incompatible with the tensor property on "
+            f"rank {this_rank()}: {tensor.is_pinned()} and {common.pin_memory}"
+        )
+
+
+def _made(
+    local_shards: Sequence[Shard],
+    stated: ShardedTensorMetadata,
+    spec: ShardingSpec | None,
+    group: Group,
+) -> ShardedTensor:
+    shards = tuple(stated.shards_metadata)
+    shape, properties = tuple(stated.size), stated.tensor_properties
+    layout = layout_of_shards(shape, shards)
+    check_members(layout, shards, group)
+    parts = tuple(shard.tensor.detach() for shard in local_shards)
+    device = parts[0].device if parts else home_of(group)
+    known = infer_sharding_spec(shards) if spec is None else spec
+    content = Content(layout, shape, properties.dtype, parts, device, group, known, shards)
+    tensor = wrap(content)
+    return tensor.requires_grad_() if properties.requires_grad else tensor

@@ -1,0 +1,213 @@
+"""Between a ShardedTensor and other tensors, in both directions of autograd.
+
+A gradient of a ShardedTensor is a ShardedTensor; it says itself how it lies. Ranks that hold the
+same plain tensor hold the same gradient of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from reshard.layout import Layout
+from reshard.sharded.content import Content, Group, members
+from reshard.sharded.moving import moved_to, whole
+from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.tensors.reading import whole_on
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "as_content",
+    "from_dtensor",
+    "from_local",
+    "replicated",
+    "to_dtensor",
+    "to_layout",
+    "to_local",
+    "to_whole",
+]
+
+
+def to_layout(tensor: ShardedTensor, target: Content) -> ShardedTensor:
+    """The same tensor in the layout of another content."""
+    found: ShardedTensor = _to_layout(tensor, target)
+    return found
+
+
+def to_local(tensor: ShardedTensor) -> torch.Tensor:
+    """This rank's part; its gradient is that part of the gradient."""
+    found: torch.Tensor = _to_local(tensor)
+    return found
+
+
+def from_local(local: torch.Tensor, content: Content) -> ShardedTensor:
+    """A ShardedTensor of which this rank has one part, with gradients back to that."""
+    found: ShardedTensor = _from_local(local, content)
+    return found
+
+
+def to_whole(tensor: ShardedTensor) -> torch.Tensor:
+    """The whole tensor on every rank; each has the same gradient of it."""
+    found: torch.Tensor = _to_whole(tensor)
+    return found
+
+
+def replicated(tensor: torch.Tensor, group: Group) -> ShardedTensor:
+    """A plain tensor that all ranks of a group have alike."""
+    found: ShardedTensor = _replicated(tensor, group)
+    return found
+
+
+def as_content(gradient: torch.Tensor, like: Content) -> Content:
+    """A gradient of a sharded tensor, whatever it is; a plain one is the same on all ranks."""
+    if isinstance(gradient, ShardedTensor):
+        return gradient._content
+    return _whole_content(gradient, like.group)
+
+
+def _whole_content(tensor: torch.Tensor, group: Group) -> Content:
+    layout, part = whole_on(members(group)), tensor.detach()
+    return Content(layout, tuple(part.shape), part.dtype, (part,), part.device, group)
+
+
+class _ToLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor, target: Content) -> ShardedTensor:
+        ctx.source = replace(tensor._content, parts=())
+        moved = moved_to(tensor._content, target.layout)
+        return wrap(replace(moved, spec=target.spec, stated=target.stated))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        content = as_content(gradients[0], ctx.source)
+        back = moved_to(content, unreduced_layout(ctx.source.layout))
+        return wrap(replace(back, spec=ctx.source.spec, stated=ctx.source.stated)), None
+
+
+def unreduced_layout(layout: Layout) -> Layout:
+    """Every addend of a pending sum has the gradient of the sum."""
+    from reshard.planning.adjoint import unreduced
+
+    return unreduced(layout)
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.content = tensor._content
+        # A view: writing into it writes into the shard.
+        return tensor._content.parts[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
+        return wrap(ctx.content.with_parts((gradients[0],)))
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, content: Content) -> ShardedTensor:
+        ctx.content = content
+        return wrap(content.with_parts((local.detach(),)))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        content = as_content(gradients[0], ctx.content)
+        if not content.is_like(ctx.content):
+            content = moved_to(content, ctx.content.layout)
+        return content.parts[0], None
+
+
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.source = replace(tensor._content, parts=())
+        found = whole(tensor._content)
+        assert found is not None
+        local = tensor._content.local
+        return found.clone() if found is local else found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
+        content = as_content(gradients[0], ctx.source)
+        back = moved_to(content, unreduced_layout(ctx.source.layout))
+        return wrap(replace(back, spec=ctx.source.spec, stated=ctx.source.stated))
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: Group) -> ShardedTensor:
+        return wrap(_whole_content(tensor, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        gradient = gradients[0]
+        if isinstance(gradient, ShardedTensor):
+            return whole(gradient._content), None
+        return gradient, None
+
+
+def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The same memory as a DTensor; gradients flow back."""
+    found: DTensor = _to_dtensor(tensor, device_mesh)
+    return found
+
+
+def from_dtensor(tensor: DTensor, group: Group = None) -> ShardedTensor:
+    """A DTensor's memory; gradients flow back."""
+    found: ShardedTensor = _from_dtensor(tensor, group)
+    return found
+
+
+class _ToDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor, device_mesh: DeviceMesh | None) -> DTensor:
+        from reshard.sharded.computing import dtensor_from, mesh_of_group
+
+        content = tensor._content
+        ctx.content = replace(content, parts=())
+        return dtensor_from(content, device_mesh or mesh_of_group(content))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        from reshard.sharded.computing import content_of
+
+        found = content_of(gradients[0], ctx.content.group)
+        back = moved_to(found, unreduced_layout(ctx.content.layout))
+        return wrap(replace(back, spec=ctx.content.spec, stated=ctx.content.stated)), None
+
+
+class _FromDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, group: Group) -> ShardedTensor:
+        from reshard.sharded.computing import content_of
+
+        ctx.mesh, ctx.placements = tensor.device_mesh, tensor.placements
+        return wrap(content_of(tensor, group))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        from torch.distributed.tensor import Replicate
+
+        from reshard.sharded.computing import dtensor_from
+        from reshard.tensors.placements import layout_from
+
+        gradient = gradients[0]
+        kept = tuple(Replicate() if one.is_partial() else one for one in ctx.placements)
+        layout = layout_from(ctx.mesh, kept, gradient.shape)
+        moved = moved_to(gradient._content, layout)
+        return dtensor_from(moved, ctx.mesh), None
+
+
+_to_layout: Callable[..., Any] = _ToLayout.apply
+_to_local: Callable[..., Any] = _ToLocal.apply
+_from_local: Callable[..., Any] = _FromLocal.apply
+_to_whole: Callable[..., Any] = _ToWhole.apply
+_replicated: Callable[..., Any] = _Replicated.apply
+_to_dtensor: Callable[..., Any] = _ToDTensor.apply
+_from_dtensor: Callable[..., Any] = _FromDTensor.apply

@@ -1,0 +1,56 @@
+"""Move what ranks have of a sharded tensor to where it should be: along a plan of the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from reshard.bytesize import parse_bytes
+from reshard.dtypes import canonical_dtype
+from reshard.layout import BoxLayout, Layout
+from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.sharded.content import Content, members
+from reshard.tensors.meshes import this_rank
+from reshard.tensors.motion import Motion
+from reshard.tensors.reading import whole_on
+
+__all__ = ["moved_to", "split", "whole"]
+
+
+def moved_to(content: Content, want: Layout) -> Content:
+    """The same tensor in another layout; shares memory where nothing has to move."""
+    found = _moved(content, want)
+    parts = () if found is None else split(found, want, content.shape)
+    return replace(content, layout=want, parts=parts, spec=None, stated=None, mesh=None)
+
+
+def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor | None:
+    """The whole tensor on these ranks, or on all of the group; None on the others."""
+    return _moved(content, whole_on(tuple(ranks or members(content.group))))
+
+
+def _moved(content: Content, want: Layout) -> torch.Tensor | None:
+    kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
+    have, shape, group = content.layout, content.shape, content.group
+    motion = Motion(have, want, shape, kind, kind, memory, "replicated", group)
+    local = content.local
+    at_rest = motion.at_rest(local)
+    if at_rest is not None:
+        return at_rest
+    return motion.moved(local, None, content.device, False)[0]
+
+
+def split(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+    """A local tensor as the parts that its layout lists: views of it, one per box."""
+    if not isinstance(layout, BoxLayout):
+        return (local,)
+    boxes = layout.boxes.get(this_rank(), ())
+    if len(boxes) == 1:
+        return (local.view(boxes[0].shape),)
+    found, at = [], 0
+    for box in boxes:
+        found.append(local.reshape(-1)[at : at + box.size].view(box.shape))
+        at += box.size
+    return tuple(found)

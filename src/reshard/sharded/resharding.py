@@ -1,0 +1,135 @@
+"""Cut a sharded tensor in another way, along one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.planning.plan import Plan, plan
+from reshard.sharded.content import Content, Group, members
+from reshard.sharded.gradients import from_local, to_layout
+from reshard.sharded.making import content_for
+from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
+from reshard.sharded.shard import Shard
+from reshard.sharded.tensor import ShardedTensor
+
+if TYPE_CHECKING:
+    from reshard.sharded.spec import ShardingSpec
+
+__all__ = [
+    "build_reshard_metadata",
+    "get_idx_from_placements",
+    "plan_reshard",
+    "reshard_local_shard",
+    "resharded",
+    "reshuffle_local_shard",
+]
+
+
+class PlacementsError(ValueError, RuntimeError):
+    """A rank is not among placements."""
+
+
+def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
+    """The same tensor as another spec cuts it; itself where every rank keeps what it has."""
+    content = tensor._content
+    _check_spec(spec)
+    target = content_for(spec, torch.Size(content.shape), _properties(content), content.group)
+    if target.layout == content.layout and target.shards_metadata == content.shards_metadata:
+        return tensor
+    return to_layout(tensor, target)
+
+
+def _check_spec(spec: object) -> None:
+    from reshard.sharded.spec import ShardingSpec
+
+    if not isinstance(spec, ShardingSpec):
+        raise TypeError(f"reshard needs a ShardingSpec, found {type(spec).__name__}: give a spec")
+
+
+def _properties(content: Content) -> TensorProperties:
+    return TensorProperties(content.dtype)
+
+
+def build_reshard_metadata(
+    st_size: Sequence[int], sharding_spec: ShardingSpec, group_or_world: Group | int = None
+) -> tuple[tuple[ShardMetadata, ...], tuple[int, ...]]:
+    """All shards of a spec in the order of ranks, and those ranks.
+
+    >>> from reshard.sharded.chunk import ChunkShardingSpec
+    >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
+    >>> shards, ranks = build_reshard_metadata([4, 6], spec, 2)
+    >>> [shard.shard_offsets for shard in shards], ranks
+    ([(2, 0), (0, 0)], (0, 1))
+    """
+    shards = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
+    ordered = tuple(sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank))
+    ranks = tuple(-1 if shard.rank is None else shard.rank for shard in ordered)
+    known = range(group_or_world) if isinstance(group_or_world, int) else members(group_or_world)
+    for rank in ranks:
+        if rank not in known:
+            raise PlacementsError(f"rank {rank} of the spec is not among {list(known)}")
+    return ordered, ranks
+
+
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: bool = False
+) -> Any:
+    """Where a rank stands among placements: its first place, or with ``all`` every one.
+
+    >>> get_idx_from_placements(["rank:3/cpu", "rank:1/cpu"], 1)
+    1
+    """
+    read = [Placement(place) if isinstance(place, str) else place for place in placements]
+    found = [number for number, place in enumerate(read) if place.rank() == current_rank]
+    if not found and not all:
+        raise PlacementsError(
+            f"rank {current_rank} is not among the placements {[str(place) for place in read]}"
+        )
+    return tuple(found) if all else found[0]
+
+
+def plan_reshard(
+    src: ShardingSpec, dst: ShardingSpec, size: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Plan:
+    """The plan of a reshard, without communication: it can be printed, proven and simulated."""
+    from reshard.sharded.by_layout import lowered
+
+    properties = TensorProperties(dtype)
+    have, want = (lowered(spec, torch.Size(size), properties)[0] for spec in (src, dst))
+    return plan(have, want, shape=tuple(size), dtype=str(dtype))
+
+
+def reshard_local_shard(
+    local_tensor: torch.Tensor,
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    resharding_spec: ShardingSpec,
+    pg: dist.ProcessGroup | None = None,
+) -> tuple[list[Shard], list[ShardMetadata]]:
+    """This rank's shards as another spec cuts the tensor, and all shards; gradients flow back."""
+    size = torch.Size(st_size)
+    properties = TensorProperties(local_tensor.dtype)
+    content = content_for(sharding_spec, size, properties, pg)
+    tensor = from_local(local_tensor, content)
+    moved = resharded(tensor, resharding_spec)
+    found = content_for(resharding_spec, size, properties, pg)
+    shards_metadata = list(found.shards_metadata)
+    if len(moved._content.parts) == 1:
+        local = moved.local_tensor()
+        return [Shard(local, moved._content.shards[0].metadata)], shards_metadata
+    return moved.local_shards(), shards_metadata
+
+
+def reshuffle_local_shard(
+    local_shard: torch.Tensor,
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    resharding_spec: ShardingSpec,
+    pg: dist.ProcessGroup | None = None,
+) -> tuple[list[Shard], list[ShardMetadata]]:
+    """The same for specs that cut the same dim; there is one planner for both."""
+    return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)

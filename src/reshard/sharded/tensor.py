@@ -1,0 +1,230 @@
+"""ShardedTensor: one tensor of which every rank holds some shards.
+
+spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+st = zeros(spec, 10, 4)                      # this rank's shard: 5 x 4
+st.local_tensor()                            # differentiable, as everything here
+st.reshard(other_spec)                       # another ShardedTensor, along one plan
+st + 2 * other                               # shard by shard
+torch.nn.functional.linear(x, st)            # through DTensor, where that can say the layout
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from reshard.box import row_major
+from reshard.layout import Layout
+from reshard.sharded.content import Content, Group
+from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
+from reshard.sharded.shard import Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+
+    from reshard.sharded.spec import ShardingSpec
+
+__all__ = ["ShardedTensor", "wrap"]
+
+
+class ShardedTensor(torch.Tensor):
+    """One tensor of which every rank holds some shards."""
+
+    _content: Content
+
+    def __new__(
+        cls,
+        sharding_spec: ShardingSpec,
+        *size: int | Sequence[int],
+        dtype: torch.dtype | None = None,
+        layout: torch.layout = torch.strided,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+        memory_format: torch.memory_format = torch.contiguous_format,
+        process_group: Group = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """Shards with values that nobody has set yet."""
+        from reshard.sharded.factories import made
+
+        properties = TensorProperties(
+            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
+        )
+        return made(sharding_spec, size, properties, process_group, torch.empty)
+
+    def __init__(self, *_: object, **__: object) -> None:
+        """Everything is done by ``__new__``."""
+
+    @property
+    def cut(self) -> Layout:
+        """How it is cut over ranks."""
+        return self._content.layout
+
+    def local_shards(self) -> list[Shard]:
+        """This rank's shards; their tensors are its memory."""
+        return list(self._content.shards)
+
+    def local_tensor(self) -> torch.Tensor:
+        """The tensor of this rank's only shard; gradients flow back."""
+        shards = self._content.shards
+        if len(shards) != 1 and len(self._content.parts) != 1:
+            raise NotImplementedError(
+                f"Only single local shard is supported, and this rank has {len(shards)}: use "
+                "local_shards()"
+            )
+        from reshard.sharded.gradients import to_local
+
+        return to_local(self)
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """All shards on all ranks, and what they have in common."""
+        content, pinned = self._content, self.is_pinned()
+        common = TensorProperties(
+            content.dtype, requires_grad=self.requires_grad, pin_memory=pinned
+        )
+        return ShardedTensorMetadata(content.shards_metadata, torch.Size(content.shape), common)
+
+    def sharding_spec(self) -> ShardingSpec:
+        """The spec it was made by, or one that says where its shards lie."""
+        content = self._content
+        if content.spec is not None:
+            return content.spec
+        from reshard.sharded.by_layout import LayoutShardingSpec
+
+        return LayoutShardingSpec(content.layout)
+
+    @property
+    def process_group(self) -> Group:
+        """The group of the ranks that hold shards; None is the default one."""
+        return self._content.group
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same tensor, cut in another way; itself where nothing changes."""
+        from reshard.sharded.resharding import resharded
+
+        return resharded(self, resharding_spec)
+
+    def reshard_(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Cut this very tensor in another way; not one that gradients are collected in."""
+        if self.requires_grad:
+            raise RuntimeError(
+                "reshard_ would change a tensor that requires gradients under autograd's feet: use "
+                "reshard(), or call it before requires_grad_()"
+            )
+        self._content = self.reshard(resharding_spec)._content
+        return self
+
+    def full_tensor(self) -> torch.Tensor:
+        """The whole tensor, on every rank of the group; gradients flow back."""
+        from reshard.sharded.gradients import to_whole
+
+        return to_whole(self)
+
+    def gather(  # type: ignore[override]
+        self,
+        dst: int = 0,
+        out: torch.Tensor | None = None,
+        enforce_dtype: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor | None:
+        """The whole tensor on one rank of the group, in ``out`` if given; None on the others."""
+        from reshard.sharded.gathering import gathered
+
+        return gathered(self, dst, out, enforce_dtype, dtype)
+
+    def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
+        """The same memory as a DTensor, where placements can say the layout."""
+        from reshard.sharded.gradients import to_dtensor
+
+        return to_dtensor(self, device_mesh)
+
+    @staticmethod
+    def from_dtensor(tensor: DTensor, process_group: Group = None) -> ShardedTensor:
+        """A DTensor's memory as a ShardedTensor."""
+        from reshard.sharded.gradients import from_dtensor
+
+        return from_dtensor(tensor, process_group)
+
+    def remote_shards(self) -> dict[int, list[Any]]:
+        """References to the shards of other ranks, by RPC."""
+        raise RuntimeError(
+            "RPC references to remote shards were not made: there is no init_rrefs here, because "
+            "shards of other ranks are reached by reshard() and gather()"
+        )
+
+    def is_pinned(self) -> bool:  # type: ignore[override]
+        """Whether all of this rank's parts are in pinned memory."""
+        parts = self._content.parts
+        return bool(parts) and all(part.is_pinned() for part in parts)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
+        """Collect gradients, or not; the tensors of the shards say the same."""
+        for part in self._content.parts:
+            part.requires_grad_(requires_grad)
+        return cast(ShardedTensor, super().requires_grad_(requires_grad))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return cast(ShardedTensor, memo[id(self)])
+        with torch.no_grad():
+            made = self.detach().clone().requires_grad_(self.requires_grad)
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        if self.grad is not None:
+            made.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = made
+        return cast(ShardedTensor, made)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        content = self._content
+        where = f'"{content.layout}"'
+        return f"ShardedTensor({list(content.shape)}, {content.dtype}, {where}, {content.parts})"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        from reshard.sharded.pickling import reduced
+
+        return reduced(self)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Content]:
+        names = [f"_part{number}" for number in range(len(self._content.parts))]
+        for name, part in zip(names, self._content.parts, strict=True):
+            setattr(self, name, part)
+        return names, self._content
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], content: Content, size: object, stride: object
+    ) -> ShardedTensor:
+        return wrap(content.with_parts(tuple(inner.values())))
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        from reshard.sharded.functions import called
+
+        return called(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        from reshard.sharded.dispatch import dispatched
+
+        return dispatched(func, args, kwargs or {})
+
+
+def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
+    """A ShardedTensor of what a rank has."""
+    made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
+        ShardedTensor,
+        content.shape,
+        strides=row_major(content.shape),
+        dtype=content.dtype,
+        device=content.device,
+        requires_grad=requires_grad,
+    )
+    made._content = content
+    return made
