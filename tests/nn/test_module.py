@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from typing import Any
 
 import pytest
@@ -16,65 +14,14 @@ from reshard.nn import (
     Sharder,
     ShardingPlan,
     ShardingPlanner,
-    load_with_process_group,
     shard_module,
     shard_parameter,
 )
 from reshard.sharded.chunk import ChunkShardingSpec
 from reshard.sharded.spec import ShardingSpec
-from reshard.sharded.tensor import ShardedTensor
+from tests.nn.models import COLUMNS, FOUR, ROWS, Model, assert_rows, shard, state_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-
-FOUR = range(4)
-PLACES = [f"rank:{rank}/cpu" for rank in FOUR]
-ROWS, COLUMNS = ChunkShardingSpec(0, PLACES), ChunkShardingSpec(1, PLACES)
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.fc1 = nn.Linear(12, 12)
-        self.fc2 = nn.Linear(12, 12)
-        self.fc10 = nn.Linear(12, 12)
-        self.register_buffer("table", torch.arange(24.0).view(12, 2))
-        self.label = 7
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.fc10(self.fc2(self.fc1(x)))
-
-
-class Hands(nn.Module):
-    """Gives its own parameter, in a tuple."""
-
-    def __init__(self, rows: int = 24) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.arange(rows * 12.0).view(rows, 12))
-
-    def forward(self) -> tuple[torch.Tensor, str]:
-        return self.weight, "label"
-
-
-def shard(module: nn.Module, plan: dict[str, Any], *rest: Any, **options: Any) -> Any:
-    return shard_module(module, ShardingPlan(plan, *rest), process_group=pool_group(4), **options)
-
-
-def state_of(module: nn.Module) -> list[object]:
-    """Everything that sharding might change, by identity."""
-    return [
-        [(name, id(child)) for name, child in module.named_modules()],
-        [(name, id(one)) for name, one in module.named_parameters(remove_duplicate=False)],
-        [(name, id(one)) for name, one in module.named_buffers()],
-        [len(child._forward_hooks) for child in module.modules()],
-        [sorted(vars(child)) for child in module.modules()],
-    ]
-
-
-def assert_rows(tensor: torch.Tensor, whole: torch.Tensor, rank: int) -> None:
-    assert isinstance(tensor, ShardedTensor)
-    assert len(tensor.local_shards()) == 1
-    assert torch.equal(tensor.local_tensor(), whole[3 * rank : 3 * rank + 3])
 
 
 def run_parameter(rank: int) -> None:
@@ -312,82 +259,6 @@ def test_D23_a_buffer_stays_a_buffer(pool: Pool) -> None:
     pool.run(run_buffer, ranks=FOUR)
 
 
-def run_outputs(rank: int) -> None:
-    module = Hands()
-    handle = shard(module, {"weight": ROWS}, {"": COLUMNS})
-    tensor, label = module()
-    assert (tensor.local_tensor().shape, label) == ((24, 3), "label")
-    assert module.weight.sharding_spec() == ROWS
-    handle.remove()
-    module = nn.Sequential()
-    module.add_module("hands", Hands())
-    handle = shard(module, {"hands.*": ROWS}, {"hands": COLUMNS}, ["hands"])
-    tensor, label = module.hands()
-    assert type(tensor) is torch.Tensor
-    assert tensor.shape == (24, 3)
-    handle.remove()
-    tensor, _ = module.hands()
-    assert tensor is module.hands.weight
-    assert not module.hands._forward_hooks
-
-
-def test_B96_D20_outputs_of_the_root_and_of_children(pool: Pool) -> None:
-    pool.run(run_outputs, ranks=FOUR)
-
-
-def run_forward(rank: int) -> None:
-    model, whole, x = Model(), Model(), torch.ones(2, 12)
-    plan = {"fc1.weight": ROWS, "fc1.bias": ROWS, "fc2.weight": COLUMNS}
-    handle = shard(model, plan, None, [""])
-    assert torch.allclose(model(x), whole(x))
-    model(x).sum().backward()
-    whole(x).sum().backward()
-    assert_rows(model.fc1.weight.grad, whole.fc1.weight.grad, rank)
-    handle.remove()
-    assert torch.allclose(model(x), whole(x))
-
-
-def test_B93_outputs_equal_those_of_the_whole_model(pool: Pool) -> None:
-    pool.run(run_forward, ranks=FOUR)
-
-
-def run_remove(rank: int) -> None:
-    model, before = Model(), Model()
-    weight, hold = model.fc1.weight, state_of(model)
-    handle = shard(model, {"*.weight": ROWS, "table": COLUMNS}, {"fc1": ROWS}, ["fc2"])
-    assert handle.sharded == ("table", "fc1.weight", "fc2.weight", "fc10.weight")
-    with torch.no_grad():
-        model.fc1.weight.mul_(3)
-    handle.remove()
-    assert model.fc1.weight is weight
-    assert torch.equal(weight, 3 * before.fc1.weight)
-    assert torch.equal(model.fc2.weight, before.fc2.weight)
-    assert [name for name, _ in model.named_parameters()] == [n for n, _ in hold[1]]
-    assert not any(child._forward_hooks for child in model.modules())
-    handle.remove()
-    assert model.fc1.weight is weight
-
-
-def test_remove_brings_back_the_parameters_with_their_values(pool: Pool) -> None:
-    pool.run(run_remove, ranks=FOUR)
-
-
-def run_memory(rank: int) -> None:
-    model = Model()
-    watch = weakref.ref(model.fc1.weight)
-    handle = shard(model, {"fc1.weight": ROWS})
-    gc.collect()
-    assert watch() is None
-    handle.remove()
-    assert type(model.fc1.weight) is nn.Parameter
-    assert model.fc1.weight.requires_grad
-    assert torch.equal(model.fc1.weight, Model().fc1.weight)
-
-
-def test_a_handle_does_not_keep_the_whole_parameter(pool: Pool) -> None:
-    pool.run(run_memory, ranks=FOUR)
-
-
 def run_twice(rank: int) -> None:
     model = Model()
     shard(model, {"fc1.weight": ROWS})
@@ -461,33 +332,3 @@ def test_D31_the_ranks_compare_once_however_many_parameters(pool: Pool) -> None:
     few, many = (pool.run(run_count, count, ranks=FOUR) for count in (1, 40))
     assert few == many
     assert max(many) <= 4
-
-
-def run_state_dict(rank: int) -> None:
-    model = nn.ModuleDict({"inner": Model()})
-    shard(model, {"inner.fc1.weight": ROWS})
-    state = model.state_dict()
-    assert_rows(state["inner.fc1.weight"], Model().fc1.weight, rank)
-    assert type(state["inner.fc1.bias"]) is torch.Tensor
-    other = nn.ModuleDict({"inner": Model()})
-    nn.init.zeros_(other.inner.fc1.weight)
-    shard(other, {"inner.fc1.weight": ROWS})
-    with load_with_process_group(pool_group(4)):
-        other.load_state_dict(state)
-    assert_rows(other.inner.fc1.weight, Model().fc1.weight, rank)
-
-
-def test_B47_B48_state_dicts_of_sharded_modules(pool: Pool) -> None:
-    pool.run(run_state_dict, ranks=FOUR)
-
-
-def run_plain(rank: int) -> None:
-    model = Model()
-    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    model.load_state_dict(before)
-    assert all(type(tensor) is torch.Tensor for tensor in model.state_dict().values())
-    assert state_of(model)[3] == [0, 0, 0, 0]
-
-
-def test_B49_ordinary_modules_are_left_alone(pool: Pool) -> None:
-    pool.run(run_plain, ranks=FOUR)

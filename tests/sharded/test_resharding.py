@@ -270,7 +270,7 @@ def from_a_local_tensor(rank: int, size: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="do not cover the entire tensor"):
         init_from_local_tensor(local[..., :0].contiguous(), spec, size, process_group=pool_group(4))
     with pytest.raises(ValueError, match="not a contiguous"):
-        init_from_local_tensor(local.transpose(0, 1), spec, size, process_group=pool_group(4))
+        init_from_local_tensor(numbered(4, 6).t(), spec, size, process_group=pool_group(4))
 
 
 @pytest.mark.parametrize("size", [(20, 10), (21, 11), (23, 16), (44, 16, 8)], ids=str)

@@ -1,7 +1,5 @@
 """Sharding specs as documented: which shards they give, which values they are, what is refused."""
 
-# ruff: noqa: N802 - the names of tests carry the ids of what they test, such as B25
-
 from __future__ import annotations
 
 import copy
@@ -309,6 +307,10 @@ def test_B86_no_straight_cut_parts_them() -> None:
     wider = [ShardMetadata([0, 0], [2, 2]), *PINWHEEL[1:]]
     with pytest.raises(ValueError, match=r"overlap in \[1:2, [01]:[12]\]"):
         EnumerableShardingSpec(wider)
+    # The long box overlaps the third in sorted order, and not the second.
+    long = listed(((0, 0), (9, 1)), ((1, 5), (1, 1)), ((4, 0), (1, 1)))
+    with pytest.raises(ValueError, match=r"overlap in \[4:5, 0:1\]"):
+        EnumerableShardingSpec(long)
     with pytest.raises(ValueError, match=r"shards \[\] .* and \[\] .* overlap in \[\]"):
         EnumerableShardingSpec(listed(((), ()), ((), ())))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -16,6 +16,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import quoted
+from reshard.layout import Layout
+from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 
@@ -56,7 +58,7 @@ def collect_local_shard(module: nn.Module, squeeze: Squeeze = "auto") -> nn.Modu
 
     A dim of size 1 that is left of the sharded dim is dropped: with "auto" only where all ranks
     drop it, with True wherever this rank's shard has size 1, with False never. ``[4, 16]`` cut in
-    4 rows gives ``[16]``.
+    4 rows gives ``[16]``. A sum over ranks that is still pending is done first.
 
     ``remove_output_hooks`` undoes it.
     """
@@ -109,6 +111,7 @@ class LocalTensor:
 
     def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
         """This rank's shard."""
+        tensor = _summed(tensor)
         dim = None if self.squeeze is False else _cut_dim(tensor)
         local = tensor.local_tensor()
         if dim is None or (self.squeeze == "auto" and not _is_one_each(tensor, dim)):
@@ -181,6 +184,15 @@ class _Walk:
     def _changed(self, items: Any) -> dict[Any, Any]:
         walked = ((key, item, self.walk(item)) for key, item in items)
         return {key: new for key, old, new in walked if new is not old}
+
+
+def _summed(tensor: ShardedTensor) -> ShardedTensor:
+    """The tensor without a pending sum: a rank's addend is not the module's output."""
+    cut = tensor.cut
+    if cut.reduce is None:
+        return tensor
+    done = Layout(cut.mesh, replace(cut.words, reduce=None))
+    return tensor.reshard(LayoutShardingSpec(done, str(tensor.device)))
 
 
 def _cut_dim(tensor: ShardedTensor) -> int | None:

@@ -13,13 +13,15 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map
 
 from reshard.errors import OperationError, ReshardError
 from reshard.layout import Layout
+from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, members
+from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
 from reshard.tensors.placing import placements_of
@@ -51,7 +53,9 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             f"on ranks {list(members(content.group))}: reshard it first, to a ChunkShardingSpec "
             "with one placement per rank of its group, in order"
         )
-    return dtensor_of(content.local, mesh, placements, content.shape, dtype=content.dtype)
+    return dtensor_of(
+        content.local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -63,11 +67,25 @@ def _placements(
 
 def content_of(tensor: DTensor, group: Group) -> Content:
     """What a rank has of a DTensor."""
+    tensor = _in_words(tensor)
     local, layout = dtensor_local(tensor), dtensor_layout(tensor)
     parts = () if local is None else (local,)
     shape, mesh = tuple(tensor.shape), tensor.device_mesh
     device = torch.device(mesh.device_type) if local is None else local.device
-    return Content(layout, shape, tensor.dtype, parts, device, group, mesh=mesh)
+    stride = tuple(tensor.stride())
+    return Content(
+        layout, shape, tensor.dtype, parts, device, group, mesh=mesh, stated_stride=stride
+    )
+
+
+def _in_words(tensor: DTensor) -> DTensor:
+    """The same tensor without sums that only DTensor knows of: of a masked lookup, of norms."""
+    plain = (Shard, Replicate, _StridedShard)
+    odd = [not isinstance(one, plain) and type(one) is not Partial for one in tensor.placements]
+    if not any(odd):
+        return tensor
+    pairs = zip(tensor.placements, odd, strict=True)
+    return tensor.redistribute(placements=[Replicate() if is_odd else one for one, is_odd in pairs])
 
 
 def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
@@ -90,13 +108,23 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
         for made, own in given:
             if value is made:
                 return own
-        return wrap(content_of(value, first.group))
+        return wrap(_added_up(content_of(value, first.group)))
 
     try:
         inputs, named = tree_map(lent, args), tree_map(lent, kwargs)
         return tree_map(returned, func(*inputs, **named))
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
         raise _unsupported(func, first, error) from error
+
+
+def _added_up(content: Content) -> Content:
+    """Without a pending sum: whoever uses the tensor next would add it up, each for itself.
+
+    It is added up once, in the order of ranks, and before anything rounds it.
+    """
+    if content.layout.reduce is None:
+        return content
+    return moved_to(content, unreduced(content.layout))
 
 
 def _unsupported(func: Any, first: Content, error: Exception) -> OperationError:

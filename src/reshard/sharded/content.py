@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from reshard.box import Box
+from reshard.box import Box, row_major
 from reshard.layout import BoxLayout, Layout
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.shard import Shard
@@ -44,6 +44,8 @@ class Content:
     """All shards, as the spec or the user gave them."""
     mesh: DeviceMesh | None = None
     """The DeviceMesh that the layout was read from, if it was."""
+    stated_stride: tuple[int, ...] | None = None
+    """The strides that the whole tensor would have, where DTensor says so."""
 
     @property
     def local(self) -> torch.Tensor | None:
@@ -59,7 +61,23 @@ class Content:
         device, stated = parts[0].device, self.stated
         if stated is not None and device != self.device:
             stated = tuple(shard.on(device) for shard in stated)
-        return replace(self, parts=tuple(parts), dtype=parts[0].dtype, device=device, stated=stated)
+        return replace(
+            self,
+            parts=tuple(parts),
+            dtype=parts[0].dtype,
+            device=device,
+            stated=stated,
+            stated_stride=None,
+        )
+
+    @cached_property
+    def stride(self) -> tuple[int, ...]:
+        """The strides that the whole tensor would have: its dims lie as those of a part."""
+        if self.stated_stride is not None:
+            return self.stated_stride
+        if len(self.parts) != 1 or self.parts[0].ndim != len(self.shape):
+            return row_major(self.shape)
+        return strides_like(self.shape, self.parts[0].stride())
 
     def is_like(self, other: Content) -> bool:
         """Whether every rank holds the same elements of both, in the same order."""
@@ -98,6 +116,21 @@ class Content:
             part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
             for piece in self.layout.pieces(this_rank(), self.shape)
         ]
+
+
+@lru_cache(maxsize=4096)
+def strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a tensor without gaps whose dims lie in the order of these.
+
+    >>> strides_like((4, 6), (1, 2)), strides_like((4, 6), (6, 1))
+    ((1, 4), (6, 1))
+    """
+    order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
+    found, step = [0] * len(shape), 1
+    for dim in order:
+        found[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)

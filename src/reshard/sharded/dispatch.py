@@ -119,14 +119,40 @@ def _without_parts(func: Any, like: Content) -> ShardedTensor:
 
 
 def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on lists of tensors, tensor by tensor."""
-    lists = [len(arg) for arg in args if isinstance(arg, list | tuple)]
-    single = getattr(aten, func.overloadpacket.__name__.removeprefix("_foreach_"))
-    results = []
-    for number in range(lists[0]):
-        own = [arg[number] if isinstance(arg, list | tuple) else arg for arg in args]
-        results.append(single(*own, **kwargs))
-    return None if func._schema.name.endswith("_") else results
+    """An operation on lists of tensors, as one on lists of their parts."""
+    if func.overloadpacket in (aten._foreach_norm, aten._foreach_max):
+        single = (
+            torch.linalg.vector_norm if func.overloadpacket is aten._foreach_norm else torch.max
+        )
+        return [single(one, *args[1:], **kwargs) for one in args[0]]
+    lists = [list(arg) if isinstance(arg, list | tuple) else None for arg in args]
+    columns = [[] if own is not None else args[at] for at, own in enumerate(lists)]
+    likes = []
+    for number, first in enumerate(args[0]):
+        content = first._content if isinstance(first, ShardedTensor) else None
+        likes.append(content)
+        count = 1 if content is None else len(content.parts)
+        for at, own in enumerate(lists):
+            if own is not None:
+                columns[at] += _spread(own[number], content, count)
+    results = func(*columns, **kwargs)
+    return None if results is None else _regrouped(results, likes)
+
+
+def _spread(value: Any, content: Content | None, count: int) -> list[Any]:
+    """An operand for every part of a tensor."""
+    parts = value if content is None else _parts(value, content)
+    return list(parts) if isinstance(parts, tuple) else [parts] * count
+
+
+def _regrouped(results: Any, likes: list[Content | None]) -> list[Any]:
+    """The parts of results as the tensors that they are of."""
+    left, found = list(results), []
+    for content in likes:
+        count = 1 if content is None else len(content.parts)
+        mine, left = left[:count], left[count:]
+        found.append(mine[0] if content is None else wrap(content.with_parts(mine)))
+    return found
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:

@@ -26,6 +26,7 @@ __all__ = [
     "as_content",
     "from_dtensor",
     "from_local",
+    "like",
     "replicated",
     "to_dtensor",
     "to_layout",
@@ -44,6 +45,19 @@ def to_local(tensor: ShardedTensor) -> torch.Tensor:
     """This rank's part; its gradient is that part of the gradient."""
     found: torch.Tensor = _to_local(tensor)
     return found
+
+
+def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
+    """Lays a gradient out as its tensor is: an optimizer then finds its shards side by side."""
+    source = replace(content, parts=())
+
+    def laid_out(gradient: torch.Tensor) -> ShardedTensor:
+        found = as_content(gradient, source)
+        if not found.is_like(source):
+            found = moved_to(found, source.layout)
+        return wrap(replace(found, spec=source.spec, stated=source.stated))
+
+    return laid_out
 
 
 def from_local(local: torch.Tensor, content: Content) -> ShardedTensor:

@@ -23,7 +23,9 @@ def moved_to(content: Content, want: Layout) -> Content:
     """The same tensor in another layout; shares memory where nothing has to move."""
     found = _moved(content, want)
     parts = () if found is None else split(found, want, content.shape)
-    return replace(content, layout=want, parts=parts, spec=None, stated=None, mesh=None)
+    return replace(
+        content, layout=want, parts=parts, spec=None, stated=None, mesh=None, stated_stride=None
+    )
 
 
 def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor | None:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from reshard.box import row_major
 from reshard.layout import Layout
 from reshard.sharded.content import Content, Group
 from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
@@ -165,7 +164,17 @@ class ShardedTensor(torch.Tensor):
         """Collect gradients, or not; the tensors of the shards say the same."""
         for part in self._content.parts:
             part.requires_grad_(requires_grad)
-        return cast(ShardedTensor, super().requires_grad_(requires_grad))
+        collects = requires_grad and not self.requires_grad and self.is_leaf
+        super().requires_grad_(requires_grad)
+        if collects:
+            from reshard.sharded.gradients import like
+
+            self.register_hook(like(self._content))
+        return self
+
+    def tolist(self) -> Any:
+        """All values, on every rank."""
+        return self.full_tensor().tolist()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
@@ -221,7 +230,7 @@ def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
     made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
         ShardedTensor,
         content.shape,
-        strides=row_major(content.shape),
+        strides=content.stride,
         dtype=content.dtype,
         device=content.device,
         requires_grad=requires_grad,
