@@ -18,6 +18,7 @@ PUBLIC = [
     "MoveTimeoutError",
     "NamesError",
     "NotationError",
+    "OperationError",
     "PeerLostError",
     "Plan",
     "PlanError",

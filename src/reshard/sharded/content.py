@@ -70,6 +70,10 @@ class Content:
             stated_stride=None,
         )
 
+    def sized(self, shape: tuple[int, ...]) -> Content:
+        """As it is cut, for a tensor of another shape; still without parts."""
+        return replace(self, shape=shape, parts=(), spec=None, stated=None, stated_stride=None)
+
     @cached_property
     def stride(self) -> tuple[int, ...]:
         """The strides that the whole tensor would have: its dims lie as those of a part."""

@@ -23,6 +23,10 @@ def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         from reshard.sharded.comparing import allclose
 
         return allclose(*args, **kwargs)
+    if func is torch.nn.functional.scaled_dot_product_attention:
+        from reshard.sharded.attention import attended
+
+        return attended(func, *_with_replicas(args, kwargs))
     if torch.is_grad_enabled():
         args, kwargs = _with_replicas(args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
