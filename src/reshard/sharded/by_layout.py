@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 
@@ -44,8 +45,21 @@ def lowered(
     spec: ShardingSpec, shape: torch.Size, properties: TensorProperties
 ) -> tuple[Layout, tuple[ShardMetadata, ...] | None]:
     """The layout that a spec gives a tensor, and its shards if the spec lists them."""
+    try:
+        return _known(spec, shape, properties)
+    except TypeError:  # a spec of the user's that cannot be hashed
+        return _lowered(spec, shape, properties)
+
+
+def _lowered(
+    spec: ShardingSpec, shape: torch.Size, properties: TensorProperties
+) -> tuple[Layout, tuple[ShardMetadata, ...] | None]:
     if isinstance(spec, LayoutShardingSpec):
         spec.layout.dims(tuple(shape))
         return spec.layout, None
     stated = tuple(spec.build_metadata(shape, properties).shards_metadata)
     return layout_of_shards(tuple(shape), stated), stated
+
+
+_known = lru_cache(maxsize=4096)(_lowered)
+"""Training cuts the same tensors in the same ways, step after step."""

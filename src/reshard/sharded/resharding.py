@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,9 @@ from reshard.sharded.content import Content, Group, members
 from reshard.sharded.gradients import from_local, to_layout
 from reshard.sharded.making import content_for
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
+from reshard.sharded.moving import moved_to
 from reshard.sharded.shard import Shard
-from reshard.sharded.tensor import ShardedTensor
+from reshard.sharded.tensor import ShardedTensor, wrap
 
 if TYPE_CHECKING:
     from reshard.sharded.spec import ShardingSpec
@@ -36,11 +38,16 @@ class PlacementsError(ValueError, RuntimeError):
 def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     """The same tensor as another spec cuts it; itself where every rank keeps what it has."""
     content = tensor._content
+    if spec is content.spec:
+        return tensor
     _check_spec(spec)
     target = content_for(spec, torch.Size(content.shape), _properties(content), content.group)
     if target.layout == content.layout and target.shards_metadata == content.shards_metadata:
         return tensor
-    return to_layout(tensor, target)
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return to_layout(tensor, target)
+    moved = moved_to(content, target.layout)
+    return wrap(replace(moved, spec=spec, stated=target.stated))
 
 
 def _check_spec(spec: object) -> None:
