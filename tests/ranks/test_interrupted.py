@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 import time
+import traceback
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -36,9 +38,23 @@ def move_on_and_on(rank: int, transport: str, how: str) -> tuple[Tried, str]:
             else:
                 plan.run(given, **options)
 
-    outcome = tried(move)
+    outcome = tried(lambda: inside(move))
     dist.barrier()
     return outcome, torch.equal(*again(plan, given, options)) * "right"
+
+
+class OutsideError(Exception):
+    """The interrupt came between two calls of ours: nobody can hear of it but the test."""
+
+
+def inside(move: Callable[[], None]) -> None:
+    try:
+        move()
+    except KeyboardInterrupt as error:
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if not any("reshard/run" in file for file in files):
+            raise OutsideError from None
+        raise
 
 
 def again(plan: Any, given: Any, options: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -50,6 +66,12 @@ def again(plan: Any, given: Any, options: Any) -> tuple[torch.Tensor, torch.Tens
 @pytest.mark.parametrize("transport", TRANSPORTS if soaking() else ["auto"])
 @pytest.mark.parametrize("how", ["run", "handle", "first"])
 def test_an_interrupt(how: str, transport: str) -> None:
+    if not any(interrupted_well(how, transport) for _ in range(3)):
+        raise AssertionError("every interrupt came between two calls")
+
+
+def interrupted_well(how: str, transport: str) -> bool:
+    """Whether the interrupt came during a call, as nearly all do, and all was well then."""
     with fresh_ranks(4) as ranks:
         job = ranks.begin(move_on_and_on, transport, how)
         for rank in range(4):
@@ -57,12 +79,17 @@ def test_an_interrupt(how: str, transport: str) -> None:
         time.sleep(1.0 if how == "first" else 0.3)
         ranks.kill(VICTIM, signal.SIGINT)
         sent = time.monotonic()
-        outcomes = []
-        for outcome in job.outcomes(40):
-            assert isinstance(outcome, Returned), str(outcome)
-            outcomes.append(outcome.value)
+        (victim,) = job.outcomes(40, ranks=[VICTIM])
+        if "OutsideError" in str(victim):
+            return False
+        told = job.outcomes(40)
+    outcomes = []
+    for outcome in told:
+        assert isinstance(outcome, Returned), str(outcome)
+        outcomes.append(outcome.value)
     assert {end for _, end in outcomes} == {"right"}
     assert outcomes[VICTIM][0].kind == "KeyboardInterrupt"
     others = [one for rank, (one, _) in enumerate(outcomes) if rank != VICTIM]
     check_same(others, "LiveError", f"rank {VICTIM} was interrupted")
     assert all(one.ended - sent < within(2.0) for one in others), others
+    return True
