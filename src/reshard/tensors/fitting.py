@@ -11,7 +11,7 @@ from reshard.errors import LayoutError, TensorError
 from reshard.layout import BoxLayout
 from reshard.spec import TensorSpec
 from reshard.tensors.describe import spec_of
-from reshard.tensors.kinds import is_dtensor, is_sharded_tensor
+from reshard.tensors.kinds import knows_layout
 from reshard.tensors.reading import parts_of
 
 __all__ = ["NOWHERE", "Place", "check_fits", "joined", "place_of"]
@@ -22,7 +22,7 @@ def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, role: str) 
 
     Of a plain tensor only its shape and dtype can be wrong, which whoever moves it looks at.
     """
-    if not (is_dtensor(tensor) or is_sharded_tensor(tensor)):
+    if not knows_layout(tensor):
         return
     try:
         found = spec_of(tensor)

@@ -12,12 +12,29 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
+    from typing import Protocol, TypeGuard
 
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
 
-__all__ = ["is_dtensor", "is_sharded_tensor", "ready"]
+    from reshard.layout import Layout
+
+    class Content(Protocol):
+        """What a rank has of it."""
+
+        parts: tuple[torch.Tensor, ...]
+
+    class LaidOut(Protocol):
+        """A tensor of ours: this module is below the one that has its class."""
+
+        cut: Layout
+        _content: Content
+
+        def local_tensor(self) -> torch.Tensor:
+            """This rank's part, with gradients back to it."""
+
+
+__all__ = ["is_dtensor", "is_laid_out", "is_sharded_tensor", "knows_layout", "ready"]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -28,6 +45,16 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     """Whether this is torch's ShardedTensor."""
     return _is("torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase", value)
+
+
+def is_laid_out(value: object) -> TypeGuard[LaidOut]:
+    """Whether this is our own ShardedTensor, which has a layout and parts."""
+    return _is("reshard.sharded.tensor", "ShardedTensor", value)
+
+
+def knows_layout(value: object) -> bool:
+    """Whether a tensor says itself how it is cut."""
+    return is_dtensor(value) or is_sharded_tensor(value) or is_laid_out(value)
 
 
 def _is(module: str, name: str, value: object) -> bool:

@@ -22,7 +22,7 @@ from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
-from reshard.tensors.kinds import is_dtensor, is_sharded_tensor, ready
+from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
 from reshard.tensors.motion import Motion
 from reshard.tensors.reading import local_of
 
@@ -130,7 +130,7 @@ def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
 ) -> tuple[Source, Layout, tuple[int, ...], str]:
     """The local tensor, for whoever asks for it, and what it is a part of."""
-    if is_dtensor(tensor) or is_sharded_tensor(tensor):
+    if knows_layout(tensor):
         if have is not None or shape is not None:
             raise TensorError("a DTensor or ShardedTensor has a layout: leave out have= and shape=")
         spec = spec_of(cast(torch.Tensor, tensor))
@@ -149,6 +149,8 @@ def _source(
 
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:
     """The local tensor of a DTensor such that gradients find their way back to it."""
+    if is_laid_out(tensor) and len(tensor._content.parts) == 1:
+        return tensor.local_tensor()
     if not is_dtensor(tensor) or not (tensor.requires_grad and torch.is_grad_enabled()):
         return local_of(tensor)
     if tensor.device_mesh.get_coordinate() is None:

@@ -9,7 +9,7 @@ import torch
 from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.tensors.kinds import is_dtensor, is_sharded_tensor, ready
+from reshard.tensors.kinds import is_dtensor, is_laid_out, is_sharded_tensor, ready
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["layout_of", "local_of", "parts_of", "whole_on"]
@@ -29,6 +29,8 @@ def layout_of(tensor: torch.Tensor) -> Layout:
         from reshard.tensors.shards import sharded_layout
 
         return sharded_layout(tensor)
+    if is_laid_out(tensor):
+        return tensor.cut
     if isinstance(tensor, torch.Tensor):
         return whole_on((this_rank(),))
     raise TensorError(
@@ -69,4 +71,6 @@ def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         from reshard.tensors.shards import shard_parts
 
         return shard_parts(tensor)
+    if is_laid_out(tensor):
+        return tensor._content.parts
     return (ready(tensor),)
