@@ -244,18 +244,20 @@ def large() -> None:
 
 
 def measured(plan: rs.Plan, given: dict[str, torch.Tensor], into: dict[str, torch.Tensor]) -> int:
-    """The most bytes of GPU memory that a move took besides what there was."""
+    """The most bytes of GPU memory that a move asked for besides what there was.
+
+    Not what the allocator gave: out of its cache that may be a block up to 1 MiB larger.
+    """
     plan.release()
     if STAND_IN:
         plan.run(given, into=into, sync=True)
         return 0
     torch.cuda.synchronize()
-    # A block that lies in the cache may be larger than what was asked for, and counts in full.
-    torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before = torch.cuda.memory_stats()["requested_bytes.all.current"]
     plan.run(given, into=into, sync=True)
-    return torch.cuda.max_memory_allocated() - before
+    peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
+    return peak - before
 
 
 def given_ways() -> None:
