@@ -27,6 +27,10 @@ Group = Any
 """A process group, or None for the default one."""
 
 
+class NoRankError(ValueError, RuntimeError):
+    """A placement names no rank."""
+
+
 @dataclass(frozen=True, eq=False)
 class Content:
     """What a rank has of a sharded tensor."""
@@ -144,9 +148,9 @@ def layout_of_shards(shape: tuple[int, ...], shards: tuple[ShardMetadata, ...]) 
     for shard in shards:
         rank = shard.rank
         if rank is None:
-            raise ValueError(
+            raise NoRankError(
                 f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names "
-                "no rank: use placements such as rank:3/cpu"
+                "no rank, and RPC workers are not asked: use placements such as rank:3/cpu"
             )
         boxes.setdefault(rank, []).append(shard.box)
     return Layout.from_boxes(shape, boxes)
@@ -156,4 +160,9 @@ def members(group: Group) -> tuple[int, ...]:
     """The global ranks of a group; rank 0 alone where there is no process group."""
     if not dist.is_initialized():
         return (0,)
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in the process group that was given: call this on the "
+            "ranks of the group only"
+        )
     return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))

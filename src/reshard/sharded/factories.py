@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.sharded.content import Group
-from reshard.sharded.making import content_for, shapes_here, size_of
+from reshard.sharded.making import check_no_rrefs, content_for, shapes_here, size_of
 from reshard.sharded.metadata import TensorProperties
 from reshard.sharded.tensor import ShardedTensor, wrap
 
@@ -53,7 +53,7 @@ def _properties(
 def _new(
     fill: Fill, spec: ShardingSpec, size: Sequence[Size], process_group: Group, options: Any
 ) -> ShardedTensor:
-    options.pop("init_rrefs", None)
+    check_no_rrefs(options.pop("init_rrefs", False))
     return made(spec, size, _properties(**options), process_group, fill)
 
 

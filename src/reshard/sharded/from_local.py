@@ -10,10 +10,17 @@ import torch
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec
-from reshard.sharded.making import check_members, check_properties, content_for, home_of, size_of
+from reshard.sharded.making import (
+    check_members,
+    check_no_rrefs,
+    check_properties,
+    content_for,
+    home_of,
+    size_of,
+)
 from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from reshard.sharded.shard import Shard
-from reshard.sharded.telling import all_told
+from reshard.sharded.telling import all_told_or_raised
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
 
@@ -36,10 +43,11 @@ def init_from_local_shards(
 
     With ``None`` as the size, shards lie one after the other along dim 0 in the order of ranks.
     """
-    unknown = len(global_size) == 1 and global_size[0] is None
-    size = None if unknown else size_of(global_size)  # type: ignore[arg-type]
-    told = all_told(_said(local_shards, size), process_group, home_of(process_group))
+    told = all_told_or_raised(
+        lambda: _said(local_shards, global_size, init_rrefs), process_group, home_of(process_group)
+    )
     common = _common(told, members(process_group))
+    size = None if told[0]["size"] is None else torch.Size(told[0]["size"])
     shards = [ShardMetadata(*row) for said in told for row in said["shards"]]
     if size is None:
         shards, size = _stacked(shards)
@@ -55,23 +63,45 @@ def init_from_local_shards(
     )
 
 
-def _said(local_shards: Sequence[Shard], size: torch.Size | None) -> dict[str, Any]:
+def _said(
+    local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
+) -> dict[str, Any]:
     """What a rank tells of its shards."""
-    rows, kinds = [], set()
-    for shard in local_shards:
-        tensor, one = shard.tensor, shard.metadata
-        if tensor.layout is not torch.strided:
-            check_properties(TensorProperties(tensor.dtype, tensor.layout))
-        pinned = tensor.is_pinned()
-        kinds.add(
-            (str(tensor.dtype).removeprefix("torch."), tensor.requires_grad, pinned, tensor.ndim)
-        )
-        place = None if one.placement is None else str(one.placement)
-        rows.append([list(one.shard_offsets), list(one.shard_sizes), place])
+    check_no_rrefs(init_rrefs)
+    if not isinstance(local_shards, Sequence):
+        raise TypeError(f"local_shards is of type {type(local_shards).__name__}: give a list")
+    unknown = len(global_size) == 1 and global_size[0] is None
+    size = None if unknown else list(size_of(global_size))
+    rows = [_row(shard) for shard in local_shards]
+    kinds = {_kind(shard.tensor) for shard in local_shards}
     if len(kinds) > 1:
-        raise ValueError(f"the local shards of rank {this_rank()} differ in dtype or kind: {kinds}")
-    kind = dict(zip(COMMON, next(iter(kinds)), strict=True)) if kinds else None
-    return {"shards": rows, "kind": kind, "size": None if size is None else list(size)}
+        raise ValueError(
+            f"the local shards of rank {this_rank()} differ in {', '.join(COMMON)}: "
+            f"{sorted(kinds)}; give shards of one kind"
+        )
+    kind = dict(zip(COMMON, kinds.pop(), strict=True)) if kinds else None
+    return {"shards": rows, "kind": kind, "size": size}
+
+
+def _row(shard: Shard) -> list[Any]:
+    """Where a shard lies; one without a placement is of this rank."""
+    if not isinstance(shard, Shard):
+        raise TypeError(f"a local shard is of type {type(shard).__name__}: give Shards")
+    one, tensor, rank = shard.metadata, shard.tensor, this_rank()
+    if one.placement is not None and one.rank != rank:
+        raise ValueError(
+            f"a local shard of rank {rank} has placement {one.placement}: give rank:{rank}, ranks "
+            "count in the default group"
+        )
+    if tensor.layout is not torch.strided:
+        check_properties(TensorProperties(tensor.dtype, tensor.layout))
+    place = f"rank:{rank}/{tensor.device}" if one.placement is None else str(one.placement)
+    return [list(one.shard_offsets), list(one.shard_sizes), place]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, bool, bool, int]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, tensor.requires_grad, tensor.is_pinned(), tensor.ndim
 
 
 def _common(told: Sequence[dict[str, Any]], ranks: tuple[int, ...]) -> dict[str, Any]:
@@ -131,9 +161,15 @@ def init_from_local_tensor(
     process_group: Group = None,
 ) -> ShardedTensor:
     """A tensor of which each rank has the one shard that a spec gives it; nobody communicates."""
-    if not local_tensor.is_contiguous():
-        raise ValueError("local_tensor is not a contiguous Tensor: call contiguous()")
+    if not isinstance(local_tensor, torch.Tensor):
+        raise TypeError(f"local_tensor is of type {type(local_tensor).__name__}: give a tensor")
     size, properties = size_of(global_size), TensorProperties.create_from_tensor(local_tensor)
+    check_properties(properties)
+    if not local_tensor.is_contiguous():
+        raise ValueError(
+            f"local_tensor with strides {local_tensor.stride()} is not a contiguous Tensor: call "
+            "contiguous()"
+        )
     content = content_for(sharding_spec, size, properties, process_group)
     mine = [shard for shard in content.shards_metadata if shard.rank == this_rank()]
     if len(mine) != 1 or mine[0].shard_sizes != tuple(local_tensor.shape):
@@ -171,25 +207,26 @@ def init_from_metadata(
 
 
 def _check_stated(shard: Shard, stated: ShardMetadata, common: TensorProperties) -> None:
+    if not isinstance(shard, Shard):
+        raise TypeError(f"a local shard is of type {type(shard).__name__}: give Shards")
     tensor = shard.tensor
     if shard.metadata != stated:
         raise ValueError(
             f"local shard metadata {shard.metadata} does not match with {stated} of "
             "sharded_tensor_metadata"
         )
-    if not tensor.is_contiguous():
-        raise ValueError("Only torch.contiguous_format memory_format is currently supported")
-    for name in ("layout", "dtype", "requires_grad"):
-        found, wanted = getattr(tensor, name), getattr(common, name)
-        if found != wanted:
+    found = TensorProperties.create_from_tensor(tensor)
+    for name in ("layout", "dtype", "requires_grad", "pin_memory"):
+        one, two = getattr(found, name), getattr(common, name)
+        if one != two:
             raise ValueError(
-                f"Local shards tensor {name} property is incompatible with the tensor property on "
-                f"rank {this_rank()}: {found} and {wanted}"
+                f"the {name} property of a local shard of rank {this_rank()} is {one} and that of "
+                f"the tensor is {two}: give shards of the tensor's kind"
             )
-    if tensor.is_pinned() != common.pin_memory:
+    if not tensor.is_contiguous():
         raise ValueError(
-            f"Local shards tensor pin_memory property is incompatible with the tensor property on "
-            f"rank {this_rank()}: {tensor.is_pinned()} and {common.pin_memory}"
+            f"a local shard of rank {this_rank()} with strides {tensor.stride()} is not "
+            "contiguous, and only torch.contiguous_format is supported: call contiguous()"
         )
 
 

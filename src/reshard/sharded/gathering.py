@@ -2,42 +2,63 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 
-from reshard.sharded.content import members
+from reshard.bytesize import parse_bytes
+from reshard.dtypes import canonical_dtype
+from reshard.errors import TensorError
+from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.run.live import engine
+from reshard.sharded.content import Content, members
 from reshard.sharded.moving import whole
 from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.meshes import this_rank
+from reshard.tensors.motion import plan_of
+from reshard.tensors.reading import whole_on
 
 __all__ = ["gathered"]
 
 
 def gathered(
-    tensor: ShardedTensor,
-    dst: int,
-    out: torch.Tensor | None,
-    enforce_dtype: bool,
-    dtype: torch.dtype | None,
+    tensor: ShardedTensor, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
     """The whole tensor on rank ``dst`` of the group; None on the others."""
     content, ranks = tensor._content, members(tensor._content.group)
-    if not 0 <= dst < len(ranks):
-        last = len(ranks) - 1
-        raise ValueError(f"dst={dst} is no rank of a group of {len(ranks)}: give 0 to {last}")
-    if enforce_dtype and dtype is None:
-        raise ValueError("enforce_dtype=True without dtype=: say which")
-    if this_rank() == ranks[dst] and out is not None and tuple(out.shape) != content.shape:
-        raise ValueError(
-            f"out has shape {list(out.shape)} and the tensor {list(content.shape)}: give room for "
-            "the whole tensor"
-        )
+    if dst not in range(len(ranks)):
+        text = f"dst={dst} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
+        _refuse(content, ranks[0], text)
+    at = ranks[dst]
+    if this_rank() == at and out is not None:
+        _check_out(content, at, out)
     with torch.no_grad():
-        found = whole(content, [ranks[dst]])
-        if this_rank() != ranks[dst] or found is None:
+        found = whole(content, [at])
+        if this_rank() != at or found is None:
             return None
-        if dtype is not None:
-            found = found.to(dtype)
-        if out is None:
-            return found.clone() if found is content.local else found
-        out.copy_(found)
-    return out
+        found = found if dtype is None else found.to(dtype)
+        if out is not None:
+            return out.copy_(found)
+        return found.clone() if _is_of(content, found) else found
+
+
+def _is_of(content: Content, found: torch.Tensor) -> bool:
+    """Whether a tensor is the memory of a shard, which stays the sharded tensor's."""
+    memory = found.untyped_storage().data_ptr()
+    return any(part.untyped_storage().data_ptr() == memory for part in content.parts)
+
+
+def _check_out(content: Content, at: int, out: object) -> None:
+    if not isinstance(out, torch.Tensor):
+        _refuse(content, at, f"out is of type {type(out).__name__}: give a tensor")
+    if tuple(out.shape) != content.shape:
+        given, wanted = list(out.shape), list(content.shape)
+        text = f"out has shape {given} and the tensor {wanted}: give room for the whole tensor"
+        _refuse(content, at, text)
+
+
+def _refuse(content: Content, at: int, text: str) -> NoReturn:
+    """Raise here and on the ranks that wait for this one."""
+    kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
+    plan = plan_of(content.layout, whole_on((at,)), content.shape, kind, kind, memory)
+    engine.refuse(plan, TensorError(text), group=content.group, tell_grad=True)

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import index
 
 import torch
 import torch.distributed as dist
 
+from reshard.errors import quoted
 from reshard.layout import BoxLayout, Layout
 from reshard.sharded.by_layout import lowered
 from reshard.sharded.content import Content, Group, members
+from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
+from reshard.sharded.spec import ShardingSpec
 from reshard.tensors.meshes import this_rank
-
-if TYPE_CHECKING:
-    from reshard.sharded.spec import ShardingSpec
 
 __all__ = [
     "check_members",
+    "check_no_rrefs",
     "check_properties",
     "content_for",
     "device_of",
@@ -32,8 +34,15 @@ def content_for(
     spec: ShardingSpec, shape: torch.Size, properties: TensorProperties, group: Group
 ) -> Content:
     """What a spec gives this rank of a tensor, still without its parts."""
+    if not isinstance(spec, ShardingSpec):
+        raise TypeError(
+            f"sharding_spec is of type {type(spec).__name__}: give a ShardingSpec, such as "
+            'ChunkShardingSpec(0, ["rank:0/cpu"])'
+        )
     check_properties(properties)
     layout, stated = lowered(spec, shape, properties)
+    if stated is not None:
+        _check_whole(shape, stated)
     check_members(layout, stated, group)
     device = device_of(stated, group)
     sizes = tuple(shape)
@@ -47,6 +56,22 @@ def shapes_here(content: Content) -> list[tuple[int, ...]]:
         return [box.shape for box in layout.boxes.get(rank, ())]
     held = layout.holds(rank) is not None
     return [layout.local_shape(rank, content.shape)] if held else []
+
+
+@lru_cache(maxsize=4096)
+def _check_whole(shape: torch.Size, stated: tuple[ShardMetadata, ...]) -> None:
+    """Refuse shards, perhaps of a user's own spec, that are not the whole tensor, each once."""
+    check_disjoint(stated)
+    check_tensor(stated, shape)
+
+
+def check_no_rrefs(init_rrefs: bool) -> None:
+    """Refuse to make what is not there, rather than let someone look for it later."""
+    if init_rrefs:
+        raise NotImplementedError(
+            "init_rrefs=True asks for RPC references to remote shards, which are not made here: "
+            "leave it out, and reach shards of other ranks by reshard() or gather()"
+        )
 
 
 def check_properties(properties: TensorProperties) -> None:
@@ -103,5 +128,13 @@ def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
     >>> size_of((3, 4)) == size_of(([3, 4],)) == torch.Size([3, 4])
     True
     """
-    numbers = given[0] if len(given) == 1 and not isinstance(given[0], int) else given
-    return torch.Size(numbers)  # type: ignore[arg-type]
+    listed = given[0] if len(given) == 1 and isinstance(given[0], Iterable) else given
+    try:
+        numbers = [index(number) for number in listed]  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(
+            f"size {quoted(listed)} should be whole numbers: give one per dim"
+        ) from None
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"size {numbers} has a number below 0: give sizes >= 0")
+    return torch.Size(numbers)

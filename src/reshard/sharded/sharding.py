@@ -7,8 +7,7 @@ numbers; then everything moves along one plan.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Literal
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -16,17 +15,15 @@ import torch.distributed as dist
 from reshard.dtypes import canonical_dtype
 from reshard.planning.plan import plan
 from reshard.sharded.content import Content, Group, members
-from reshard.sharded.making import content_for, home_of
+from reshard.sharded.fingerprints import UNKNOWN, Numbers, ShardMismatchError, compare, digest
+from reshard.sharded.making import content_for
 from reshard.sharded.metadata import TensorProperties
 from reshard.sharded.moving import split
-from reshard.sharded.telling import numbers_of_all
+from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.spec import TensorSpec
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.reading import whole_on
-
-if TYPE_CHECKING:
-    from reshard.sharded.spec import ShardingSpec
 
 __all__ = ["ShardMismatchError", "shard_by_spec", "shard_tensor", "shard_tensors"]
 
@@ -34,32 +31,28 @@ Check = Literal["fingerprint", "none"]
 ONE = "tensor"
 
 
-class ShardMismatchError(ValueError):
-    """Ranks were given different tensors, specs or source ranks."""
-
-
 def shard_tensor(
     tensor: torch.Tensor,
     sharding_spec: ShardingSpec,
-    src_rank: int = 0,
+    src_rank: int | None = 0,
     process_group: Group = None,
     check: Check = "fingerprint",
     scatter: bool = True,
 ) -> ShardedTensor:
     """Cut a tensor of which rank ``src_rank`` of the group has the values.
 
-    Without ``scatter`` every rank takes its shards from its own tensor, and nobody communicates.
+    With ``src_rank=None``, or without ``scatter``, every rank takes its shards from its own
+    tensor, and nobody communicates.
     """
-    from reshard.sharded.spec import ShardingSpec
-
-    if type(sharding_spec).shard is not ShardingSpec.shard:
-        return sharding_spec.shard(tensor, src_rank, process_group)
+    known = isinstance(sharding_spec, ShardingSpec)
+    if known and type(sharding_spec).shard is not ShardingSpec.shard:
+        return sharding_spec.shard(tensor, src_rank, process_group)  # type: ignore[arg-type]
     tensors, specs = {ONE: tensor}, {ONE: sharding_spec}
     return shard_tensors(tensors, specs, src_rank, process_group, check, scatter)[ONE]
 
 
 def shard_by_spec(
-    spec: ShardingSpec, tensor: torch.Tensor, src_rank: int, process_group: Group
+    spec: ShardingSpec, tensor: torch.Tensor, src_rank: int | None, process_group: Group
 ) -> ShardedTensor:
     """What ``spec.shard`` does, unless a user's spec does otherwise."""
     return shard_tensors({ONE: tensor}, {ONE: spec}, src_rank, process_group)[ONE]
@@ -68,25 +61,27 @@ def shard_by_spec(
 def shard_tensors(
     tensors: Mapping[str, torch.Tensor],
     specs: Mapping[str, ShardingSpec],
-    src_rank: int = 0,
+    src_rank: int | None = 0,
     process_group: Group = None,
     check: Check = "fingerprint",
     scatter: bool = True,
 ) -> dict[str, ShardedTensor]:
     """Cut many tensors, with one comparison between ranks and along one plan."""
     ranks = members(process_group)
+    scatter = scatter and src_rank is not None
+    contents: dict[str, Content] = {}
+    problem = None
     try:
-        _check_source(src_rank, ranks)
+        _check_option(check)
+        owners = (ranks[_source(src_rank, ranks)],) if scatter else ranks
         contents = _contents(tensors, specs, process_group)
-        problem = None
     except Exception as error:
-        contents, problem = {}, error
-    if scatter and check == "fingerprint" and len(ranks) > 1:
+        problem = error
+    if scatter and check != "none" and len(ranks) > 1:
         # Also with a problem: the others must hear of it, or they would wait for this rank.
-        _compare(tensors, contents, src_rank, process_group, problem)
+        compare(_numbers(tensors, contents, src_rank, problem), process_group, problem)
     if problem is not None:
         raise problem
-    owners = (ranks[src_rank],) if scatter else ranks
     moved = _moved(tensors, contents, owners, process_group)
     return {
         name: _wrapped(content, moved.get(name), tensors[name])
@@ -97,17 +92,33 @@ def shard_tensors(
 def _contents(
     tensors: Mapping[str, torch.Tensor], specs: Mapping[str, ShardingSpec], group: Group
 ) -> dict[str, Content]:
-    return {
-        name: content_for(specs[name], tensor.shape, TensorProperties(tensor.dtype), group)
-        for name, tensor in tensors.items()
-    }
+    return {name: _content(name, one, specs[name], group) for name, one in tensors.items()}
 
 
-def _check_source(src_rank: int, ranks: tuple[int, ...]) -> None:
-    if not 0 <= src_rank < len(ranks):
-        raise ValueError(
-            f"src_rank={src_rank} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
+def _content(name: str, tensor: torch.Tensor, spec: ShardingSpec, group: Group) -> Content:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f'"{name}" is of type {type(tensor).__name__}: give a tensor')
+    if isinstance(tensor, ShardedTensor) or hasattr(tensor, "device_mesh"):
+        raise TypeError(
+            f'"{name}" is a {type(tensor).__name__}, which is sharded already: use its reshard(), '
+            "or ShardedTensor.from_dtensor(tensor).reshard()"
         )
+    return content_for(spec, tensor.shape, TensorProperties(tensor.dtype, tensor.layout), group)
+
+
+def _check_option(check: str) -> None:
+    if check not in get_args(Check):
+        raise ValueError(
+            f'check="{check}" is no way to compare ranks: give one of {get_args(Check)}'
+        )
+
+
+def _source(src_rank: object, ranks: tuple[int, ...]) -> int:
+    if isinstance(src_rank, int) and 0 <= src_rank < len(ranks):
+        return src_rank
+    raise ValueError(
+        f"src_rank={src_rank!r} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
+    )
 
 
 def _moved(
@@ -123,7 +134,8 @@ def _moved(
         have[name] = TensorSpec(content.shape, kind, whole_on(owners))
         want[name] = TensorSpec(content.shape, kind, content.layout)
         if this_rank() in owners:
-            given[name] = tensors[name].detach()
+            # The memory of a lazy conjugate or negative holds other values.
+            given[name] = tensors[name].detach().resolve_conj().resolve_neg()
     device = next(iter(contents.values())).device if contents else None
     if not dist.is_initialized():
         from reshard.sharded.alone import cut_here
@@ -145,39 +157,19 @@ def _shares(part: torch.Tensor, source: torch.Tensor) -> bool:
     return part.untyped_storage().data_ptr() == source.untyped_storage().data_ptr()
 
 
-def _compare(
+def _numbers(
     tensors: Mapping[str, torch.Tensor],
     contents: Mapping[str, Content],
-    src_rank: int,
-    group: Group,
+    src_rank: object,
     problem: Exception | None,
-) -> None:
-    """Raise on every rank alike, if they were not given the same."""
-    kinds = [(name, tuple(tensor.shape), str(tensor.dtype)) for name, tensor in tensors.items()]
+) -> Numbers:
+    """What this rank was given, for the comparison; a rank with a problem says which kind."""
+    source = src_rank if isinstance(src_rank, int) and abs(src_rank) < UNKNOWN else UNKNOWN
+    if problem is not None:
+        return Numbers(source, digest(type(problem).__name__), 0, 0)
+    kinds = [
+        (name, content.shape, str(content.dtype), tensors[name].requires_grad)
+        for name, content in contents.items()
+    ]
     cuts = [repr(content.stated or content.layout) for content in contents.values()]
-    mine = [src_rank, _digest(repr(kinds)), _digest("".join(cuts)), int(problem is not None)]
-    rows = numbers_of_all(mine, group, home_of(group))
-    sources, kinds_, specs, failed = (list(column) for column in zip(*rows, strict=True))
-    ranks, first = members(group), next(iter(tensors), "")
-    _check_alike(sources, f"src_rank of the other ranks, which are {sources}", ranks, first)
-    _check_alike(kinds_, "names, sizes and dtypes of the tensors of other ranks", ranks, first)
-    if problem is None and any(failed):
-        bad = [rank for rank, one in zip(ranks, failed, strict=True) if one]
-        raise ShardMismatchError(f"what ranks {bad} were given was refused there: see their errors")
-    if problem is None:
-        _check_alike(specs, "sharding_spec of the other ranks", ranks, first)
-
-
-def _check_alike(values: list[int], what: str, ranks: tuple[int, ...], first: str) -> None:
-    if len(set(values)) == 1:
-        return
-    usual = max(set(values), key=lambda value: (values.count(value), -values.index(value)))
-    odd = [rank for rank, value in zip(ranks, values, strict=True) if value != usual]
-    raise ShardMismatchError(
-        f'what ranks {odd} were given for "{first}" does not match with {what}: give all ranks '
-        "the same"
-    )
-
-
-def _digest(text: str) -> int:
-    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+    return Numbers(source, 0, digest(repr(kinds)), digest("".join(cuts)))

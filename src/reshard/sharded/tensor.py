@@ -24,6 +24,7 @@ from reshard.sharded.shard import Shard
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.utils.hooks import RemovableHandle
 
     from reshard.sharded.spec import ShardingSpec
 
@@ -34,6 +35,8 @@ class ShardedTensor(torch.Tensor):
     """One tensor of which every rank holds some shards."""
 
     _content: Content
+    _hook: RemovableHandle | None = None
+    """Lays gradients out as the tensor is."""
 
     def __new__(
         cls,
@@ -49,7 +52,9 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Shards with values that nobody has set yet."""
         from reshard.sharded.factories import made
+        from reshard.sharded.making import check_no_rrefs
 
+        check_no_rrefs(init_rrefs)
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
@@ -130,10 +135,14 @@ class ShardedTensor(torch.Tensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> torch.Tensor | None:
-        """The whole tensor on one rank of the group, in ``out`` if given; None on the others."""
+        """The whole tensor on rank ``dst`` of the group, in ``out`` if given; None on the others.
+
+        Values keep their dtype, unless ``dtype`` or that of ``out`` is another one; nothing is left
+        for ``enforce_dtype`` to do.
+        """
         from reshard.sharded.gathering import gathered
 
-        return gathered(self, dst, out, enforce_dtype, dtype)
+        return gathered(self, dst, out, dtype)
 
     def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
         """The same memory as a DTensor, where placements can say the layout."""
@@ -148,6 +157,51 @@ class ShardedTensor(torch.Tensor):
 
         return from_dtensor(tensor, process_group)
 
+    @classmethod
+    def _init_from_local_shards(
+        cls,
+        local_shards: Sequence[Shard],
+        *global_size: int | Sequence[int] | None,
+        process_group: Group = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """A tensor of the shards that each rank has; ranks tell each other which these are."""
+        from reshard.sharded.from_local import init_from_local_shards as made
+
+        return made(local_shards, *global_size, process_group=process_group, init_rrefs=init_rrefs)
+
+    @classmethod
+    def _init_from_local_tensor(
+        cls,
+        local_tensor: torch.Tensor,
+        sharding_spec: ShardingSpec,
+        *global_size: int | Sequence[int],
+        process_group: Group = None,
+        init_rrefs: bool = False,
+    ) -> ShardedTensor:
+        """A tensor of which each rank has the shard that a spec gives it; nobody communicates."""
+        from reshard.sharded.from_local import init_from_local_tensor as made
+        from reshard.sharded.making import check_no_rrefs
+
+        check_no_rrefs(init_rrefs)
+        return made(local_tensor, sharding_spec, *global_size, process_group=process_group)
+
+    @classmethod
+    def _init_from_local_shards_and_global_metadata(
+        cls,
+        local_shards: Sequence[Shard],
+        sharded_tensor_metadata: ShardedTensorMetadata,
+        process_group: Group = None,
+        init_rrefs: bool = False,
+        sharding_spec: ShardingSpec | None = None,
+    ) -> ShardedTensor:
+        """A tensor of local shards and of what is known of all; nobody communicates."""
+        from reshard.sharded.from_local import init_from_metadata as made
+        from reshard.sharded.making import check_no_rrefs
+
+        check_no_rrefs(init_rrefs)
+        return made(local_shards, sharded_tensor_metadata, sharding_spec, process_group)
+
     def remote_shards(self) -> dict[int, list[Any]]:
         """References to the shards of other ranks, by RPC."""
         raise RuntimeError(
@@ -160,16 +214,27 @@ class ShardedTensor(torch.Tensor):
         parts = self._content.parts
         return bool(parts) and all(part.is_pinned() for part in parts)
 
+    @property
+    def requires_grad(self) -> bool:
+        """Whether gradients are collected; assigning it is ``requires_grad_``."""
+        return super().requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, requires_grad: bool) -> None:
+        self.requires_grad_(requires_grad)
+
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
         """Collect gradients, or not; the tensors of the shards say the same."""
-        for part in self._content.parts:
-            part.requires_grad_(requires_grad)
         collects = requires_grad and not self.requires_grad and self.is_leaf
         super().requires_grad_(requires_grad)
+        for part in self._content.parts:
+            part.requires_grad_(requires_grad)
         if collects:
             from reshard.sharded.gradients import like
 
-            self.register_hook(like(self._content))
+            if self._hook is not None:
+                self._hook.remove()
+            self._hook = cast(Any, self).register_hook(like(self._content))
         return self
 
     def tolist(self) -> Any:
