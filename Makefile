@@ -50,7 +50,7 @@ bench: $(READY) ## run the benchmarks
 	@set -e; if [ -f benchmarks/run.py ]; then \
 		$(PY) benchmarks/run.py $(ARGS); \
 	else \
-		for script in benchmarks/*.py; do \
+		for script in $(filter-out benchmarks/side_by_side.py,$(wildcard benchmarks/*.py)); do \
 			[ -f "$$script" ] || { echo "there are no benchmarks yet"; break; }; \
 			echo "==> $$script"; $(PY) "$$script" $(ARGS); \
 		done; \

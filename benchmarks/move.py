@@ -14,20 +14,15 @@ timed.
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from side_by_side import arguments, close, run_ranks, text_of
 
 import reshard as rs
 
@@ -57,29 +52,14 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer repetitions")
-    parser.add_argument("--json", action="store_true")
     parser.add_argument("--only", default="", help="cases whose name has this word")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        path = Path(folder) / "store"
-        ranks = [
-            context.Process(target=rank_main, args=(rank, path, args)) for rank in range(args.ranks)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(max(process.exitcode or 0 for process in ranks))
+    run_ranks(args.ranks, on_a_rank, args)
 
 
-def rank_main(rank: int, path: Path, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=args.ranks)
+def on_a_rank(rank: int, args: argparse.Namespace) -> None:
     rows = []
     for make in CASES:
         for case in make(args.ranks, args.quick):
@@ -88,14 +68,7 @@ def rank_main(rank: int, path: Path, args: argparse.Namespace) -> None:
                 if rank == 0 and not args.json:
                     print(text_of(rows[-1]), flush=True)
     if rank == 0:
-        facts = {"load": os.getloadavg(), "cores": os.cpu_count(), "torch": torch.__version__}
-        if args.json:
-            print(json.dumps({"machine": facts, "cases": rows}, indent=2))
-        else:
-            print(
-                f"load {facts['load'][0]:.1f} on {facts['cores']} cores, torch {torch.__version__}"
-            )
-    dist.destroy_process_group()
+        close(rows, args.json)
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:
@@ -134,15 +107,6 @@ def checks(case: Case, medians: dict[str, float]) -> Iterator[dict[str, Any]]:
             "is": each,
             "holds": each <= case.per_tensor,
         }
-
-
-def text_of(row: dict[str, Any]) -> str:
-    times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in row["seconds"].items())
-    lines = [f"{row['name']}: {times}"]
-    for check in row["checks"]:
-        mark = "ok  " if check["holds"] else "MISS"
-        lines.append(f"    {mark} {check['what']}: {check['is']:.2f}")
-    return "\n".join(lines)
 
 
 def one_tensor(num: int, quick: bool) -> Iterator[Case]:

@@ -11,21 +11,16 @@ over repetitions of the slowest of 4 ranks; values are compared before anything 
 from __future__ import annotations
 
 import argparse
-import json
-import multiprocessing
-import os
 import statistics
-import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from side_by_side import arguments, close, run_ranks, text_of
 from torch import nn
 
 import reshard as rs
@@ -52,40 +47,18 @@ class Case:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeat", type=int, default=9)
-    parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer repetitions")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        path = Path(folder) / "store"
-        ranks = [
-            context.Process(target=rank_main, args=(rank, path, args)) for rank in range(RANKS)
-        ]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-    sys.exit(max(process.exitcode or 0 for process in ranks))
+    run_ranks(RANKS, on_a_rank, arguments(__doc__).parse_args())
 
 
-def rank_main(rank: int, path: Path, args: argparse.Namespace) -> None:
+def on_a_rank(rank: int, args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")  # torch's own classes warn that they are going away
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=RANKS)
     rows = []
     for case in [*reshards(args.quick), *modules(args.quick)]:
         rows.append(measured(case, 3 if args.quick else args.repeat))
         if rank == 0 and not args.json:
             print(text_of(rows[-1]), flush=True)
     if rank == 0:
-        facts = {"load": os.getloadavg(), "cores": os.cpu_count(), "torch": torch.__version__}
-        if args.json:
-            print(json.dumps({"machine": facts, "cases": rows}, indent=2))
-        else:
-            print(f"load {facts['load'][0]:.1f} on {facts['cores']} cores, torch {facts['torch']}")
-    dist.destroy_process_group()
+        close(rows, args.json)
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:
@@ -111,15 +84,6 @@ def checks(case: Case, medians: dict[str, float]) -> Iterator[dict[str, Any]]:
     for name, least in case.at_least.items():
         ratio = medians[name] / medians[case.ours]
         yield {"what": f"{least:g}x as fast as {name}", "is": ratio, "holds": ratio >= least}
-
-
-def text_of(row: dict[str, Any]) -> str:
-    times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in row["seconds"].items())
-    lines = [f"{row['name']}: {times}"]
-    for check in row["checks"]:
-        mark = "ok  " if check["holds"] else "MISS"
-        lines.append(f"    {mark} {check['what']}: {check['is']:.2f}")
-    return "\n".join(lines)
 
 
 def reshards(quick: bool) -> Iterator[Case]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard.sharded.content import Group, members
 
-__all__ = ["all_told", "all_told_or_raised", "numbers_of_all"]
+__all__ = ["all_told", "all_told_or_raised", "numbers_of_all", "raise_together"]
 
 MOST_BYTES = 256 << 20
 """More than any rank has to say."""
@@ -58,17 +58,33 @@ def all_told_or_raised(say: Callable[[], Any], group: Group, device: torch.devic
         said = say()
     except Exception as error:
         problem = error
-    told = all_told([said, None if problem is None else _described(problem)], group, device)
-    if problem is not None:
-        raise problem
-    for rank, (_, failed) in zip(members(group), told, strict=True):
-        if failed:
-            kind, text = failed
-            raise KINDS[kind](f"on rank {rank}: {text}")
+    told = all_told([said, _described(problem)], group, device)
+    _raise_first(problem, [failed for _, failed in told], group)
     return [said for said, _ in told]
 
 
-def _described(error: Exception) -> tuple[int, str]:
+def raise_together(problem: Exception | None, group: Group, device: torch.device) -> NoReturn:
+    """Raise this rank's error, or else that of the first rank that has one."""
+    _raise_first(problem, all_told(_described(problem), group, device), group)
+    raise RuntimeError("a rank said that something is wrong there, and not what")
+
+
+def _raise_first(
+    problem: Exception | None, failures: list[tuple[int, str] | None], group: Group
+) -> None:
+    if problem is not None:
+        raise problem
+    for rank, failed in zip(members(group), failures, strict=True):
+        if failed is not None:
+            kind, text = failed
+            raise KINDS[kind](f"on rank {rank}: {text}")
+
+
+def _described(error: Exception | None) -> tuple[int, str] | None:
     """An error as data: which of the kinds it is, and its message."""
-    kind = next((at for at, kind in enumerate(KINDS) if isinstance(error, kind)), len(KINDS) - 1)
-    return kind, str(error)
+    if error is None:
+        return None
+    kinds = [number for number, kind in enumerate(KINDS) if isinstance(error, kind)]
+    # str() of a KeyError puts quotes around its message.
+    text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    return (kinds[0], text) if kinds else (len(KINDS) - 1, f"{type(error).__name__}: {text}")

@@ -1,0 +1,79 @@
+"""What benchmarks on several ranks share: starting them, and telling what they measured."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+Row = dict[str, Any]
+"""The name of a case, its seconds by contender, and its checks."""
+
+
+def arguments(text: str) -> argparse.ArgumentParser:
+    """The options that all have."""
+    parser = argparse.ArgumentParser(description=text.splitlines()[0])
+    parser.add_argument("--repeat", type=int, default=9)
+    parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer repetitions")
+    parser.add_argument("--json", action="store_true")
+    return parser
+
+
+def run_ranks(
+    num: int, body: Callable[[int, argparse.Namespace], None], args: argparse.Namespace
+) -> None:
+    """Run a function on so many ranks of this host, in a gloo group, and exit as they do."""
+    with tempfile.TemporaryDirectory() as folder:
+        context = multiprocessing.get_context("fork")
+        path = Path(folder) / "store"
+        ranks = [
+            context.Process(target=_rank_main, args=(rank, num, path, body, args))
+            for rank in range(num)
+        ]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+    sys.exit(max(process.exitcode or 0 for process in ranks))
+
+
+def _rank_main(
+    rank: int,
+    num: int,
+    path: Path,
+    body: Callable[[int, argparse.Namespace], None],
+    args: argparse.Namespace,
+) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=num)
+    body(rank, args)
+    dist.destroy_process_group()
+
+
+def text_of(row: Row) -> str:
+    """A case in words, with a mark for each check."""
+    times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in row["seconds"].items())
+    lines = [f"{row['name']}: {times}"]
+    for check in row["checks"]:
+        mark = "ok  " if check["holds"] else "MISS"
+        lines.append(f"    {mark} {check['what']}: {check['is']:.2f}")
+    return "\n".join(lines)
+
+
+def close(rows: list[Row], as_json: bool) -> None:
+    """What is said at the end: on which machine, and with --json everything."""
+    facts = {"load": os.getloadavg(), "cores": os.cpu_count(), "torch": torch.__version__}
+    if as_json:
+        print(json.dumps({"machine": facts, "cases": rows}, indent=2))
+    else:
+        load = os.getloadavg()[0]
+        print(f"load {load:.1f} on {os.cpu_count()} cores, torch {torch.__version__}")
