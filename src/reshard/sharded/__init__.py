@@ -21,6 +21,7 @@ from reshard.sharded.grid import GridShardingSpec
 from reshard.sharded.inference import infer_sharding_spec
 from reshard.sharded.loading import current_process_group, load_with_process_group
 from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from reshard.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
 from reshard.sharded.pickling import rebuild_sharded_tensor
 from reshard.sharded.resharding import (
     build_reshard_metadata,
@@ -29,6 +30,7 @@ from reshard.sharded.resharding import (
     reshard_local_shard,
     reshuffle_local_shard,
 )
+from reshard.sharded.saved import load_files
 from reshard.sharded.shard import Shard
 from reshard.sharded.sharding import ShardMismatchError, shard_tensor, shard_tensors
 from reshard.sharded.sizes import (
@@ -50,6 +52,7 @@ __all__ = [
     "Shard",
     "ShardMetadata",
     "ShardMismatchError",
+    "ShardedOptimizer",
     "ShardedTensor",
     "ShardedTensorMetadata",
     "ShardingSpec",
@@ -68,7 +71,9 @@ __all__ = [
     "get_split_size",
     "infer_sharding_spec",
     "init_from_local_shards",
+    "load_files",
     "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
     "plan_reshard",
     "rand",

@@ -7,6 +7,7 @@ all ranks, and what comes out is sharded again, as DTensor left it.
 from __future__ import annotations
 
 from functools import lru_cache
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,9 +25,19 @@ from reshard.sharded.content import Content, Group, members
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.meshes import this_rank
+from reshard.tensors.placements import layout_from
 from reshard.tensors.placing import placements_of
+from reshard.tensors.reading import whole_on
 
 __all__ = ["content_of", "dtensor_from", "mesh_of_group", "through_dtensor"]
+
+aten = torch.ops.aten
+
+NEED_ELEMENTS = {aten.median, aten.nanmedian, aten.mode, aten.kthvalue}
+"""Operations, beside reductions, that a rank without elements cannot do its share of."""
+NEED_EVEN = {aten.nll_loss_forward, aten.nll_loss_backward}
+"""Operations that average what ranks have, which DTensor has for equal shares only."""
 
 _meshes: WeakKeyDictionary[Any, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
@@ -53,8 +64,13 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             f"on ranks {list(members(content.group))}: reshard it first, to a ChunkShardingSpec "
             "with one placement per rank of its group, in order"
         )
+    local = content.local
+    if prod(content.shape) == 0:
+        # Empty tensors all lie alike, and their parts may still have different shapes.
+        own = layout_from(mesh, placements, content.shape).local_shape(this_rank(), content.shape)
+        local = torch.empty(own, dtype=content.dtype, device=content.device)
     return dtensor_of(
-        content.local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
+        local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
     )
 
 
@@ -94,7 +110,7 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
 
     def lent(value: object) -> object:
         if isinstance(value, ShardedTensor):
-            made = dtensor_from(value._content, mesh)
+            made = dtensor_from(_doable(func, value._content, mesh), mesh)
             given.append((made, value))
             return made
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
@@ -115,6 +131,32 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
         return tree_map(returned, func(*inputs, **named))
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
         raise _unsupported(func, first, error) from error
+
+
+def _doable(func: Any, content: Content, mesh: DeviceMesh) -> Content:
+    """A tensor that an operation can be done with on every rank: whole, if not as it lies.
+
+    All ranks decide alike, from the layout: an error on one would leave the others waiting.
+    """
+    ranks, shape, layout = members(content.group), content.shape, content.layout
+    reduces = torch.Tag.reduction in func.tags
+    if reduces and _placements(layout, mesh, shape) is None:
+        return moved_to(content, whole_on(ranks))
+    shapes = _shapes(layout, shape, ranks)
+    nothing = any(not prod(one) for one in shapes) and prod(shape) > 0
+    if nothing and (reduces or func.overloadpacket in NEED_ELEMENTS):
+        return moved_to(content, whole_on(ranks))
+    if len(shapes) > 1 and func.overloadpacket in NEED_EVEN:
+        return moved_to(content, whole_on(ranks))
+    return content
+
+
+@lru_cache(maxsize=4096)
+def _shapes(
+    layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...]
+) -> frozenset[tuple[int, ...]]:
+    """The different shapes that ranks have of a tensor."""
+    return frozenset(layout.local_shape(rank, shape) for rank in ranks)
 
 
 def _added_up(content: Content) -> Content:

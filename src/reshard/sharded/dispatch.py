@@ -1,21 +1,28 @@
 """What an operation on sharded tensors does, below autograd.
 
 An operation that looks at one element at a time goes shard by shard, if all operands lie alike;
-others are brought to the layout of the first. Everything else goes through DTensor.
+others are brought to the layout of the first that has the shape of the result, or of what is
+written. What writes by index, or finds a size in values, is done with whole tensors. Everything
+else goes through DTensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from reshard.sharded.content import Content
-from reshard.sharded.gradients import as_content
-from reshard.sharded.moving import moved_to
+from reshard.errors import OperationError
+from reshard.sharded.at_once import changed, needs_values, on_whole, written
+from reshard.sharded.chance import agreed
+from reshard.sharded.content import Content, strides_like
+from reshard.sharded.lists import on_lists
+from reshard.sharded.losses import is_loss, lost
+from reshard.sharded.spreading import parts_like
 from reshard.sharded.tensor import ShardedTensor, wrap
 
 __all__ = ["dispatched"]
@@ -35,124 +42,135 @@ ONE_BY_ONE = {
 
 def dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation of which some argument is a ShardedTensor."""
+    targets = written(func, args, kwargs)
+    _check_written(func, targets)
+    result = _done(func, args, kwargs, targets)
+    if func.is_view:
+        _mark_copies(args[0], result)
+    return agreed(result) if torch.Tag.nondeterministic_seeded in func.tags else result
+
+
+def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
     special = SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special(func, args, kwargs)
-    if _is_one_by_one(func):
-        return _one_by_one(func, args, kwargs)
-    if func.overloadpacket.__name__.startswith("_foreach"):
-        return _each(func, args, kwargs)
+    if is_loss(func):
+        return lost(func, args, kwargs, one_by_one)
+    if _is_on_elements(func):
+        return one_by_one(func, args, kwargs)
+    if func.overloadpacket.__name__.startswith(("_foreach", "_fused_ada", "_fused_sgd")):
+        return on_lists(func, args, kwargs)
+    if targets:
+        return changed(func, args, kwargs, targets)
+    if needs_values(func, args):
+        return on_whole(func, args, kwargs, _first(args, kwargs))
+    return _through_dtensor(func, args, kwargs)
+
+
+@cache
+def _is_on_elements(func: Any) -> bool:
+    """Whether an operation looks at one element at a time; some say so only of their other form."""
+    packet = func.overloadpacket
+    if torch.Tag.pointwise in func.tags or packet in ONE_BY_ONE:
+        return True
+    other = getattr(aten, packet.__name__.removesuffix("_"), packet)
+    name = func._overloadname
+    return name in other.overloads() and torch.Tag.pointwise in getattr(other, name).tags
+
+
+def _check_written(func: Any, targets: list[Any]) -> None:
+    """Refuse to write where it would be lost, or to change a shape in place."""
+    for target in targets:
+        if getattr(target, "_is_copy", False):
+            raise _refused(
+                func,
+                target,
+                "it writes into a view whose elements came from other ranks, and the tensor would "
+                "not change; clone() the view first, or write with index_put_ or index_copy_",
+            )
+        if torch.Tag.inplace_view in func.tags and isinstance(target, ShardedTensor):
+            raise _refused(
+                func, target, "it changes the shape in place; use the one that makes a new tensor"
+            )
+
+
+def _refused(func: Any, target: ShardedTensor, why: str) -> OperationError:
+    return OperationError(
+        f'the operation {func} is not supported for ShardedTensor of layout "{target.cut}" and '
+        f"shape {list(target.shape)}: {why}"
+    )
+
+
+def _mark_copies(base: Any, result: Any) -> None:
+    """Views of what had to move are copies: remembered, so that nobody writes into them."""
+    lost_before = getattr(base, "_is_copy", False)
+    for view in result if isinstance(result, list | tuple) else [result]:
+        if isinstance(view, ShardedTensor) and (lost_before or _is_apart(view, base)):
+            view._is_copy = True  # type: ignore[attr-defined]
+
+
+def _is_apart(view: ShardedTensor, base: ShardedTensor) -> bool:
+    own = {part.untyped_storage().data_ptr() for part in base._content.parts}
+    return any(
+        part.numel() > 0 and part.untyped_storage().data_ptr() not in own
+        for part in view._content.parts
+    )
+
+
+def _first(args: Any, kwargs: Any) -> Content:
+    leaves, _ = tree_flatten((args, kwargs))
+    return next(leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor))
+
+
+def _through_dtensor(func: Any, args: Any, kwargs: Any) -> Any:
     from reshard.sharded.computing import through_dtensor
 
     return through_dtensor(func, args, kwargs, _first(args, kwargs))
 
 
-def _is_one_by_one(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags or func.overloadpacket in ONE_BY_ONE
-
-
-def _first(args: Any, kwargs: Any) -> Content:
-    """The content that decides how the others must lie: that of the first sharded argument."""
-    leaves, _ = tree_flatten((args, kwargs))
-    return next(leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor))
-
-
-def _one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
+    """An operation on elements, shard by shard."""
     leaves, tree = tree_flatten((args, kwargs))
-    sharded = [leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    like = _widest(sharded, func, leaves)
-    if like is None or any(content.layout.reduce for content in sharded):
-        from reshard.sharded.computing import through_dtensor
-
-        return through_dtensor(func, args, kwargs, sharded[0])
-    lying = [_parts(leaf, like) for leaf in leaves]
+    targets = written(func, args, kwargs)
+    like = targets[0]._content if targets else _widest(leaves)
+    if like is None or like.layout.reduce or (like.mesh and not _all_alike(leaves, like)):
+        return _through_dtensor(func, args, kwargs)
+    lying = [parts_like(leaf, like) for leaf in leaves]
     results = []
-    for number in range(len(like.parts)):
+    for number in range(max(len(like.parts), 1)):
         own = [parts[number] if isinstance(parts, tuple) else parts for parts in lying]
         some_args, some_kwargs = tree_unflatten(own, tree)
         results.append(func(*some_args, **some_kwargs))
-    return _joined(func, args, like, results)
+    return targets[0] if targets else _joined(like, results)
 
 
-def _widest(sharded: list[Content], func: Any, leaves: list[Any]) -> Content | None:
-    """The first operand, if all have its shape or are scalars; shapes that spread are DTensor's."""
-    like = sharded[0]
+def _widest(leaves: list[Any]) -> Content | None:
+    """The first operand that has the shape of the result; none if all must be spread."""
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    sharded = [leaf._content for leaf in tensors if isinstance(leaf, ShardedTensor)]
+    if any(content.layout.reduce for content in sharded):
+        return None
+    spread: Any = torch.broadcast_shapes
+    shape = tuple(spread(*(tensor.shape for tensor in tensors)))
+    return next((content for content in sharded if content.shape == shape), None)
+
+
+def _all_alike(leaves: list[Any], like: Content) -> bool:
+    """Whether no tensor has to be spread; DTensor does that without gathering."""
     shapes = {tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    return like if shapes <= {like.shape, ()} and like.shape else None
+    return shapes <= {like.shape, ()}
 
 
-def _parts(leaf: Any, like: Content) -> Any:
-    """An argument for every part of a content: its own parts, or the same value for all."""
-    if not isinstance(leaf, torch.Tensor) or (not leaf.shape and like.shape):
-        return _scalar(leaf)
-    content = as_content(leaf, like)
-    if not content.is_like(like):
-        content = moved_to(content, like.layout)
-    return content.parts
-
-
-def _scalar(leaf: Any) -> Any:
-    if isinstance(leaf, ShardedTensor):
-        from reshard.sharded.moving import whole
-
-        return whole(leaf._content)
-    return leaf
-
-
-def _joined(func: Any, args: Any, like: Content, results: list[Any]) -> Any:
-    """Results of all parts as one: an operation in place gives back what it changed."""
-    name = func._schema.name
-    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], ShardedTensor):
-        return args[0]
-    if not results:
-        return _without_parts(func, like)
+def _joined(like: Content, results: list[Any]) -> Any:
+    """Results of all parts as one."""
     if isinstance(results[0], tuple):
-        return tuple(wrap(like.with_parts(column)) for column in zip(*results, strict=True))
+        return tuple(_joined(like, list(column)) for column in zip(*results, strict=True))
     if not isinstance(results[0], torch.Tensor):
         return results[0]
-    return wrap(like.with_parts(results))
-
-
-def _without_parts(func: Any, like: Content) -> ShardedTensor:
-    """The result on a rank that holds nothing."""
-    return wrap(replace(like, parts=()))
-
-
-def _each(func: Any, args: Any, kwargs: Any) -> Any:
-    """An operation on lists of tensors, as one on lists of their parts."""
-    if func.overloadpacket in (aten._foreach_norm, aten._foreach_max):
-        single = (
-            torch.linalg.vector_norm if func.overloadpacket is aten._foreach_norm else torch.max
-        )
-        return [single(one, *args[1:], **kwargs) for one in args[0]]
-    lists = [list(arg) if isinstance(arg, list | tuple) else None for arg in args]
-    columns = [[] if own is not None else args[at] for at, own in enumerate(lists)]
-    likes = []
-    for number, first in enumerate(args[0]):
-        content = first._content if isinstance(first, ShardedTensor) else None
-        likes.append(content)
-        count = 1 if content is None else len(content.parts)
-        for at, own in enumerate(lists):
-            if own is not None:
-                columns[at] += _spread(own[number], content, count)
-    results = func(*columns, **kwargs)
-    return None if results is None else _regrouped(results, likes)
-
-
-def _spread(value: Any, content: Content | None, count: int) -> list[Any]:
-    """An operand for every part of a tensor."""
-    parts = value if content is None else _parts(value, content)
-    return list(parts) if isinstance(parts, tuple) else [parts] * count
-
-
-def _regrouped(results: Any, likes: list[Content | None]) -> list[Any]:
-    """The parts of results as the tensors that they are of."""
-    left, found = list(results), []
-    for content in likes:
-        count = 1 if content is None else len(content.parts)
-        mine, left = left[:count], left[count:]
-        found.append(mine[0] if content is None else wrap(content.with_parts(mine)))
-    return found
+    if like.parts:
+        return wrap(like.with_parts(results))
+    # Done with nothing, only to know of which kind the result is.
+    return wrap(replace(like, dtype=results[0].dtype, device=results[0].device, stated_stride=None))
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -164,6 +182,20 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
     known = replace(content, dtype=dtype or content.dtype, device=device or content.device)
     return wrap(known)
+
+
+def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
+    """Room for a gradient, which autograd wants to lie as the tensor does."""
+    content, stride = args[0]._content, tuple(args[2])
+    if tuple(args[1]) != content.shape:
+        return _through_dtensor(func, args, kwargs)
+    if any(part.ndim != len(stride) for part in content.parts) or not content.parts:
+        return _to_copy(aten._to_copy.default, args[:1], kwargs)
+    parts = [
+        func(part, part.shape, strides_like(tuple(part.shape), stride), **kwargs)
+        for part in content.parts
+    ]
+    return wrap(content.with_parts(parts))
 
 
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
@@ -184,5 +216,6 @@ def _item(func: Any, args: Any, kwargs: Any) -> Any:
 SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._to_copy: _to_copy,
     aten.equal: _equal,
+    aten.new_empty_strided: _new_strided,
     aten._local_scalar_dense: _item,
 }

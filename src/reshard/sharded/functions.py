@@ -5,11 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from reshard.errors import OperationError
+from reshard.layout import BoxLayout
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["called"]
+
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__"}
+"""Functions that change their first argument, and do not have the name of one that does."""
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -23,14 +31,57 @@ def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         from reshard.sharded.comparing import allclose
 
         return allclose(*args, **kwargs)
+    if func == SET_DATA:
+        return _set_data(*args)
     if func is torch.nn.functional.scaled_dot_product_attention:
-        from reshard.sharded.attention import attended
-
-        return attended(func, *_with_replicas(args, kwargs))
-    if torch.is_grad_enabled():
+        return _attended(func, *_with_replicas(args, kwargs))
+    if _writes_plain(func, args, kwargs):
+        args, kwargs = _with_whole(args, kwargs)
+    elif torch.is_grad_enabled():
         args, kwargs = _with_replicas(args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
+
+
+def _attended(func: Any, args: Any, kwargs: Any) -> Any:
+    """Attention head by head where words say that heads are whole, else in steps."""
+    from reshard.sharded.attention import attended
+
+    leaves, _ = tree_flatten((args, kwargs))
+    sharded = [leaf._content.layout for leaf in leaves if isinstance(leaf, ShardedTensor)]
+    if not any(isinstance(layout, BoxLayout) for layout in sharded):
+        return attended(func, args, kwargs)
+    with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Other values for a tensor: its shards are then those of the other one."""
+    if not isinstance(tensor, ShardedTensor) or not isinstance(data, ShardedTensor):
+        raise OperationError(
+            f"data of a {type(tensor).__name__} is set to a {type(data).__name__}, which is not "
+            "supported for ShardedTensor: give one of the same kind, or use copy_"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        SET_DATA(tensor, data)
+    tensor._content = data._content
+
+
+def _writes_plain(func: Any, args: Any, kwargs: Any) -> bool:
+    """Whether the result goes into a plain tensor, which stays one: it gets all elements."""
+    target = kwargs.get("out")
+    name = getattr(func, "__name__", "")
+    own_name = name.endswith("_") and not name.endswith("__")
+    if target is None and args and (own_name or name in IN_PLACE):
+        target = args[0]
+    return isinstance(target, torch.Tensor) and not isinstance(target, ShardedTensor)
+
+
+def _with_whole(args: Any, kwargs: Any) -> tuple[Any, Any]:
+    leaves, tree = tree_flatten((args, kwargs))
+    whole = [leaf.full_tensor() if isinstance(leaf, ShardedTensor) else leaf for leaf in leaves]
+    found: tuple[Any, Any] = tree_unflatten(whole, tree)
+    return found
 
 
 def _with_replicas(args: Any, kwargs: Any) -> tuple[Any, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,15 +50,7 @@ def to_local(tensor: ShardedTensor) -> torch.Tensor:
 
 def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
     """Lays a gradient out as its tensor is: an optimizer then finds its shards side by side."""
-    source = replace(content, parts=())
-
-    def laid_out(gradient: torch.Tensor) -> ShardedTensor:
-        found = as_content(gradient, source)
-        if not found.is_like(source):
-            found = moved_to(found, source.layout)
-        return wrap(replace(found, spec=source.spec, stated=source.stated))
-
-    return laid_out
+    return partial(_back_to, replace(content, parts=()))
 
 
 def from_local(local: torch.Tensor, content: Content) -> ShardedTensor:
@@ -90,6 +83,9 @@ def _whole_content(tensor: torch.Tensor, group: Group) -> Content:
     return Content(layout, tuple(part.shape), part.dtype, (part,), part.device, group)
 
 
+# Backward goes through the same functions as forward, so that it has gradients itself.
+
+
 class _ToLayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, target: Content) -> ShardedTensor:
@@ -99,9 +95,14 @@ class _ToLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        content = as_content(gradients[0], ctx.source)
-        back = moved_to(content, unreduced_layout(ctx.source.layout))
-        return wrap(replace(back, spec=ctx.source.spec, stated=ctx.source.stated)), None
+        return _back_to(ctx.source, gradients[0]), None
+
+
+def _back_to(source: Content, gradient: torch.Tensor) -> ShardedTensor:
+    """A gradient, whatever it is, as the tensor lies that it is of."""
+    if not isinstance(gradient, ShardedTensor):
+        gradient = replicated(gradient, source.group)
+    return to_layout(gradient, replace(source, layout=unreduced_layout(source.layout)))
 
 
 def unreduced_layout(layout: Layout) -> Layout:
@@ -120,21 +121,18 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        return wrap(ctx.content.with_parts((gradients[0],)))
+        return from_local(gradients[0], ctx.content)
 
 
 class _FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, content: Content) -> ShardedTensor:
-        ctx.content = content
+        ctx.content = replace(content, parts=())
         return wrap(content.with_parts((local.detach(),)))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        content = as_content(gradients[0], ctx.content)
-        if not content.is_like(ctx.content):
-            content = moved_to(content, ctx.content.layout)
-        return content.parts[0], None
+        return to_local(_back_to(ctx.content, gradients[0])), None
 
 
 class _ToWhole(torch.autograd.Function):
@@ -148,9 +146,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        content = as_content(gradients[0], ctx.source)
-        back = moved_to(content, unreduced_layout(ctx.source.layout))
-        return wrap(replace(back, spec=ctx.source.spec, stated=ctx.source.stated))
+        return _back_to(ctx.source, gradients[0])
 
 
 class _Replicated(torch.autograd.Function):
@@ -161,9 +157,7 @@ class _Replicated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
         gradient = gradients[0]
-        if isinstance(gradient, ShardedTensor):
-            return whole(gradient._content), None
-        return gradient, None
+        return to_whole(gradient) if isinstance(gradient, ShardedTensor) else gradient, None
 
 
 def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
@@ -189,11 +183,7 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        from reshard.sharded.computing import content_of
-
-        found = content_of(gradients[0], ctx.content.group)
-        back = moved_to(found, unreduced_layout(ctx.content.layout))
-        return wrap(replace(back, spec=ctx.content.spec, stated=ctx.content.stated)), None
+        return _back_to(ctx.content, from_dtensor(gradients[0], ctx.content.group)), None
 
 
 class _FromDTensor(torch.autograd.Function):
@@ -208,14 +198,13 @@ class _FromDTensor(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
         from torch.distributed.tensor import Replicate
 
-        from reshard.sharded.computing import dtensor_from
         from reshard.tensors.placements import layout_from
 
         gradient = gradients[0]
         kept = tuple(Replicate() if one.is_partial() else one for one in ctx.placements)
         layout = layout_from(ctx.mesh, kept, gradient.shape)
-        moved = moved_to(gradient._content, layout)
-        return dtensor_from(moved, ctx.mesh), None
+        lying = replace(gradient._content, layout=layout, spec=None, stated=None)
+        return to_dtensor(to_layout(gradient, lying), ctx.mesh), None
 
 
 _to_layout: Callable[..., Any] = _ToLayout.apply

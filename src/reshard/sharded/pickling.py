@@ -12,14 +12,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.layout import Layout
-from reshard.sharded.content import Content, layout_of_shards
+from reshard.box import Box
+from reshard.layout import BoxLayout, Layout
+from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.inference import infer_sharding_spec
+from reshard.sharded.loading import current_process_group
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
 
-__all__ = ["foreign", "rebuild_sharded_tensor", "reduced"]
+__all__ = ["foreign", "held_by", "marked", "rebuild_sharded_tensor", "reduced"]
 
 State = dict[str, Any]
 
@@ -29,22 +31,26 @@ foreign: ContextVar[bool] = ContextVar("foreign", default=False)
 
 def reduced(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     """What pickle writes."""
-    content, spec = tensor._content, None
-    if content.stated is None:
-        spec = content.layout.to_dict()
+    content = tensor._content
     state: State = {
         "shape": list(content.shape),
         "dtype": str(content.dtype).removeprefix("torch."),
         "device": str(content.device),
         "requires_grad": tensor.requires_grad,
         "parameter": isinstance(tensor, torch.nn.Parameter),
-        "layout": spec,
+        "layout": content.layout.to_dict() if content.stated is None else None,
         "shards": [_row(shard) for shard in content.stated or ()],
         "rank": this_rank(),
-        "world_size": dist.get_world_size(content.group) if dist.is_initialized() else 1,
+        "local_rank": members(content.group).index(this_rank()),
+        "world_size": len(members(content.group)),
     }
-    parts = [part.detach() for part in content.parts]
+    parts = [_alone(part.detach()) for part in content.parts]
     return rebuild_sharded_tensor, (parts, state)
+
+
+def _alone(part: torch.Tensor) -> torch.Tensor:
+    """A part with memory of its own: a view would be saved with all that it is a view of."""
+    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
 
 
 def _row(shard: ShardMetadata) -> list[Any]:
@@ -54,30 +60,81 @@ def _row(shard: ShardMetadata) -> list[Any]:
 
 def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ShardedTensor:
     """A sharded tensor that was saved, in the process group that is current."""
-    from reshard.sharded.loading import current_process_group
-
-    group = current_process_group() if dist.is_initialized() else None
     if not dist.is_initialized():
         raise RuntimeError(
             "a ShardedTensor is loaded before init_process_group: make the process group first"
         )
-    if state["rank"] != this_rank() and not foreign.get():
-        raise RuntimeError(
-            f"Local rank at save time was {state['rank']}, but at load time was {this_rank()}: "
-            "load the file of this rank, or all files with reshard.sharded.load_files"
-        )
+    group = current_process_group()
+    if not foreign.get():
+        _check_place(state, group)
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
-    dtype = getattr(torch, state["dtype"])
+    dtype = getattr(torch, state["dtype"], None)
     device = parts[0].device if parts else torch.device(state["device"])
+    if shards and parts:
+        shards = tuple(shard.on(device) for shard in shards)
     spec = infer_sharding_spec(shards) if shards else None
-    content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)
-    tensor = wrap(content)
-    if state["requires_grad"]:
+    content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)  # type: ignore[arg-type]
+    _check_parts(content, state["rank"])
+    tensor = marked(wrap(content), state["requires_grad"], state["parameter"])
+    tensor._saved_rank = state["rank"]  # type: ignore[attr-defined]
+    return tensor
+
+
+def marked(tensor: ShardedTensor, requires_grad: bool, parameter: bool) -> ShardedTensor:
+    """A tensor as one that collects gradients, or as a parameter."""
+    if requires_grad:
         tensor.requires_grad_()
-    if state["parameter"]:
+    if parameter:
         tensor._is_param = True
     return tensor
+
+
+def held_by(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes that a rank has of a tensor, and their values in the parts that it has saved."""
+    layout, parts = content.layout, content.parts
+    if isinstance(layout, BoxLayout):
+        return list(zip(layout.boxes.get(rank, ()), parts, strict=True))
+    if not parts:
+        return []
+    pieces = layout.pieces(rank, content.shape)
+    flat = parts[0].contiguous()
+    return [
+        (piece.box, flat.as_strided(piece.box.shape, piece.strides, piece.offset).contiguous())
+        for piece in pieces
+    ]
+
+
+def _check_place(state: State, group: Group) -> None:
+    """Refuse the shards of other ranks, and those of a group of another size."""
+    here = {
+        "Local rank": (state["local_rank"], members(group).index(this_rank())),
+        "Global rank": (state["rank"], this_rank()),
+        "World size": (state["world_size"], len(members(group))),
+    }
+    for what, (before, now) in here.items():
+        if before != now:
+            raise RuntimeError(
+                f"{what} at save time was {before}, but at load time was {now}: load the file of "
+                "this rank, or all files with reshard.sharded.load_files"
+            )
+
+
+def _check_parts(content: Content, rank: int) -> None:
+    """Refuse parts that are not what the layout gives the rank that has saved them."""
+    layout, shape = content.layout, content.shape
+    if layout.reduce is not None:
+        raise ValueError(f'the layout "{layout}" has a pending {layout.reduce[0]}: add it up first')
+    if isinstance(layout, BoxLayout):
+        wanted = [box.shape for box in layout.boxes.get(rank, ())]
+    else:
+        wanted = [layout.local_shape(rank, shape)] if layout.holds(rank) is not None else []
+    found = [tuple(part.shape) for part in content.parts]
+    if found != wanted:
+        raise ValueError(f"rank {rank} has saved parts {found} and its layout says {wanted}")
+    if any(part.dtype != content.dtype for part in content.parts):
+        kinds = sorted({str(part.dtype) for part in content.parts})
+        raise ValueError(f"rank {rank} has saved parts of {kinds} as {content.dtype}")
 
 
 torch.serialization.add_safe_globals([rebuild_sharded_tensor])

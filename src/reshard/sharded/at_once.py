@@ -1,0 +1,77 @@
+"""Operations that need all elements at once: every rank does them with whole tensors.
+
+For what writes into a tensor by index, and for results whose size depends on values: done with the
+shards alone, these would change other elements, or find other sizes, without an error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from reshard.errors import OperationError
+from reshard.sharded.content import Content
+from reshard.sharded.gradients import as_content
+from reshard.sharded.moving import moved_to, whole
+from reshard.sharded.tensor import ShardedTensor, wrap
+
+__all__ = ["changed", "needs_values", "on_whole", "written"]
+
+aten = torch.ops.aten
+
+
+def written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The tensors that an operation changes."""
+    found = []
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            found.append(args[at] if at < len(args) else kwargs.get(argument.name))
+    return found
+
+
+def needs_values(func: Any, args: Any) -> bool:
+    """Whether the size of a result depends on values."""
+    if func.overloadpacket is aten.index:
+        masks = (torch.bool, torch.uint8)
+        return any(one is not None and one.dtype in masks for one in args[1])
+    return torch.Tag.dynamic_output_shape in func.tags
+
+
+def on_whole(func: Any, args: Any, kwargs: Any, like: Content) -> Any:
+    """Do an operation with whole tensors; every rank has the whole result."""
+
+    def kept(value: object) -> object:
+        return wrap(as_content(value, like)) if isinstance(value, torch.Tensor) else value
+
+    return tree_map(kept, func(*tree_map(_whole, args), **tree_map(_whole, kwargs)))
+
+
+def changed(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
+    """Do an operation that changes tensors, and put what it made of them where they lie."""
+    copies = {id(one): whole(one._content).clone() for one in targets}  # type: ignore[union-attr]
+
+    def lent(value: Any) -> Any:
+        return copies.get(id(value)) if id(value) in copies else _whole(value)
+
+    func(*tree_map(lent, args), **tree_map(lent, kwargs))
+    for one in targets:
+        _put(func, one, copies[id(one)])
+    return targets[0] if len(targets) == 1 else tuple(targets)
+
+
+def _put(func: Any, target: ShardedTensor, made: torch.Tensor) -> None:
+    content = target._content
+    if tuple(made.shape) != content.shape:
+        raise OperationError(
+            f"the operation {func} is not supported for ShardedTensor: it would change the shape "
+            f"{list(content.shape)} to {list(made.shape)}; use the one that makes a new tensor"
+        )
+    moved = moved_to(as_content(made, content), content.layout)
+    for part, new in zip(content.parts, moved.parts, strict=True):
+        part.copy_(new)
+
+
+def _whole(value: Any) -> Any:
+    return whole(value._content) if isinstance(value, ShardedTensor) else value

@@ -1,0 +1,65 @@
+"""Operations on lists of tensors, as optimizers do them: as one on the lists of their parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reshard.sharded.content import Content
+from reshard.sharded.spreading import parts_like, plain
+from reshard.sharded.tensor import ShardedTensor, wrap
+
+__all__ = ["on_lists"]
+
+aten = torch.ops.aten
+
+MIXING: dict[Any, Callable[..., torch.Tensor]] = {
+    aten._foreach_norm: torch.linalg.vector_norm,
+    aten._foreach_max: torch.max,
+}
+"""Those that mix the elements of a tensor, and what they do with each."""
+
+
+def on_lists(func: Any, args: Any, kwargs: Any) -> Any:
+    """Do an operation on lists of plain and of sharded tensors."""
+    mixing = MIXING.get(func.overloadpacket)
+    if mixing is not None:
+        return [mixing(one, *args[1:], **kwargs) for one in args[0]]
+    likes = [one._content if isinstance(one, ShardedTensor) else None for one in args[0]]
+    named = {name: _column(value, likes) for name, value in kwargs.items()}
+    columns = [_column(value, likes) for value in args]
+    # A rank that holds nothing has nothing to do; torch refuses empty lists.
+    results = func(*columns, **named) if columns[0] else []
+    return None if not func._schema.returns else _regrouped(results, likes)
+
+
+def _column(value: Any, likes: list[Content | None]) -> Any:
+    """A list of operands, one for every part of every tensor; one for all stays one."""
+    if not isinstance(value, list | tuple):
+        return plain(value)
+    if len(value) != len(likes):
+        return value
+    pairs = zip(value, likes, strict=True)
+    return [own for one, like in pairs for own in _operands(one, like)]
+
+
+def _operands(value: Any, like: Content | None) -> list[Any]:
+    if like is None:
+        return [plain(value)]
+    if not like.parts:
+        parts_like(value, like)  # others may need what this rank has of it
+        return []
+    parts = parts_like(value, like)
+    return list(parts) if isinstance(parts, tuple) else [parts] * len(like.parts)
+
+
+def _regrouped(results: Any, likes: list[Content | None]) -> list[Any]:
+    """The parts of results as the tensors that they are of."""
+    left, found = list(results), []
+    for content in likes:
+        count = 1 if content is None else len(content.parts)
+        mine, left = left[:count], left[count:]
+        found.append(mine[0] if content is None else wrap(content.with_parts(mine)))
+    return found

@@ -1,0 +1,259 @@
+"""Products, norms, embeddings, attention and losses on sharded tensors, as on plain ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from reshard.nn import ShardingPlan, shard_module
+from reshard.sharded import ShardedTensor
+from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
+from tests.sharded.making import (
+    FOUR,
+    boxes,
+    check_close,
+    check_lies_like,
+    chunk,
+    sharded,
+    values,
+    whole,
+)
+
+Op = Callable[..., torch.Tensor]
+F64 = torch.float64
+
+
+def check_op(op: Op, shapes: Sequence[Sequence[int]], dims: Sequence[int | None]) -> None:
+    """Values and gradients, with each tensor sharded along its dim, or plain where that is None."""
+    plain = [values(*shape, seed=at).requires_grad_() for at, shape in enumerate(shapes)]
+    given = [
+        one.detach().clone().requires_grad_()
+        if dim is None
+        else sharded(one.detach(), chunk(dim)).requires_grad_()
+        for one, dim in zip(plain, dims, strict=True)
+    ]
+    wanted, found = op(*plain), op(*given)
+    check_close(found, wanted)
+    weight = values(*wanted.shape, seed=9)
+    (wanted * weight).sum().backward()
+    (found * weight).sum().backward()
+    for one, other in zip(given, plain, strict=True):
+        if isinstance(one, ShardedTensor):
+            check_lies_like(one.grad, one)
+        else:
+            assert not isinstance(one.grad, ShardedTensor)
+        check_close(one.grad, other.grad)
+
+
+def products(rank: int, size: int) -> None:
+    rows, inner, columns = size, size + 3, size + 1
+    for dim in (0, 1):
+        for x_dim in (None, 1 - dim):
+            check_op(F.linear, [(rows, inner), (columns, inner), (columns,)], [x_dim, dim, None])
+            check_op(torch.matmul, [(rows, inner), (inner, columns)], [x_dim, dim])
+        check_op(F.linear, [(2, rows, inner), (columns, inner), (columns,)], [None, dim, 0])
+        check_op(torch.matmul, [(2, rows, inner), (inner, columns)], [None, dim])
+        check_op(torch.addmm, [(columns,), (rows, inner), (inner, columns)], [0, None, dim])
+        check_op(
+            lambda x, y: torch.einsum("ij,kj->ik", x, y), [(rows, inner), (4, inner)], [dim, 0]
+        )
+    check_op(torch.bmm, [(4, rows, inner), (4, inner, columns)], [0, 0])
+    check_op(torch.mv, [(rows, inner), (inner,)], [0, None])
+
+
+@pytest.mark.parametrize("size", [8, 5])
+def test_linear_and_matmul(pool: Pool, size: int) -> None:
+    pool.run(products, size, ranks=FOUR)
+
+
+def norms(rank: int, size: int) -> None:
+    wide = (size + 2,)
+    for dim in (0, 1):
+        shape = (size, *wide)
+        check_op(lambda x: F.layer_norm(x, wide), [shape], [dim])
+        check_op(lambda x: F.rms_norm(x, wide), [shape], [dim])
+        for own in (None, 0):
+            check_op(
+                lambda x, w, b: F.layer_norm(x, wide, w, b), [shape, wide, wide], [dim, own, None]
+            )
+            check_op(lambda x, w: F.rms_norm(x, wide, w), [shape, wide], [dim, own])
+        for along in (0, 1):
+            check_op(lambda x, along=along: x.softmax(along), [shape], [dim])
+            check_op(lambda x, along=along: x.log_softmax(along), [shape], [dim])
+    check_op(lambda x, w: F.layer_norm(x, wide, w), [(2, *wide), wide], [None, 0])
+
+
+@pytest.mark.parametrize("size", [6, 7])
+def test_layer_norm_rms_norm_and_softmax(pool: Pool, size: int) -> None:
+    pool.run(norms, size, ranks=FOUR)
+
+
+def embeddings(rank: int) -> None:
+    index = torch.tensor([[0, 3, 9, 9], [1, 10, 2, 0]])
+    for rows, width in ((12, 8), (11, 7), (11, 3)):
+        for dim in (0, 1):
+            check_op(lambda w: F.embedding(index, w), [(rows, width)], [dim])
+            check_op(lambda w: F.embedding(index, w, padding_idx=3), [(rows, width)], [dim])
+    module = nn.Embedding(11, 6, dtype=F64)
+    with torch.no_grad():
+        module.weight.copy_(values(11, 6))
+    wanted = module(index)
+    shard_module(module, ShardingPlan({"weight": chunk(0)}), process_group=pool_group(4))
+    check_close(module(index), wanted)
+
+
+def test_B75_embedding_with_gradients(pool: Pool) -> None:
+    pool.run(embeddings, ranks=FOUR)
+
+
+def bags(rank: int) -> None:
+    index, starts = torch.tensor([0, 3, 9, 9, 1, 10]), torch.tensor([0, 2, 5])
+    for dim in (0, 1):
+        try:
+            check_op(lambda w: F.embedding_bag(index, w, starts, mode="sum"), [(12, 8)], [dim])
+        except RuntimeError as error:
+            assert "not supported for ShardedTensor" in str(error)  # noqa: PT017
+
+
+def test_B75_embedding_bag_is_right_or_refused(pool: Pool) -> None:
+    pool.run(bags, ranks=FOUR)
+
+
+def attention(rank: int) -> None:
+    for heads in (4, 6):
+        for dim in (0, 1, 2):
+            for causal in (False, True)[heads == 6 :]:
+                check_op(
+                    lambda q, k, v, causal=causal: F.scaled_dot_product_attention(
+                        q, k, v, is_causal=causal
+                    ),
+                    [(4, heads, 5, 6)] * 3,
+                    [dim] * 3,
+                )
+    mask = values(5, 5) > 0
+    mask[:, 0] = True
+    check_op(
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, mask), [(2, 4, 5, 6)] * 3, [1] * 3
+    )
+
+    def eager(x: torch.Tensor, w: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        q, k, v = ((x @ one).view(3, 5, 4, 2).transpose(1, 2) for one in w.unbind(0))
+        scores = (q @ k.transpose(-1, -2) / 2).masked_fill(~mask, -torch.inf).softmax(-1)
+        return (scores @ v).transpose(1, 2).reshape(3, 5, 8) @ out
+
+    check_op(eager, [(3, 5, 8), (3, 8, 8), (8, 8)], [None, 2, 0])
+
+
+def test_attention_by_heads_and_in_steps(pool: Pool) -> None:
+    pool.run(attention, ranks=FOUR)
+
+
+def losses(rank: int) -> None:
+    target, classes = values(6, 8, seed=5).sigmoid(), torch.arange(6)
+    each: list[Op] = [F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss]
+    each += [F.binary_cross_entropy_with_logits]
+    for dim in (0, 1):
+        for how in ("mean", "sum")[: 2 - dim]:
+            for loss in each:
+                check_op(
+                    lambda x, loss=loss, how=how: loss(x, target, reduction=how), [(6, 8)], [dim]
+                )
+            check_op(lambda x, how=how: F.cross_entropy(x, classes, reduction=how), [(6, 8)], [dim])
+        check_op(lambda x: F.binary_cross_entropy(x.sigmoid(), target), [(6, 8)], [dim])
+        for rows in (6, 7, 8):
+            check_op(F.mse_loss, [(rows, 8)] * 2, [dim, 1 - dim])
+        check_op(F.mse_loss, [(6, 8)] * 2, [None, dim])
+
+
+def test_losses_average_over_all_elements(pool: Pool) -> None:
+    pool.run(losses, ranks=FOUR)
+
+
+def twice(rank: int) -> None:
+    full, x = values(7, 7), values(3, 7, seed=1)
+    for dim in (0, 1):
+        weight, plain = sharded(full, chunk(dim)).requires_grad_(), full.clone().requires_grad_()
+        given, same = x.clone().requires_grad_(), x.clone().requires_grad_()
+        for w, one in ((weight, given), (plain, same)):
+            out = F.linear(F.linear(one, w).tanh(), w.t()) + (w * w).sum()
+            (out.sum() * 2).backward(retain_graph=True)
+            out.sum().backward()
+        check_lies_like(weight.grad, weight)
+        check_close(weight.grad, plain.grad)
+        check_close(given.grad, same.grad)
+
+
+def test_a_parameter_used_twice_and_gradients_added_up(pool: Pool) -> None:
+    pool.run(twice, ranks=FOUR)
+
+
+def second_order(rank: int) -> None:
+    full, x = values(5, 6), values(3, 6, seed=1)
+
+    def penalty(w: torch.Tensor, way: Callable[[Any], torch.Tensor]) -> torch.Tensor:
+        out = (F.linear(x, way(w)).tanh() ** 2).sum()
+        (gradient,) = torch.autograd.grad(out, w, create_graph=True)
+        return (gradient**2).sum()
+
+    for spec in (chunk(0), chunk(1), chunk(0, [3, 1, 0, 2])):
+        ways: list[Callable[[Any], torch.Tensor]] = [
+            whole,
+            lambda w: w.reshard(chunk(1)) if isinstance(w, ShardedTensor) else w,
+            lambda w: (
+                ShardedTensor.from_dtensor(w.reshard(chunk(0)).to_dtensor(), pool_group(4))
+                if isinstance(w, ShardedTensor)
+                else w
+            ),
+        ]
+        if spec in (chunk(0), chunk(1)):
+            ways.append(lambda w: w)
+        for way in ways:
+            weight, plain = sharded(full, spec).requires_grad_(), full.clone().requires_grad_()
+            penalty(weight, way).backward()
+            penalty(plain, way).backward()
+            check_close(weight.grad, plain.grad)
+
+
+def test_gradients_of_gradients(pool: Pool) -> None:
+    pool.run(second_order, ranks=FOUR)
+
+
+def through_local(rank: int) -> None:
+    full = values(8, 6)
+    weight, plain = sharded(full, chunk(0)).requires_grad_(), full.clone().requires_grad_()
+    (g,) = torch.autograd.grad((weight.local_tensor() ** 3).sum(), weight, create_graph=True)
+    check_close(g.detach(), 3 * full**2)
+    (g**2).sum().backward()
+    (h,) = torch.autograd.grad((plain**3).sum(), plain, create_graph=True)
+    (h**2).sum().backward()
+    check_close(weight.grad, plain.grad)
+
+
+def test_gradients_of_gradients_through_the_local_tensor(pool: Pool) -> None:
+    pool.run(through_local, ranks=FOUR)
+
+
+def any_layout(rank: int) -> None:
+    """What DTensor cannot say computes after a reshard, and gradients come back as boxes."""
+    full, x = values(6, 9), values(4, 9, seed=1)
+    for spec in (boxes(6, 9), chunk(0, [2, 1]), chunk(0, [3, 1, 0, 2])):
+        weight, plain = sharded(full, spec).requires_grad_(), full.clone().requires_grad_()
+        with pytest.raises(RuntimeError, match="reshard it first"):
+            F.linear(x, weight)
+        found = F.linear(x, weight.reshard(chunk(0))).tanh().sum() + (weight**2).sum()
+        wanted = F.linear(x, plain).tanh().sum() + (plain**2).sum()
+        check_close(found, wanted)
+        found.backward()
+        wanted.backward()
+        check_lies_like(weight.grad, weight)
+        check_close(weight.grad, plain.grad)
+
+
+def test_B42_computing_after_a_reshard(pool: Pool) -> None:
+    pool.run(any_layout, ranks=FOUR)
