@@ -18,7 +18,7 @@ import xml.etree.ElementTree as ET
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-__all__ = ["Table", "names_of", "page_of", "tests_by_id"]
+__all__ = ["Table", "names_of", "page_of", "shown_by_id"]
 
 ROOT = Path(__file__).parent.parent
 FOLDERS = ("tests/sharded", "tests/nn")
@@ -48,7 +48,7 @@ def names_of(folder: str) -> Iterator[tuple[str, str]]:
                 yield path.relative_to(ROOT).as_posix(), node.name
 
 
-def tests_by_id() -> dict[str, list[tuple[str, str]]]:
+def shown_by_id() -> dict[str, list[tuple[str, str]]]:
     """The tests that show each id."""
     found: dict[str, list[tuple[str, str]]] = {}
     for folder in FOLDERS:
@@ -60,7 +60,7 @@ def tests_by_id() -> dict[str, list[tuple[str, str]]]:
 
 def page_of(outcomes: Mapping[str, str]) -> str:
     """The page; outcomes are by the name of a test."""
-    known, tests = table(), tests_by_id()
+    known, tests = table(), shown_by_id()
     lines = [HEAD]
     for title, part in (("The same, or wider", "same"), ("No longer wrong", "better")):
         lines += [f"## {title}", "", "| | what | shown by | outcome |", "|---|---|---|---|"]
@@ -104,7 +104,7 @@ def outcomes_of_a_run() -> dict[str, str]:
 def main() -> None:
     outcomes = {} if "--names" in sys.argv else outcomes_of_a_run()
     PAGE.write_text(page_of(outcomes))
-    print(f"{PAGE.relative_to(ROOT)}: {len(tests_by_id())} ids are shown by tests")
+    print(f"{PAGE.relative_to(ROOT)}: {len(shown_by_id())} ids are shown by tests")
 
 
 if __name__ == "__main__":

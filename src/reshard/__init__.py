@@ -41,8 +41,8 @@ _HOMES = {
 _ERRORS = (
     "BoxError", "CoverageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError",
     "LiveError", "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
-    "OperationError", "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError",
-    "TensorError", "TopologyError",
+    "OperationError", "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError",
+    "SizeError", "TensorError", "TopologyError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 

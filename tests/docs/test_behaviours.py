@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tests.behaviours import PAGE, page_of, table, tests_by_id
+from tests.behaviours import PAGE, page_of, shown_by_id, table
 
 
 def test_every_behaviour_has_a_test_or_a_reason() -> None:
-    known, tests = table(), tests_by_id()
+    known, tests = table(), shown_by_id()
     numbers = [*known["same"], *known["better"]]
     assert len(numbers) == 101 + 3 + 33
     missing = [one for one in numbers if one not in tests and one not in known["note"]]
@@ -15,7 +15,7 @@ def test_every_behaviour_has_a_test_or_a_reason() -> None:
 
 def test_no_test_carries_an_unknown_id() -> None:
     known = table()
-    assert not tests_by_id().keys() - {*known["same"], *known["better"]}
+    assert not shown_by_id().keys() - {*known["same"], *known["better"]}
 
 
 def test_the_page_names_the_tests_there_are() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from reshard.layout import BoxLayout
 from reshard.sharded.content import Content
 from reshard.sharded.gradients import from_local, to_local
 from reshard.sharded.tensor import ShardedTensor
@@ -40,6 +41,8 @@ def _have_whole_heads(*tensors: torch.Tensor) -> bool:
     layout = contents[0].layout
     if any(one.layout != layout or len(one.parts) != 1 for one in contents) or layout.reduce:
         return False
+    if isinstance(layout, BoxLayout):
+        return False  # its boxes may be cut anywhere
     cuts = layout.dims(contents[0].shape)
     if any(cuts[dim] for dim in range(len(cuts)) if dim != HEADS):
         return False

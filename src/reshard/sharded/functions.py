@@ -5,11 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reshard.errors import OperationError
-from reshard.layout import BoxLayout
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["called"]
@@ -22,6 +20,9 @@ SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     """Call a function of torch of which some argument is a ShardedTensor."""
+    if len(args) == 1 and not kwargs and getattr(func, "__name__", "") == "__get__":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)  # an attribute: asked for a dozen times in every operation
     from reshard.sharded.custom_ops import custom_of
 
     own = custom_of(func, args, kwargs)
@@ -34,24 +35,14 @@ def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
     if func == SET_DATA:
         return _set_data(*args)
     if func is torch.nn.functional.scaled_dot_product_attention:
-        return _attended(func, *_with_replicas(args, kwargs))
+        from reshard.sharded.attention import attended
+
+        return attended(func, *_with_replicas(args, kwargs))
     if _writes_plain(func, args, kwargs):
         args, kwargs = _with_whole(args, kwargs)
     elif torch.is_grad_enabled():
         args, kwargs = _with_replicas(args, kwargs)
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
-
-
-def _attended(func: Any, args: Any, kwargs: Any) -> Any:
-    """Attention head by head where words say that heads are whole, else in steps."""
-    from reshard.sharded.attention import attended
-
-    leaves, _ = tree_flatten((args, kwargs))
-    sharded = [leaf._content.layout for leaf in leaves if isinstance(leaf, ShardedTensor)]
-    if not any(isinstance(layout, BoxLayout) for layout in sharded):
-        return attended(func, args, kwargs)
-    with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
@@ -89,6 +80,8 @@ def _with_replicas(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
     Their gradients must come back as plain tensors, with what all ranks add to them.
     """
+    if not kwargs and not any(_may_hold_plain(arg) for arg in args):
+        return args, kwargs
     leaves, tree = tree_flatten((args, kwargs))
     plain = [leaf for leaf in leaves if _is_plain(leaf)]
     sharded = [leaf for leaf in leaves if isinstance(leaf, ShardedTensor)]
@@ -100,6 +93,11 @@ def _with_replicas(args: Any, kwargs: Any) -> tuple[Any, Any]:
     leaves = [replicated(leaf, group) if _is_plain(leaf) else leaf for leaf in leaves]
     found: tuple[Any, Any] = tree_unflatten(leaves, tree)
     return found
+
+
+def _may_hold_plain(arg: object) -> bool:
+    """Whether it is worth looking: most calls have sharded tensors and numbers only."""
+    return not isinstance(arg, ShardedTensor | int | float | str | torch.dtype | None)
 
 
 def _is_plain(leaf: object) -> bool:

@@ -16,16 +16,23 @@ from reshard.tensors.meshes import this_rank
 from reshard.tensors.motion import Motion
 from reshard.tensors.reading import whole_on
 
-__all__ = ["moved_to", "split", "whole"]
+__all__ = ["moved_parts", "moved_to", "split", "whole"]
+
+MEMORY = parse_bytes(DEFAULT_MEMORY)
 
 
 def moved_to(content: Content, want: Layout) -> Content:
     """The same tensor in another layout; shares memory where nothing has to move."""
-    found = _moved(content, want)
-    parts = () if found is None else split(found, want, content.shape)
+    parts = moved_parts(content, want)
     return replace(
         content, layout=want, parts=parts, spec=None, stated=None, mesh=None, stated_stride=None
     )
+
+
+def moved_parts(content: Content, want: Layout) -> tuple[torch.Tensor, ...]:
+    """This rank's parts in another layout."""
+    found = _moved(content, want)
+    return () if found is None else split(found, want, content.shape)
 
 
 def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor | None:
@@ -34,9 +41,9 @@ def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor 
 
 
 def _moved(content: Content, want: Layout) -> torch.Tensor | None:
-    kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
+    kind = canonical_dtype(content.dtype)
     have, shape, group = content.layout, content.shape, content.group
-    motion = Motion(have, want, shape, kind, kind, memory, "replicated", group)
+    motion = Motion(have, want, shape, kind, kind, MEMORY, "replicated", group)
     local = content.local
     at_rest = motion.at_rest(local)
     if at_rest is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -14,7 +14,7 @@ from reshard.sharded.content import Content, Group, members
 from reshard.sharded.gradients import from_local, to_layout
 from reshard.sharded.making import content_for
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
-from reshard.sharded.moving import moved_to
+from reshard.sharded.moving import moved_parts
 from reshard.sharded.shard import Shard
 from reshard.sharded.tensor import ShardedTensor, wrap
 
@@ -31,6 +31,9 @@ __all__ = [
 ]
 
 
+MOST_TARGETS = 4096
+
+
 class PlacementsError(ValueError, RuntimeError):
     """A rank is not among placements."""
 
@@ -41,13 +44,30 @@ def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     if spec is content.spec:
         return tensor
     _check_spec(spec)
-    target = content_for(spec, torch.Size(content.shape), _properties(content), content.group)
+    target = _target(content, spec)
     if target.layout == content.layout and target.shards_metadata == content.shards_metadata:
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
         return to_layout(tensor, target)
-    moved = moved_to(content, target.layout)
-    return wrap(replace(moved, spec=spec, stated=target.stated))
+    return wrap(target.with_parts(moved_parts(content, target.layout)))
+
+
+_targets: WeakKeyDictionary[Any, dict[Any, Content]] = WeakKeyDictionary()
+"""What specs give this rank, by group; training reshards the same tensors in every step."""
+
+
+def _target(content: Content, spec: ShardingSpec) -> Content:
+    """What a spec gives this rank of a tensor, without its parts."""
+    known = _targets.setdefault(content.group or dist.group.WORLD, {})
+    quick = (id(spec), content.shape, content.dtype)
+    found = known.get(quick)
+    # The cache keeps the spec alive, so that no other can have its id.
+    if found is None or found.spec is not spec:
+        if len(known) >= MOST_TARGETS:
+            known.clear()
+        size, properties = torch.Size(content.shape), TensorProperties(content.dtype)
+        found = known[quick] = content_for(spec, size, properties, content.group)
+    return found
 
 
 def _check_spec(spec: object) -> None:
@@ -55,10 +75,6 @@ def _check_spec(spec: object) -> None:
 
     if not isinstance(spec, ShardingSpec):
         raise TypeError(f"reshard needs a ShardingSpec, found {type(spec).__name__}: give a spec")
-
-
-def _properties(content: Content) -> TensorProperties:
-    return TensorProperties(content.dtype)
 
 
 def build_reshard_metadata(
