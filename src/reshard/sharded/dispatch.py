@@ -17,11 +17,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reshard.errors import OperationError
+from reshard.planning.adjoint import unreduced
 from reshard.sharded.at_once import changed, needs_values, on_whole, written
 from reshard.sharded.chance import agreed
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.lists import on_lists
-from reshard.sharded.losses import is_loss, lost
+from reshard.sharded.losses import is_loss, loss_of
+from reshard.sharded.moving import moved_to
 from reshard.sharded.spreading import parts_like
 from reshard.sharded.tensor import ShardedTensor, wrap
 
@@ -55,7 +57,7 @@ def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
     if special is not None:
         return special(func, args, kwargs)
     if is_loss(func):
-        return lost(func, args, kwargs, one_by_one)
+        return loss_of(func, args, kwargs, one_by_one)
     if _is_on_elements(func):
         return one_by_one(func, args, kwargs)
     if func.overloadpacket.__name__.startswith(("_foreach", "_fused_ada", "_fused_sgd")):
@@ -176,6 +178,9 @@ def _joined(like: Content, results: list[Any]) -> Any:
 def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     """Another dtype or device; also known on ranks that hold nothing."""
     content = args[0]._content
+    if content.layout.reduce is not None:
+        # Rounded one by one, addends would make another sum.
+        content = moved_to(content, unreduced(content.layout))
     parts = [func(part, **kwargs) for part in content.parts]
     if parts:
         return wrap(content.with_parts(parts))

@@ -13,7 +13,7 @@ import torch
 
 from reshard.sharded.tensor import ShardedTensor
 
-__all__ = ["is_loss", "lost"]
+__all__ = ["is_loss", "loss_of"]
 
 aten = torch.ops.aten
 
@@ -34,7 +34,7 @@ def is_loss(func: Any) -> bool:
     return func.overloadpacket in FORWARD or func.overloadpacket in BACKWARD
 
 
-def lost(func: Any, args: Any, kwargs: Any, one_by_one: Callable[..., Any]) -> Any:
+def loss_of(func: Any, args: Any, kwargs: Any, one_by_one: Callable[..., Any]) -> Any:
     """Do a loss, or the gradient of one."""
     given = _named(func, args, kwargs)
     reduction = given["reduction"]
