@@ -22,6 +22,7 @@ from reshard.sharded.spec import ShardingSpec
 from tests.nn.models import COLUMNS, FOUR, ROWS, Model, assert_rows, shard, state_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.sharded.shards import group_of
 
 
 def run_parameter(rank: int) -> None:
@@ -92,13 +93,12 @@ def test_B91_every_parameter_is_sharded(pool: Pool) -> None:
 
 
 def run_sub_group(rank: int) -> None:
-    group = dist.new_group([2, 3], use_local_synchronization=True)
+    group = group_of(2, 3)
     model, whole = Model(), Model()
     spec = ChunkShardingSpec(0, ["rank:2/cpu", "rank:3/cpu"])
     shard_module(model, ShardingPlan({"fc1.weight": spec}), process_group=group)
     half = whole.fc1.weight[:6] if rank == 2 else whole.fc1.weight[6:]
     assert torch.equal(model.fc1.weight.local_tensor(), half)
-    dist.destroy_process_group(group)
 
 
 def test_B92_a_sub_group(pool: Pool) -> None:

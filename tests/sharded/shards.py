@@ -18,7 +18,11 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 def group_of(*ranks: int) -> Any:
-    """A process group of just these ranks, which alone call it; made once."""
+    """A process group of just these ranks, which alone call it; made once.
+
+    Never destroyed: torch would give the next group of these ranks the same name, and it would look
+    for its peers where those of the first were.
+    """
     if ranks not in _groups:
         _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
     return _groups[ranks]

@@ -40,6 +40,7 @@ from tests.sharded.making import (
     specs,
     values,
 )
+from tests.sharded.shards import group_of
 
 F64 = torch.float64
 
@@ -214,7 +215,7 @@ def save(rank: int, folder: str, plan: dict[str, Any]) -> None:
 def load(rank: int, paths: list[str], size: int) -> int:
     group = dist.group.WORLD if size not in (2, 4) else pool_group(size)
     if size == 1:
-        group = dist.new_group([0], use_local_synchronization=True)
+        group = group_of(0)
     state = load_files(paths, group)
     held = sum(shard.tensor.numel() for shard in state["model"]["0.weight"].local_shards())
     spec = chunk(1, [size - 1, 0])
