@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from reshard.layout import BoxLayout
-from reshard.sharded.content import Content
+from reshard.sharded.content import Content, members
 from reshard.sharded.gradients import from_local, to_local
 from reshard.sharded.tensor import ShardedTensor
 
@@ -23,9 +23,20 @@ Attention = Callable[..., Any]
 
 def attended(func: Attention, args: Any, kwargs: Any) -> Any:
     """Attention head by head where ranks have whole heads; else in steps that DTensor knows."""
-    query, key, value, *rest = args
-    mask = kwargs.get("attn_mask", rest[0] if rest else None)
-    if _have_whole_heads(query, key, value) and _is_for_all_heads(mask):
+    return _attended(func, *args, **kwargs)
+
+
+def _attended(
+    func: Attention,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: torch.Tensor | None = None,
+    *rest: Any,
+    **kwargs: Any,
+) -> Any:
+    rest = (attn_mask, *rest)
+    if _have_whole_heads(query, key, value) and _is_for_all_heads(attn_mask):
         local = func(to_local(query), to_local(key), to_local(value), *rest, **kwargs)
         content: Content = query._content
         return from_local(local, content.sized((*content.shape[:-1], local.shape[-1])))
@@ -39,7 +50,8 @@ def _have_whole_heads(*tensors: torch.Tensor) -> bool:
         return False
     contents = [one._content for one in tensors]  # type: ignore[attr-defined]
     layout = contents[0].layout
-    if any(one.layout != layout or len(one.parts) != 1 for one in contents) or layout.reduce:
+    everyone = set(layout.ranks) == set(members(contents[0].group))
+    if any(one.layout != layout for one in contents) or layout.reduce or not everyone:
         return False
     if isinstance(layout, BoxLayout):
         return False  # its boxes may be cut anywhere

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map
 
-from reshard.errors import OperationError, ReshardError
+from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout import Layout
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, members
@@ -34,10 +34,18 @@ __all__ = ["content_of", "dtensor_from", "mesh_of_group", "through_dtensor"]
 
 aten = torch.ops.aten
 
-NEED_ELEMENTS = {aten.median, aten.nanmedian, aten.mode, aten.kthvalue}
-"""Operations, beside reductions, that a rank without elements cannot do its share of."""
-NEED_EVEN = {aten.nll_loss_forward, aten.nll_loss_backward}
-"""Operations that average what ranks have, which DTensor has for equal shares only."""
+NEED_ALL = {
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+}  # fmt: skip
+"""Operations that average what ranks have, of which DTensor takes each to count the same."""
+COUNTED = {aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin}
+"""Operations of which DTensor takes a dim of -1 for one that is not cut."""
+FINE_WITHOUT = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.view, aten._unsafe_view, aten.reshape,
+    aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
+}  # fmt: skip
+"""Operations that a rank without elements does like the others; of others it might be refused."""
 
 _meshes: WeakKeyDictionary[Any, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
@@ -127,10 +135,24 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
         return wrap(_added_up(content_of(value, first.group)))
 
     try:
-        inputs, named = tree_map(lent, args), tree_map(lent, kwargs)
+        inputs, named = tree_map(lent, _from_front(func, args)), tree_map(lent, kwargs)
         return tree_map(returned, func(*inputs, **named))
+    except LiveError:
+        raise
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
         raise _unsupported(func, first, error) from error
+
+
+def _from_front(func: Any, args: Any) -> Any:
+    """Arguments with dims counted from the front, where DTensor's rules do not count themselves."""
+    first = args[0] if args else None
+    if func.overloadpacket not in COUNTED or not isinstance(first, torch.Tensor) or not first.ndim:
+        return args
+    stated = func._schema.arguments[: len(args)]
+    return [
+        value % first.ndim if one.name == "dim" and type(value) is int and value < 0 else value
+        for one, value in zip(stated, args, strict=True)
+    ]
 
 
 def _doable(func: Any, content: Content, mesh: DeviceMesh) -> Content:
@@ -139,14 +161,15 @@ def _doable(func: Any, content: Content, mesh: DeviceMesh) -> Content:
     All ranks decide alike, from the layout: an error on one would leave the others waiting.
     """
     ranks, shape, layout = members(content.group), content.shape, content.layout
-    reduces = torch.Tag.reduction in func.tags
-    if reduces and _placements(layout, mesh, shape) is None:
-        return moved_to(content, whole_on(ranks))
+    if _placements(layout, mesh, shape) is None:
+        # A reduction gives little; of anything else the user should know that all is gathered.
+        reduces = torch.Tag.reduction in func.tags
+        return moved_to(content, whole_on(ranks)) if reduces else content
     shapes = _shapes(layout, shape, ranks)
     nothing = any(not prod(one) for one in shapes) and prod(shape) > 0
-    if nothing and (reduces or func.overloadpacket in NEED_ELEMENTS):
+    if nothing and func.overloadpacket not in FINE_WITHOUT:
         return moved_to(content, whole_on(ranks))
-    if len(shapes) > 1 and func.overloadpacket in NEED_EVEN:
+    if func.overloadpacket in NEED_ALL:
         return moved_to(content, whole_on(ranks))
     return content
 

@@ -120,9 +120,12 @@ class Content:
         if not self.parts:
             return []
         part = self.parts[0]
+        pieces = self.layout.pieces(this_rank(), self.shape)
+        if len(pieces) == 1 or not part.is_contiguous():
+            return [part]
         return [
             part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
-            for piece in self.layout.pieces(this_rank(), self.shape)
+            for piece in pieces
         ]
 
 

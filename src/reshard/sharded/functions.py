@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -56,6 +56,11 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
     with torch._C.DisableTorchFunctionSubclass():
         SET_DATA(tensor, data)
     tensor._content = data._content
+    if tensor._hook is not None:
+        from reshard.sharded.gradients import like
+
+        tensor._hook.remove()
+        tensor._hook = cast(Any, tensor).register_hook(like(tensor._content))
 
 
 def _writes_plain(func: Any, args: Any, kwargs: Any) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -50,7 +49,15 @@ def to_local(tensor: ShardedTensor) -> torch.Tensor:
 
 def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
     """Lays a gradient out as its tensor is: an optimizer then finds its shards side by side."""
-    return partial(_back_to, replace(content, parts=()))
+    source = replace(content, parts=())
+
+    def laid_out(gradient: torch.Tensor) -> ShardedTensor:
+        found = _back_to(source, gradient)
+        repeats = any(0 in part.stride() and part.numel() > 1 for part in found._content.parts)
+        # What was spread from fewer elements cannot be added to.
+        return cast(ShardedTensor, found.clone()) if repeats else found
+
+    return laid_out
 
 
 def from_local(local: torch.Tensor, content: Content) -> ShardedTensor:
@@ -121,7 +128,8 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        return from_local(gradients[0], ctx.content)
+        # Memory of its own: autograd may give the same gradient to others, and add to each.
+        return from_local(gradients[0].clone(), ctx.content)
 
 
 class _FromLocal(torch.autograd.Function):
@@ -168,6 +176,8 @@ def to_dtensor(tensor: ShardedTensor, device_mesh: DeviceMesh | None = None) -> 
 
 def from_dtensor(tensor: DTensor, group: Group = None) -> ShardedTensor:
     """A DTensor's memory; gradients flow back."""
+    if group is None and tensor.device_mesh.ndim == 1:
+        group = tensor.device_mesh.get_group()
     found: ShardedTensor = _from_dtensor(tensor, group)
     return found
 

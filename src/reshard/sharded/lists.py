@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from reshard.sharded.content import Content
+from reshard.sharded.moving import moved_to
 from reshard.sharded.spreading import parts_like, plain
 from reshard.sharded.tensor import ShardedTensor, wrap
 
@@ -32,7 +34,31 @@ def on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     columns = [_column(value, likes) for value in args]
     # A rank that holds nothing has nothing to do; torch refuses empty lists.
     results = func(*columns, **named) if columns[0] else []
+    _put_back(func, args, likes, columns)
     return None if not func._schema.returns else _regrouped(results, likes)
+
+
+def _put_back(func: Any, args: Any, likes: list[Content | None], columns: list[Any]) -> None:
+    """What was changed of tensors that lie otherwise than the first list, and so were moved."""
+    for at, (argument, value) in enumerate(zip(func._schema.arguments, args, strict=False)):
+        info = argument.alias_info
+        lists = isinstance(value, list | tuple) and len(value) == len(likes)
+        if info is None or not info.is_write or at == 0 or not lists:
+            continue
+        changed = list(columns[at])
+        for one, like in zip(value, likes, strict=True):
+            count = 1 if like is None else len(like.parts)
+            mine, changed = changed[:count], changed[count:]
+            if like is not None and isinstance(one, ShardedTensor):
+                _return(one._content, like, mine)
+
+
+def _return(content: Content, like: Content, parts: list[torch.Tensor]) -> None:
+    if content.shape != like.shape or content.is_like(like):
+        return
+    moved = moved_to(replace(like, parts=tuple(parts), dtype=content.dtype), content.layout)
+    for own, new in zip(content.parts, moved.parts, strict=True):
+        own.copy_(new)
 
 
 def _column(value: Any, likes: list[Content | None]) -> Any:

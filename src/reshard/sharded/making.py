@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from reshard.errors import quoted
 from reshard.layout import BoxLayout, Layout
-from reshard.sharded.by_layout import lowered
+from reshard.run.live.routes import with_number
+from reshard.sharded.by_layout import LayoutShardingSpec, lowered
 from reshard.sharded.content import Content, Group, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
@@ -45,6 +46,8 @@ def content_for(
         _check_whole(shape, stated)
     check_members(layout, stated, group)
     device = device_of(stated, group)
+    if isinstance(spec, LayoutShardingSpec):
+        device = with_number(torch.device(spec.device))
     sizes = tuple(shape)
     return Content(layout, sizes, properties.dtype, (), device, group, spec, stated)
 

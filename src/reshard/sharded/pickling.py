@@ -15,8 +15,10 @@ import torch.distributed as dist
 from reshard.box import Box
 from reshard.layout import BoxLayout, Layout
 from reshard.sharded.content import Content, Group, layout_of_shards, members
+from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec
 from reshard.sharded.loading import current_process_group
+from reshard.sharded.making import check_members
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
@@ -69,6 +71,11 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ShardedTe
         _check_place(state, group)
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
+    if not foreign.get():
+        check_members(layout, shards, group)
+        if shards:
+            check_disjoint(shards)
+            check_tensor(shards, shape)
     dtype = getattr(torch, state["dtype"], None)
     device = parts[0].device if parts else torch.device(state["device"])
     if shards and parts:

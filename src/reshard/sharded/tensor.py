@@ -241,6 +241,14 @@ class ShardedTensor(torch.Tensor):
         """All values, on every rank."""
         return self.full_tensor().tolist()
 
+    def __copy__(self) -> ShardedTensor:
+        made = wrap(self._content)
+        if self.requires_grad:
+            made.requires_grad_()
+        if getattr(self, "_is_param", False):
+            made._is_param = True
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
         if id(self) in memo:
             return cast(ShardedTensor, memo[id(self)])

@@ -1,0 +1,185 @@
+"""What a critical reader found: each was silently wrong, hung or crashed once."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from reshard import Layout, Mesh
+from reshard.sharded import ChunkShardingSpec, LayoutShardingSpec, ShardedTensor, shard_tensor
+from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
+from tests.sharded.shards import chunk, group_of, numbered, places
+
+FOUR = range(4)
+
+
+def cut(full: torch.Tensor, spec: object) -> ShardedTensor:
+    return shard_tensor(full, spec, process_group=pool_group(4), scatter=False)
+
+
+def along_negative_dims(rank: int) -> None:
+    full = torch.linspace(-1, 1, 35, dtype=torch.float64).reshape(5, 7)
+    for spec in (chunk(0), chunk(1)):
+        one = cut(full, spec)
+        for operation in (torch.cumsum, torch.cumprod, torch.logcumsumexp, torch.softmax):
+            for dim in (0, 1, -1, -2):
+                found = operation(one, dim).full_tensor()
+                torch.testing.assert_close(found, operation(full, dim), rtol=0, atol=1e-12)
+
+
+def test_dims_counted_from_the_end(pool: Pool) -> None:
+    pool.run(along_negative_dims, ranks=FOUR)
+
+
+def averaged_losses(rank: int) -> None:
+    logits = torch.sin(numbered(8, 5))
+    target = torch.tensor([0, 1, -100, 3, 4, -100, -100, 2])
+    weight = torch.tensor([1.0, 2.0, 0.5, 3.0, 1.5], dtype=torch.float64)
+    for options in ({}, {"weight": weight}):
+        whole = logits.clone().requires_grad_()
+        expected = F.cross_entropy(whole, target, **options)
+        expected.backward()
+        for spec in (chunk(0), chunk(1)):
+            one = cut(logits, spec).requires_grad_()
+            found = F.cross_entropy(one, target, **options)
+            found.backward()
+            assert abs(found.item() - expected.item()) < 1e-12
+            torch.testing.assert_close(one.grad.full_tensor(), whole.grad, rtol=0, atol=1e-12)
+
+
+def test_cross_entropy_counts_elements_and_not_ranks(pool: Pool) -> None:
+    pool.run(averaged_losses, ranks=FOUR)
+
+
+def state_that_lies_otherwise(rank: int) -> None:
+    full = numbered(8, 6) / 10
+    whole, one = nn.Parameter(full.clone()), nn.Parameter(cut(full, chunk(0)))
+    optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (whole, one)]
+    for step in range(4):
+        if step == 2:
+            state = optimizers[1].state[one]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].reshard(chunk(1))
+        for parameter, optimizer in zip((whole, one), optimizers, strict=True):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(one.full_tensor(), whole.detach(), rtol=0, atol=1e-12)
+
+
+def test_fused_optimizers_change_state_that_lies_otherwise(pool: Pool) -> None:
+    pool.run(state_that_lies_otherwise, ranks=FOUR)
+
+
+def gradients_of_local_tensors(rank: int) -> None:
+    full = numbered(8, 4)
+    one, other = (cut(full * factor, chunk(0)).requires_grad_() for factor in (1, 2))
+    for _ in range(2):
+        ((one.local_tensor() + other.local_tensor()) ** 2).sum().backward()
+    for found in (one.grad, other.grad):
+        assert torch.equal(found.full_tensor(), 2 * 6 * full)
+    transposed = cut(full, chunk(0)).t()
+    (shard,) = transposed.local_shards()
+    assert torch.equal(shard.tensor, full.t()[:, 2 * rank : 2 * rank + 2])
+
+
+def test_gradients_have_memory_of_their_own(pool: Pool) -> None:
+    pool.run(gradients_of_local_tensors, ranks=FOUR)
+
+
+class Turned(ChunkShardingSpec):
+    """Equal to others of its kind, which cut otherwise."""
+
+    def __init__(self, turn: int) -> None:
+        super().__init__(0, places(FOUR))
+        object.__setattr__(self, "turn", turn)
+
+    def build_metadata(self, tensor_sizes, tensor_properties):  # type: ignore[no-untyped-def]
+        ranks = [(rank + self.turn) % 4 for rank in FOUR]
+        return chunk(0, ranks).build_metadata(tensor_sizes, tensor_properties)
+
+
+def specs_of_the_users(rank: int) -> None:
+    full = numbered(8, 2)
+    for turn in range(3):
+        (shard,) = cut(full, Turned(turn)).local_shards()
+        assert shard.metadata.shard_offsets[0] == 2 * ((rank - turn) % 4)
+
+
+def test_equal_specs_of_the_users_may_cut_otherwise(pool: Pool) -> None:
+    pool.run(specs_of_the_users, ranks=FOUR)
+
+
+def ranks_without_rows(rank: int) -> None:
+    full = torch.sin(numbered(5, 8))
+    one = cut(full, chunk(0))
+    ids = torch.tensor([[0, 4], [2, 3]])
+    assert torch.equal(F.embedding(ids, one).full_tensor(), F.embedding(ids, full))
+    found = F.max_pool1d(one.unsqueeze(0), 2).full_tensor()
+    assert torch.equal(found, F.max_pool1d(full.unsqueeze(0), 2))
+    torch.testing.assert_close((one @ one.t()).full_tensor(), full @ full.t())
+
+
+def test_ranks_without_elements_do_not_stop_the_others(pool: Pool) -> None:
+    pool.run(ranks_without_rows, ranks=FOUR)
+
+
+def attention_by_name(rank: int) -> None:
+    shape = (2, 4, 3, 8)
+    parts = [torch.sin(numbered(*shape) + n) for n in range(3)]
+    names = ("query", "key", "value")
+    expected = F.scaled_dot_product_attention(*parts)
+    spec = LayoutShardingSpec(Layout(Mesh(tp=4), "- tp - -"))
+    given = {name: cut(part, spec) for name, part in zip(names, parts, strict=True)}
+    found = F.scaled_dot_product_attention(**given)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    half = LayoutShardingSpec(Layout(Mesh(tp=2), "- tp - -"))
+    try:
+        F.scaled_dot_product_attention(*(cut(part, half) for part in parts))
+    except RuntimeError:
+        return  # on all ranks alike: the others would wait
+
+
+def test_attention_by_name_and_on_some_ranks(pool: Pool) -> None:
+    pool.run(attention_by_name, ranks=FOUR)
+
+
+def replicas_and_copies(rank: int) -> None:
+    spec = LayoutShardingSpec(Layout(Mesh(tp=4), "- -"))
+    one = cut(numbered(3, 4), spec).requires_grad_()
+    for _ in range(2):
+        one.sum().backward()
+    nn.utils.clip_grad_norm_([one], 1.0)
+    assert isinstance(copy.copy(one), ShardedTensor)
+    assert copy.copy(one).requires_grad
+    if rank in (2, 3):
+        mesh = DeviceMesh.from_group(group_of(2, 3), "cpu")
+        tensor = DTensor.from_local(numbered(2, 2) + rank, mesh, [Shard(0)], run_check=False)
+        assert ShardedTensor.from_dtensor(tensor).full_tensor().shape == (4, 2)
+    moved = nn.Parameter(cut(numbered(8, 2), chunk(0)))
+    moved.data = cut(numbered(4, 6), chunk(1))
+    (moved * 2).sum().backward()
+    assert moved.grad.sharding_spec() == chunk(1)
+
+
+def test_replicas_copies_and_data_that_is_set(pool: Pool) -> None:
+    pool.run(replicas_and_copies, ranks=FOUR)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_the_device_of_a_layout_spec_counts(pool: Pool, device: str) -> None:
+    pool.run(device_of_a_layout, device, ranks=FOUR)
+
+
+def device_of_a_layout(rank: int, device: str) -> None:
+    from reshard.sharded import empty
+
+    spec = LayoutShardingSpec(Layout(Mesh(tp=4), "tp -"), device)
+    assert empty(spec, 4, 4, process_group=pool_group(4)).device.type == device
