@@ -35,7 +35,12 @@ __all__ = ["Done", "Failed", "Live", "NotLive", "digest", "has_torch", "move_liv
 ANSWER_WITHIN = 60.0
 LEAVE_WITHIN = 5.0
 # Many ranks share few cores, and a process that has threads is not safe to fork.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {
+    "RESHARD_DEMO_RANKS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+}
 
 
 @dataclass(frozen=True, slots=True)
