@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import arguments, close, run_ranks, text_of
+from side_by_side import arguments, run_ranks, tell
 
 import reshard as rs
 
@@ -60,15 +60,9 @@ def main() -> None:
 
 
 def on_a_rank(rank: int, args: argparse.Namespace) -> None:
-    rows = []
-    for make in CASES:
-        for case in make(args.ranks, args.quick):
-            if args.only in case.name:
-                rows.append(measured(case, 3 if args.quick else args.repeat))
-                if rank == 0 and not args.json:
-                    print(text_of(rows[-1]), flush=True)
-    if rank == 0:
-        close(rows, args.json)
+    cases = (case for make in CASES for case in make(args.ranks, args.quick))
+    repeat = 3 if args.quick else args.repeat
+    tell((measured(case, repeat) for case in cases if args.only in case.name), rank, args.json)
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:

@@ -16,11 +16,12 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import arguments, close, run_ranks, text_of
+from side_by_side import arguments, run_ranks, tell
 from torch import nn
 
 import reshard as rs
@@ -52,13 +53,9 @@ def main() -> None:
 
 def on_a_rank(rank: int, args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")  # torch's own classes warn that they are going away
-    rows = []
-    for case in [*reshards(args.quick), *modules(args.quick)]:
-        rows.append(measured(case, 3 if args.quick else args.repeat))
-        if rank == 0 and not args.json:
-            print(text_of(rows[-1]), flush=True)
-    if rank == 0:
-        close(rows, args.json)
+    repeat = 3 if args.quick else args.repeat
+    cases = chain(reshards(args.quick), modules(args.quick))
+    tell((measured(case, repeat) for case in cases), rank, args.json)
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:

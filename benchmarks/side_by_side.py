@@ -8,7 +8,7 @@ import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,18 @@ def text_of(row: Row) -> str:
     return "\n".join(lines)
 
 
-def close(rows: list[Row], as_json: bool) -> None:
+def tell(rows: Iterable[Row], rank: int, as_json: bool) -> None:
+    """Measure case after case, and let the first rank say what came out of each."""
+    found = []
+    for row in rows:
+        found.append(row)
+        if rank == 0 and not as_json:
+            print(text_of(row), flush=True)
+    if rank == 0:
+        _close(found, as_json)
+
+
+def _close(rows: list[Row], as_json: bool) -> None:
     """What is said at the end: on which machine, and with --json everything."""
     facts = {"load": os.getloadavg(), "cores": os.cpu_count(), "torch": torch.__version__}
     if as_json:
