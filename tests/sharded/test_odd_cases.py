@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -12,7 +14,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from reshard import Layout, Mesh
-from reshard.sharded import ChunkShardingSpec, LayoutShardingSpec, ShardedTensor, shard_tensor
+from reshard.sharded import (
+    ChunkShardingSpec,
+    LayoutShardingSpec,
+    ShardedOptimizer,
+    ShardedTensor,
+    reshard_local_shard,
+    shard_tensor,
+)
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.sharded.shards import chunk, group_of, numbered, places
@@ -183,3 +192,100 @@ def device_of_a_layout(rank: int, device: str) -> None:
 
     spec = LayoutShardingSpec(Layout(Mesh(tp=4), "tp -"), device)
     assert empty(spec, 4, 4, process_group=pool_group(4)).device.type == device
+
+
+def norms_of_uneven_tensors(rank: int) -> None:
+    full = torch.sin(numbered(5, 7))
+    for spec in (chunk(0), chunk(1)):
+        for order in (2, 1, float("inf")):
+            whole, one = full.clone().requires_grad_(), cut(full, spec).requires_grad_()
+            whole.norm(order).backward()
+            one.norm(order).backward()
+            torch.testing.assert_close(one.grad.full_tensor(), whole.grad, rtol=0, atol=1e-12)
+        found = cut(full, spec).sum(dim=[], keepdim=True)
+        torch.testing.assert_close(found.full_tensor(), full.sum(dim=[], keepdim=True))
+
+
+def test_gradients_of_norms_over_all_dims(pool: Pool) -> None:
+    pool.run(norms_of_uneven_tensors, ranks=FOUR)
+
+
+def scaled_losses(rank: int) -> list[float]:
+    one, plain = nn.Parameter(cut(numbered(8, 2), chunk(0))), nn.Parameter(torch.ones(3).double())
+    optimizer = torch.optim.SGD([one, plain], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        # Only the last element, which one rank has, becomes infinite.
+        weight = torch.ones(8, 2, dtype=torch.float64)
+        weight[7, 1] = factor
+        scaler.scale((one * weight).sum() + plain.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert torch.equal(one.full_tensor(), numbered(8, 2) - 0.5)
+    assert torch.equal(plain.detach(), torch.full((3,), 0.5).double())
+    return scales
+
+
+def test_loss_scaling_skips_a_step_on_all_ranks_alike(pool: Pool) -> None:
+    assert pool.run(scaled_losses, ranks=FOUR) == [[4.0, 2.0]] * 4
+
+
+def gradients_of_shards(rank: int) -> None:
+    full = numbered(8, 3)
+    for spec in (chunk(0, [0, 1, 2, 3, 0, 1, 2, 3]), chunk(0)):
+        one = cut(full, spec).requires_grad_()
+        shards = one.local_shards()
+        assert all(shard.tensor.requires_grad for shard in shards)
+        sum((shard.tensor**2).sum() for shard in shards).backward()
+        assert torch.equal(one.grad.full_tensor(), 2 * full)
+        with torch.no_grad():
+            for shard in one.local_shards():
+                shard.tensor.add_(1)
+        assert torch.equal(one.full_tensor(), full + 1)
+    local = full[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    twice = chunk(1, [0, 1, 2, 3, 0])
+    shards, _ = reshard_local_shard(local, full.shape, chunk(0), twice, pool_group(4))
+    sum(shard.tensor.sum() for shard in shards).backward()
+    assert torch.equal(local.grad, torch.ones_like(local))
+
+
+def test_gradients_of_shards_reach_the_tensor(pool: Pool) -> None:
+    pool.run(gradients_of_shards, ranks=FOUR)
+
+
+def copied_optimizers(rank: int) -> None:
+    one = nn.Parameter(cut(numbered(8, 2), chunk(0)))
+    optimizer = ShardedOptimizer({"one": one}, torch.optim.SGD, lr=0.5, momentum=0.9)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    (one * 2).sum().backward()
+    optimizer.step()
+    assert calls == [1]
+    twin = copy.deepcopy(optimizer)
+    (other,) = twin.named_params.values()
+    assert other is not one
+    twin.step()
+    assert torch.equal(one.full_tensor(), numbered(8, 2) - 1)
+    assert torch.equal(other.full_tensor(), numbered(8, 2) - 1 - 0.5 * (2 + 0.9 * 2))
+
+
+def test_an_optimizer_is_copied_with_its_parameters(pool: Pool) -> None:
+    pool.run(copied_optimizers, ranks=FOUR)
+
+
+def forgotten_groups(rank: int) -> None:
+    group = torch.distributed.new_group([0, 1, 2, 3], use_local_synchronization=True)
+    gone = weakref.ref(group)
+    one = shard_tensor(numbered(8, 4), chunk(0), process_group=group)
+    one.reshard(chunk(1))
+    torch.distributed.destroy_process_group(group)
+    del one, group
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_group_that_was_resharded_on_can_go(pool: Pool) -> None:
+    pool.run(forgotten_groups, ranks=FOUR)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch.distributed as dist
 from reshard.errors import DisagreementError
 from reshard.mesh import format_ranks
 from reshard.run.live.routes import default_device
+from reshard.sharded.fingerprints import digest
 from reshard.sharded.telling import numbers_of_all, raise_together
 
 __all__ = ["agree"]
@@ -31,24 +31,19 @@ def agree(group: Any, wanted: Sequence[str], error: Exception | None = None) -> 
             f"rank {dist.get_rank()} is not in the process group that was given: call this on the "
             "ranks of the group only"
         )
-    mine = [int(error is not None), _digest(wanted)]
+    mine = [int(error is not None), digest(repr(tuple(wanted)))]
     told = numbers_of_all(mine, group, default_device(group))
     if any(failed for failed, _ in told):
         raise_together(error, group, default_device(group))
-    digests = [digest for _, digest in told]
+    digests = [one for _, one in told]
     if len(set(digests)) > 1:
         raise DisagreementError(_odd_ranks(group, digests))
-
-
-def _digest(wanted: Sequence[str]) -> int:
-    digest = hashlib.blake2b(repr(tuple(wanted)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big", signed=True)
 
 
 def _odd_ranks(group: Any, digests: Sequence[int]) -> str:
     usual = max(digests, key=digests.count)
     ranks = zip(dist.get_process_group_ranks(group), digests, strict=True)
-    odd = tuple(rank for rank, digest in ranks if digest != usual)
+    odd = tuple(rank for rank, one in ranks if one != usual)
     return (
         f"the sharding plan names other paths on rank {format_ranks(odd)} than on the others: give "
         "every rank the same plan and the same module"

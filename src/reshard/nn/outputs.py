@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import quoted
-from reshard.layout import Layout
+from reshard.planning.adjoint import unreduced
 from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
@@ -191,8 +191,7 @@ def _summed(tensor: ShardedTensor) -> ShardedTensor:
     cut = tensor.cut
     if cut.reduce is None:
         return tensor
-    done = Layout(cut.mesh, replace(cut.words, reduce=None))
-    return tensor.reshard(LayoutShardingSpec(done, str(tensor.device)))
+    return tensor.reshard(LayoutShardingSpec(unreduced(cut), str(tensor.device)))
 
 
 def _cut_dim(tensor: ShardedTensor) -> int | None:

@@ -38,7 +38,6 @@ def _compared(one: Any, other: Any, same: Compare) -> bool:
     here = all(same(a, b) for a, b in zip(mine.parts, theirs.parts, strict=True))
     if not dist.is_initialized():
         return here
-    device = mine.device if mine.device.type != "cpu" else torch.device("cpu")
-    told = torch.tensor([int(here)], device=device)
+    told = torch.tensor([int(here)], device=mine.device)
     dist.all_reduce(told, dist.ReduceOp.MIN, group=mine.group)
     return bool(told.item())

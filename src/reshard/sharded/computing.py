@@ -144,15 +144,24 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
 
 
 def _from_front(func: Any, args: Any) -> Any:
-    """Arguments with dims counted from the front, where DTensor's rules do not count themselves."""
+    """Arguments with dims as DTensor's rules read them: from the front, and all by number."""
     first = args[0] if args else None
-    if func.overloadpacket not in COUNTED or not isinstance(first, torch.Tensor) or not first.ndim:
+    if not isinstance(first, torch.Tensor) or not first.ndim:
         return args
+    counted, reduces = func.overloadpacket in COUNTED, torch.Tag.reduction in func.tags
+
+    def dims(name: str, value: Any) -> Any:
+        if name != "dim":
+            return value
+        if counted and type(value) is int:
+            return value % first.ndim
+        # No dims are all of them; DTensor would take it for none.
+        return (
+            list(range(first.ndim)) if reduces and isinstance(value, list) and not value else value
+        )
+
     stated = func._schema.arguments[: len(args)]
-    return [
-        value % first.ndim if one.name == "dim" and type(value) is int and value < 0 else value
-        for one, value in zip(stated, args, strict=True)
-    ]
+    return [dims(one.name, value) for one, value in zip(stated, args, strict=True)]
 
 
 def _doable(func: Any, content: Content, mesh: DeviceMesh) -> Content:

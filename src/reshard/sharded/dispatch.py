@@ -42,6 +42,10 @@ ONE_BY_ONE = {
 """Operations on elements, which torch does not mark as such."""
 
 
+ON_LISTS = ("_foreach", "_amp_foreach", "_fused_ada", "_fused_sgd")
+"""How the names of operations on lists of tensors begin."""
+
+
 def dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation of which some argument is a ShardedTensor."""
     targets = written(func, args, kwargs)
@@ -60,7 +64,7 @@ def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
         return loss_of(func, args, kwargs, one_by_one)
     if _is_on_elements(func):
         return one_by_one(func, args, kwargs)
-    if func.overloadpacket.__name__.startswith(("_foreach", "_fused_ada", "_fused_sgd")):
+    if func.overloadpacket.__name__.startswith(ON_LISTS):
         return on_lists(func, args, kwargs)
     if targets:
         return changed(func, args, kwargs, targets)

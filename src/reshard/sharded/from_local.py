@@ -53,7 +53,6 @@ def init_from_local_shards(
         shards, size = _stacked(shards)
         local_shards = _placed(local_shards, shards)
     check_disjoint(shards)
-    _check_volume(shards, size)
     check_tensor(shards, size)
     properties = TensorProperties(
         getattr(torch, common["dtype"]), requires_grad=common["requires_grad"]
@@ -143,15 +142,6 @@ def _stacked(shards: Sequence[ShardMetadata]) -> tuple[list[ShardMetadata], torc
 def _placed(local_shards: Sequence[Shard], shards: Sequence[ShardMetadata]) -> list[Shard]:
     mine = [shard for shard in shards if shard.rank == this_rank()]
     return [Shard(shard.tensor, one) for shard, one in zip(local_shards, mine, strict=True)]
-
-
-def _check_volume(shards: Sequence[ShardMetadata], size: torch.Size) -> None:
-    total = sum(torch.Size(shard.shard_sizes).numel() for shard in shards)
-    if total != size.numel():
-        raise ValueError(
-            f"total volume of shards {total} does not match tensor volume {size.numel()} of size "
-            f"{list(size)}: shards must cover the tensor, each element once"
-        )
 
 
 def init_from_local_tensor(

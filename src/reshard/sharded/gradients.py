@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from reshard.layout import Layout
+from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, members
 from reshard.sharded.moving import moved_to, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
@@ -31,6 +31,7 @@ __all__ = [
     "to_dtensor",
     "to_layout",
     "to_local",
+    "to_parts",
     "to_whole",
 ]
 
@@ -41,9 +42,15 @@ def to_layout(tensor: ShardedTensor, target: Content) -> ShardedTensor:
     return found
 
 
+def to_parts(tensor: ShardedTensor) -> tuple[torch.Tensor, ...]:
+    """This rank's parts; their gradients are those parts of the gradient."""
+    found: tuple[torch.Tensor, ...] = _to_parts(tensor) if tensor._content.parts else ()
+    return found
+
+
 def to_local(tensor: ShardedTensor) -> torch.Tensor:
-    """This rank's part; its gradient is that part of the gradient."""
-    found: torch.Tensor = _to_local(tensor)
+    """This rank's only part."""
+    (found,) = to_parts(tensor)
     return found
 
 
@@ -62,7 +69,7 @@ def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
 
 def from_local(local: torch.Tensor, content: Content) -> ShardedTensor:
     """A ShardedTensor of which this rank has one part, with gradients back to that."""
-    found: ShardedTensor = _from_local(local, content)
+    found: ShardedTensor = _from_parts(content, local)
     return found
 
 
@@ -109,38 +116,33 @@ def _back_to(source: Content, gradient: torch.Tensor) -> ShardedTensor:
     """A gradient, whatever it is, as the tensor lies that it is of."""
     if not isinstance(gradient, ShardedTensor):
         gradient = replicated(gradient, source.group)
-    return to_layout(gradient, replace(source, layout=unreduced_layout(source.layout)))
+    # Every addend of a pending sum has the gradient of the sum.
+    return to_layout(gradient, replace(source, layout=unreduced(source.layout)))
 
 
-def unreduced_layout(layout: Layout) -> Layout:
-    """Every addend of a pending sum has the gradient of the sum."""
-    from reshard.planning.adjoint import unreduced
-
-    return unreduced(layout)
-
-
-class _ToLocal(torch.autograd.Function):
+class _ToParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
-        ctx.content = tensor._content
-        # A view: writing into it writes into the shard.
-        return tensor._content.parts[0].detach()
+    def forward(ctx: Any, tensor: ShardedTensor) -> tuple[torch.Tensor, ...]:
+        ctx.content = replace(tensor._content, parts=())
+        # Views: writing into them writes into the shards.
+        return tuple(part.detach() for part in tensor._content.parts)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        # Memory of its own: autograd may give the same gradient to others, and add to each.
-        return from_local(gradients[0].clone(), ctx.content)
+        # Memory of their own: autograd may give the same gradient to others, and add to each.
+        found: ShardedTensor = _from_parts(ctx.content, *(one.clone() for one in gradients))
+        return found
 
 
-class _FromLocal(torch.autograd.Function):
+class _FromParts(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, content: Content) -> ShardedTensor:
+    def forward(ctx: Any, content: Content, *parts: torch.Tensor) -> ShardedTensor:
         ctx.content = replace(content, parts=())
-        return wrap(content.with_parts((local.detach(),)))
+        return wrap(content.with_parts([part.detach() for part in parts]))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return to_local(_back_to(ctx.content, gradients[0])), None
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return None, *to_parts(_back_to(ctx.content, gradients[0]))
 
 
 class _ToWhole(torch.autograd.Function):
@@ -218,8 +220,8 @@ class _FromDTensor(torch.autograd.Function):
 
 
 _to_layout: Callable[..., Any] = _ToLayout.apply
-_to_local: Callable[..., Any] = _ToLocal.apply
-_from_local: Callable[..., Any] = _FromLocal.apply
+_to_parts: Callable[..., Any] = _ToParts.apply
+_from_parts: Callable[..., Any] = _FromParts.apply
 _to_whole: Callable[..., Any] = _ToWhole.apply
 _replicated: Callable[..., Any] = _Replicated.apply
 _to_dtensor: Callable[..., Any] = _ToDTensor.apply

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reshard.sharded.content import Content
 from reshard.sharded.moving import moved_to
@@ -26,6 +27,8 @@ MIXING: dict[Any, Callable[..., torch.Tensor]] = {
 
 def on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation on lists of plain and of sharded tensors."""
+    if func.overloadpacket is aten._amp_foreach_non_finite_check_and_unscale_:
+        return _unscaled(func, *args, **kwargs)
     mixing = MIXING.get(func.overloadpacket)
     if mixing is not None:
         return [mixing(one, *args[1:], **kwargs) for one in args[0]]
@@ -36,6 +39,16 @@ def on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     results = func(*columns, **named) if columns[0] else []
     _put_back(func, args, likes, columns)
     return None if not func._schema.returns else _regrouped(results, likes)
+
+
+def _unscaled(func: Any, tensors: Any, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """Gradients by the inverse of a loss scale; what is not finite anywhere counts everywhere."""
+    contents = [one._content for one in tensors if isinstance(one, ShardedTensor)]
+    parts = [one for one in tensors if not isinstance(one, ShardedTensor)]
+    parts += [part for content in contents for part in content.parts]
+    if parts:
+        func(parts, found_inf, inv_scale)
+    dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=contents[0].group)
 
 
 def _put_back(func: Any, args: Any, likes: list[Content | None], columns: list[Any]) -> None:

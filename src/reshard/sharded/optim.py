@@ -78,6 +78,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         rest = {key: value for key, value in state_dict.items() if key != "names"}
         self._optim.load_state_dict(rest)
 
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self).copy()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+
+    def register_step_pre_hook(self, hook: Any) -> Any:
+        """Call something before each step."""
+        return self._optim.register_step_pre_hook(hook)
+
+    def register_step_post_hook(self, hook: Any) -> Any:
+        """Call something after each step."""
+        return self._optim.register_step_post_hook(hook)
+
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self._optim!r})"
 
@@ -87,7 +101,7 @@ def named_params_with_sharded_tensor(
     prefix: str = "",
     recurse: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters by name, and tensors that are sharded but no parameters; tied ones once.
+    """All parameters by name, and sharded tensors that are mere attributes; tied ones once.
 
     >>> [name for name, _ in named_params_with_sharded_tensor(nn.Linear(2, 3), "fc")]
     ['fc.weight', 'fc.bias']

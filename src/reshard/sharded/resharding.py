@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -66,8 +67,11 @@ def _target(content: Content, spec: ShardingSpec) -> Content:
         if len(known) >= MOST_TARGETS:
             known.clear()
         size, properties = torch.Size(content.shape), TensorProperties(content.dtype)
-        found = known[quick] = content_for(spec, size, properties, content.group)
-    return found
+        # Without the group: what a weak key points to may not point back.
+        found = known[quick] = replace(
+            content_for(spec, size, properties, content.group), group=None
+        )
+    return replace(found, group=content.group)
 
 
 def _check_spec(spec: object) -> None:

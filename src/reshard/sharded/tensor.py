@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -69,8 +70,15 @@ class ShardedTensor(torch.Tensor):
         return self._content.layout
 
     def local_shards(self) -> list[Shard]:
-        """This rank's shards; their tensors are its memory."""
-        return list(self._content.shards)
+        """This rank's shards; their tensors are its memory, and gradients flow back from them.
+
+        What is written into that memory is not seen by autograd's check of saved tensors.
+        """
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return list(self._content.shards)
+        from reshard.sharded.gradients import to_parts
+
+        return list(replace(self._content, parts=to_parts(self)).shards)
 
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
@@ -224,11 +232,9 @@ class ShardedTensor(torch.Tensor):
         self.requires_grad_(requires_grad)
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedTensor:
-        """Collect gradients, or not; the tensors of the shards say the same."""
+        """Collect gradients, or not; the tensors of ``local_shards`` say the same."""
         collects = requires_grad and not self.requires_grad and self.is_leaf
         super().requires_grad_(requires_grad)
-        for part in self._content.parts:
-            part.requires_grad_(requires_grad)
         if collects:
             from reshard.sharded.gradients import like
 
@@ -273,9 +279,15 @@ class ShardedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Content]:
         names = [f"_part{number}" for number in range(len(self._content.parts))]
-        for name, part in zip(names, self._content.parts, strict=True):
-            setattr(self, name, part)
         return names, self._content
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            number = name.removeprefix("_part")
+            if number != name and number.isdecimal():
+                return self._content.parts[int(number)]
+            raise AttributeError(f"a ShardedTensor has no attribute {name}")
 
     @staticmethod
     def __tensor_unflatten__(
