@@ -39,10 +39,11 @@ _HOMES = {
     "take": "planning.names",
 }
 _ERRORS = (
-    "BoxError", "CoverageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError",
-    "LiveError", "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
-    "OperationError", "PeerLostError", "PlanError", "ProofError", "ReshardError", "RulesError",
-    "SizeError", "TensorError", "TopologyError",
+    "BoxError", "CheckpointError", "CoverageError", "DamageError", "DisagreementError",
+    "DtypeError", "FormatError", "LayoutError", "LiveError", "MemoryCapError", "MeshError",
+    "MoveTimeoutError", "NamesError", "NotationError", "OperationError", "PeerLostError",
+    "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError", "TargetError",
+    "TensorError", "TopologyError", "UnfinishedError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 

@@ -22,6 +22,10 @@
         +-- TensorError               a tensor given to a move that does not fit
     +-- OperationError                an operation that a sharded tensor does not have as it lies
                                       (also a RuntimeError and a TypeError)
+    +-- CheckpointError               a checkpoint that cannot be read or written (also an OSError)
+        +-- DamageError               files that are cut short, changed, or lie about themselves
+        +-- TargetError               a place where nothing can be written, or something stands
+        +-- UnfinishedError           stopped midway; what is there can be resumed
 
 Each is also a ValueError, so that callers need not import reshard to catch them.
 A message is one line: what is wrong, both numbers, where, and what to try.
@@ -31,7 +35,9 @@ from __future__ import annotations
 
 __all__ = [
     "BoxError",
+    "CheckpointError",
     "CoverageError",
+    "DamageError",
     "DisagreementError",
     "DtypeError",
     "FormatError",
@@ -49,8 +55,10 @@ __all__ = [
     "ReshardError",
     "RulesError",
     "SizeError",
+    "TargetError",
     "TensorError",
     "TopologyError",
+    "UnfinishedError",
     "quoted",
 ]
 
@@ -151,3 +159,19 @@ class TensorError(LiveError):
 
 class OperationError(ReshardError, RuntimeError, TypeError):
     """A sharded tensor does not have an operation, or not in the layout that it has."""
+
+
+class CheckpointError(ReshardError, OSError):
+    """A checkpoint cannot be read or written."""
+
+
+class DamageError(CheckpointError):
+    """A file of a checkpoint is cut short, was changed, or says what cannot be."""
+
+
+class TargetError(CheckpointError):
+    """A checkpoint cannot be written there: something stands there, or there is no room."""
+
+
+class UnfinishedError(CheckpointError):
+    """A conversion stopped midway; it can be resumed."""

@@ -5,7 +5,9 @@ import reshard
 PUBLIC = [
     "Box",
     "BoxError",
+    "CheckpointError",
     "CoverageError",
+    "DamageError",
     "DisagreementError",
     "DtypeError",
     "FormatError",
@@ -30,6 +32,7 @@ PUBLIC = [
     "SimulationReport",
     "SizeError",
     "Summary",
+    "TargetError",
     "TensorError",
     "TensorSpec",
     "Topology",

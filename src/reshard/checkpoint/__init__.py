@@ -1,0 +1,1 @@
+"""Checkpoints: what is in them, and how to cut them another way."""

@@ -1,0 +1,111 @@
+"""A catalog says what a checkpoint holds: which box of which tensor lies in which bytes?
+
+Every format is read into this one value, and everything else (inspecting, converting, verifying)
+asks only it. Nothing here opens a file.
+
+>>> files = (StoredFile("a.safetensors", 40), StoredFile("b.safetensors", 40))
+>>> w = StoredTensor("w", (4, 2), "float32", (
+...     StoredPiece(Box((0, 0), (2, 2)), file=0, offset=24, strides=(2, 1)),
+...     StoredPiece(Box((2, 0), (4, 2)), file=1, offset=24, strides=(2, 1)),
+... ))
+>>> catalog = Catalog("ckpt", "safetensors", files, {"w": w})
+>>> catalog.num_bytes, w.holes(), w.pieces[1].num_bytes(w.dtype)
+(32, (), 16)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+
+from reshard.box import Box, row_major, uncovered
+from reshard.dtypes import itemsize
+
+__all__ = ["Catalog", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a checkpoint: its path below the checkpoint, parts joined by ``/``, and its size."""
+
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPiece:
+    """A box of a tensor, and the bytes of a file that hold it."""
+
+    box: Box
+    file: int
+    """Which of the catalog's files."""
+    offset: int
+    """The byte at which the first element of the box begins."""
+    strides: tuple[int, ...]
+    """Elements from one index to the next, for each dim of the box."""
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the box is one run of bytes, in row-major order."""
+        ideal = row_major(self.box.shape)
+        dims = zip(self.box.shape, self.strides, ideal, strict=True)
+        return all(length == 1 or have == want for length, have, want in dims)
+
+    def num_bytes(self, dtype: str) -> int:
+        """Bytes of the elements of the box."""
+        return self.box.size * itemsize(dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: what it is, and its pieces. Pieces that overlap are replicas of each other."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[StoredPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor, once."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+    def holes(self) -> tuple[Box, ...]:
+        """What no piece holds, as disjoint boxes."""
+        return uncovered(Box.whole(self.shape), (piece.box for piece in self.pieces))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """An entry that is no tensor (a step counter, a config): bytes nobody interprets."""
+
+    name: str
+    file: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """All that a checkpoint holds."""
+
+    root: str
+    """The path or address it was read from."""
+    format: str
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, StoredTensor]
+    objects: Mapping[str, StoredObject] = field(default_factory=dict)
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """What the files say beside the tensors, such as ``format: pt``."""
+    others: tuple[StoredFile, ...] = ()
+    """Files that belong to the checkpoint and hold no tensor: config.json, a tokenizer."""
+    mesh: str | None = None
+    """The mesh the checkpoint was cut over, where its files say so."""
+    layouts: Mapping[str, str] = field(default_factory=dict)
+    """The layout of each tensor on that mesh, where its files say so."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each element once."""
+        return sum(tensor.num_bytes for tensor in self.tensors.values())
