@@ -37,6 +37,7 @@ PUBLIC = [
     "TensorSpec",
     "Topology",
     "TopologyError",
+    "UnfinishedError",
     "backward",
     "check",
     "describe",
