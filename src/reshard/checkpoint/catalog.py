@@ -27,7 +27,7 @@ __all__ = ["Catalog", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file of a checkpoint: its path below the checkpoint, parts joined by ``/``, and its size."""
+    """A file of a checkpoint: its path below it, parts joined by ``/``, and its size."""
 
     path: str
     size: int

@@ -12,3 +12,360 @@ ones by ranges. Every path is relative to the root and may not leave it.
 """
 
 from __future__ import annotations
+
+import os
+import stat
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from reshard.checkpoint.catalog import StoredFile
+from reshard.errors import CheckpointError, DamageError, quoted
+
+__all__ = ["OURS", "LocalStorage", "RemoteStorage", "Storage", "check_path", "open_storage"]
+
+OURS = ".reshard"
+"""Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
+
+TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")
+"""How a single file that holds tensors may be called."""
+MAX_FILES = 1 << 20
+MAX_OPEN = 128
+"""Descriptors that are kept open while nobody uses them."""
+MAX_DEPTH = 32
+
+
+def open_storage(root: str | Path) -> Storage:
+    """A folder, a single file, or the address of either, to be read by ranges.
+
+    What has no ``://`` is local. Nothing is opened yet, but what is absent is an error at once.
+    """
+    text = str(root)
+    for local in ("file://", "local://"):
+        text = text.removeprefix(local)
+    return RemoteStorage(text) if "://" in text else LocalStorage(text)
+
+
+def check_path(path: str) -> str:
+    """Refuse a path that is absolute or climbs: a file may name only files beside it.
+
+    >>> check_path("mp_rank_00/model.pt")
+    'mp_rank_00/model.pt'
+    """
+    parts = path.split("/")
+    bad = not path or "\0" in path or "\\" in path or any(p in ("", ".", "..") for p in parts)
+    if bad:
+        raise DamageError(
+            f"the path {quoted(path)} leaves its checkpoint or is none: "
+            "only plain paths below the checkpoint's folder are read"
+        )
+    return path
+
+
+class Storage(ABC):
+    """Files below one root, read by byte ranges; safe to use from several threads."""
+
+    root: str
+    """The path or address that was opened."""
+    is_local: bool
+
+    @abstractmethod
+    def list(self) -> tuple[StoredFile, ...]:
+        """All regular files below the root, sorted; hidden folders and our own files left out."""
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """How many bytes a file has."""
+
+    @abstractmethod
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file, all of it or DamageError."""
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Exactly these bytes of a file, or DamageError; nothing is allocated for what is absent."""
+        self._check_range(path, offset, length)
+        buffer = bytearray(length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def close(self) -> None:
+        """Give back what was opened."""
+        return
+
+    def descriptor(self, path: str) -> int:
+        """A file descriptor of a local file, open until this storage is closed."""
+        raise CheckpointError(f"{self.root}/{path} is not a local file and has no descriptor")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_range(self, path: str, offset: int, length: int) -> None:
+        size = self.size(path)
+        if not (0 <= offset <= size and 0 <= length <= size - offset):
+            raise DamageError(
+                f"{self.root}/{path}: bytes {offset} to {offset + length} are wanted and the file "
+                f"has {size}: it is cut short, or what points into it is wrong"
+            )
+
+
+@dataclass(slots=True)
+class _Open:
+    """An open file: its descriptor, its size, and how many are using it."""
+
+    descriptor: int
+    size: int
+    users: int = 0
+
+
+class LocalStorage(Storage):
+    """A folder, or one file, of this machine."""
+
+    is_local = True
+
+    def __init__(self, root: str) -> None:
+        self.root = root
+        self._lock = threading.Lock()
+        self._open: OrderedDict[str, _Open] = OrderedDict()
+        path = Path(root)
+        if not path.exists():
+            raise CheckpointError(f"{root} does not exist: check the path")
+        self._only = path.name if path.is_file() else None
+        if self._only is None and not path.is_dir():
+            raise CheckpointError(f"{root} is neither a folder nor a file")
+        self._folder = path.parent if self._only else path
+        self._real = os.path.realpath(self._folder)
+
+    def list(self) -> tuple[StoredFile, ...]:
+        if self._only is not None:
+            return (StoredFile(self._only, self.size(self._only)),)
+        return tuple(sorted(_walk(self._folder, self.root), key=lambda file: file.path))
+
+    def size(self, path: str) -> int:
+        with self.using(path) as file:
+            return file.size
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        with self.using(path) as file:
+            left, at = buffer.cast("B"), offset
+            if offset < 0 or offset + len(left) > file.size:
+                self._check_range(path, offset, len(left))
+            while left:
+                count = self._pread(path, file.descriptor, left, at)
+                if count == 0:
+                    raise DamageError(
+                        f"{self.root}/{path}: ends at byte {at} and {len(left)} more are wanted: "
+                        f"it had {file.size} bytes when it was opened; is somebody writing to it?"
+                    )
+                left, at = left[count:], at + count
+
+    def descriptor(self, path: str) -> int:
+        with self._lock:
+            file = self._opened(path)
+            file.users += 1  # never given back, so that it is not closed under its user
+            return file.descriptor
+
+    @contextmanager
+    def using(self, path: str) -> Iterator[_Open]:
+        """The open file, which nobody closes meanwhile; for many files rather than descriptor."""
+        with self._lock:
+            file = self._opened(path)
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        with self._lock:
+            for file in self._open.values():
+                os.close(file.descriptor)
+            self._open.clear()
+
+    def _pread(self, path: str, descriptor: int, buffer: memoryview, at: int) -> int:
+        try:
+            return os.preadv(descriptor, [buffer], at)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.root}/{path}: bytes {at} to {at + len(buffer)} cannot be read: "
+                f"{error.strerror}"
+            ) from None
+
+    def _opened(self, path: str) -> _Open:
+        """The open file, now the last to be closed; call with the lock held."""
+        file = self._open.get(path)
+        if file is None:
+            self._make_room()
+            file = self._open[path] = self._open_anew(path)
+        self._open.move_to_end(path)
+        return file
+
+    def _make_room(self) -> None:
+        idle = [path for path, file in self._open.items() if not file.users]
+        for path in idle[: max(len(self._open) + 1 - MAX_OPEN, 0)]:
+            os.close(self._open.pop(path).descriptor)
+
+    def _open_anew(self, path: str) -> _Open:
+        where = self._folder / check_path(path)
+        self._check_inside(where)
+        try:
+            # Without O_NONBLOCK opening a pipe would wait for somebody to write to it.
+            descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError as error:
+            raise _unreadable(f"{self.root}/{path}", error) from None
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            os.close(descriptor)
+            raise DamageError(f"{self.root}/{path} is not a regular file")
+        return _Open(descriptor, status.st_size)
+
+    def _check_inside(self, where: Path) -> None:
+        """A link may lead to a file of the root, or, in a hub's cache, to one of its blobs."""
+        real = os.path.realpath(where)
+        inside = [self._real]
+        parent, snapshots = os.path.split(os.path.dirname(self._real))  # noqa: PTH120
+        if snapshots == "snapshots":
+            inside.append(os.path.join(parent, "blobs"))  # noqa: PTH118
+        if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
+            raise DamageError(
+                f"{where} leads to {real}, outside of its checkpoint: copy the file, or the link's "
+                "target, into the folder"
+            )
+
+
+def _unreadable(path: str, error: OSError) -> CheckpointError:
+    if isinstance(error, FileNotFoundError):
+        return DamageError(f"{path} is missing: the checkpoint is not complete")
+    return CheckpointError(f"{path} cannot be opened: {error.strerror}")
+
+
+def _walk(folder: Path, root: str) -> Iterator[StoredFile]:
+    """Regular files of a folder and of the folders in it; links to folders are not followed."""
+    pending, count = [(folder, "", 0)], 0
+    while pending:
+        here, prefix, depth = pending.pop()
+        try:
+            entries = list(os.scandir(here))
+        except OSError as error:
+            raise CheckpointError(f"{here} cannot be listed: {error.strerror}") from None
+        for entry in entries:
+            count += 1
+            if entry.is_dir(follow_symlinks=False):
+                if not entry.name.startswith(".") and depth < MAX_DEPTH:
+                    pending.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
+            elif not entry.name.startswith(OURS) and entry.is_file():
+                yield StoredFile(prefix + entry.name, entry.stat().st_size)
+        if count > MAX_FILES:
+            raise CheckpointError(
+                f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
+            )
+
+
+class RemoteStorage(Storage):
+    """Files that fsspec reaches: s3, gcs, http, memory and others."""
+
+    is_local = False
+
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self._lock = threading.Lock()
+        self._sizes: dict[str, int] = {}
+        self._files, self._base = self._connect(root)
+        self._only: str | None = None
+        info = self._ask(self.root, "info", self._base)
+        # Over http a folder is a page, and so a file: only a name that is one counts as one.
+        if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
+            self._base, _, self._only = self._base.rpartition("/")
+            self.root = self.root.rpartition("/")[0]
+
+    def list(self) -> tuple[StoredFile, ...]:
+        if self._only is not None:
+            return (StoredFile(self._only, self.size(self._only)),)
+        found = self._ask(self.root, "find", self._base, detail=True)
+        if len(found) > MAX_FILES:
+            raise CheckpointError(
+                f"{self.root} holds {len(found)} files, at most {MAX_FILES} are read: "
+                "name the folder of one checkpoint"
+            )
+        files = []
+        for name, info in found.items():
+            path = str(name).removeprefix(self._base).lstrip("/")
+            *folders, last = path.split("/")
+            if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
+                files.append(StoredFile(path, self._remember(path, info)))
+        return tuple(sorted(files, key=lambda file: file.path))
+
+    def size(self, path: str) -> int:
+        with self._lock:
+            known = self._sizes.get(path)
+        if known is not None:
+            return known
+        return self._remember(path, self._ask(f"{self.root}/{path}", "info", self._full(path)))
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        self._check_range(path, offset, length)
+        if not length:
+            return b""
+        where = f"{self.root}/{path}"
+        found: bytes = self._ask(
+            where, "cat_file", self._full(path), start=offset, end=offset + length
+        )
+        if len(found) > length:
+            raise CheckpointError(
+                f"{where}: {length} bytes from {offset} were asked for and {len(found)} came: "
+                "the server does not serve byte ranges; copy the checkpoint here first"
+            )
+        if len(found) < length:
+            raise DamageError(
+                f"{where}: bytes {offset} to {offset + length} are wanted and only {len(found)} "
+                "came: it is cut short"
+            )
+        return found
+
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        flat = buffer.cast("B")
+        flat[:] = self.read(path, offset, len(flat))
+
+    def _full(self, path: str) -> str:
+        return f"{self._base}/{check_path(path)}"
+
+    def _remember(self, path: str, info: Any) -> int:
+        size = info.get("size")
+        if size is None:  # some servers list names only
+            size = self._ask(f"{self.root}/{path}", "size", self._full(path))
+        if not isinstance(size, int):
+            raise CheckpointError(f"{self.root}/{path}: the server does not tell its size")
+        with self._lock:
+            self._sizes[path] = size
+        return size
+
+    def _connect(self, root: str) -> tuple[Any, str]:
+        try:
+            from fsspec.core import url_to_fs
+
+            files, base = url_to_fs(root)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"{root} cannot be reached: {_one_line(error)}") from None
+        return files, str(base).rstrip("/")
+
+    def _ask(self, where: str, method: str, *arguments: object, **options: object) -> Any:
+        """Call fsspec, whose implementations raise whatever their client library raises."""
+        try:
+            return getattr(self._files, method)(*arguments, **options)
+        except FileNotFoundError:
+            raise DamageError(f"{where} does not exist: check the address") from None
+        except Exception as error:
+            kind = type(error).__name__
+            raise CheckpointError(f"{where}: {method} failed: {kind}: {_one_line(error)}") from None
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
