@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from reshard import Layout, Mesh
+from reshard import CoverageError, Layout, Mesh
 from reshard.sharded import (
     ChunkShardingSpec,
     LayoutShardingSpec,
@@ -21,12 +22,14 @@ from reshard.sharded import (
     ShardedTensor,
     reshard_local_shard,
     shard_tensor,
+    zeros,
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.sharded.shards import chunk, group_of, numbered, places
 
 FOUR = range(4)
+ALONE = ["rank:0/cpu", "rank:0/cpu"]
 
 
 def cut(full: torch.Tensor, spec: object) -> ShardedTensor:
@@ -289,3 +292,75 @@ def forgotten_groups(rank: int) -> None:
 
 def test_a_group_that_was_resharded_on_can_go(pool: Pool) -> None:
     pool.run(forgotten_groups, ranks=FOUR)
+
+
+def several_results_into_plain_tensors(rank: int) -> None:
+    full = torch.sin(numbered(6, 5))
+    values, indices = torch.empty(5, dtype=full.dtype), torch.empty(5, dtype=torch.int64)
+    torch.max(cut(full, chunk(0)), 0, out=(values, indices))
+    expected = full.max(0)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices, expected.indices)
+
+
+def test_several_results_go_into_plain_tensors(pool: Pool) -> None:
+    pool.run(several_results_into_plain_tensors, ranks=FOUR)
+
+
+def like_one_that_requires_gradients(rank: int) -> None:
+    one = cut(numbered(6, 5), chunk(0))
+    made = torch.ones_like(one, requires_grad=True)
+    assert made.requires_grad
+    (made.full_tensor() * 3).sum().backward()
+    assert made.grad is not None
+    assert made.grad.cut == made.cut
+    assert torch.equal(made.grad.full_tensor(), torch.full((6, 5), 3.0, dtype=torch.float64))
+
+
+def test_a_tensor_like_another_may_require_gradients(pool: Pool) -> None:
+    pool.run(like_one_that_requires_gradients, ranks=FOUR)
+
+
+def loaded_state(rank: int) -> None:
+    weight = nn.Parameter(cut(torch.sin(numbered(6, 5)), chunk(0)))
+    other = nn.Parameter(cut(torch.sin(numbered(6, 5)), chunk(1)))
+    for param in (weight, other):
+        param.grad = cut(torch.cos(numbered(6, 5)), chunk(0))
+    first = torch.optim.AdamW([weight])
+    first.step()
+    second = ShardedOptimizer({"w": other}, torch.optim.AdamW)
+    second.load_state_dict(first.state_dict())
+    kept = second.state[other]["exp_avg"]
+    assert kept.cut == other.cut
+    assert torch.equal(kept.full_tensor(), first.state[weight]["exp_avg"].full_tensor())
+
+
+def test_loaded_state_lies_as_its_parameter(pool: Pool) -> None:
+    pool.run(loaded_state, ranks=FOUR)
+
+
+def test_an_array_of_a_part_is_refused() -> None:
+    one = shard_tensor(numbered(6, 5), ChunkShardingSpec(0, ALONE))
+    with pytest.raises(TypeError, match=r"take full_tensor\(\)\.numpy\(\)"):
+        one.numpy()
+    with pytest.raises(TypeError, match="of which this rank has a part"):
+        np.asarray(one)
+
+
+def test_one_process_without_a_group() -> None:
+    full = numbered(6, 5)
+    one = shard_tensor(full, ChunkShardingSpec(0, ALONE)).requires_grad_()
+    assert [tuple(shard.tensor.shape) for shard in one.local_shards()] == [(3, 5), (3, 5)]
+    other = one.reshard(ChunkShardingSpec(1, ALONE))
+    assert torch.equal(other.local_shards()[1].tensor, full[:, 3:])
+    assert torch.equal(one.full_tensor(), full)
+    assert torch.equal(one.gather(), full)
+    (other.full_tensor() * full).sum().backward()
+    assert torch.equal(one.grad.full_tensor(), full)
+
+
+def test_shards_elsewhere_without_a_group() -> None:
+    spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    one = zeros(spec, 4, 4)
+    with pytest.raises(CoverageError, match="init_process_group"):
+        one.full_tensor()

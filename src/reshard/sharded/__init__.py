@@ -21,7 +21,7 @@ from reshard.sharded.grid import GridShardingSpec
 from reshard.sharded.inference import infer_sharding_spec
 from reshard.sharded.loading import current_process_group, load_with_process_group
 from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from reshard.sharded.optim import ShardedOptimizer, named_params_with_sharded_tensor
+from reshard.sharded.optim import ShardedOptimizer, lay_out_state, named_params_with_sharded_tensor
 from reshard.sharded.pickling import rebuild_sharded_tensor
 from reshard.sharded.resharding import (
     build_reshard_metadata,
@@ -71,6 +71,7 @@ __all__ = [
     "get_split_size",
     "infer_sharding_spec",
     "init_from_local_shards",
+    "lay_out_state",
     "load_files",
     "load_with_process_group",
     "named_params_with_sharded_tensor",

@@ -2,31 +2,60 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import torch
 
-from reshard.sharded.content import Content
+from reshard.box import Box, uncovered
+from reshard.errors import CoverageError
+from reshard.layout import Layout
+from reshard.pieces import Piece
 from reshard.tensors.meshes import this_rank
 
-__all__ = ["cut_here"]
+__all__ = ["cut_here", "moved_here"]
 
 
-def cut_here(
-    given: Mapping[str, torch.Tensor], contents: Mapping[str, Content]
-) -> dict[str, torch.Tensor]:
-    """The local tensors of this rank, cut out of whole ones."""
-    found = {}
-    for name, tensor in given.items():
-        content = contents[name]
-        local = torch.empty(
-            content.layout.local_shape(this_rank(), content.shape), dtype=tensor.dtype
-        )
-        for piece in content.layout.pieces(this_rank(), content.shape):
-            place = tuple(
-                slice(start, stop)
-                for start, stop in zip(piece.box.start, piece.box.stop, strict=True)
+def cut_here(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The local tensor of this process, cut out of the whole one."""
+    shape = tuple(tensor.shape)
+    local = tensor.new_empty(layout.local_shape(this_rank(), shape))
+    for piece in layout.pieces(this_rank(), shape):
+        _at(local, piece).copy_(tensor[_slices(piece.box)])
+    return local
+
+
+def moved_here(
+    local: torch.Tensor | None, have: Layout, want: Layout, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """The local tensor of this process in another layout; None where that gives it nothing."""
+    if want.holds(this_rank()) is None:
+        return None
+    pieces = have.pieces(this_rank(), shape)
+    _check_all_here(pieces, want, shape)
+    if local is None:
+        raise CoverageError(f"this process has no shard of a tensor {list(shape)}: give it one")
+    whole = local.new_empty(shape)
+    for piece in pieces:
+        whole[_slices(piece.box)] = _at(local, piece)
+    return cut_here(whole, want)
+
+
+def _check_all_here(pieces: Sequence[Piece], want: Layout, shape: tuple[int, ...]) -> None:
+    held = [piece.box for piece in pieces]
+    for wanted in want.pieces(this_rank(), shape):
+        missing = uncovered(wanted.box, held)
+        if missing:
+            raise CoverageError(
+                f"{missing[0]} of a tensor {list(shape)} is on another rank, and there is no "
+                "process group to ask: call torch.distributed.init_process_group first"
             )
-            local.as_strided(piece.box.shape, piece.strides, piece.offset).copy_(tensor[place])
-        found[name] = local
-    return found
+
+
+def _at(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Where a piece lies in a local tensor."""
+    flat = local.contiguous() if not local.is_contiguous() else local
+    return flat.as_strided(piece.box.shape, piece.strides, flat.storage_offset() + piece.offset)
+
+
+def _slices(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))

@@ -64,7 +64,7 @@ class Content:
             return replace(self, parts=())
         device, stated = parts[0].device, self.stated
         if stated is not None and device != self.device:
-            stated = tuple(shard.on(device) for shard in stated)
+            stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
         return replace(
             self,
             parts=tuple(parts),
@@ -102,7 +102,11 @@ class Content:
         if self.stated is not None:
             return self.stated
         return tuple(
-            ShardMetadata(piece.box.start, piece.box.shape, f"rank:{rank}/{self.device}")
+            ShardMetadata(
+                piece.box.start,
+                piece.box.shape,
+                f"rank:{rank}/{_device_on(rank, self.device)}",
+            )
             for rank in self.layout.ranks
             for piece in self.layout.pieces(rank, self.shape)
         )
@@ -127,6 +131,11 @@ class Content:
             part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
             for piece in pieces
         ]
+
+
+def _device_on(rank: int | None, device: torch.device) -> torch.device:
+    """The device of a rank, as far as this one knows: of others it knows the kind only."""
+    return device if rank == this_rank() else torch.device(device.type)
 
 
 @lru_cache(maxsize=4096)

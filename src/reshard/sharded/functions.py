@@ -42,8 +42,18 @@ def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         args, kwargs = _with_whole(args, kwargs)
     elif torch.is_grad_enabled():
         args, kwargs = _with_replicas(args, kwargs)
+    collects = bool(kwargs.get("requires_grad")) and _makes_new(func)
+    if collects:
+        kwargs = {**kwargs, "requires_grad": False}
     with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs)
+        made = func(*args, **kwargs)
+    return made.requires_grad_() if collects else made
+
+
+def _makes_new(func: Any) -> bool:
+    """Whether a function makes a tensor like another one: its gradients are laid out as it is."""
+    name = getattr(func, "__name__", "")
+    return name.endswith("_like") or name.startswith("new_")
 
 
 def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
@@ -66,6 +76,8 @@ def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
 def _writes_plain(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the result goes into a plain tensor, which stays one: it gets all elements."""
     target = kwargs.get("out")
+    if isinstance(target, tuple | list) and target:
+        target = target[0]  # of several results, as those of max
     name = getattr(func, "__name__", "")
     own_name = name.endswith("_") and not name.endswith("__")
     if target is None and args and (own_name or name in IN_PLACE):

@@ -14,7 +14,7 @@ import torch
 
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, members
-from reshard.sharded.moving import moved_to, whole
+from reshard.sharded.moving import laid_as, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.reading import whole_on
 
@@ -104,8 +104,7 @@ class _ToLayout(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor, target: Content) -> ShardedTensor:
         ctx.source = replace(tensor._content, parts=())
-        moved = moved_to(tensor._content, target.layout)
-        return wrap(replace(moved, spec=target.spec, stated=target.stated))
+        return wrap(laid_as(tensor._content, target))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:

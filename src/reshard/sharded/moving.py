@@ -6,17 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 
 from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.layout import BoxLayout, Layout
 from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.sharded.alone import moved_here
 from reshard.sharded.content import Content, members
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.motion import Motion
 from reshard.tensors.reading import whole_on
 
-__all__ = ["moved_parts", "moved_to", "split", "whole"]
+__all__ = ["laid_as", "moved_parts", "moved_to", "split", "whole"]
 
 MEMORY = parse_bytes(DEFAULT_MEMORY)
 
@@ -27,6 +29,12 @@ def moved_to(content: Content, want: Layout) -> Content:
     return replace(
         content, layout=want, parts=parts, spec=None, stated=None, mesh=None, stated_stride=None
     )
+
+
+def laid_as(content: Content, target: Content) -> Content:
+    """The same tensor in the layout of another content, and on its device."""
+    parts = tuple(part.to(target.device) for part in moved_parts(content, target.layout))
+    return replace(target, dtype=content.dtype, parts=parts, mesh=None, stated_stride=None)
 
 
 def moved_parts(content: Content, want: Layout) -> tuple[torch.Tensor, ...]:
@@ -43,8 +51,10 @@ def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor 
 def _moved(content: Content, want: Layout) -> torch.Tensor | None:
     kind = canonical_dtype(content.dtype)
     have, shape, group = content.layout, content.shape, content.group
-    motion = Motion(have, want, shape, kind, kind, MEMORY, "replicated", group)
     local = content.local
+    if not dist.is_initialized():
+        return moved_here(local, have, want, shape)
+    motion = Motion(have, want, shape, kind, kind, MEMORY, "replicated", group)
     at_rest = motion.at_rest(local)
     if at_rest is not None:
         return at_rest

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.sharded.tensor import ShardedTensor
+from reshard.sharded.moving import laid_as
+from reshard.sharded.tensor import ShardedTensor, wrap
 
-__all__ = ["ShardedOptimizer", "named_params_with_sharded_tensor"]
+__all__ = ["ShardedOptimizer", "lay_out_state", "named_params_with_sharded_tensor"]
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -77,6 +78,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             )
         rest = {key: value for key, value in state_dict.items() if key != "names"}
         self._optim.load_state_dict(rest)
+        lay_out_state(self._optim)
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self).copy()
@@ -94,6 +96,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({self._optim!r})"
+
+
+def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
+    """Lay what an optimizer keeps of each parameter out as that is; all ranks call this alike.
+
+    State from files of other ranks lies where it was read. It would be right there too, but each
+    step would move it. ``ShardedOptimizer.load_state_dict`` does this by itself.
+    """
+    for group in optimizer.param_groups:
+        for param in group["params"]:
+            if isinstance(param, ShardedTensor):
+                kept = optimizer.state.get(param, {})
+                kept.update({key: _as_it_lies(one, param) for key, one in kept.items()})
+
+
+def _as_it_lies(value: Any, param: ShardedTensor) -> Any:
+    if not isinstance(value, ShardedTensor) or value.shape != param.shape:
+        return value
+    own = param._content
+    return value if value._content.is_like(own) else wrap(laid_as(value._content, own))
 
 
 def named_params_with_sharded_tensor(

@@ -15,7 +15,7 @@ from reshard.sharded.content import Content, Group, members
 from reshard.sharded.gradients import from_local, to_layout
 from reshard.sharded.making import content_for
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
-from reshard.sharded.moving import moved_parts
+from reshard.sharded.moving import laid_as
 from reshard.sharded.shard import Shard
 from reshard.sharded.tensor import ShardedTensor, wrap
 
@@ -50,7 +50,11 @@ def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
         return tensor
     if tensor.requires_grad and torch.is_grad_enabled():
         return to_layout(tensor, target)
-    return wrap(target.with_parts(moved_parts(content, target.layout)))
+    return wrap(laid_as(content, target))
+
+
+class _Alone:
+    """Stands for the group where there is none."""
 
 
 _targets: WeakKeyDictionary[Any, dict[Any, Content]] = WeakKeyDictionary()
@@ -59,7 +63,7 @@ _targets: WeakKeyDictionary[Any, dict[Any, Content]] = WeakKeyDictionary()
 
 def _target(content: Content, spec: ShardingSpec) -> Content:
     """What a spec gives this rank of a tensor, without its parts."""
-    known = _targets.setdefault(content.group or dist.group.WORLD, {})
+    known = _targets.setdefault(content.group or dist.group.WORLD or _Alone, {})
     quick = (id(spec), content.shape, content.dtype)
     found = known.get(quick)
     # The cache keeps the spec alive, so that no other can have its id.

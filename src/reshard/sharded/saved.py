@@ -70,14 +70,16 @@ def load_files(
     ranks = members(group)
     mine = range(ranks.index(this_rank()), len(paths), len(ranks))
     files: dict[int, File] = {}
+    held: dict[int, dict[str, Any]] = {}
     problem = None
     try:
         for at in sorted({0, *mine}):
             files[at] = _read(paths[at], weights_only, map_location)
             _check_plain(files[0], files[at])
-    except ValueError as error:
+        held = {at: _held(files[at]) for at in mine}
+    except Exception as error:  # whatever it is: the others must hear of it
         problem = error
-    rows = _rows_of_all({at: files[at] for at in mine if at in files}, problem, group)
+    rows = _rows_of_all(held, problem, group)
     joined: dict[int, ShardedTensor] = {}
     for name, tensor in files[0].sharded.items():
         # A tied tensor has several names and stays one.
@@ -149,12 +151,15 @@ def _alike(one: Any, two: Any) -> bool:
     return type(one) is type(two) and (one == two or one != one)
 
 
-def _rows_of_all(files: dict[int, File], problem: Exception | None, group: Group) -> list[Any]:
+def _held(file: File) -> dict[str, Any]:
+    """What a file tells of its sharded tensors."""
+    return {name: _row(tensor) for name, tensor in file.sharded.items()}
+
+
+def _rows_of_all(
+    held: dict[int, dict[str, Any]], problem: Exception | None, group: Group
+) -> list[Any]:
     """What all files hold, in their order; an error if one of them is wrong."""
-    held = {}
-    if problem is None:
-        for at, file in files.items():
-            held[at] = {name: _row(tensor) for name, tensor in file.sharded.items()}
     said = {"problem": None if problem is None else str(problem), "files": held}
     told = all_told(said, group, home_of(group))
     if problem is not None:

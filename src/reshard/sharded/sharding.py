@@ -140,7 +140,7 @@ def _moved(
     if not dist.is_initialized():
         from reshard.sharded.alone import cut_here
 
-        return cut_here(given, contents)
+        return {name: cut_here(one, contents[name].layout) for name, one in given.items()}
     moved: dict[str, torch.Tensor] = plan(have, want).run(given, group=group, device=device)
     return moved
 
@@ -148,7 +148,7 @@ def _moved(
 def _wrapped(content: Content, moved: torch.Tensor | None, source: torch.Tensor) -> ShardedTensor:
     parts = () if moved is None else split(moved, content.layout, content.shape)
     # The source stays the user's: shards have memory of their own.
-    own = [part.clone() if _shares(part, source) else part for part in parts]
+    own = [(part.clone() if _shares(part, source) else part).to(content.device) for part in parts]
     tensor = wrap(content.with_parts(own))
     return tensor.requires_grad_() if source.requires_grad else tensor
 

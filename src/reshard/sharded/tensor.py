@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from reshard.errors import OperationError
 from reshard.layout import Layout
 from reshard.sharded.content import Content, Group
 from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
@@ -246,6 +247,16 @@ class ShardedTensor(torch.Tensor):
     def tolist(self) -> Any:
         """All values, on every rank."""
         return self.full_tensor().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: an array is memory of this rank, and others hold the rest."""
+        raise OperationError(
+            f"numpy() of a ShardedTensor {list(self.shape)}, of which this rank has a part: take "
+            "full_tensor().numpy() or local_tensor().numpy()"
+        )
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return self.numpy()
 
     def __copy__(self) -> ShardedTensor:
         made = wrap(self._content)
