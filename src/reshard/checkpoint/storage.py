@@ -87,7 +87,7 @@ class Storage(ABC):
         """Fill a buffer from a file, all of it or DamageError."""
 
     def read(self, path: str, offset: int, length: int) -> bytes:
-        """Exactly these bytes of a file, or DamageError; nothing is allocated for what is absent."""
+        """Exactly these bytes of a file, or DamageError before anything is allocated."""
         self._check_range(path, offset, length)
         buffer = bytearray(length)
         self.read_into(path, offset, memoryview(buffer))

@@ -1,0 +1,220 @@
+"""The header of a safetensors file: which tensor lies in which bytes?
+
+    8 bytes     length of the header, little-endian
+    header      JSON: {"name": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ...}
+    data        the tensors without gaps, offsets counted from here
+
+Nothing in a header is believed before it is checked: lengths against the file's size, ranges
+against each other, names against doubles.
+
+>>> built = build_header({"w": ("float32", (2, 2)), "b": ("bfloat16", (2,))}, {"format": "pt"})
+>>> built.offsets, built.file_size - len(built.data)
+({'w': 152, 'b': 168}, 20)
+>>> header = parse_header(built.data[8:], built.file_size, "a.safetensors")
+>>> header.entries[0]
+Entry(name='w', dtype='float32', shape=(2, 2), offset=152)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, NoReturn
+
+from reshard.checkpoint.formats.checks import checked_shape
+from reshard.dtypes import itemsize
+from reshard.errors import CheckpointError, DamageError, quoted
+
+__all__ = [
+    "BuiltHeader", "Entry", "Header", "build_header", "header_length", "parse_header", "read_json",
+]  # fmt: skip
+
+MAX_HEADER = 100_000_000
+"""The most that the safetensors library reads."""
+
+DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
+    "U32": "uint32", "I64": "int64", "U64": "uint64", "F16": "float16", "BF16": "bfloat16",
+    "F32": "float32", "F64": "float64", "C64": "complex64", "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2", "F8_E4M3FNUZ": "float8_e4m3fnuz", "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file, and the byte of the file at which it begins."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The tensors of a file in the order of their bytes, and what the file says beside them."""
+
+    entries: tuple[Entry, ...]
+    metadata: Mapping[str, str]
+    data_start: int
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltHeader:
+    """The first bytes of a file to be written, and where its tensors go."""
+
+    data: bytes
+    """The length and the header, ending where the first tensor begins."""
+    offsets: Mapping[str, int]
+    """The byte of the file at which each tensor begins."""
+    file_size: int
+
+
+def header_length(first: bytes, file_size: int, where: str) -> int:
+    """The length of the header, from the first eight bytes of a file."""
+    if len(first) < 8:
+        raise DamageError(f"{where} has {file_size} bytes: a safetensors file has at least 8")
+    length = int.from_bytes(first[:8], "little")
+    if length > file_size - 8:
+        raise DamageError(
+            f"{where}: bytes 0 to 8 promise a header of {length} bytes and the file has "
+            f"{file_size}: it is cut short or is no safetensors file"
+        )
+    if length > MAX_HEADER:
+        raise DamageError(f"{where}: a header of {length} bytes, at most {MAX_HEADER} are read")
+    return length
+
+
+def parse_header(data: bytes, file_size: int, where: str) -> Header:
+    """Read the JSON of a header; ``where`` is what errors call the file."""
+    raw = read_json(data, where)
+    data_start = 8 + len(data)
+    metadata = _metadata(raw.pop("__metadata__", None), where)
+    ranges = [_entry(name, value, where) for name, value in raw.items()]
+    ranges.sort(key=lambda found: found[1:])
+    end = _check_ranges(ranges, where)
+    if end != file_size - data_start:
+        what = "cut short" if end > file_size - data_start else "longer than its header says"
+        last = f", the last of them {quoted(ranges[-1][0].name)}" if ranges else ""
+        raise DamageError(
+            f"{where} is {what}: its tensors{last} end at byte {data_start + end} and it has "
+            f"{file_size} bytes"
+        )
+    entries = (
+        Entry(entry.name, entry.dtype, entry.shape, data_start + start)
+        for entry, start, _ in ranges
+    )
+    return Header(tuple(entries), metadata, data_start)
+
+
+def build_header(
+    tensors: Mapping[str, tuple[str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> BuiltHeader:
+    """The header of a file that holds these tensors, (dtype, shape) by name, in this order."""
+    start, content, starts = 0, {}, {}
+    if metadata:
+        content["__metadata__"] = dict(sorted(metadata.items()))
+    for name, (dtype, shape) in tensors.items():
+        stop = start + prod(shape) * itemsize(dtype)
+        content[_usable(name)] = _described(dtype, shape, start, stop)
+        starts[name], start = start, stop
+    text = json.dumps(content, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER:
+        raise CheckpointError(
+            f"a header of {len(text)} bytes for {len(tensors)} tensors: readers take at most "
+            f"{MAX_HEADER}; write more and smaller files"
+        )
+    first = 8 + len(text)
+    offsets = {name: first + at for name, at in starts.items()}
+    return BuiltHeader(len(text).to_bytes(8, "little") + text, offsets, first + start)
+
+
+def read_json(data: bytes, where: str) -> dict[str, Any]:
+    """A JSON object in which no key stands twice."""
+    try:
+        value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_doubles)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, DamageError):
+            raise DamageError(f"{where}: {error}") from None
+        reason = " ".join(str(error).split())
+        raise DamageError(f"{where}: its JSON cannot be read: {reason[:200]}") from None
+    if not isinstance(value, dict):
+        raise DamageError(f"{where}: its JSON is no object")
+    return value
+
+
+def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise DamageError(f"the key {quoted(double)} stands twice")
+    return found
+
+
+def _metadata(value: object, where: str) -> dict[str, str]:
+    if value is None:
+        return {}
+    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
+        return value
+    raise DamageError(f"{where}: __metadata__ is not an object of strings")
+
+
+def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
+    """A tensor and its range, counted from where the data begins."""
+    match value:
+        case {"dtype": str(kind), "shape": list(sizes), "data_offsets": [int(start), int(stop)]}:
+            pass
+        case _:
+            _damaged(name, where, "has no dtype, shape and two data_offsets")
+    dtype = DTYPES.get(kind)
+    if dtype is None:
+        raise CheckpointError(
+            f"{where}: tensor {quoted(name)} has the dtype {quoted(kind)}, which is not supported: "
+            f"known are {' '.join(DTYPES)}"
+        )
+    shape = checked_shape(sizes, f"{where}: tensor {quoted(name)}")
+    if not 0 <= start <= stop or isinstance(start, bool) or isinstance(stop, bool):
+        _damaged(name, where, f"lies in bytes {start} to {stop} of the data")
+    needed = prod(shape) * itemsize(dtype)
+    if stop - start != needed:
+        _damaged(name, where, f"has {stop - start} bytes and {shape} of {dtype} needs {needed}")
+    return Entry(name, dtype, shape, start), start, stop
+
+
+def _check_ranges(ranges: list[tuple[Entry, int, int]], where: str) -> int:
+    """Tensors follow each other without gaps; the end of the last one."""
+    end = 0
+    for number, (entry, start, stop) in enumerate(ranges):
+        if start != end:
+            before = quoted(ranges[number - 1][0].name) if number else "the header"
+            what = "overlaps" if start < end else "leaves a gap after"
+            _damaged(
+                entry.name, where, f"begins at byte {start} of the data and {what} {before}, "
+                f"which ends at {end}"
+            )  # fmt: skip
+        end = stop
+    return end
+
+
+def _damaged(name: str, where: str, what: str) -> NoReturn:
+    raise DamageError(f"{where}: tensor {quoted(name)} {what}: the header is damaged")
+
+
+def _described(dtype: str, shape: Sequence[int], start: int, stop: int) -> dict[str, Any]:
+    if dtype not in NAMES:
+        raise CheckpointError(
+            f"safetensors has no {dtype}: convert to one of {' '.join(DTYPES.values())}"
+        )
+    return {"dtype": NAMES[dtype], "shape": list(shape), "data_offsets": [start, stop]}
+
+
+def _usable(name: str) -> str:
+    if name == "__metadata__":
+        raise CheckpointError('a tensor called "__metadata__" cannot be written as safetensors')
+    return name
