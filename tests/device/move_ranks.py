@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -21,7 +22,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from tests import checks, generate, moves, state_cases
-from tests.device import stand_in
+from tests.device import sharded_ranks, stand_in
 
 SIZE = 4
 RANK = int(os.environ.get("RANK", "0"))
@@ -629,9 +630,11 @@ def main() -> None:
     address = f"tcp://127.0.0.1:{os.environ['PORT']}"
     dist.init_process_group(BACKEND, rank=RANK, world_size=SIZE, init_method=address)
     check_group()
-    for name in [name for name in sys.argv[1:] if name in SCENARIOS]:
+    others = {name: partial(one, RANK) for name, one in sharded_ranks.SCENARIOS.items()}
+    known = {**SCENARIOS, **others}
+    for name in [name for name in sys.argv[1:] if name in known]:
         start = time.perf_counter()
-        SCENARIOS[name]()
+        known[name]()
         print(f"rank {RANK}: {name} is fine, {time.perf_counter() - start:.1f} s", flush=True)
         if name == "leave":
             return
