@@ -104,6 +104,10 @@ class Catalog:
     """The mesh the checkpoint was cut over, where its files say so."""
     layouts: Mapping[str, str] = field(default_factory=dict)
     """The layout of each tensor on that mesh, where its files say so."""
+    nesting: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
+    """The keys that lead to each entry of a nested state dict, where its files say so."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know and no error says: values that were left out, one line each."""
 
     @property
     def num_bytes(self) -> int:

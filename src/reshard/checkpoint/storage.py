@@ -18,7 +18,7 @@ import stat
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +27,9 @@ from typing import Any, Self
 from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import CheckpointError, DamageError, quoted
 
-__all__ = ["OURS", "LocalStorage", "RemoteStorage", "Storage", "check_path", "open_storage"]
+__all__ = [
+    "OURS", "LocalStorage", "Range", "RemoteStorage", "Storage", "check_path", "open_storage",
+]  # fmt: skip
 
 OURS = ".reshard"
 """Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
@@ -38,6 +40,11 @@ MAX_FILES = 1 << 20
 MAX_OPEN = 128
 """Descriptors that are kept open while nobody uses them."""
 MAX_DEPTH = 32
+MAX_REQUESTS = 32
+"""Small reads that a server is asked for at the same time."""
+
+Range = tuple[str, int, int]
+"""A path, the first byte, and how many."""
 
 
 def open_storage(root: str | Path) -> Storage:
@@ -92,6 +99,10 @@ class Storage(ABC):
         buffer = bytearray(length)
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        """Many small ranges, (path, offset, length) each; remote ones all at once."""
+        return [self.read(*wanted) for wanted in ranges]
 
     def close(self) -> None:
         """Give back what was opened."""
@@ -329,6 +340,14 @@ class RemoteStorage(Storage):
                 "came: it is cut short"
             )
         return found
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        from concurrent.futures import ThreadPoolExecutor
+
+        if len(ranges) < 2:
+            return [self.read(*wanted) for wanted in ranges]
+        with ThreadPoolExecutor(min(len(ranges), MAX_REQUESTS)) as pool:
+            return [*pool.map(lambda wanted: self.read(*wanted), ranges)]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")

@@ -1,0 +1,282 @@
+"""Checkpoints of ``torch.distributed.checkpoint``: a pickle of metadata and many small archives.
+
+``.metadata`` lists every tensor with its boxes, and for each box the range of a ``.distcp`` file
+that is the archive of one ``torch.save``. Neither is given to Python's pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import add, gt
+from typing import Any
+
+from reshard.box import Box
+from reshard.checkpoint.catalog import (
+    Catalog,
+    StoredFile,
+    StoredObject,
+    StoredPiece,
+    StoredTensor,
+)
+from reshard.checkpoint.formats.checks import checked_shape, whole_numbers
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.pickle_machine import Record, unpickle
+from reshard.checkpoint.formats.torch_tensors import (
+    allow_tensors,
+    dtype_of,
+    is_tensor,
+    tensor_of,
+)
+from reshard.checkpoint.formats.torch_zip import Archive, read_archives
+from reshard.checkpoint.storage import Range, Storage, check_path
+from reshard.dtypes import ITEMSIZE
+from reshard.errors import CheckpointError, DamageError, quoted
+
+__all__ = ["METADATA", "read_distcp"]
+
+METADATA = ".metadata"
+MAX_METADATA = 1 << 30
+BATCH = 1024
+"""Archives whose ends are in memory at the same time."""
+
+_DCP = "torch.distributed.checkpoint."
+_RECORDS = {
+    f"{_DCP}metadata.{name}"
+    for name in (
+        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
+        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+        "MEM_FORMAT_ENCODING",
+    )
+} | {
+    f"{_DCP}filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout",
+    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
+    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
+    "collections.OrderedDict", "pathlib.PosixPath", "pathlib.PurePosixPath",
+    "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
+}  # fmt: skip
+"""Everything that torch 2.1 to 2.13 pickle there."""
+
+
+Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
+"""The range of a file that is the archive of a box, by tensor and the start of the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A box of a tensor, and the range of a file that is its archive."""
+
+    tensor: str
+    dtype: str
+    box: Box
+    range: Range
+
+
+def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
+    """The catalog of a folder with a ``.metadata``."""
+    where = f"{storage.root}/{METADATA}"
+    metadata = _metadata(storage, where)
+    placed = _placed(_dict(metadata, "storage_data", where), where)
+    sizes = {file.path: file.size for file in listed}
+    _check_ranges(storage.root, placed.values(), sizes, findings)
+    files = tuple(file for file in listed if file.path in {path for path, _, _ in placed.values()})
+    numbers = {file.path: number for number, file in enumerate(files)}
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    chunks: list[_Chunk] = []
+    for name, entry in _dict(metadata, "state_dict_metadata", where).items():
+        with findings.noting():
+            found = _entry(name, entry, placed, where)
+            if isinstance(found, StoredTensor):
+                tensors[name] = found
+                chunks += _chunks(found, entry, placed, where)
+            elif found[0] in numbers:
+                objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
+    _check_used(placed, tensors, objects, where, findings)
+    readable = [chunk for chunk in chunks if _fits(chunk.range, sizes)]
+    pieces = _pieces(storage, readable, numbers, findings)
+    tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
+    used = {METADATA, *numbers}
+    others = tuple(file for file in listed if file.path not in used)
+    paths = _paths(metadata.field("planner_data"))
+    return Catalog(storage.root, "distcp", files, tensors, objects, others=others, nesting=paths)
+
+
+def _metadata(storage: Storage, where: str) -> Record:
+    size = storage.size(METADATA)
+    if size > MAX_METADATA:
+        raise DamageError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
+    found = unpickle(storage.read(METADATA, 0, size), _allowed, where)
+    if not isinstance(found, Record) or found.kind != f"{_DCP}metadata.Metadata":
+        raise DamageError(f"{where} is a pickle of something else than a checkpoint's metadata")
+    return found
+
+
+def _allowed(module: str, name: str) -> bool:
+    return f"{module}.{name}" in _RECORDS or (module == "torch" and name in ITEMSIZE)
+
+
+def _dict(record: Record, name: str, where: str) -> dict[Any, Any]:
+    found = record.field(name)
+    if not isinstance(found, dict):
+        raise DamageError(f"{where}: its {name} is no dict")
+    return found
+
+
+def _placed(storage_data: dict[Any, Any], where: str) -> Placed:
+    placed: dict[tuple[str, tuple[int, ...] | None], Range] = {}
+    for index, info in storage_data.items():
+        name = index.field("fqn") if isinstance(index, Record) else None
+        if not isinstance(name, str) or not isinstance(info, Record):
+            raise DamageError(f"{where}: an entry of storage_data is not about a tensor")
+        start = index.field("offset")
+        start = start if start is None else checked_shape(start, f"{where}: {quoted(name)}")
+        if (name, start) in placed:
+            raise DamageError(f"{where}: {quoted(name)} at {start} is stored twice")
+        placed[name, start] = _range(info, f"{where}: {quoted(name)}")
+    return placed
+
+
+def _range(info: Record, where: str) -> Range:
+    path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+    if not isinstance(path, str) or whole_numbers((offset, length)) is None:
+        raise DamageError(f"{where} is stored in no range of a file")
+    if info.field("transform_descriptors"):
+        raise CheckpointError(f"{where} is stored compressed or transformed: not supported")
+    return check_path(path), offset, length
+
+
+def _fits(found: Range, sizes: Mapping[str, int]) -> bool:
+    path, offset, length = found
+    return offset + length <= sizes.get(path, -1)
+
+
+def _check_ranges(
+    root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
+) -> None:
+    """Every range lies in a file that is there, and shares no byte with another."""
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for path, offset, length in ranges:
+        by_file.setdefault(path, []).append((offset, offset + length))
+    for path, spans in sorted(by_file.items()):
+        spans.sort()
+        end = max(stop for _, stop in spans)
+        if path not in sizes:
+            findings.found(
+                f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
+            )
+        elif end > sizes[path]:
+            lost = sum(stop > sizes[path] for _, stop in spans)
+            findings.found(
+                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is cut "
+                f"short, {lost} of {len(spans)} entries are lost"
+            )
+        for (_, stop), (start, _) in pairwise(spans):
+            if start < stop:
+                findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}")
+
+
+def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
+    """A tensor without its pieces, or the range of a file that is an object."""
+    if not isinstance(name, str) or not isinstance(entry, Record):
+        raise DamageError(f"{where}: an entry {name!r:.80} is no tensor and no object")
+    where = f"{where}: {quoted(name)}"
+    if entry.kind == f"{_DCP}metadata.BytesStorageMetadata":
+        if (name, None) not in placed:
+            raise DamageError(f"{where} is stored nowhere")
+        return placed[name, None]
+    if entry.kind != f"{_DCP}metadata.TensorStorageMetadata":
+        raise DamageError(f"{where} is a {entry.kind}")
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    dtype = state.get("dtype") if isinstance(state, dict) else (state or (None,))[0]
+    return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
+
+
+def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> Iterator[_Chunk]:
+    chunks = entry.field("chunks")
+    where = f"{where}: {quoted(tensor.name)}"
+    for chunk in chunks if isinstance(chunks, list) else ():
+        if not isinstance(chunk, Record):
+            raise DamageError(f"{where} has a chunk that is none")
+        start = checked_shape(chunk.field("offsets"), where)
+        shape = checked_shape(chunk.field("sizes"), where)
+        stop = tuple(map(add, start, shape))
+        if not len(start) == len(shape) == len(tensor.shape) or any(map(gt, stop, tensor.shape)):
+            raise DamageError(
+                f"{where} has a chunk at {start} of shape {shape}, outside of {tensor.shape}"
+            )
+        if (tensor.name, start) not in placed:
+            raise DamageError(f"{where}: its chunk at {start} is stored nowhere")
+        yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+
+
+def _check_used(
+    placed: Placed,
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, StoredObject],
+    where: str,
+    findings: Findings,
+) -> None:
+    for name, _ in placed:
+        if name not in tensors and name not in objects and not findings.damage:
+            findings.found(f"{where}: {quoted(name)} is stored and not described")
+
+
+def _pieces(
+    storage: Storage, chunks: Sequence[_Chunk], numbers: Mapping[str, int], findings: Findings
+) -> dict[str, list[StoredPiece]]:
+    """Where the elements of every chunk lie, archive by archive in the order of the files."""
+    pieces: dict[str, list[StoredPiece]] = {}
+    pickles: dict[bytes, Any] = {}
+    order = sorted(chunks, key=lambda chunk: chunk.range)
+    for first in range(0, len(order), BATCH):
+        batch = order[first : first + BATCH]
+        for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
+            with findings.noting():
+                if archive is not None:
+                    piece = _piece(chunk, archive, numbers[chunk.range[0]], pickles)
+                    pieces.setdefault(chunk.tensor, []).append(piece)
+    for held in pieces.values():
+        held.sort(key=lambda piece: piece.box)
+    return pieces
+
+
+def _archives(
+    storage: Storage, batch: Sequence[_Chunk], findings: Findings
+) -> Sequence[Archive | None]:
+    """All archives of a batch; one by one where one of them is damaged."""
+    try:
+        return read_archives(storage, [chunk.range for chunk in batch])
+    except DamageError as error:
+        if len(batch) == 1:
+            findings.found(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
+            return [None]
+    return [_archives(storage, [chunk], findings)[0] for chunk in batch]
+
+
+def _piece(chunk: _Chunk, archive: Archive, file: int, pickles: dict[bytes, Any]) -> StoredPiece:
+    where = f"{archive.where}: {quoted(chunk.tensor)}"
+    record = pickles.get(archive.pickle)
+    if record is None:  # archives of one shape have the same pickle
+        record = pickles[archive.pickle] = unpickle(archive.pickle, allow_tensors, where)
+    if not is_tensor(record):
+        raise DamageError(f"{where} is no tensor")
+    local = tensor_of(record, archive, where)
+    if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+        raise DamageError(
+            f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
+            f"{chunk.dtype}"
+        )
+    return StoredPiece(chunk.box, file, local.offset, local.strides)
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
+    """Where a nested state dict keeps each entry."""
+    paths = {}
+    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        plain = isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
+        if isinstance(name, str) and plain:
+            paths[name] = path
+    return paths

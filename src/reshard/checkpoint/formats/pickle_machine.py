@@ -1,0 +1,368 @@
+"""Pickles are read here by a machine that cannot call anything: what was pickled, as plain records?
+
+A pickle is a program for a small stack machine, and Python's own runs whatever the program names.
+This one knows the instructions that build numbers, texts and containers; where a pickle would call
+a function or make an object, it leaves a ``Record`` that says which, with what. A caller says which
+names may occur, so nothing is imported, called or allocated beyond the size of the input.
+
+>>> import pickle, datetime
+>>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), allow_none, "a.pkl"))
+{'w': [1, 2.5, None]}
+>>> unpickle(pickle.dumps(datetime.date(2026, 1, 2)), allow_none, "a.pkl")
+Traceback (most recent call last):
+reshard.errors.DamageError: a.pkl: names datetime.date, which has no place there: nothing was run
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from reshard.errors import DamageError, quoted
+
+__all__ = ["Global", "Record", "allow_none", "unpickle"]
+
+MAX_INTEGER = 256
+"""Bytes of an integer; longer ones take long to print and mean nothing here."""
+
+Allowed = Callable[[str, str], bool]
+"""Whether a pickle may name this (module, name)."""
+
+
+class Global:
+    """A name that a pickle refers to; it stands for nothing but itself."""
+
+    __slots__ = ("module", "name", "path")
+
+    def __init__(self, module: str, name: str) -> None:
+        self.module = module
+        self.name = name
+        self.path = f"{module}.{name}"
+
+    def __repr__(self) -> str:
+        return f"<{self.path}>"
+
+
+class Record:
+    """What a pickle would have made by calling ``kind`` with ``args``, and the state it would get.
+
+    ``kind`` is ``persistent`` for what a pickle takes from outside of itself (a storage).
+    """
+
+    __slots__ = ("args", "items", "kind", "state")
+
+    def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
+        self.kind = kind
+        self.args = args
+        self.state: Any = None
+        self.items: list[Any] = []
+
+    def field(self, name: str) -> Any:
+        """One attribute of the object, None if it was not pickled with it."""
+        return self.state.get(name) if isinstance(self.state, dict) else None
+
+    def __repr__(self) -> str:
+        return f"<{self.kind}{self.args!r:.80}>"
+
+
+def allow_none(module: str, name: str) -> bool:
+    """No names at all: a pickle of plain values."""
+    return False
+
+
+def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
+    """The value of a pickle, with records in the place of objects."""
+    machine = _Machine(data, allowed, where)
+    try:
+        return machine.run()
+    except DamageError:
+        raise
+    except (IndexError, struct.error):
+        machine.fail("the pickle is cut short")
+    except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
+        machine.fail("the pickle makes no sense")
+
+
+class _Machine:
+    __slots__ = ("allowed", "at", "data", "globals", "marks", "memo", "stack", "where")
+
+    def __init__(self, data: bytes, allowed: Allowed, where: str) -> None:
+        self.data = data
+        self.at = 0
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        self.memo: dict[int, Any] = {}
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.allowed = allowed
+        self.where = where
+
+    def run(self) -> Any:
+        data, steps = self.data, _STEPS
+        while True:
+            code = data[self.at]
+            self.at += 1
+            if code == _STOP:
+                return self.stack.pop()
+            step = steps[code]
+            if step is None:
+                self.fail(f"the instruction {code:#04x} is not one of those that store tensors")
+            step(self)
+
+    def fail(self, why: str) -> NoReturn:
+        raise DamageError(f"{self.where}: byte {self.at} of {len(self.data)}: {why}")
+
+    def take(self, count: int) -> bytes:
+        """The next bytes of the input; what is not there is never allocated."""
+        start, stop = self.at, self.at + count
+        if stop > len(self.data):
+            self.fail("the pickle is cut short")
+        self.at = stop
+        return self.data[start:stop]
+
+    def number(self, width: int) -> int:
+        return int.from_bytes(self.take(width), "little")
+
+    def line(self) -> str:
+        end = self.data.index(b"\n", self.at)
+        text = self.data[self.at : end].decode("utf-8")
+        self.at = end + 1
+        return text
+
+    def since_mark(self) -> list[Any]:
+        """What was pushed after the last mark, taken off the stack."""
+        mark = self.marks.pop()
+        found = self.stack[mark:]
+        del self.stack[mark:]
+        return found
+
+    def pop_tuple(self) -> tuple[Any, ...]:
+        found = self.stack.pop()
+        if type(found) is not tuple:
+            self.fail("a call without a tuple of arguments")
+        return found
+
+    def find(self, module: object, name: object) -> Global:
+        if not isinstance(module, str) or not isinstance(name, str):
+            self.fail("a name that is no text")
+        known = self.globals.get((module, name))
+        if known is None:
+            if not self.allowed(module, name):
+                path = quoted(f"{module}.{name}")[1:-1]
+                raise DamageError(
+                    f"{self.where}: names {path}, which has no place there: nothing was run"
+                )
+            known = self.globals[module, name] = Global(module, name)
+        return known
+
+
+def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        machine.stack.append(value(machine))
+
+    return step
+
+
+def _counted(width: int, convert: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
+    """Push bytes that follow their own length."""
+    return _push(lambda machine: convert(machine.take(machine.number(width))))
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogatepass")
+
+
+def _integer(data: bytes) -> int:
+    if len(data) > MAX_INTEGER:
+        raise ValueError
+    return int.from_bytes(data, "little", signed=True)
+
+
+def _ignore_frame(machine: _Machine) -> None:
+    machine.take(8)
+
+
+def _ignore_protocol(machine: _Machine) -> None:
+    machine.take(1)
+
+
+def _mark(machine: _Machine) -> None:
+    machine.marks.append(len(machine.stack))
+
+
+def _pop(machine: _Machine) -> None:
+    # A mark on top of the stack is what is popped then.
+    if machine.marks and machine.marks[-1] == len(machine.stack):
+        machine.marks.pop()
+    else:
+        machine.stack.pop()
+
+
+def _pop_mark(machine: _Machine) -> None:
+    machine.since_mark()
+
+
+def _last(count: int) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        if len(machine.stack) < count:
+            raise IndexError
+        machine.stack[-count:] = [tuple(machine.stack[-count:])]
+
+    return step
+
+
+def _append(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    _extend(machine, machine.stack[-1], [value])
+
+
+def _appends(machine: _Machine) -> None:
+    values = machine.since_mark()
+    _extend(machine, machine.stack[-1], values)
+
+
+def _extend(machine: _Machine, target: Any, values: list[Any]) -> None:
+    if type(target) is list:
+        target.extend(values)
+    elif type(target) is Record:
+        target.items.extend(values)
+    else:
+        machine.fail("values are appended to what is no list")
+
+
+def _set_item(machine: _Machine) -> None:
+    value = machine.stack.pop()
+    key = machine.stack.pop()
+    _update(machine, machine.stack[-1], [key, value])
+
+
+def _set_items(machine: _Machine) -> None:
+    pairs = machine.since_mark()
+    _update(machine, machine.stack[-1], pairs)
+
+
+def _update(machine: _Machine, target: Any, pairs: list[Any]) -> None:
+    if len(pairs) % 2:
+        machine.fail("a key without a value")
+    if type(target) is Record:
+        target.items.extend(zip(pairs[::2], pairs[1::2], strict=True))
+        return
+    if type(target) is not dict:
+        machine.fail("values are stored in what is no dict")
+    for key, value in zip(pairs[::2], pairs[1::2], strict=True):
+        target[_key(machine, key)] = value
+
+
+def _key(machine: _Machine, key: Any) -> Any:
+    """A key that hashes in no time: tuples within tuples would take time without end."""
+    if type(key) not in _SIMPLE:
+        parts = key if type(key) is tuple else (key,)
+        if not all(type(part) in _SIMPLE for part in parts):
+            machine.fail(f"a {type(key).__name__} as the key of a dict")
+    return key
+
+
+def _dict(machine: _Machine) -> None:
+    pairs = machine.since_mark()
+    machine.stack.append({})
+    _update(machine, machine.stack[-1], pairs)
+
+
+def _global(machine: _Machine) -> None:
+    module = machine.line()
+    machine.stack.append(machine.find(module, machine.line()))
+
+
+def _stack_global(machine: _Machine) -> None:
+    name = machine.stack.pop()
+    machine.stack.append(machine.find(machine.stack.pop(), name))
+
+
+def _reduce(machine: _Machine) -> None:
+    args = machine.pop_tuple()
+    machine.stack.append(_record(machine, machine.stack.pop(), args))
+
+
+def _new_with_keywords(machine: _Machine) -> None:
+    keywords = machine.stack.pop()
+    args = machine.pop_tuple()
+    machine.stack.append(_record(machine, machine.stack.pop(), (*args, keywords)))
+
+
+def _record(machine: _Machine, kind: Any, args: tuple[Any, ...]) -> Any:
+    """What a call gives: tuples and dicts for torch's sizes and ordered dicts, else a record."""
+    if type(kind) is not Global:
+        machine.fail("a call of what is no name")
+    if kind.path == "torch.Size" and len(args) == 1 and type(args[0]) in (tuple, list):
+        return tuple(args[0])
+    if kind.path == "collections.OrderedDict" and not args:
+        return {}
+    return Record(kind.path, args)
+
+
+def _build(machine: _Machine) -> None:
+    state = machine.stack.pop()
+    target = machine.stack[-1]
+    if type(target) is Record:
+        target.state = state
+    elif type(target) is not dict:  # an OrderedDict may have attributes, which nobody needs
+        machine.fail("a state for what is no record")
+
+
+def _get(machine: _Machine) -> None:
+    machine.stack.append(machine.memo[machine.data[machine.at]])
+    machine.at += 1
+
+
+def _byte(machine: _Machine) -> None:
+    machine.stack.append(machine.data[machine.at])
+    machine.at += 1
+
+
+def _short_text(machine: _Machine) -> None:
+    machine.at += 1
+    machine.stack.append(_text(machine.take(machine.data[machine.at - 1])))
+
+
+def _put(width: int) -> Callable[[_Machine], None]:
+    def step(machine: _Machine) -> None:
+        machine.memo[machine.number(width)] = machine.stack[-1]
+
+    return step
+
+
+def _memoize(machine: _Machine) -> None:
+    machine.memo[len(machine.memo)] = machine.stack[-1]
+
+
+_STOP = ord(".")
+_SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
+_INSTRUCTIONS: dict[str, Callable[[_Machine], None]] = {
+    "\x80": _ignore_protocol, "\x95": _ignore_frame, "(": _mark, "0": _pop,
+    "1": _pop_mark,
+    "2": _push(lambda machine: machine.stack[-1]),
+    "N": _push(lambda machine: None),
+    "\x88": _push(lambda machine: True), "\x89": _push(lambda machine: False),
+    "J": _push(lambda machine: _integer(machine.take(4))),
+    "K": _byte, "M": _push(lambda machine: machine.number(2)),
+    "G": _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
+    "\x8a": _counted(1, _integer), "\x8b": _counted(4, _integer),
+    "X": _counted(4, _text), "\x8c": _short_text, "\x8d": _counted(8, _text),
+    "B": _counted(4, bytes), "C": _counted(1, bytes), "\x8e": _counted(8, bytes),
+    "\x96": _counted(8, bytes),
+    "]": lambda machine: machine.stack.append([]), "}": lambda machine: machine.stack.append({}),
+    ")": lambda machine: machine.stack.append(()),
+    "\x8f": _push(lambda machine: []),
+    "\x85": _last(1), "\x86": _last(2), "\x87": _last(3),
+    "t": _push(lambda machine: tuple(machine.since_mark())),
+    "l": _push(lambda machine: machine.since_mark()), "d": _dict,
+    "\x91": _push(lambda machine: machine.since_mark()),
+    "a": _append, "e": _appends, "\x90": _appends, "s": _set_item, "u": _set_items,
+    "c": _global, "\x93": _stack_global,
+    "R": _reduce, "\x81": _reduce, "\x92": _new_with_keywords, "b": _build,
+    "Q": _push(lambda machine: Record("persistent", (machine.stack.pop(),))),
+    "h": _get, "j": _push(lambda machine: machine.memo[machine.number(4)]),
+    "q": _put(1), "r": _put(4), "\x94": _memoize,
+}  # fmt: skip
+"""What each instruction does; sets are read as lists."""
+_STEPS = [_INSTRUCTIONS.get(chr(code)) for code in range(256)]

@@ -1,0 +1,153 @@
+"""Tensors in the pickle of a ``torch.save`` archive: dtype, shape, and which bytes they are.
+
+The pickle says of each tensor which storage it lies in, where it begins there, and its strides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from reshard.checkpoint.formats.checks import checked_shape, whole_numbers
+from reshard.checkpoint.formats.pickle_machine import Global, Record
+from reshard.checkpoint.formats.torch_zip import Archive
+from reshard.dtypes import ITEMSIZE, itemsize
+from reshard.errors import CheckpointError, DamageError
+
+__all__ = ["LocalTensor", "allow_tensors", "dtype_of", "is_tensor", "tensor_of"]
+
+_STORAGES = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16", "FloatStorage": "float32", "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_REBUILD = "torch._utils._rebuild_tensor"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+
+_HARMLESS = {
+    "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
+    "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
+    "copyreg._reconstructor", "datetime.datetime", "datetime.timedelta", "datetime.timezone",
+    "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.Path",
+    "pathlib.PurePosixPath", "pathlib._local.PosixPath", "functools.partial",
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
+        "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
+        "bool", "list", "dict", "tuple", "object", "bytes")),
+}  # fmt: skip
+"""Names of the standard library that people keep in checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of an archive: what it is, and where its first element lies in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+
+
+def allow_tensors(module: str, name: str) -> bool:
+    """Names that an archive of a training run may hold.
+
+    Nothing is ever called, so a class of somebody's own is only a record that is not understood.
+    But what only an attack would name (``os.system``, ``builtins.eval``) is an error.
+    """
+    top = module.partition(".")[0]
+    known = top in sys.stdlib_module_names or top in ("__builtin__", "__main__", "nt")
+    return not known or f"{module}.{name}" in _HARMLESS
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a record of a pickle is a tensor or a parameter."""
+    kinds = (_REBUILD, *_PARAMETERS)
+    return isinstance(value, Record) and value.kind.startswith(kinds)
+
+
+def dtype_of(value: object, where: str) -> str:
+    """The canonical name of ``torch.bfloat16`` and its like."""
+    name = value.name if isinstance(value, Global) and value.module == "torch" else None
+    if name not in ITEMSIZE:
+        raise CheckpointError(f"{where} has the dtype {value!r:.80}, which is not supported")
+    return name
+
+
+def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
+    """Where a tensor's record says that its bytes are, checked against the archive."""
+    while record.kind in _PARAMETERS:
+        inner = record.args[0] if record.args else None
+        if not isinstance(inner, Record):
+            raise DamageError(f"{where}: a parameter without a tensor")
+        record = inner
+    dtype: str | None = None
+    match record.kind.removeprefix(_REBUILD), record.args:
+        case "_v2", (storage, start, size, stride, _, _, *extra):
+            pass
+        case "_v3", (storage, start, size, stride, _, _, kind, *extra):
+            dtype = dtype_of(kind, where)
+        case _:
+            raise CheckpointError(f"{where}: a tensor made by {record.kind} is not supported")
+    _check_plain(extra, where)
+    key, dtype, length = _storage(storage, dtype, where)
+    shape = checked_shape(size, where)
+    strides = whole_numbers(stride)
+    if strides is None or len(strides) != len(shape) or type(start) is not int or start < 0:
+        raise DamageError(f"{where}: strides {stride!r:.80} do not fit the shape {shape}")
+    offset = _place(archive, key, length, where) + start * itemsize(dtype)
+    _check_inside(shape, strides, start, length // itemsize(dtype), where)
+    return LocalTensor(dtype, shape, strides, offset)
+
+
+def _check_plain(extra: list[Any], where: str) -> None:
+    """A tensor whose values are to be conjugated or negated when used is not what its bytes say."""
+    flags = extra[0] if extra else None
+    if isinstance(flags, Mapping) and any(flags.values()):
+        raise CheckpointError(
+            f"{where}: a lazily conjugated or negated tensor is not supported: save x.resolve_conj()"
+            ".resolve_neg()"
+        )
+
+
+def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int]:
+    """The member that a storage is, the dtype of its elements, and its bytes."""
+    match storage:
+        case Record(
+            kind="persistent", args=(("storage", Global(name=kind), str(key), str(), int(count)),)
+        ):
+            pass
+        case _:
+            raise DamageError(f"{where}: a tensor without a storage")
+    if kind == "UntypedStorage":
+        if dtype is None:
+            raise DamageError(f"{where}: a tensor without a dtype")
+        return key, dtype, count
+    own = _STORAGES.get(kind)
+    if own is None:
+        raise CheckpointError(f"{where}: a {kind} is not supported")
+    return key, dtype or own, count * itemsize(own)
+
+
+def _place(archive: Archive, key: str, length: int, where: str) -> int:
+    member = archive.storages.get(key)
+    if member is None:
+        if length == 0:
+            return 0
+        raise DamageError(f"{where}: the archive has no storage {key}")
+    if member.size != length:
+        raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
+    return member.offset
+
+
+def _check_inside(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int, count: int, where: str
+) -> None:
+    if 0 in shape:
+        return
+    last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if last >= count:
+        raise DamageError(
+            f"{where}: its last element is number {last} of a storage of {count} elements"
+        )
