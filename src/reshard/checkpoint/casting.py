@@ -1,0 +1,116 @@
+"""Elements of one dtype turned into another with numpy, also those that numpy lacks.
+
+bfloat16 and the 8-bit floats round to the nearest, ties to even, and all follow torch where a value
+is too large: float8_e4m3fn keeps its largest value, float8_e5m2 becomes infinite, the others NaN.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from reshard.errors import DtypeError
+from reshard.run.numpy_dtypes import cast, storage_dtype
+
+__all__ = ["cast_into", "check_cast"]
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 1 << 16
+"""Elements that are cast at a time: what numpy makes on the way stays small."""
+
+# Bits of the exponent and of the mantissa, bias of the exponent.
+_FLOAT8 = {
+    "float8_e4m3fn": (4, 3, 7),
+    "float8_e5m2": (5, 2, 15),
+    "float8_e4m3fnuz": (4, 3, 8),
+    "float8_e5m2fnuz": (5, 2, 16),
+}
+
+
+def check_cast(have: str, want: str) -> None:
+    """Refuse a cast that cannot be done or means nothing.
+
+    >>> check_cast("float32", "bfloat16")
+    """
+    for dtype in (have, want) if have != want else ():
+        if dtype in ("float8_e8m0fnu", "complex32"):
+            raise DtypeError(f"{have} cannot be cast to {want}: {dtype} is only moved as it is")
+    if have.startswith("complex") and not want.startswith("complex"):
+        raise DtypeError(f"{have} cannot be cast to {want}: the imaginary parts would be lost")
+
+
+def cast_into(source: Array, have: str, target: Array, want: str) -> None:
+    """Cast stored elements into an array of the same shape, a few at a time."""
+    flat, result = source.reshape(-1), target.reshape(-1)
+    for at in range(0, flat.size, BLOCK):
+        part = flat[at : at + BLOCK].view(storage_dtype(have))
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = _cast(part, have, want)
+        result[at : at + BLOCK] = found.view(result.dtype)
+
+
+def _cast(array: Array, have: str, want: str) -> Array:
+    if have in _FLOAT8:
+        return _cast(_float8_values(have)[array], "float32", want)
+    if want in _FLOAT8:
+        return _to_float8(cast(array, have, "float32"), want)
+    return cast(array, have, want)
+
+
+@lru_cache(maxsize=8)
+def _float8_values(dtype: str) -> Array:
+    """The number that each of the 256 codes stands for."""
+    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
+    codes = np.arange(256)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    values = np.where(codes >= 128, -values, values)
+    return _with_specials(values, dtype).astype(np.float32)
+
+
+def _with_specials(values: Array, dtype: str) -> Array:
+    """Infinities and NaNs, which each of the dtypes has elsewhere."""
+    if dtype.endswith("fnuz"):
+        values[0x80] = np.nan
+    elif dtype == "float8_e4m3fn":
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[[0x7C, 0xFC]] = np.inf, -np.inf
+        values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return values
+
+
+def _to_float8(array: Array, want: str) -> Array:
+    """The code of the nearest value; between two equally near ones, the even code."""
+    values = _float8_values(want).astype(np.float64)
+    top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])
+    finite = values[: top + 1]
+    middles = (finite[1:] + finite[:-1]) / 2
+    # One step past the largest value rounds up to what would be the next one.
+    middles = np.append(middles, finite[-1] + (finite[-1] - finite[-2]) / 2)
+    size = np.abs(array.astype(np.float64))
+    codes = np.searchsorted(middles, size, side="left")
+    tie = codes < np.searchsorted(middles, size, side="right")
+    codes += tie & (codes % 2 == 1)
+    return _finish_float8(array, codes, top, want)
+
+
+def _finish_float8(array: Array, codes: Array, top: int, want: str) -> Array:
+    """Signs, and what is too large or no number."""
+    negative = np.signbit(array)
+    if want == "float8_e5m2":
+        codes = np.where(codes > top, 0x7C, codes)
+        codes = np.where(np.isnan(array), 0x7F, codes) + 128 * negative
+        return codes.astype(np.uint8)
+    if want == "float8_e4m3fn":
+        codes = np.where(np.isnan(array), 0x7F, np.minimum(codes, top)) + 128 * negative
+        return codes.astype(np.uint8)
+    codes = np.where(codes > 0, codes + 128 * negative, 0)
+    return np.where((codes % 128 > top) | (codes > 255) | np.isnan(array), 0x80, codes).astype(
+        np.uint8
+    )

@@ -1,0 +1,185 @@
+"""Copies the chunks of a plan with a few threads: read, checked, hashed and written in one pass."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.box import Box
+from reshard.checkpoint import digest
+from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.target_files import TargetFiles
+from reshard.checkpoint.transfers import Chunk, Transfer
+from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill
+from reshard.checkpoint.zero_copy import zero_copy
+
+__all__ = ["Copier", "Done", "SourceFiles", "copy_all"]
+
+
+@dataclass(slots=True)
+class SourceFiles:
+    """The files of the source by number, with a count of what was read."""
+
+    storage: Storage
+    catalog: Catalog
+    checker: Checker | None = None
+    num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer; bytes that have a checksum are checked."""
+        path = self.catalog.files[file].path
+        self.storage.read_into(path, offset, buffer)
+        if self.checker is not None:
+            self.checker.saw(path, offset, buffer)
+        self.count(len(buffer))
+
+    def count(self, num_bytes: int) -> None:
+        """Note that so many bytes were read."""
+        with self._lock:
+            self.num_bytes += num_bytes
+
+    def name(self, file: int) -> str:
+        """The path of a file."""
+        return self.catalog.files[file].path
+
+
+@dataclass(slots=True)
+class Done:
+    """What the journal keeps of a finished chunk."""
+
+    number: int
+    num_bytes: int = 0
+    sums: list[tuple[int, int, int, str]] = field(default_factory=list)
+    """File, first byte, past the last byte, checksum: of everything that was written."""
+    parts: dict[int, int] = field(default_factory=dict)
+    """What the chunk adds to the digest of each tensor, by number of the transfer."""
+
+    def to_record(self) -> dict[str, Any]:
+        """The record of the journal."""
+        parts = {str(which): f"{value:x}" for which, value in self.parts.items()}
+        return {"chunk": self.number, "bytes": self.num_bytes, "sums": self.sums, "parts": parts}
+
+    @classmethod
+    def from_record(cls, record: dict[str, Any]) -> Done:
+        """Read what ``to_record`` gave."""
+        parts = {int(which): int(value, 16) for which, value in record["parts"].items()}
+        sums = [(file, start, stop, text) for file, start, stop, text in record["sums"]]
+        return cls(record["chunk"], record["bytes"], sums, parts)
+
+
+@dataclass(slots=True)
+class _Writes:
+    """Writes what belongs to one chunk, and sums it."""
+
+    files: TargetFiles
+    done: Done
+    checksums: bool
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        self.files.write(file, offset, data)
+        self.done.num_bytes += len(data)
+        if self.checksums:
+            self.done.sums += sums_of(file, offset, data)
+
+
+def sums_of(file: int, offset: int, data: memoryview) -> list[tuple[int, int, int, str]]:
+    """The checksums of bytes that are written to a file."""
+    starts = range(0, len(data), CHUNK)
+    parts = [(at, data[at : at + CHUNK]) for at in starts]
+    return [
+        (file, offset + at, offset + at + len(part), checksum(part).hex()) for at, part in parts
+    ]
+
+
+@dataclass(frozen=True, slots=True)
+class Copier:
+    """What a worker needs to copy any chunk."""
+
+    transfers: Sequence[Transfer]
+    source: SourceFiles
+    target: TargetFiles
+    checksums: bool = True
+    compare_replicas: bool = True
+
+    @property
+    def casts(self) -> bool:
+        """Whether any tensor changes its dtype."""
+        return any(transfer.have != transfer.want for transfer in self.transfers)
+
+    def copy(self, chunk: Chunk, buffers: Buffers) -> Done:
+        """Copy one chunk."""
+        done = Done(chunk.number)
+        writes = _Writes(self.target, done, self.checksums)
+        for which, window in chunk.windows:
+            transfer = self.transfers[which]
+            if not self._passed_through(transfer, window, done):
+                self._copy_window(which, transfer, window, buffers, writes)
+        return done
+
+    def _copy_window(
+        self, which: int, transfer: Transfer, window: Box, buffers: Buffers, writes: _Writes
+    ) -> None:
+        array = fill(transfer, window, buffers, self.source)
+        if self.compare_replicas:
+            compare(transfer, window, array, buffers, self.source)
+        array = cast(transfer, window, array, buffers)
+        if self.checksums:
+            value = digest.part(array, window, transfer.shape, transfer.want)
+            parts = writes.done.parts
+            parts[which] = (parts.get(which, 0) + value) % digest.MODULUS
+        drain(transfer, window, array, buffers, writes)
+
+    def _passed_through(self, transfer: Transfer, window: Box, done: Done) -> bool:
+        """Whether the system copied the window by itself, without us seeing its bytes."""
+        if self.checksums or (self.compare_replicas and len(transfer.replicas)):
+            return False
+        copied = zero_copy(transfer, window, self.source.storage, self.source.catalog, self.target)
+        if copied:
+            done.num_bytes += copied
+            self.source.count(copied)
+        return copied > 0
+
+
+def copy_all(
+    copier: Copier,
+    chunks: Iterator[Chunk],
+    *,
+    workers: int,
+    window_bytes: int,
+    finished: Callable[[Done], None],
+) -> None:
+    """Copy all chunks with so many threads; the first error stops all and is raised."""
+    lock, errors = threading.Lock(), list[BaseException]()
+
+    def next_chunk() -> Chunk | None:
+        with lock:
+            return None if errors else next(chunks, None)
+
+    def work() -> None:
+        try:
+            buffers = Buffers(window_bytes, copier.casts)
+            while (chunk := next_chunk()) is not None:
+                finished(copier.copy(chunk, buffers))
+        except BaseException as error:
+            with lock:
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, name=f"reshard-copy-{n}") for n in range(workers)]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            thread.join()
+    except BaseException as error:
+        with lock:
+            errors.append(error)
+        for thread in threads:
+            thread.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -1,0 +1,120 @@
+"""The journal of a conversion: which chunks are done, so that a crash costs little?
+
+One line per record, each with its own checksum: ``8a3f01c2 {"chunk": 7, ...}``. A line is written
+after the bytes that it speaks of. A line that was cut off by a crash ends the journal.
+
+When a process dies, what it wrote stays: every line counts. When the machine dies, lines may have
+reached the disk before the bytes they speak of. So each session notes the boot of its machine, and
+after another boot only lines before the last ``synced`` count, which is written once the bytes are
+known to be on disk.
+
+>>> import tempfile, pathlib
+>>> folder = pathlib.Path(tempfile.mkdtemp())
+>>> with Journal(folder, rank=0) as journal:
+...     journal.append({"chunk": 7})
+>>> _ = (folder / "journal.0").open("ab").write(b'0000 {"chu')
+>>> read_journals(folder)
+[{'chunk': 7}]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Self
+from zlib import crc32
+
+__all__ = ["Journal", "boot_id", "read_journals"]
+
+Record = dict[str, Any]
+
+
+class Journal:
+    """Lines that are added to the journal of one rank, from any thread."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.path = folder / f"journal.{rank}"
+        self._lock = threading.Lock()
+        torn = _end_of_good(self.path)
+        self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self._descriptor, torn)
+        os.lseek(self._descriptor, torn, os.SEEK_SET)
+        self.append({"boot": boot_id()})
+
+    def append(self, record: Record) -> None:
+        """Add a record; it survives the end of this process at once."""
+        line = _line(record)
+        with self._lock:
+            while line:
+                line = line[os.write(self._descriptor, line) :]
+
+    def synced(self) -> None:
+        """Note that the bytes of all records so far are on disk, and put the journal there too."""
+        self.append({"synced": True})
+        os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Stop writing."""
+        os.close(self._descriptor)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def read_journals(folder: Path) -> list[Record]:
+    """The records of all ranks that can be relied on."""
+    paths = sorted(folder.glob("journal.*"), key=lambda path: path.name)
+    return [record for path in paths for record in _reliable(list(_records(path)))]
+
+
+def boot_id() -> str:
+    """What names this boot of this machine; the same for all processes until it goes down."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except OSError:
+        return f"unknown-{os.getpid()}"
+
+
+def _reliable(records: list[Record]) -> Iterator[Record]:
+    """Records of this boot, and those of others that were synced."""
+    here, boot = boot_id(), None
+    last_sync = max((at for at, record in enumerate(records) if "synced" in record), default=-1)
+    for at, record in enumerate(records):
+        boot = record.get("boot", boot)
+        is_data = "boot" not in record and "synced" not in record
+        if is_data and (boot == here or at < last_sync):
+            yield record
+
+
+def _line(record: Record) -> bytes:
+    text = json.dumps(record, separators=(",", ":")).encode()
+    return f"{crc32(text):08x} ".encode() + text + b"\n"
+
+
+def _records(path: Path) -> Iterator[Record]:
+    for line in _good_lines(path):
+        yield json.loads(line[9:])
+
+
+def _good_lines(path: Path) -> Iterator[bytes]:
+    """The lines up to the first that is not whole."""
+    try:
+        file = path.open("rb")
+    except FileNotFoundError:
+        return
+    with file:
+        for line in file:
+            text = line[9:-1]
+            if not line.endswith(b"\n") or line[:9] != f"{crc32(text):08x} ".encode():
+                return
+            yield line
+
+
+def _end_of_good(path: Path) -> int:
+    return sum(map(len, _good_lines(path)))

@@ -1,0 +1,253 @@
+"""Boxes of a tensor and the bytes that hold them, as columns: fast for thousands of pieces.
+
+A catalog has one object per piece, which is pleasant to read. To plan and to copy, the same facts
+are needed as arrays: one row per piece, one column per dim, all amounts in bytes.
+
+>>> from reshard.box import Box
+>>> from reshard.checkpoint.catalog import StoredPiece
+>>> pieces = [StoredPiece(Box((0, 0), (2, 4)), 0, 100, (4, 1)),
+...           StoredPiece(Box((2, 0), (4, 4)), 1, 100, (4, 1))]
+>>> rows = Located.of(pieces, num_dims=2, itemsize=2)
+>>> part = rows.within(Box((1, 2), (3, 4)))
+>>> part.offsets.tolist(), part.is_run.tolist(), part.num_bytes.tolist()
+([112, 104], [True, True], [4, 4])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import chain
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.box import Box
+from reshard.checkpoint.catalog import StoredPiece
+from reshard.columns import Ints, distinct_first, numbered
+
+__all__ = ["Extent", "Located", "extents", "slabs"]
+
+
+@dataclass(frozen=True, eq=False)
+class Located:
+    """Boxes, and for each the file, the byte of its first element and the bytes between indices."""
+
+    itemsize: int
+    starts: Ints
+    stops: Ints
+    files: Ints
+    offsets: Ints
+    strides: Ints
+
+    @classmethod
+    def of(cls, pieces: Sequence[StoredPiece], num_dims: int, itemsize: int) -> Located:
+        """The pieces of a catalog."""
+        shape = (len(pieces), num_dims)
+        return cls(
+            itemsize,
+            _table((piece.box.start for piece in pieces), shape),
+            _table((piece.box.stop for piece in pieces), shape),
+            np.fromiter((piece.file for piece in pieces), np.int64, len(pieces)),
+            np.fromiter((piece.offset for piece in pieces), np.int64, len(pieces)),
+            _table((piece.strides for piece in pieces), shape) * itemsize,
+        )
+
+    @classmethod
+    def none(cls, num_dims: int, itemsize: int) -> Located:
+        """No boxes at all."""
+        return cls.of((), num_dims, itemsize)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+    def __getitem__(self, rows: Ints | slice) -> Located:
+        """Some of the boxes."""
+        return replace(
+            self,
+            starts=self.starts[rows],
+            stops=self.stops[rows],
+            files=self.files[rows],
+            offsets=self.offsets[rows],
+            strides=self.strides[rows],
+        )
+
+    def __add__(self, other: Located) -> Located:
+        return joined([self, other])
+
+    @cached_property
+    def shapes(self) -> Ints:
+        """How long each box is in each dim."""
+        return self.stops - self.starts
+
+    @cached_property
+    def num_bytes(self) -> Ints:
+        """Bytes of the elements of each box."""
+        sizes: Ints = self.shapes.prod(axis=1) * self.itemsize
+        return sizes
+
+    @cached_property
+    def spans(self) -> Ints:
+        """Bytes from the first to past the last element of each box, gaps included."""
+        spans: Ints = ((self.shapes - 1) * self.strides).sum(axis=1) + self.itemsize
+        return spans
+
+    @cached_property
+    def is_run(self) -> NDArray[np.bool_]:
+        """Whether each box is one run of bytes in row-major order."""
+        after = np.ones_like(self.shapes)
+        after[:, :-1] = np.cumprod(self.shapes[:, :0:-1], axis=1)[:, ::-1]
+        steps = np.where(self.shapes == 1, after * self.itemsize, self.strides)
+        found: NDArray[np.bool_] = (steps == after * self.itemsize).all(axis=1)
+        return found
+
+    def box(self, row: int) -> Box:
+        """One of the boxes."""
+        return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
+
+    def boxes(self) -> Iterator[Box]:
+        """All of the boxes."""
+        return map(self.box, range(len(self)))
+
+    def within(self, box: Box) -> Located:
+        """The parts that lie inside a box."""
+        low, high = np.array(box.start, dtype=np.int64), np.array(box.stop, dtype=np.int64)
+        starts, stops = np.maximum(self.starts, low), np.minimum(self.stops, high)
+        rows = np.flatnonzero((starts < stops).all(axis=1))
+        return self.clipped(rows, starts[rows], stops[rows])
+
+    def clipped(self, rows: Ints, starts: Ints, stops: Ints) -> Located:
+        """The given parts of the given boxes."""
+        strides = self.strides[rows]
+        offsets = self.offsets[rows] + ((starts - self.starts[rows]) * strides).sum(axis=1)
+        return Located(self.itemsize, starts, stops, self.files[rows], offsets, strides)
+
+    def distinct(self) -> tuple[Ints, Ints]:
+        """The rows that have a box no row before them has, and the other rows."""
+        table = np.concatenate([self.starts, self.stops], axis=1)
+        if not table.shape[1]:
+            rows = np.arange(len(self))
+            return rows[:1], rows[1:]
+        _, first = distinct_first(_as_keys(table))
+        chosen = np.zeros(len(self), dtype=bool)
+        chosen[first] = True
+        return np.flatnonzero(chosen), np.flatnonzero(~chosen)
+
+    def runs(self) -> Located:
+        """The same elements as boxes that are one run of bytes each."""
+        done = self[np.flatnonzero(self.is_run)]
+        parts = [self._runs_of(int(row)) for row in np.flatnonzero(~self.is_run)]
+        return joined([done, *parts]) if parts else self
+
+    def _runs_of(self, row: int) -> Located:
+        """One box cut at every gap: its outer dims are listed, its inner dims are one run."""
+        shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
+        inner = len(shape)
+        while inner and (
+            shape[inner - 1] == 1 or strides[inner - 1] == prod(shape[inner:], start=self.itemsize)
+        ):
+            inner -= 1
+        at = np.indices(shape[:inner]).reshape(inner, -1).T
+        starts = np.repeat(self.starts[row : row + 1], len(at), axis=0)
+        stops = np.repeat(self.stops[row : row + 1], len(at), axis=0)
+        starts[:, :inner] += at
+        stops[:, :inner] = starts[:, :inner] + 1
+        return self.clipped(np.full(len(at), row), starts, stops)
+
+
+def joined(parts: Sequence[Located]) -> Located:
+    """Several lists of boxes as one."""
+    return replace(
+        parts[0],
+        starts=np.concatenate([part.starts for part in parts]),
+        stops=np.concatenate([part.stops for part in parts]),
+        files=np.concatenate([part.files for part in parts]),
+        offsets=np.concatenate([part.offsets for part in parts]),
+        strides=np.concatenate([part.strides for part in parts]),
+    )
+
+
+def _table(rows: Iterable[Sequence[int]], shape: tuple[int, int]) -> Ints:
+    return np.fromiter(chain.from_iterable(rows), np.int64, prod(shape)).reshape(shape)
+
+
+def _as_keys(table: Ints) -> Ints:
+    """One number per distinct row."""
+    keys = np.zeros(len(table), dtype=np.int64)
+    for column in table.T:
+        number = numbered(column)[1]
+        keys = numbered(keys * (number.max(initial=0) + 1) + number)[1]
+    return keys
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of bytes of a file, and the rows of a list of boxes that lie in it."""
+
+    file: int
+    start: int
+    stop: int
+    rows: Ints
+
+    @property
+    def num_bytes(self) -> int:
+        """How long the range is."""
+        return self.stop - self.start
+
+
+def extents(located: Located, gap: int, limit: int) -> Iterator[Extent]:
+    """Boxes grouped into ranges of bytes no longer than a limit, across gaps of at most so much.
+
+    A box longer than the limit makes a range of its own.
+    """
+    if not len(located):
+        return
+    order = np.lexsort((located.offsets, located.files))
+    files, begins = located.files[order], located.offsets[order]
+    ends = begins + located.spans[order]
+    apart = int(ends.max()) + gap + 1
+    furthest = np.maximum.accumulate(ends + files * apart)
+    new = np.append(True, begins[1:] + files[1:] * apart > furthest[:-1] + gap)
+    limits = np.append(np.flatnonzero(new), len(order))
+    for first, last in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
+        yield from _cut(order, begins, ends, (first, last), int(files[first]), limit)
+
+
+def _cut(
+    order: Ints, begins: Ints, ends: Ints, among: tuple[int, int], file: int, limit: int
+) -> Iterator[Extent]:
+    """Neighbouring boxes of one file as ranges no longer than the limit."""
+    first, last = among
+    stop = int(ends[first:last].max())
+    if stop - begins[first] <= limit or last - first == 1:
+        yield Extent(file, int(begins[first]), stop, order[first:last])
+        return
+    at, stop = first, int(ends[first])
+    for row in range(first + 1, last):
+        longer = max(stop, int(ends[row]))
+        if longer - begins[at] > limit:
+            yield Extent(file, int(begins[at]), stop, order[at:row])
+            at, longer = row, int(ends[row])
+        stop = longer
+    yield Extent(file, int(begins[at]), stop, order[at:last])
+
+
+def slabs(box: Box, limit: int) -> Iterator[Box]:
+    """A box cut into boxes of at most so many elements, in row-major order.
+
+    >>> [str(part) for part in slabs(Box((0, 0), (5, 4)), 8)]
+    ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
+    """
+    shape = box.shape
+    if box.size <= limit:
+        if box.size:
+            yield box
+        return
+    dim = next(dim for dim in range(len(shape)) if shape[dim] > 1)
+    rows = max(limit // (box.size // shape[dim]), 1)
+    for low in range(box.start[dim], box.stop[dim], rows):
+        rest, part = box.split(dim, low)
+        del rest
+        yield from slabs(part.split(dim, low + rows)[0], limit)

@@ -1,0 +1,48 @@
+"""The files that each target format consists of, planned from shapes and layouts alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from reshard.checkpoint.catalog import StoredObject
+from reshard.checkpoint.outputs.distcp import distcp
+from reshard.checkpoint.outputs.output import Literal, ObjectCopy, Output, OutputTensor, Wanted
+from reshard.checkpoint.outputs.safetensors import full, ranks, sharded
+from reshard.errors import CheckpointError, quoted
+
+__all__ = [
+    "FORMATS",
+    "Literal",
+    "ObjectCopy",
+    "Output",
+    "OutputTensor",
+    "Wanted",
+    "plan_output",
+]
+
+FORMATS = ("full", "sharded", "distcp", "ranks")
+
+
+def plan_output(
+    format: str,
+    tensors: Mapping[str, Wanted],
+    *,
+    metadata: Mapping[str, str],
+    objects: Sequence[StoredObject] = (),
+    mesh: str | None = None,
+    max_shard_size: int = 5 * 10**9,
+) -> Output:
+    """The files of a checkpoint in one of the formats; entries it cannot hold are listed."""
+    match format:
+        case "distcp":
+            return distcp(tensors, objects)
+        case "full":
+            output = full(tensors, metadata, max_shard_size)
+        case "sharded":
+            output = sharded(tensors, metadata, mesh)
+        case "ranks":
+            output = ranks(tensors, metadata)
+        case _:
+            raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
+    return replace(output, left_out=tuple(entry.name for entry in objects))

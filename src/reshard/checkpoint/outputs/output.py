@@ -1,0 +1,129 @@
+"""What a checkpoint in the making consists of: its files, and the place of every box in them.
+
+All of it is known before the first byte is read: shapes and layouts give the sizes, sizes give the
+headers. What is left to do is to copy boxes to their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from reshard.checkpoint.catalog import StoredFile, StoredObject
+from reshard.checkpoint.located import Located
+from reshard.columns import Ints
+from reshard.dtypes import itemsize
+from reshard.errors import CoverageError, LayoutError, quoted
+from reshard.layout import Layout
+from reshard.listed import listed_of
+
+__all__ = ["Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "owned_boxes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of the output: what it is, and how it is cut; without a layout it is whole."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes of a file that are known beforehand: headers, indexes, directories."""
+
+    file: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCopy:
+    """An entry that is no tensor, and where its bytes go."""
+
+    source: StoredObject
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OutputTensor:
+    """A tensor of the output, and where its pieces go."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Located
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Output:
+    """The files of a checkpoint to be written."""
+
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, OutputTensor]
+    literals: tuple[Literal, ...]
+    objects: tuple[ObjectCopy, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of entries that the format has no place for."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Owned:
+    """The distinct boxes of a tensor, and the one rank that writes each."""
+
+    starts: Ints
+    stops: Ints
+    ranks: Ints
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        rows = zip(self.starts.tolist(), self.stops.tolist(), self.ranks.tolist(), strict=True)
+        return ((tuple(start), tuple(stop), rank) for start, stop, rank in rows)
+
+
+def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
+    """Each distinct box of a tensor once; replicas take turns in writing, from tensor to tensor."""
+    layout = wanted.layout
+    if layout is None:
+        return _whole(wanted.shape, 0)
+    _check_whole_values(name, layout)
+    listed = listed_of(layout, wanted.shape)
+    num_elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    if num_elements != prod(wanted.shape):
+        raise CoverageError(
+            f'tensor {quoted(name)}: layout "{layout}" keeps {num_elements} of the '
+            f"{prod(wanted.shape)} elements of {wanted.shape}: the others would be lost"
+        )
+    if not num_elements:
+        return _whole(wanted.shape, layout.ranks[0])
+    counts = np.diff(listed.first)
+    turns = (np.arange(len(counts)) + number) % counts
+    return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
+
+
+def _whole(shape: Sequence[int], rank: int) -> Owned:
+    starts = np.zeros((1, len(shape)), dtype=np.int64)
+    return Owned(starts, np.array([shape], dtype=np.int64).reshape(1, -1), np.array([rank]))
+
+
+def _check_whole_values(name: str, layout: Layout) -> None:
+    if layout.reduce is not None:
+        raise LayoutError(
+            f'tensor {quoted(name)}: layout "{layout}" leaves a sum pending: a checkpoint holds '
+            "values; take the suffix away"
+        )

@@ -1,0 +1,208 @@
+"""Safetensors files: whole tensors as Hugging Face has them, boxes as torch does, or per rank."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from reshard.box import Box, row_major
+from reshard.checkpoint.catalog import StoredFile, StoredPiece
+from reshard.checkpoint.formats.own_metadata import (
+    KEY,
+    SHARDING,
+    OwnMetadata,
+    OwnTensor,
+    offsets_text,
+)
+from reshard.checkpoint.formats.safetensors_header import build_header
+from reshard.checkpoint.located import Located
+from reshard.checkpoint.outputs.output import (
+    Literal,
+    Output,
+    OutputTensor,
+    Wanted,
+    owned_boxes,
+)
+from reshard.dtypes import itemsize
+from reshard.errors import LayoutError, TargetError, quoted
+from reshard.layout import BoxLayout, Layout
+from reshard.pieces import Piece
+
+__all__ = ["full", "ranks", "sharded"]
+
+INDEX = "model.safetensors.index.json"
+MAX_BOXES = 64
+"""Boxes of one tensor on one rank: each beyond the first makes a file of its own."""
+
+
+@dataclass(slots=True)
+class _File:
+    """A file in the making: its tensors as (dtype, shape), and what else its header says."""
+
+    path: str
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
+    offsets: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    pieces: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    rank: int | None = None
+
+    def add_box(self, name: str, dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
+        box = Box(start, stop)
+        self.tensors[name] = (dtype, box.shape)
+        self.offsets[name] = start
+        self.pieces[name] = (Piece(box, 0, row_major(box.shape)),)
+
+
+def full(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], max_shard_size: int) -> Output:
+    """Whole tensors in one file, or in several with an index."""
+    groups = list(_packed(tensors, max_shard_size))
+    files = []
+    for number, names in enumerate(groups, 1):
+        several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = _File(several if len(groups) > 1 else "model.safetensors")
+        for name in names:
+            shape = tensors[name].shape
+            file.add_box(name, tensors[name].dtype, (0,) * len(shape), shape)
+        files.append(file)
+    output = _assembled(files, tensors, metadata, own=None)
+    return _with_index(output, files, tensors) if len(files) > 1 else output
+
+
+def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: str | None) -> Output:
+    """Boxes as torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes them.
+
+    A file holds one box of a tensor, so a rank with several boxes of one tensor has several files.
+    """
+    boxes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    for number, (name, wanted) in enumerate(tensors.items()):
+        count: dict[int, int] = {}
+        for start, stop, rank in owned_boxes(name, wanted, number):
+            part = count[rank] = count.get(rank, -1) + 1
+            boxes.setdefault((rank, part), {})[name] = (start, stop)
+        _check_count(name, wanted, max(count.values()) + 1)
+    position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in boxes}), 1)}
+    parts = max((part for _, part in boxes), default=0) + 1
+    files = []
+    for rank, part in sorted(boxes):
+        file = _File(f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors")
+        for name, (start, stop) in boxes[rank, part].items():
+            file.add_box(name, tensors[name].dtype, start, stop)
+        files.append(file)
+    return _assembled(files, tensors, metadata, own=mesh or "")
+
+
+def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
+    """The local tensors of every rank, in a file with its rank in the name."""
+    mesh = _one_mesh(tensors)
+    files: dict[int, _File] = {}
+    known: dict[tuple[Layout, tuple[int, ...], int], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
+    for number, (name, wanted) in enumerate(tensors.items()):
+        owned_boxes(name, wanted, number)
+        layout = wanted.layout
+        assert layout is not None
+        for rank in layout.ranks:
+            if layout.holds(rank) is None:
+                continue
+            key = (layout, wanted.shape, rank)
+            if key not in known:
+                pieces = layout.pieces(rank, wanted.shape)
+                known[key] = layout.local_shape(rank, wanted.shape), pieces
+            file = files.setdefault(rank, _File(f"model-rank-{rank}-part-0.safetensors", rank=rank))
+            shape, file.pieces[name] = known[key]
+            file.tensors[name] = (wanted.dtype, shape)
+    return _assembled([files[rank] for rank in sorted(files)], tensors, metadata, own=mesh)
+
+
+def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterable[list[str]]:
+    """Names in order, as many to a file as its size allows, at least one."""
+    names: list[str] = []
+    total = 0
+    for name, wanted in tensors.items():
+        if names and total + wanted.num_bytes > limit:
+            yield names
+            names, total = [], 0
+        names.append(name)
+        total += wanted.num_bytes
+    yield names
+
+
+def _assembled(
+    files: list[_File], tensors: Mapping[str, Wanted], metadata: Mapping[str, str], own: str | None
+) -> Output:
+    """The headers of the files, and the place of every piece behind them."""
+    kept = {key: text for key, text in metadata.items() if key not in (KEY, SHARDING)}
+    pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
+    stored, literals = [], []
+    for number, file in enumerate(files):
+        # Elements of 8 bytes first, then of 4, and so on: every tensor is aligned.
+        order = sorted(file.tensors, key=lambda name: -itemsize(file.tensors[name][0]))
+        extra = {} if own is None else _own_metadata(file, number, len(files), own, tensors)
+        built = build_header(
+            {name: file.tensors[name] for name in order}, {"format": "pt", **kept, **extra}
+        )
+        literals.append(Literal(number, 0, built.data))
+        stored.append(StoredFile(file.path, built.file_size))
+        for name in order:
+            size = itemsize(file.tensors[name][0])
+            for piece in file.pieces[name]:
+                offset = built.offsets[name] + piece.offset * size
+                pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
+    made = {name: _tensor(name, tensors[name], found) for name, found in pieces.items()}
+    return Output(tuple(stored), made, tuple(literals), metadata=kept)
+
+
+def _tensor(name: str, wanted: Wanted, pieces: list[StoredPiece]) -> OutputTensor:
+    located = Located.of(pieces, len(wanted.shape), itemsize(wanted.dtype))
+    return OutputTensor(name, wanted.shape, wanted.dtype, located)
+
+
+def _own_metadata(
+    file: _File, number: int, count: int, mesh: str, tensors: Mapping[str, Wanted]
+) -> dict[str, str]:
+    described = {name: _described(tensors[name], mesh) for name in file.tensors}
+    own = OwnMetadata(number + 1, count, mesh or None, file.rank, described)
+    extra = {KEY: own.to_text()}
+    if file.rank is None:
+        extra[SHARDING] = offsets_text(file.offsets)
+        extra["DCP_VERSION"] = "1.0"
+    return extra
+
+
+def _described(wanted: Wanted, mesh: str) -> OwnTensor:
+    layout = wanted.layout
+    known = layout is not None and not isinstance(layout, BoxLayout) and str(layout.mesh) == mesh
+    return OwnTensor(wanted.shape, str(layout) if known else None)
+
+
+def _with_index(output: Output, files: list[_File], tensors: Mapping[str, Wanted]) -> Output:
+    weight_map = {name: file.path for file in files for name in file.tensors}
+    total = sum(wanted.num_bytes for wanted in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    literal = Literal(len(files), 0, data)
+    return Output(
+        (*output.files, StoredFile(INDEX, len(data))),
+        output.tensors,
+        (*output.literals, literal),
+        metadata=output.metadata,
+    )
+
+
+def _check_count(name: str, wanted: Wanted, count: int) -> None:
+    if count > MAX_BOXES:
+        raise TargetError(
+            f'tensor {quoted(name)}: layout "{wanted.layout}" gives a rank {count} separate boxes, '
+            f"and each would be a file of its own (at most {MAX_BOXES}): "
+            "use --format ranks or --format distcp"
+        )
+
+
+def _one_mesh(tensors: Mapping[str, Wanted]) -> str:
+    meshes = {str(wanted.layout.mesh) for wanted in tensors.values() if wanted.layout is not None}
+    boxes = [name for name, wanted in tensors.items() if isinstance(wanted.layout, BoxLayout)]
+    if len(meshes) != 1 or boxes or any(wanted.layout is None for wanted in tensors.values()):
+        raise LayoutError(
+            "files of ranks need a layout on one mesh for every tensor, so that they can be read "
+            f"again, and these have {len(meshes)} meshes: use --format sharded"
+        )
+    return meshes.pop()

@@ -1,0 +1,121 @@
+"""The files of an output in the making: made at their full size, then written in any order."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from reshard.bytesize import format_bytes
+from reshard.checkpoint.catalog import StoredFile
+from reshard.errors import TargetError, UnfinishedError
+
+__all__ = ["TargetFiles"]
+
+MAX_OPEN = 128
+
+
+class TargetFiles:
+    """Files below a folder, each written by ranges; safe to use from several threads."""
+
+    def __init__(self, folder: Path, files: Sequence[StoredFile]) -> None:
+        self.folder = folder
+        self.files = tuple(files)
+        self._lock = threading.Lock()
+        self._open: OrderedDict[int, list[int]] = OrderedDict()
+
+    def allocate(self) -> None:
+        """Make all files at their full size, so that a full disk is noticed before any work."""
+        try:
+            for file in self.files:
+                path = self.folder / file.path
+                path.parent.mkdir(parents=True, exist_ok=True)
+                _allocate(path, file.size)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise TargetError(f"{self.folder} cannot be written: {error.strerror}") from None
+            needed = sum(file.size for file in self.files)
+            raise TargetError(
+                f"no room for {format_bytes(needed)} at {self.folder.parent.parent} "
+                f"({error.strerror}): free some space, or choose another target"
+            ) from None
+
+    def write(self, file: int, offset: int, data: memoryview) -> None:
+        """Write bytes of a file."""
+        left = data
+        with self.using(file) as descriptor:
+            while left:
+                try:
+                    count = os.pwrite(descriptor, left, offset)
+                except OSError as error:
+                    raise UnfinishedError(
+                        f"{self.folder / self.files[file].path}: bytes {offset} to "
+                        f"{offset + len(left)} cannot be written: {error.strerror}; "
+                        "when that is mended, give --resume"
+                    ) from None
+                left, offset = left[count:], offset + count
+
+    def sync(self) -> None:
+        """Put what was written to all files on disk."""
+        for file in range(len(self.files)):
+            with self.using(file) as descriptor:
+                os.fsync(descriptor)
+
+    def sync_folders(self) -> None:
+        """Put the names of all files on disk."""
+        folders = {self.folder}
+        for file in self.files:
+            path = (self.folder / file.path).parent
+            folders |= {path, *(p for p in path.parents if self.folder in p.parents)}
+        for folder in folders:
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+    @contextmanager
+    def using(self, file: int) -> Iterator[int]:
+        """A descriptor that nobody closes meanwhile."""
+        with self._lock:
+            entry = self._open.get(file) or self._opened(file)
+            self._open.move_to_end(file)
+            entry[1] += 1
+        try:
+            yield entry[0]
+        finally:
+            with self._lock:
+                entry[1] -= 1
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for descriptor, _ in self._open.values():
+                os.close(descriptor)
+            self._open.clear()
+
+    def _opened(self, file: int) -> list[int]:
+        """Open a file, and close one that nobody uses if there are many; call with the lock."""
+        if len(self._open) >= MAX_OPEN:
+            idle = next((at for at, (_, users) in self._open.items() if not users), None)
+            if idle is not None:
+                os.close(self._open.pop(idle)[0])
+        descriptor = os.open(self.folder / self.files[file].path, os.O_RDWR | os.O_CLOEXEC)
+        entry = self._open[file] = [descriptor, 0]
+        return entry
+
+
+def _allocate(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        os.ftruncate(descriptor, size)
+        if size:
+            os.posix_fallocate(descriptor, 0, size)
+    except OSError as error:
+        # Some file systems cannot set room aside; they fail later, when they are full.
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            raise
+    finally:
+        os.close(descriptor)
