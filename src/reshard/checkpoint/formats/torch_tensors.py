@@ -106,8 +106,8 @@ def _check_plain(extra: list[Any], where: str) -> None:
     flags = extra[0] if extra else None
     if isinstance(flags, Mapping) and any(flags.values()):
         raise CheckpointError(
-            f"{where}: a lazily conjugated or negated tensor is not supported: save x.resolve_conj()"
-            ".resolve_neg()"
+            f"{where}: a lazily conjugated or negated tensor is not supported: "
+            "save x.resolve_conj().resolve_neg()"
         )
 
 

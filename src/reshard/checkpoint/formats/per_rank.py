@@ -1,0 +1,247 @@
+"""Files that hold the local tensors of one rank each: rules say how they were cut.
+
+The rank stands in the file's name, and the layout of a tensor says which boxes its local tensor
+is made of. How large the global tensor is follows from the local ones, and is then held against
+every one of them:
+
+    rank 0  (3, 4) \\
+    rank 1  (3, 4)  >  "tp -" on tp=3  ->  (8, 4)
+    rank 2  (2, 4) /
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from operator import mul
+
+from reshard.box import row_major
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.torch_tensors import LocalTensor
+from reshard.dtypes import itemsize
+from reshard.errors import CheckpointError, DamageError, ReshardError, quoted
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.notation import Cuts, Packed, Ragged, axes_of
+from reshard.pieces import Piece
+
+__all__ = ["LocalFile", "join_ranks", "rank_of"]
+
+_MODEL_PARALLEL = re.compile(r"(?:^|/)mp_rank_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?(?=[/._])")
+_RANK = re.compile(r"(?:^|[-_./])rank[-_]?(\d{1,9})(?=[-_./])")
+_CONSOLIDATED = re.compile(r"(?:^|/)consolidated\.(\d{1,9})\.pth\Z")
+_AXES = (("tp", "mp"), ("pp",), ("ep",))
+"""The axes that the numbers of ``mp_rank_00_001_002`` count along."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """The local tensors of a rank, as far as they are in one file."""
+
+    rank: int
+    file: int
+    """Which of the catalog's files."""
+    where: str
+    tensors: Mapping[str, LocalTensor]
+
+
+def rank_of(path: str, mesh: Mesh | None) -> int | None:
+    """The rank whose tensors a file holds, as its name says; None if it does not say.
+
+    >>> rank_of("model-rank-3-part-0.safetensors", Mesh(tp=4))
+    3
+    >>> rank_of("mp_rank_01_002/model_optim_rng.pt", Mesh(pp=4, tp=2))
+    5
+    """
+    match = _MODEL_PARALLEL.search(path)
+    if match and match[2] is not None and mesh is not None:
+        return _rank_at([int(group) for group in match.groups() if group is not None], mesh, path)
+    if match and mesh is not None and "tp" in mesh.axes:
+        return _rank_at([int(match[1])], mesh, path)
+    match = match or _RANK.search(path) or _CONSOLIDATED.search(path)
+    if match is None:
+        return None
+    rank = int(match[1])
+    if mesh is not None and mesh.index(rank) is None:
+        raise CheckpointError(
+            f"{path} is of rank {rank}, and mesh {mesh} has the ranks {mesh.ranks_text}: give the "
+            "mesh that wrote it"
+        )
+    return rank
+
+
+def _rank_at(numbers: Sequence[int], mesh: Mesh, path: str) -> int:
+    """The rank at these places along tp, pp and ep, and at 0 along all other axes."""
+    index = 0
+    for names, number in zip(_AXES, numbers, strict=False):
+        axis = next((name for name in names if name in mesh.axes), None)
+        size = 1 if axis is None else mesh.axes[axis]
+        if number >= size:
+            raise CheckpointError(
+                f"{path} is at {names[0]}={number}, and mesh {mesh} has {names[0]}={size}: give "
+                "the mesh that wrote it"
+            )
+        index += number * mesh.stride(axis) if axis is not None else 0
+    return mesh.ranks[index]
+
+
+def join_ranks(
+    files: Sequence[LocalFile],
+    layouts: Mapping[str, Layout],
+    shapes: Mapping[str, tuple[int, ...]],
+    findings: Findings,
+) -> dict[str, StoredTensor]:
+    """The global tensors behind the local ones; shapes that are not given are found."""
+    held: dict[str, dict[int, tuple[LocalFile, LocalTensor]]] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            by_rank = held.setdefault(name, {})
+            if file.rank in by_rank:
+                before = by_rank[file.rank][0].where
+                findings.found(
+                    f"tensor {quoted(name)} of rank {file.rank} is in {before} and in {file.where}"
+                )
+            by_rank[file.rank] = file, tensor
+    ranks = {file.rank: file.where for file in files}
+    joined = {}
+    for name, by_rank in held.items():
+        with findings.noting():
+            joined[name] = _join(name, by_rank, layouts[name], shapes.get(name), ranks)
+    return joined
+
+
+def _join(
+    name: str,
+    held: Mapping[int, tuple[LocalFile, LocalTensor]],
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    ranks: Mapping[int, str],
+) -> StoredTensor:
+    _check_layout(name, layout)
+    (first, example), *rest = held.values()
+    for file, tensor in rest:
+        if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
+            raise DamageError(
+                f"tensor {quoted(name)} is {example.dtype} of {example.shape} in {first.where} and "
+                f"{tensor.dtype} of {tensor.shape} in {file.where}"
+            )
+    locals_ = {rank: tensor.shape for rank, (_, tensor) in held.items()}
+    shape = shape if shape is not None else _global_shape(name, layout, locals_, ranks)
+    pieces: list[StoredPiece] = []
+    for rank, where in ranks.items():
+        mine = held.get(rank)
+        expected = _local_shape(layout, rank, shape)
+        if mine is None and expected is not None and 0 not in expected:
+            raise DamageError(f"{where} has no tensor {quoted(name)}, of which it holds {expected}")
+        if mine is not None:
+            _check_local(name, layout, shape, expected, mine)
+            pieces += _stored(mine, layout.pieces(rank, shape))
+    return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
+
+
+def _check_layout(name: str, layout: Layout) -> None:
+    if layout.reduce is not None:
+        raise CheckpointError(
+            f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give the '
+            "layout of values"
+        )
+
+
+def _local_shape(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a rank's local tensor; None if it holds nothing of it."""
+    return None if layout.holds(rank) is None else layout.local_shape(rank, shape)
+
+
+def _check_local(
+    name: str,
+    layout: Layout,
+    shape: tuple[int, ...],
+    expected: tuple[int, ...] | None,
+    mine: tuple[LocalFile, LocalTensor],
+) -> None:
+    file, tensor = mine
+    if expected is None:
+        raise DamageError(
+            f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on mesh '
+            f"{layout.mesh} keeps off rank {file.rank}"
+        )
+    if tensor.shape != expected:
+        raise DamageError(
+            f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
+            f'"{layout}" on mesh {layout.mesh} cuts {shape} to {expected} for rank {file.rank}: '
+            "are these the rules and the mesh that wrote it?"
+        )
+
+
+def _global_shape(
+    name: str,
+    layout: Layout,
+    locals_: Mapping[int, tuple[int, ...]],
+    ranks: Mapping[int, str],
+) -> tuple[int, ...]:
+    if layout.words.flat:
+        raise CheckpointError(
+            f'tensor {quoted(name)} has the layout "{layout}": files of flattened tensors do not '
+            "say their shape and cannot be read"
+        )
+    example = next(iter(locals_.values()))
+    try:
+        dims = layout.dims(example)
+    except ReshardError as error:
+        raise CheckpointError(f"tensor {quoted(name)}: {error}") from None
+    return tuple(
+        _length(name, dim, cuts, layout, {r: shape[dim] for r, shape in locals_.items()}, ranks)
+        for dim, cuts in enumerate(dims)
+    )
+
+
+def _length(
+    name: str,
+    dim: int,
+    cuts: Cuts,
+    layout: Layout,
+    lengths: Mapping[int, int],
+    ranks: Mapping[int, str],
+) -> int:
+    """How long a dim is: its parts added up, one for each place along the axes that cut it."""
+    match cuts[:1]:
+        case ():
+            return next(iter(lengths.values()))
+        case (Packed(segments=segments),):
+            return sum(segment.size for segment in segments)
+        case (Ragged(sizes=sizes),):
+            return sum(sizes)
+    mesh, axes = layout.mesh, axes_of(cuts)
+    parts: dict[tuple[int, ...], int] = {}
+    for rank in ranks:
+        if layout.holds(rank) is not None:
+            at = tuple(mesh.coords(rank)[axis] for axis in axes)
+            parts[at] = max(parts.get(at, 0), lengths.get(rank, 0))
+    for at in product(*(range(mesh.axes[axis]) for axis in axes)):
+        if at not in parts:
+            place = " ".join(f"{axis}={i}" for axis, i in zip(axes, at, strict=True))
+            raise DamageError(
+                f'tensor {quoted(name)} is cut by "{layout}" on mesh {mesh}, and no file holds its '
+                f"part at {place} of dim {dim}: a rank's file is missing"
+            )
+    return sum(parts.values())
+
+
+def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
+    """The pieces of a local tensor as bytes of its file."""
+    file, tensor = mine
+    size = itemsize(tensor.dtype)
+    ideal = row_major(tensor.shape)
+    for piece in pieces:
+        at, strides = piece.offset, piece.strides
+        if tensor.strides != ideal and strides == ideal:  # saved as a view, such as a transpose
+            index = [at // ideal[dim] % length for dim, length in enumerate(tensor.shape)]
+            at, strides = sum(map(mul, index, tensor.strides)), tensor.strides
+        elif tensor.strides != ideal:
+            raise CheckpointError(
+                f"{file.where}: a flattened tensor with the strides {tensor.strides} is not read"
+            )
+        yield StoredPiece(piece.box, file.file, tensor.offset + at * size, strides)

@@ -1,0 +1,178 @@
+"""Safetensors files that hold whole tensors: one, several, or several with an index.
+
+``model.safetensors.index.json`` says which tensor is in which file; what it says and what the
+files' headers say must agree. Without an index all files of the folder count, and names such as
+``model-00002-of-00004.safetensors`` tell when one is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from reshard.box import Box, row_major
+from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.own_metadata import KEY, SHARDING
+from reshard.checkpoint.formats.safetensors_header import (
+    Header,
+    header_length,
+    parse_header,
+    read_json,
+)
+from reshard.checkpoint.storage import Storage, check_path
+from reshard.errors import DamageError, quoted
+
+__all__ = [
+    "HeadedFile", "common_metadata", "find_index", "missing_parts", "read_headers", "read_whole",
+]  # fmt: skip
+
+FIRST_READ = 1 << 14
+"""Bytes of each file that are read at once; most headers fit."""
+MAX_INDEX = 1 << 28
+INDEX = ".safetensors.index.json"
+
+_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class HeadedFile:
+    """A safetensors file and its header."""
+
+    file: StoredFile
+    header: Header
+    where: str
+    """What errors call it."""
+
+
+def read_headers(
+    storage: Storage, files: Sequence[StoredFile], findings: Findings
+) -> list[HeadedFile]:
+    """The headers of files; those of damaged files are left out and noted."""
+    first = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in files])
+    headed = []
+    for file, data in zip(files, first, strict=True):
+        where = f"{storage.root}/{file.path}"
+        with findings.noting():
+            length = header_length(data, file.size, where)
+            text = data[8 : 8 + length]
+            if len(text) < length:
+                text += storage.read(file.path, len(data), 8 + length - len(data))
+            headed.append(HeadedFile(file, parse_header(text, file.size, where), where))
+    return headed
+
+
+def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:
+    """The index of the folder's files, if there is exactly one."""
+    found = [f for f in listed if f.path.endswith(INDEX) and "/" not in f.path]
+    usual = [f for f in found if f.path == f"model{INDEX}"]
+    return (usual or found)[0] if usual or len(found) == 1 else None
+
+
+def read_whole(
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    headed: Sequence[HeadedFile],
+    findings: Findings,
+) -> Catalog:
+    """The catalog of files that hold every tensor whole."""
+    files = tuple(one.file for one in headed)
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, str] = {}
+    for number, one in enumerate(headed):
+        for entry in one.header.entries:
+            if entry.name in home:
+                findings.found(
+                    f"tensor {quoted(entry.name)} is in {home[entry.name]} and in {one.where}: "
+                    "give the rules and the mesh by which ranks wrote these files, or keep one"
+                )
+                continue
+            home[entry.name] = one.where
+            piece = StoredPiece(
+                Box.whole(entry.shape), number, entry.offset, row_major(entry.shape)
+            )
+            tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
+    used = {file.path for file in files}
+    index = find_index(listed)
+    if index is not None:
+        used.add(index.path)
+    others = tuple(file for file in listed if file.path not in used)
+    return Catalog(
+        storage.root, "safetensors", files, tensors, metadata=common_metadata(headed), others=others
+    )
+
+
+def check_index(
+    storage: Storage,
+    index: StoredFile,
+    headed: Sequence[HeadedFile],
+    findings: Findings,
+) -> None:
+    """Compare what the index says with what the headers say."""
+    where = f"{storage.root}/{index.path}"
+    mapped = index_files(storage, index)
+    found = {one.file.path: {entry.name for entry in one.header.entries} for one in headed}
+    listed: dict[str, set[str]] = {}
+    for name, path in mapped.items():
+        listed.setdefault(path, set()).add(name)
+    for path, names in listed.items():
+        if path not in found:
+            continue
+        absent = sorted(names - found[path])
+        extra = sorted(found[path] - names)
+        if absent:
+            findings.found(
+                f"{where} puts {_some(absent)} into {path}, whose header does not have it"
+            )
+        if extra:
+            findings.found(f"{storage.root}/{path} holds {_some(extra)}, which {where} lacks")
+
+
+def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
+    """Which file each tensor is in, as the index says."""
+    where = f"{storage.root}/{index.path}"
+    if index.size > MAX_INDEX:
+        raise DamageError(f"{where} has {index.size} bytes, at most {MAX_INDEX} are read")
+    mapped = read_json(storage.read(index.path, 0, index.size), where).get("weight_map")
+    if not isinstance(mapped, dict) or not all(isinstance(p, str) for p in mapped.values()):
+        raise DamageError(f"{where} has no weight_map from names to files")
+    for path in dict.fromkeys(mapped.values()):
+        try:
+            check_path(path)
+        except DamageError as error:
+            raise DamageError(f"{where}: {error}") from None
+    return mapped
+
+
+def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:
+    """What names such as ``model-00002-of-00004`` promise and the folder lacks.
+
+    >>> [*missing_parts([StoredFile("model-00001-of-00002.safetensors", 9)])]
+    ['model-00002-of-00002.safetensors']
+    """
+    groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
+    for file in files:
+        match = _PART.match(file.path)
+        if match:
+            width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
+            have.add(int(match[2]))
+    for (stem, total), (width, have) in groups.items():
+        absent = (number for number in range(1, int(total) + 1) if number not in have)
+        for number in islice(absent, 16):
+            yield f"{stem}{number:0{width}d}-of-{total}.safetensors"
+
+
+def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
+    """What the files say beside their tensors; the first file's word where they differ."""
+    merged: dict[str, str] = {}
+    for one in headed:
+        merged = {**one.header.metadata, **merged}
+    ours = (KEY, SHARDING, "DCP_VERSION")
+    return {key: text for key, text in merged.items() if key not in ours}
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f"tensor {quoted(names[0])}{more}"
