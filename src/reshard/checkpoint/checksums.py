@@ -27,7 +27,7 @@ import json
 import threading
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -208,11 +208,17 @@ class Checker:
 
     def __init__(self, checksums: Checksums | None, root: str) -> None:
         self.root = root
+        self._found: Callable[[str, Chunk, bytes], None] | None = None
         self._files = checksums.files if checksums is not None else {}
         self._lock = threading.Lock()
         self._partial: dict[tuple[str, int], _Partial] = {}
         self._open: set[tuple[str, int]] = set()
         self._done: set[tuple[str, int]] = set()
+        self._bad: set[tuple[str, int]] = set()
+
+    def tell(self, found: Callable[[str, Chunk, bytes], None]) -> None:
+        """From now on tell of damage instead of raising it: path, chunk, the checksum it has."""
+        self._found = found
 
     def saw(self, path: str, offset: int, data: Bytes) -> None:
         """These bytes were read there; DamageError if a chunk of them has changed."""
@@ -241,7 +247,16 @@ class Checker:
         """Read again what was seen only in parts, and check it; says how many bytes."""
         with self._lock:
             left = sorted(self._open - self._done)
-            self._partial.clear()
+        return self._read_again(storage, left)
+
+    def finish_file(self, storage: Storage, path: str) -> int:
+        """Read what was not seen whole of a file, and check it; says how many bytes."""
+        with self._lock:
+            every = [(path, index) for index in range(len(self._files[path].ends))]
+            left = [one for one in every if one not in self._done]
+        return self._read_again(storage, left)
+
+    def _read_again(self, storage: Storage, left: list[tuple[str, int]]) -> int:
         count = 0
         for path, index in left:
             chunk = self._files[path].chunk(index)
@@ -269,12 +284,18 @@ class Checker:
                 self._judge(path, index, chunk, partial.hasher.digest())
 
     def _judge(self, path: str, index: int, chunk: Chunk, found: bytes) -> None:
-        if found != chunk.sum:
-            raise DamageError(damage(f"{self.root}/{path}", chunk, found))
+        key, is_right = (path, index), found == chunk.sum
         with self._lock:
-            self._done.add((path, index))
-            self._open.discard((path, index))
-            self._partial.pop((path, index), None)
+            is_known = is_right or key in self._bad
+            if not is_right:
+                self._bad.add(key)
+            self._done.add(key)
+            self._open.discard(key)
+            self._partial.pop(key, None)
+        if not is_right and self._found is None:
+            raise DamageError(damage(f"{self.root}/{path}", chunk, found))
+        if not is_known and self._found is not None:
+            self._found(path, chunk, found)
 
 
 def damage(where: str, chunk: Chunk, found: bytes) -> str:
@@ -284,15 +305,6 @@ def damage(where: str, chunk: Chunk, found: bytes) -> str:
         f"checksum is {found.hex()} and was {chunk.sum.hex()}: restore the file from a "
         f"copy; if it was changed on purpose, delete {SIDECAR}"
     )
-
-
-def changed_chunks(storage: Storage, path: str, sums: FileSums) -> Iterator[tuple[Chunk, bytes]]:
-    """The chunks of a file that have changed, each with the checksum it has now."""
-    for index in range(len(sums.ends)):
-        chunk = sums.chunk(index)
-        found = sum_of(storage, path, chunk.start, chunk.stop)
-        if found != chunk.sum:
-            yield chunk, found
 
 
 def sum_of(storage: Storage, path: str, start: int, stop: int) -> bytes:

@@ -17,8 +17,10 @@ import click
 
 from reshard.cli.bench import bench
 from reshard.cli.demo import demo
+from reshard.cli.diff import diff
 from reshard.cli.plan import plan
 from reshard.cli.show import show
+from reshard.cli.verify import verify
 from reshard.errors import ReshardError
 
 __all__ = ["main", "run"]
@@ -46,7 +48,7 @@ def cli(context: click.Context, version: bool) -> None:
         click.echo(context.get_help())
 
 
-for _command in (show, plan, demo, bench):
+for _command in (show, plan, verify, diff, demo, bench):
     cli.add_command(_command)
 
 

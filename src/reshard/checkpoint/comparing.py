@@ -1,0 +1,127 @@
+"""Where do two tensors differ, and by how much? Read side by side, window by window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from reshard.box import Box
+from reshard.checkpoint.casting import cast_into
+from reshard.checkpoint.reading import Budget, StoredReader, in_order
+from reshard.checkpoint.windows import Buffers
+
+__all__ = ["Difference", "bits_differ", "difference"]
+
+Array = np.ndarray[Any, Any]
+
+BLOCK = 1 << 16
+"""Differing elements that are subtracted at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How two tensors of one shape and dtype differ."""
+
+    count: int
+    """Elements whose bits differ."""
+    first: tuple[int, ...]
+    """The first of them in row-major order."""
+    box: Box
+    """The smallest box around all of them."""
+    largest: float | int | None
+    """The largest absolute difference of two numbers; None if only NaNs differ."""
+
+    def __or__(self, later: Difference) -> Difference:
+        """Both together; the other one lies behind this one."""
+        low = tuple(map(min, self.box.start, later.box.start))
+        high = tuple(map(max, self.box.stop, later.box.stop))
+        known = [each.largest for each in (self, later) if each.largest is not None]
+        return Difference(
+            self.count + later.count, self.first, Box(low, high), max(known, default=None)
+        )
+
+
+def bits_differ(left: Array, right: Array) -> Array:
+    """Which elements of two arrays have other bits, whatever they stand for."""
+    width = left.itemsize
+    word = f"u{min(width, 8)}"
+    apart = left[..., np.newaxis].view(word) != right[..., np.newaxis].view(word)
+    return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
+
+
+def difference(
+    left: StoredReader,
+    right: StoredReader,
+    budget: Budget,
+    read: Callable[[int], None] = lambda num_bytes: None,
+) -> Difference | None:
+    """Compare two stored tensors of one shape and dtype; None if every bit is the same."""
+    dtype = left.tensor.dtype
+
+    def work(box: Box, buffers: tuple[Buffers, Buffers]) -> Difference | None:
+        mine = left.read(box, buffers[0])
+        found = between(mine, right.read(box, buffers[1]), dtype, box)
+        read(2 * mine.nbytes)
+        return found
+
+    def make() -> tuple[Buffers, Buffers]:
+        return Buffers(budget.window, casts=False), Buffers(budget.window, casts=False)
+
+    total: Difference | None = None
+    for _, found in in_order(work, left.rows(budget.window), budget.workers, make):
+        if found is not None:
+            total = found if total is None else total | found
+    return total
+
+
+def between(left: Array, right: Array, dtype: str, box: Box) -> Difference | None:
+    """How two arrays of raw elements of a box differ."""
+    apart = bits_differ(left, right)
+    flat = np.flatnonzero(apart)
+    if not len(flat):
+        return None
+    low, high = [], []
+    for dim in range(apart.ndim):
+        other = tuple(d for d in range(apart.ndim) if d != dim)
+        here = np.flatnonzero(apart.any(axis=other))
+        low.append(int(here[0]) + box.start[dim])
+        high.append(int(here[-1]) + 1 + box.start[dim])
+    at = np.unravel_index(flat[0], apart.shape) if apart.ndim else ()
+    first = tuple(int(index) + start for index, start in zip(at, box.start, strict=True))
+    largest = max(_distances(left, right, flat, dtype), default=None)
+    return Difference(len(flat), first, Box(tuple(low), tuple(high)), largest)
+
+
+def _distances(left: Array, right: Array, flat: Array, dtype: str) -> Iterator[float | int]:
+    """The largest distance of each block of the differing elements."""
+    for at in range(0, len(flat), BLOCK):
+        here = flat[at : at + BLOCK]
+        pair = left.reshape(-1)[here], right.reshape(-1)[here]
+        if dtype.startswith(("int", "uint", "bool")):
+            yield _whole_distance(*pair, dtype)
+        elif dtype not in ("complex32", "float8_e8m0fnu"):
+            one, two = (_as_float(side, dtype) for side in pair)
+            with np.errstate(invalid="ignore", over="ignore"):
+                apart = np.abs(one - two)
+            apart = apart[~np.isnan(apart)]
+            if len(apart):
+                yield float(apart.max())
+
+
+def _whole_distance(left: Array, right: Array, dtype: str) -> int:
+    """Exact, also where a difference of int64 does not fit into int64."""
+    kind = "u1" if dtype == "bool" else f"{'u' if dtype.startswith('u') else 'i'}{left.itemsize}"
+    one, two = left.view(kind), right.view(kind)
+    high, low = np.maximum(one, two), np.minimum(one, two)
+    with np.errstate(over="ignore"):
+        return int((high - low).view(f"u{left.itemsize}").max())
+
+
+def _as_float(array: Array, dtype: str) -> Array:
+    want = "complex128" if dtype.startswith("complex") else "float64"
+    result = np.empty(array.shape, want)
+    cast_into(array, dtype, result, want)
+    return result

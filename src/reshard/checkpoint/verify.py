@@ -1,0 +1,266 @@
+"""Is a checkpoint sound? Do two hold the same tensors, bit by bit, however each is cut?
+
+Alone, a checkpoint is compared with what was written: every byte of every file with its checksum,
+every tensor with its digest; nothing may be missing, and copies must agree. Two are compared by
+digests, which are made of the bytes of both and not taken from what lies beside them. Tensors whose
+digests differ are then read side by side, to say where.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.bytesize import format_bytes
+from reshard.checkpoint import formats
+from reshard.checkpoint.catalog import StoredTensor
+from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.comparing import Difference, difference
+from reshard.checkpoint.examining import Examined, Problem, examine
+from reshard.checkpoint.reading import Budget, Source, StoredReader, mesh_of, rules_of
+from reshard.checkpoint.storage import Storage, open_storage
+from reshard.dtypes import itemsize
+from reshard.errors import DamageError, quoted
+
+if TYPE_CHECKING:
+    from reshard.mesh import Mesh
+    from reshard.rules import Rules
+
+__all__ = ["VerifyReport", "verify"]
+
+FORMAT = 1
+SHOWN = 20
+"""Problems that are printed one by one."""
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found; true if nothing is wrong."""
+
+    checkpoints: tuple[str, ...]
+    """What was read: one path, or two."""
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors of the first, each element once."""
+    checked_bytes: int
+    """Bytes of files that were compared with checksums, on both sides."""
+    digest: str
+    """One digest of all tensors of the first: equal wherever the same tensors are."""
+    digests: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        size = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
+        if self.ok:
+            words = "sound" if len(self.checkpoints) == 1 else "equal, bit by bit"
+            yield f"{words}: {size}, digest {self.digest}"
+        else:
+            words = "damaged" if len(self.checkpoints) == 1 else "not equal"
+            count = len(self.problems)
+            yield f"{words}: {count} problem{'s' if count != 1 else ''} in {size}:"
+            yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
+            if len(self.problems) > SHOWN:
+                yield f"  and {len(self.problems) - SHOWN} more; --json lists all"
+        if self.checked_bytes:
+            yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
+        yield from self.notes
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "verify": FORMAT,
+            "ok": self.ok,
+            "checkpoints": list(self.checkpoints),
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "checked_bytes": self.checked_bytes,
+            "digest": self.digest,
+            "digests": dict(self.digests),
+            "problems": [_problem(problem) for problem in self.problems],
+            "notes": list(self.notes),
+        }
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    box = problem.box
+    return {
+        "kind": problem.kind,
+        "message": problem.message,
+        "tensor": problem.tensor,
+        "file": problem.file,
+        "bytes": None if problem.bytes is None else list(problem.bytes),
+        "box": None if box is None else [list(box.start), list(box.stop)],
+    }
+
+
+def verify(
+    a: str | Path,
+    b: str | Path | None = None,
+    *,
+    memory: int | str = "256MiB",
+    rules: Rules | str | None = None,
+    mesh: Mesh | str | None = None,
+    b_rules: Rules | str | None = None,
+    b_mesh: Mesh | str | None = None,
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Read a checkpoint in full and say what is wrong with it, or compare two of them.
+
+    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it.
+    """
+    budget = Budget.of(memory)
+    with open_storage(a) as storage:
+        left = _Side(storage, rules, mesh)
+        if b is None:
+            left.examine(budget, _Meter(progress, left.num_bytes))
+            if left.source.checksums is None:
+                left.found.notes.append("there are no checksums: a changed byte goes unseen")
+            return _report([left], left.found.problems)
+        with open_storage(b) as other:
+            right = _Side(other, b_rules, b_mesh)
+            meter = _Meter(progress, left.num_bytes + right.num_bytes)
+            left.examine(budget, meter)
+            right.examine(budget, meter)
+            problems = [*left.found.problems, *right.found.problems]
+            problems += _differences(left, right, budget)
+            return _report([left, right], problems)
+
+
+class _Meter:
+    """Counts bytes, and tells them."""
+
+    def __init__(self, progress: Progress | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+
+class _Side:
+    """One of the checkpoints: what could be read of it, and what is wrong with it."""
+
+    def __init__(
+        self, storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None
+    ) -> None:
+        self.storage = storage
+        self.found = Examined()
+        checksums: Checksums | None = None
+        try:
+            checksums = load(storage)
+        except DamageError as error:
+            self.found.add(Problem("damage", str(error), file=SIDECAR))
+        catalog, findings = formats.survey(storage, rules_of(storage, rules), mesh_of(mesh))
+        for damage in findings.damage:
+            self.found.add(Problem("unreadable", damage))
+        self.is_known = not findings.damage
+        self.source = Source(catalog, storage, checksums, Checker(checksums, storage.root))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors to be read."""
+        return self.source.catalog.num_bytes
+
+    def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
+        """Read all of it."""
+        examine(self.source, budget, meter, self.found, is_known=self.is_known)
+
+    def reader(self, tensor: StoredTensor) -> StoredReader:
+        """Something that reads one tensor."""
+        return StoredReader(self.source, tensor)
+
+
+def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:
+    """What two checkpoints have that the other has not, and where their values differ."""
+    mine, theirs = left.source.catalog.tensors, right.source.catalog.tensors
+    for here, there, tensors, others in ((left, right, mine, theirs), (right, left, theirs, mine)):
+        for name in tensors:
+            if name not in others and there.is_known:
+                words = f"tensor {quoted(name)} is in {here.storage.root} and not in "
+                yield Problem("absent", words + there.storage.root, name)
+    for name, tensor in mine.items():
+        if name in theirs:
+            yield from _difference(left, right, tensor, theirs[name], budget)
+
+
+def _difference(
+    left: _Side, right: _Side, mine: StoredTensor, theirs: StoredTensor, budget: Budget
+) -> Iterator[Problem]:
+    name = mine.name
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        kind = "shape" if mine.shape != theirs.shape else "dtype"
+        ours, others = getattr(mine, kind), getattr(theirs, kind)
+        where = f"in {left.storage.root} and {others} in {right.storage.root}"
+        yield Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
+        return
+    one, two = left.found.digests.get(name), right.found.digests.get(name)
+    if one is None or two is None or one == two:
+        return  # what could not be read was told
+    readers = left.reader(mine), right.reader(theirs)
+    found = difference(*readers, budget)
+    if found is None:
+        words = "differed when it was read first and not again: is somebody writing to it?"
+        yield Problem("values", f"tensor {quoted(name)} {words}", name)
+    else:
+        yield _located(*readers, found)
+
+
+def _located(left: StoredReader, right: StoredReader, found: Difference) -> Problem:
+    """Where two tensors differ, in elements and in bytes of both sides."""
+    tensor = left.tensor
+    places = [reader.place(found.first) for reader in (left, right)]
+    files = [
+        f"{reader.source.storage.root}/{file} byte {offset}"
+        for reader, (file, offset) in zip((left, right), places, strict=True)
+    ]
+    total = tensor.num_bytes // itemsize(tensor.dtype)
+    message = (
+        f"tensor {quoted(tensor.name)} differs in {found.count} of {total} elements, all within "
+        f"{found.box}, the first at {found.first}: {files[0]}, {files[1]}"
+    )
+    file, offset = places[0]
+    where = (offset, offset + itemsize(tensor.dtype))
+    return Problem("values", message, tensor.name, file, where, found.box)
+
+
+def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
+    first = sides[0]
+    return VerifyReport(
+        checkpoints=tuple(side.storage.root for side in sides),
+        num_tensors=len(first.source.catalog.tensors),
+        num_bytes=first.num_bytes,
+        checked_bytes=sum(side.found.checked_bytes for side in sides),
+        digest=_digest_of_all(first.found.digests),
+        digests=first.found.digests,
+        problems=tuple(problems),
+        notes=tuple(note for side in sides for note in side.found.notes),
+    )
+
+
+def _digest_of_all(digests: Mapping[str, str]) -> str:
+    lines = [f"{digest} {name}\n" for name, digest in sorted(digests.items())]
+    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
