@@ -19,7 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
-from reshard.box import Box, row_major, uncovered
+from reshard.box import Box, row_major
+from reshard.checkpoint.coverage import holes_of
 from reshard.dtypes import itemsize
 
 __all__ = ["Catalog", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
@@ -73,7 +74,7 @@ class StoredTensor:
 
     def holes(self) -> tuple[Box, ...]:
         """What no piece holds, as disjoint boxes."""
-        return uncovered(Box.whole(self.shape), (piece.box for piece in self.pieces))
+        return holes_of(self.shape, (piece.box for piece in self.pieces))
 
 
 @dataclass(frozen=True, slots=True)

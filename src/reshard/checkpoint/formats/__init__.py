@@ -50,12 +50,17 @@ def survey(
 def _kind(root: str, listed: Sequence[StoredFile]) -> str:
     """The word for what a folder holds, from the names of its files alone."""
     paths = [file.path for file in listed]
-    if any(path == ".metadata" or path.endswith(".distcp") for path in paths):
+    here = [path for path in paths if "/" not in path]
+    if any(path == ".metadata" or path.endswith(".distcp") for path in here):
         return "distcp"
     if any(path.endswith((".safetensors", ".safetensors.index.json")) for path in paths):
         return "safetensors"
     if any(path.endswith(TENSOR_FILES) for path in paths):
         return "torch"
+    inside = next((path for path in paths if path.endswith("/.metadata")), None)
+    if inside is not None:
+        folder = inside.removesuffix("/.metadata")
+        raise CheckpointError(f"{root} is no checkpoint, but {root}/{folder} may be: name that one")
     shown = ", ".join(quoted(path) for path in paths[:3]) or "nothing"
     more = f" and {len(paths) - 3} more files" if len(paths) > 3 else ""
     raise CheckpointError(

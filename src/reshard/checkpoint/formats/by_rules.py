@@ -9,7 +9,8 @@ from reshard.box import row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.own_metadata import OwnMetadata
-from reshard.checkpoint.formats.per_rank import LocalFile, join_ranks, rank_of
+from reshard.checkpoint.formats.per_rank import LocalFile, join_ranks
+from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import HeadedFile, common_metadata, read_headers
 from reshard.checkpoint.formats.torch_files import Content, read_torch_file
 from reshard.checkpoint.formats.torch_tensors import LocalTensor

@@ -5,9 +5,12 @@ from __future__ import annotations
 from math import prod
 
 from reshard.errors import DamageError, quoted
-from reshard.layout import MAX_DIMS, MAX_ELEMENTS
 
 __all__ = ["checked_shape", "whole_numbers"]
+
+MAX_DIMS = 32
+MAX_ELEMENTS = 1 << 48
+"""As layouts have it, which take longer to load than most headers to read."""
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:

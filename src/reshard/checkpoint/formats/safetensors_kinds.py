@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
-from reshard.checkpoint.formats.by_rules import read_own_ranks
 from reshard.checkpoint.formats.expected import check_expected
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.own_metadata import SHARDING
-from reshard.checkpoint.formats.per_rank import rank_of
+from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import (
     HeadedFile,
     check_index,
@@ -37,6 +36,8 @@ def read_safetensors(storage: Storage, listed: Sequence[StoredFile], findings: F
     own = own_of(headed, findings)
     check_counts(storage.root, files, own, findings)
     if any(said.rank is not None and said.mesh is not None for said in own.values()):
+        from reshard.checkpoint.formats.by_rules import read_own_ranks
+
         return read_own_ranks(storage, listed, headed, own, findings)
     if any(SHARDING in one.header.metadata for one in headed):
         catalog = read_sharded(storage, listed, headed, own, findings)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.formats.per_rank import rank_of
+from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.torch_files import read_torch_file
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, quoted

@@ -1,0 +1,62 @@
+"""Which layout do the boxes of a tensor follow? Files say where boxes lie, not why.
+
+Axes have no names in files; they are called x, y, z and so on here, and ``rep`` counts replicas.
+
+>>> recovered((8, 4), [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))])
+'x=2: x -'
+>>> recovered((8, 4), [Box((0, 0), (3, 4)), Box((3, 0), (8, 4))])
+'x=2: x[3,5] -'
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+
+from reshard.box import Box
+from reshard.checkpoint.coverage import grid_of
+
+__all__ = ["recovered"]
+
+WHOLE = "whole"
+AXES = "xyzuvwabcdefghijklmnopqrst"
+MAX_SIZES = 16
+"""Sizes of a ragged dim that are written out."""
+
+
+def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+    """A mesh and a layout that give these boxes, ``whole``, or how many boxes there are."""
+    held = Counter(box for box in boxes if box.size)
+    if not held:
+        return WHOLE if 0 in shape else "0 boxes"
+    copies = set(held.values())
+    edges = grid_of(held)
+    if len(copies) > 1 or edges is None or len(edges) > len(AXES):
+        return f"{held.total()} boxes"
+    axes, words = {}, []
+    for length, dim in zip(shape, edges, strict=True):
+        sizes = [stop - start for start, stop in pairwise(dim)]
+        if len(sizes) == 1 and sizes[0] == length:
+            words.append("-")
+            continue
+        axis = AXES[len(axes)]
+        axes[axis] = len(sizes)
+        word = _word(axis, length, dim[0], sizes)
+        if word is None:
+            return f"{held.total()} boxes"
+        words.append(word)
+    if copies != {1}:
+        axes["rep"] = copies.pop()
+    mesh = " ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"{mesh}: {' '.join(words) if axes.keys() - {'rep'} else '...'}" if mesh else WHOLE
+
+
+def _word(axis: str, length: int, start: int, sizes: Sequence[int]) -> str | None:
+    """How one dim is cut; None where its parts are not all of it or are too many to write out."""
+    if start != 0 or sum(sizes) != length:
+        return None
+    chunk = -(-length // len(sizes))
+    if all(size == chunk for size in sizes[:-1]) and sizes[-1] <= chunk:
+        return axis
+    return f"{axis}[{','.join(map(str, sizes))}]" if len(sizes) <= MAX_SIZES else None
