@@ -11,7 +11,11 @@ The names with an underscore are those of ``torch.distributed._shard``.
 
 from __future__ import annotations
 
+from reshard.nn.activations.handle import Resharding, resharding_of
+from reshard.nn.activations.known import mark_replicated
+from reshard.nn.activations.stats import Stats
 from reshard.nn.handle import ShardHandle
+from reshard.nn.input_resharding import input_reshard, resharded_activations
 from reshard.nn.loading import current_process_group, load_with_process_group
 from reshard.nn.module import shard_module, shard_parameter
 from reshard.nn.outputs import collect_local_shard, remove_output_hooks, reshard_output
@@ -20,15 +24,21 @@ from reshard.nn.sharder import Sharder
 from reshard.sharded.sharding import shard_tensor
 
 __all__ = [
+    "Resharding",
     "ShardHandle",
     "Sharder",
     "ShardingPlan",
     "ShardingPlanner",
+    "Stats",
     "collect_local_shard",
     "current_process_group",
+    "input_reshard",
     "load_with_process_group",
+    "mark_replicated",
     "remove_output_hooks",
     "reshard_output",
+    "resharded_activations",
+    "resharding_of",
     "shard_module",
     "shard_parameter",
     "shard_tensor",

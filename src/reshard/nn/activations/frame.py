@@ -1,0 +1,78 @@
+"""One call of a module whose saved tensors are looked after.
+
+The hooks of saved tensors are a stack of which only the top one is asked. What a frame does not
+keep itself it hands to the hooks below: to another frame, to activation checkpointing, to the
+user's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from reshard.nn.activations.checking import Checked, checksum_of, compare
+from reshard.nn.activations.keeping import Keeper, SavedTensor, SavedView
+from reshard.nn.activations.known import Known
+
+__all__ = ["Frame"]
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class _HandedOn:
+    """What other hooks keep."""
+
+    __slots__ = ("_packed", "_unpack")
+
+    def __init__(self, unpack: Unpack, packed: Any) -> None:
+        self._unpack, self._packed = unpack, packed
+
+    def tensor(self) -> torch.Tensor:
+        """What they give back."""
+        return self._unpack(self._packed)
+
+
+class Frame:
+    """Looks after the tensors that are saved while it is entered.
+
+    with Frame(keeper, known, "layers.0.mlp"):
+        out = forward(x)
+    """
+
+    def __init__(self, keeper: Keeper, known: Known, label: str, check: bool = False) -> None:
+        self._keeper, self._known, self._label = keeper, known, label
+        self._below: tuple[Pack, Unpack] | None = None
+        self._checked: list[Checked] | None = [] if check else None
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __enter__(self) -> Frame:
+        self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._hooks.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hooks.__exit__(*error)
+
+    def finish(self) -> None:
+        """After forward: raise if a budget was too small, or if what was kept is not equal."""
+        if self._keeper.ledger is not None:
+            self._keeper.ledger.check()
+        if self._checked is not None:
+            compare(self._checked, self._keeper.restorer.group)
+
+    def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _HandedOn:
+        view = self._keeper.kept(saved, self._known, self._label)
+        if view is not None:
+            if self._checked is not None and view.is_equal:
+                self._checked.append((view.label, checksum_of(saved)))
+            return view
+        if self._below is not None:
+            pack, unpack = self._below
+            return _HandedOn(unpack, pack(saved))
+        return SavedTensor(saved)
+
+    def _unpack(self, packed: SavedView | SavedTensor | _HandedOn) -> torch.Tensor:
+        return packed.tensor()

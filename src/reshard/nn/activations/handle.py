@@ -1,0 +1,124 @@
+"""Modules whose activations are kept as shares, and what undoes it."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.nn.activations.frame import Frame
+from reshard.nn.activations.keeping import Keeper
+from reshard.nn.activations.known import Known, Owned, sources_in, tensors_in
+from reshard.nn.activations.stats import Stats
+
+__all__ = ["Resharded", "Resharding", "resharding_of"]
+
+
+class Resharding:
+    """What looks after the activations of some modules; ``remove`` makes them what they were."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+        self._modules: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+
+    def attach(self, module: nn.Module, path: str, dim: int) -> None:
+        """Look after one more module."""
+        before = vars(module).get("forward")
+        if isinstance(before, Resharded):
+            before.handle.detach(module)
+        module.forward = Resharded(module, self, path, dim)
+        self._modules[module] = path
+
+    def detach(self, module: nn.Module) -> None:
+        """Look after a module no more; what it has saved is still restored."""
+        if self._modules.pop(module, None) is not None:
+            mine = vars(module).pop("forward")
+            if mine.had_own:
+                module.forward = mine.__wrapped__
+
+    def remove(self) -> None:
+        """Make the modules what they were; a second time does nothing."""
+        for module in list(self._modules):
+            self.detach(module)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """The paths of the modules that are looked after."""
+        return tuple(self._modules.values())
+
+    def stats(self) -> Stats:
+        """What was done so far."""
+        return replace(self._keeper.stats)
+
+    @property
+    def keeper(self) -> Keeper:
+        """What decides how saved tensors are kept."""
+        return self._keeper
+
+    def __repr__(self) -> str:
+        return f"Resharding({', '.join(self.modules) or 'nothing'}: {self.stats()})"
+
+
+class Resharded:
+    """Stands for the forward of a module; every call of it is one frame.
+
+    An attribute of the module rather than a pair of hooks: whatever ends the call, an interrupt
+    too, also ends the frame, and the inputs are those that forward gets in the end.
+    """
+
+    def __init__(self, module: nn.Module, handle: Resharding, path: str, dim: int) -> None:
+        self.had_own = "forward" in vars(module)
+        self.__wrapped__ = module.forward
+        self.handle = handle
+        self._owned = Owned(module)
+        self._path, self._dim = path, dim
+        self._to_check = handle.keeper.options.check
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        keeper = self.handle.keeper
+        if not torch.is_grad_enabled() or len(keeper.restorer.ranks) == 1:
+            return self.__wrapped__(*args, **kwargs)
+        self._check_dim(args, kwargs)
+        known = Known(sources_in(args, kwargs), keeper.restorer.ranks, self._owned)
+        checks, self._to_check = self._to_check, False
+        with Frame(keeper, known, self._path, checks) as frame:
+            found = self.__wrapped__(*args, **kwargs)
+        frame.finish()
+        return found
+
+    def _check_dim(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        given = tensors_in(args, kwargs)
+        if given and not any(-one.ndim <= self._dim < one.ndim for one in given):
+            shapes = [list(one.shape) for one in given]
+            raise ValueError(
+                f"{self._path} has inputs of shapes {shapes}, of which none has a dim "
+                f"{self._dim}: give a dim that one of them has"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Resharded:
+        made = copy.copy(self)
+        made.__wrapped__ = copy.deepcopy(self.__wrapped__, memo)
+        made._owned = Owned(made.__wrapped__.__self__)  # type: ignore[attr-defined]
+        return made
+
+    def __reduce__(self) -> Any:
+        # A process group cannot be saved: who loads the module has it as it was.
+        method = self.__wrapped__
+        return getattr, (method.__self__, method.__name__)  # type: ignore[attr-defined]
+
+
+def resharding_of(module: nn.Module) -> Resharding:
+    """What looks after the activations of a module, or of modules inside it."""
+    for one in module.modules():
+        found = vars(one).get("forward")
+        if isinstance(found, Resharded):
+            return found.handle
+    raise ValueError(
+        f"{type(module).__name__} is not resharded: call input_reshard(module, mesh, dim) first"
+    )
