@@ -34,7 +34,8 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     edges = grid_of(held)
     if len(copies) > 1 or edges is None or len(edges) > len(AXES):
         return f"{held.total()} boxes"
-    axes, words = {}, []
+    axes: dict[str, int] = {}
+    words: list[str] = []
     for length, dim in zip(shape, edges, strict=True):
         sizes = [stop - start for start, stop in pairwise(dim)]
         if len(sizes) == 1 and sizes[0] == length:

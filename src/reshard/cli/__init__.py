@@ -18,6 +18,7 @@ import click
 from reshard.cli.bench import bench
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
+from reshard.cli.inspect import inspect
 from reshard.cli.plan import plan
 from reshard.cli.show import show
 from reshard.cli.verify import verify
@@ -48,7 +49,7 @@ def cli(context: click.Context, version: bool) -> None:
         click.echo(context.get_help())
 
 
-for _command in (show, plan, verify, diff, demo, bench):
+for _command in (show, plan, inspect, verify, diff, demo, bench):
     cli.add_command(_command)
 
 

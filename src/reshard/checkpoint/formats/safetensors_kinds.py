@@ -53,7 +53,7 @@ def read_safetensors(storage: Storage, listed: Sequence[StoredFile], findings: F
 def _chosen(
     root: str, listed: Sequence[StoredFile], mapped: Mapping[str, str], findings: Findings
 ) -> list[StoredFile]:
-    """The files of the index; without one, those of the folder itself or of its only subfolder."""
+    """The files of the index; without one, those of the folder itself."""
     sizes = {file.path: file for file in listed}
     if mapped:
         names: dict[str, int] = {}
@@ -68,12 +68,11 @@ def _chosen(
     if here:
         return here
     folders = sorted({file.path.rpartition("/")[0] for file in files})
-    if len(folders) > 1:
-        raise CheckpointError(
-            f"{root} has safetensors files in {len(folders)} folders, {quoted(folders[0])} and "
-            f"{quoted(folders[1])} among them: name one, or give rules and mesh if they are ranks"
-        )
-    return files
+    more = f" and in {len(folders) - 1} more" if len(folders) > 1 else ""
+    raise CheckpointError(
+        f"{root} has its safetensors files in the folder {quoted(folders[0])}{more}: name one "
+        "folder, or give --rules and --mesh if they are of ranks"
+    )
 
 
 def _check_no_ranks(root: str, headed: Sequence[HeadedFile]) -> None:

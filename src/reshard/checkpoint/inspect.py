@@ -1,0 +1,181 @@
+"""What is in a checkpoint: tensors, how they are cut, files, and damage; from headers alone.
+
+    >>> report = inspect("ckpt")                                         # doctest: +SKIP
+    >>> report.num_tensors, report.num_bytes, report.damage              # doctest: +SKIP
+    (111, 2231111680, ())
+
+No tensor's bytes are read, and nothing slow is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.box import Box
+from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
+from reshard.checkpoint.coverage import doubled_in
+from reshard.checkpoint.formats import survey
+from reshard.checkpoint.given import as_mesh, as_rules
+from reshard.checkpoint.recovered import recovered
+from reshard.checkpoint.storage import open_storage
+from reshard.errors import quoted
+
+if TYPE_CHECKING:
+    from reshard.mesh import Mesh
+    from reshard.rules import Rules
+
+__all__ = ["InspectedTensor", "Inspection", "inspect"]
+
+VERSION = 1
+SHOWN_HOLES = 3
+
+Cut = tuple[tuple[int, ...], tuple[Box, ...]]
+"""A shape and the boxes of its pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    """Bytes of the whole tensor, once."""
+    num_pieces: int
+    layout: str
+    """The mesh and the layout that its files say, or one that its boxes follow."""
+    complete: bool
+    replicated: bool
+    """Whether some of it is stored more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds and what is wrong with it; printed, it is a table."""
+
+    path: str
+    format: str
+    tensors: tuple[InspectedTensor, ...]
+    objects: Mapping[str, int]
+    """Entries that are no tensors, and their bytes."""
+    files: tuple[StoredFile, ...]
+    others: tuple[StoredFile, ...]
+    """Files that hold no tensors."""
+    metadata: Mapping[str, str]
+    damage: tuple[str, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors there are."""
+        return len(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each element once."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is damaged or missing."""
+        return not self.damage
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "version": VERSION,
+            "path": self.path,
+            "format": self.format,
+            "ok": self.ok,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "objects": dict(self.objects),
+            "files": [asdict(file) for file in self.files],
+            "others": [asdict(file) for file in self.others],
+            "metadata": dict(self.metadata),
+            "damage": list(self.damage),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def tree(self) -> str:
+        """The tensors as a tree of their dotted names, with the bytes below each branch."""
+        from reshard.checkpoint.inspect_text import tree
+
+        return tree(self)
+
+    def __str__(self) -> str:
+        from reshard.checkpoint.inspect_text import table
+
+        return table(self)
+
+
+def inspect(
+    path: str | Path, rules: Rules | str | Path | None = None, mesh: Mesh | str | None = None
+) -> Inspection:
+    """What a folder, a file or an address holds.
+
+    Rules (a family such as ``llama``, or a TOML file) and a mesh are for files of ranks that do
+    not say how they were cut. Damage does not raise: it is part of the report. What is no
+    checkpoint at all is a CheckpointError.
+    """
+    with open_storage(path) as storage:
+        catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
+    known: dict[Cut, tuple[str, bool]] = {}
+    holes = {name: tensor.holes() for name, tensor in catalog.tensors.items()}
+    tensors = (_inspected(t, catalog, not holes[t.name], known) for t in catalog.tensors.values())
+    missing = (_missing(catalog, tensor, holes[tensor.name]) for tensor in catalog.tensors.values())
+    return Inspection(
+        catalog.root,
+        catalog.format,
+        tuple(tensors),
+        {name: found.size for name, found in catalog.objects.items()},
+        catalog.files,
+        catalog.others,
+        catalog.metadata,
+        (*findings.damage, *(line for line in missing if line is not None)),
+        catalog.notes,
+    )
+
+
+def _inspected(
+    tensor: StoredTensor, catalog: Catalog, complete: bool, known: dict[Cut, tuple[str, bool]]
+) -> InspectedTensor:
+    boxes = tuple(piece.box for piece in tensor.pieces)
+    cut = tensor.shape, boxes
+    if cut not in known:  # the layers of a model are cut alike
+        known[cut] = recovered(*cut), bool(doubled_in(*cut))
+    layout, replicated = known[cut]
+    if catalog.mesh is not None and tensor.name in catalog.layouts:
+        layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
+    return InspectedTensor(
+        tensor.name,
+        tensor.shape,
+        tensor.dtype,
+        tensor.num_bytes,
+        len(boxes),
+        layout,
+        complete,
+        replicated,
+    )
+
+
+def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> str | None:
+    """One line about what no file holds of a tensor."""
+    if not holes:
+        return None
+    shown = ", ".join(map(str, holes[:SHOWN_HOLES]))
+    more = f" and {len(holes) - SHOWN_HOLES} more" if len(holes) > SHOWN_HOLES else ""
+    return (
+        f"{catalog.root}: no file holds {shown}{more} of tensor {quoted(tensor.name)} of shape "
+        f"{tensor.shape}: a shard is missing"
+    )

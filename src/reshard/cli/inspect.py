@@ -1,0 +1,33 @@
+"""``reshard inspect``: what is in a checkpoint, how is it cut, and is it whole?"""
+
+from __future__ import annotations
+
+import click
+
+__all__ = ["inspect"]
+
+
+@click.command()
+@click.argument("path")
+@click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
+@click.option("--rules", help="How per-rank files are cut: a family such as llama, or a TOML file.")
+@click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json: bool) -> int:
+    """Say what a checkpoint holds, from its headers alone; exit code 1 if it is damaged.
+
+    \b
+    reshard inspect ckpt                            tensors, cuts, files, damage
+    reshard inspect ckpt --tree                     as a tree of names
+    reshard inspect shards --rules llama --mesh "tp=4"
+    """
+    from reshard.checkpoint.inspect import inspect as look
+
+    report = look(path, rules, mesh)
+    if as_json:
+        from reshard.cli.output import print_json
+
+        print_json(report.to_dict())
+    else:
+        print(report.tree() if tree else report)
+    return 0 if report.ok else 1
