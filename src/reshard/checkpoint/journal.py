@@ -5,8 +5,7 @@ after the bytes that it speaks of. A line that was cut off by a crash ends the j
 
 When a process dies, what it wrote stays: every line counts. When the machine dies, lines may have
 reached the disk before the bytes they speak of. So each session notes the boot of its machine, and
-after another boot only lines before the last ``synced`` count, which is written once the bytes are
-known to be on disk.
+after another boot only those lines count of which a ``synced`` line says that their bytes are safe.
 
 >>> import tempfile, pathlib
 >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -38,10 +37,12 @@ class Journal:
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"journal.{rank}"
         self._lock = threading.Lock()
-        torn = _end_of_good(self.path)
+        lines = list(map(len, _good_lines(self.path)))
+        self.num_records = len(lines)
+        """How many records there are so far."""
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        os.ftruncate(self._descriptor, torn)
-        os.lseek(self._descriptor, torn, os.SEEK_SET)
+        os.ftruncate(self._descriptor, sum(lines))
+        os.lseek(self._descriptor, sum(lines), os.SEEK_SET)
         self.append({"boot": boot_id()})
 
     def append(self, record: Record) -> None:
@@ -50,10 +51,11 @@ class Journal:
         with self._lock:
             while line:
                 line = line[os.write(self._descriptor, line) :]
+            self.num_records += 1
 
-    def synced(self) -> None:
-        """Note that the bytes of all records so far are on disk, and put the journal there too."""
-        self.append({"synced": True})
+    def synced(self, num_records: int) -> None:
+        """Note that the bytes of the first records are on disk, and put the journal there too."""
+        self.append({"synced": num_records})
         os.fsync(self._descriptor)
 
     def close(self) -> None:
@@ -84,11 +86,11 @@ def boot_id() -> str:
 def _reliable(records: list[Record]) -> Iterator[Record]:
     """Records of this boot, and those of others that were synced."""
     here, boot = boot_id(), None
-    last_sync = max((at for at, record in enumerate(records) if "synced" in record), default=-1)
+    synced = max((record["synced"] for record in records if "synced" in record), default=0)
     for at, record in enumerate(records):
         boot = record.get("boot", boot)
         is_data = "boot" not in record and "synced" not in record
-        if is_data and (boot == here or at < last_sync):
+        if is_data and (boot == here or at < synced):
             yield record
 
 
@@ -114,7 +116,3 @@ def _good_lines(path: Path) -> Iterator[bytes]:
             if not line.endswith(b"\n") or line[:9] != f"{crc32(text):08x} ".encode():
                 return
             yield line
-
-
-def _end_of_good(path: Path) -> int:
-    return sum(map(len, _good_lines(path)))

@@ -1,0 +1,279 @@
+"""Builds an output beside its target: prepares files, copies chunks, seals and publishes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from reshard.bytesize import format_bytes
+from reshard.checkpoint import digest
+from reshard.checkpoint.checksums import (
+    SIDECAR,
+    Checker,
+    Checksums,
+    Chunk,
+    Recorder,
+    damage,
+    sum_of,
+)
+from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
+from reshard.checkpoint.jobs import Job
+from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.publish import Workplace, replace_file
+from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.target_files import TargetFiles
+from reshard.checkpoint.teams import Team
+from reshard.checkpoint.transfers import Chunk as Work
+from reshard.checkpoint.transfers import Transfer, chunks_of
+from reshard.errors import DamageError, TargetError, UnfinishedError, quoted
+
+__all__ = ["Builder", "Settings", "begin"]
+
+BLOCK = 1 << 20
+SYNC_EVERY = 2 << 30
+"""Bytes after which the journal is made to outlast a power failure."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How to build, which does not change what is built."""
+
+    workers: int
+    window: int
+    checksums: bool = True
+    compare_replicas: bool = True
+    overwrite: bool = False
+    progress: Callable[[int, int], None] | None = None
+
+
+def begin(place: Workplace, job: Job, window: int, resume: bool) -> int:
+    """Start, or go on with what an earlier run left; the size of the windows to use."""
+    found = place.request()
+    if found is None:
+        place.note_request({"fingerprint": job.fingerprint, "window": window})
+        return window
+    if not resume:
+        raise UnfinishedError(
+            f"an unfinished conversion to {place.target} is there: give --resume to go on, or "
+            f"remove {place.folder} to start again"
+        )
+    if found.get("fingerprint") != job.fingerprint:
+        raise TargetError(
+            f"the unfinished conversion to {place.target} was of another source, or asked for "
+            f"something else: give the same arguments, or remove {place.folder} to start again"
+        )
+    return int(found["window"])
+
+
+@dataclass(slots=True)
+class Builder:
+    """One process that builds an output."""
+
+    job: Job
+    storage: Storage
+    place: Workplace
+    settings: Settings
+    team: Team
+    source_sums: Checksums | None
+    source: SourceFiles = field(init=False)
+    target: TargetFiles = field(init=False)
+    recorder: Recorder = field(default_factory=Recorder)
+    resumed_bytes: int = 0
+    written_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _unsynced: int = 0
+
+    def __post_init__(self) -> None:
+        self.source = SourceFiles(self.storage, self.job.catalog, self._checker())
+        self.target = TargetFiles(self.place.data, self.job.output.files)
+
+    def prepare(self) -> None:
+        """Make all files at their full size, with all that is known beforehand."""
+        needed = self.job.output.num_bytes
+        check_room(self.place, needed)
+        self.place.data.mkdir(exist_ok=True)
+        try:
+            self.target.allocate()
+        except TargetError:
+            self.place.discard()
+            raise
+        for literal in self.job.output.literals:
+            self._put(literal.file, literal.offset, memoryview(literal.data))
+        for copy in self.job.output.objects:
+            path = self.job.catalog.files[copy.source.file].path
+            self._put_range(path, copy.source.offset, copy.source.size, copy.file, copy.offset)
+        for file, number in self.job.others:
+            self._put_range(file.path, 0, file.size, number, 0)
+        replace_file(self.place.folder / "prepared", b"")
+
+    def copy(self) -> None:
+        """Copy all chunks that fall to this process and are not done yet."""
+        with Journal(self.place.folder, self.team.rank) as journal:
+            done = {record["chunk"]: record for record in self._records()}
+            self.resumed_bytes = sum(record["bytes"] for record in done.values())
+            self.written_bytes = self.resumed_bytes
+            self._report(0)
+            copier = Copier(
+                self.job.transfers,
+                self.source,
+                self.target,
+                self.settings.checksums,
+                self.settings.compare_replicas,
+            )
+            try:
+                copy_all(
+                    copier,
+                    self._to_do(set(done)),
+                    workers=self.settings.workers,
+                    window_bytes=self.settings.window,
+                    finished=lambda chunk: self._finished(chunk, journal),
+                )
+            except BaseException as error:
+                self.team.note_failure(self.place, error)
+                raise
+            self._sync(journal)
+
+    def seal(self) -> None:
+        """Check that all is there and right, and write the checksums beside it."""
+        chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
+        self._check_all_done(set(chunks))
+        if self.source.checker is not None:
+            self.source.count(self.source.checker.finish(self.storage))
+        if self.settings.checksums:
+            values = [0] * len(self.job.transfers)
+            for done in chunks.values():
+                for file, start, stop, text in done.sums:
+                    path = self.job.output.files[file].path
+                    self.recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
+                for which, value in done.parts.items():
+                    values[which] = (values[which] + value) % digest.MODULUS
+            self._write_sidecar(values)
+        self.target.sync()
+        self.target.sync_folders()
+        self.target.close()
+
+    def publish(self) -> None:
+        """Put the output in its place."""
+        with Journal(self.place.folder, 0) as journal:
+            self.place.publish(self.settings.overwrite, journal.append)
+
+    def _write_sidecar(self, values: list[int]) -> None:
+        digests = {}
+        for transfer, value in zip(self.job.transfers, values, strict=True):
+            digests[transfer.name] = digest.finish(value, transfer.shape, transfer.want)
+            self._check_digest(transfer, digests[transfer.name])
+        sizes = {file.path: file.size for file in self.job.output.files}
+        sums = Checksums(self.recorder.finish(sizes), digests)
+        replace_file(self.place.data / SIDECAR, sums.to_bytes())
+
+    def _check_digest(self, transfer: Transfer, found: str) -> None:
+        """Compare what was copied with what the source's checksums say of it."""
+        expected = self.source_sums.digests.get(transfer.name) if self.source_sums else None
+        if expected is None or not self._is_plain(transfer) or found == expected:
+            return
+        for number in sorted(set(transfer.source.files.tolist())):
+            self._find_damage(transfer.name, self.job.catalog.files[number].path)
+        raise DamageError(
+            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
+            f"{SIDECAR} says {expected}: the files changed since they were written"
+        )
+
+    def _find_damage(self, name: str, path: str) -> None:
+        """Name the bytes of a source file that changed since its checksums were written."""
+        sums = self.source_sums.files.get(path) if self.source_sums else None
+        for index in range(len(sums.ends)) if sums else ():
+            assert sums is not None
+            chunk = sums.chunk(index)
+            found = sum_of(self.storage, path, chunk.start, chunk.stop)
+            if found != chunk.sum:
+                where = f"tensor {quoted(name)}: {self.storage.root}/{path}"
+                raise DamageError(damage(where, chunk, found))
+
+    def _is_plain(self, transfer: Transfer) -> bool:
+        """Whether an output tensor is a source tensor as it was, so that digests are comparable."""
+        stored = self.job.catalog.tensors.get(transfer.name)
+        same = stored is not None and stored.shape == transfer.shape
+        return same and transfer.have == transfer.want and not transfer.is_padded
+
+    def _checker(self) -> Checker | None:
+        """A check of all that is read, where digests of the output do not tell."""
+        sums = self.source_sums
+        if sums is None or not self.settings.checksums:
+            return None
+        told = all(self._is_plain(t) and t.name in sums.digests for t in self.job.transfers)
+        return None if told else Checker(sums, self.storage.root)
+
+    def _to_do(self, done: set[int]) -> Iterator[Work]:
+        chunks = chunks_of(self.job.transfers, self.settings.window)
+        return (c for c in chunks if c.number not in done and self.team.takes(c.number))
+
+    def _check_all_done(self, done: set[int]) -> None:
+        for chunk in chunks_of(self.job.transfers, self.settings.window):
+            if chunk.number not in done:
+                name = self.job.transfers[chunk.windows[0][0]].name
+                raise UnfinishedError(
+                    f"chunk {chunk.number} (of {quoted(name)}) is not done: give --resume"
+                )
+
+    def num_chunks(self) -> int:
+        """How many chunks there are in all."""
+        return sum(1 for _ in chunks_of(self.job.transfers, self.settings.window))
+
+    def _records(self) -> list[dict[str, Any]]:
+        return [record for record in read_journals(self.place.folder) if "chunk" in record]
+
+    def _finished(self, done: Done, journal: Journal) -> None:
+        journal.append(done.to_record())
+        with self._lock:
+            self._unsynced += done.num_bytes
+            is_time = self._unsynced > SYNC_EVERY
+            self._unsynced = 0 if is_time else self._unsynced
+        if is_time:
+            self._sync(journal)
+        self._report(done.num_bytes)
+
+    def _sync(self, journal: Journal) -> None:
+        count = journal.num_records
+        self.target.sync()
+        journal.synced(count)
+
+    def _report(self, num_bytes: int) -> None:
+        with self._lock:
+            self.written_bytes += num_bytes
+            if self.settings.progress is not None:
+                total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
+                self.settings.progress(self.written_bytes, total)
+
+    def _put(self, file: int, offset: int, data: memoryview) -> None:
+        self.target.write(file, offset, data)
+        if self.settings.checksums:
+            for number, start, stop, text in sums_of(file, offset, data):
+                path = self.job.output.files[number].path
+                self.recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
+
+    def _put_range(self, path: str, start: int, size: int, file: int, offset: int) -> None:
+        for at in range(0, size, BLOCK):
+            data = self.storage.read(path, start + at, min(BLOCK, size - at))
+            self.source.count(len(data))
+            self._put(file, offset + at, memoryview(data))
+
+
+def check_room(place: Workplace, needed: int) -> None:
+    """Refuse to begin what cannot end: is there room for the output?"""
+    present = sum(path.stat().st_blocks * 512 for path in place.data.rglob("*") if path.is_file())
+    free = free_bytes(place.folder)
+    if needed - present > free:
+        place.discard()
+        raise TargetError(
+            f"{format_bytes(needed)} are needed at {place.target.parent} and {format_bytes(free)} "
+            "are free: free some space, or choose another target"
+        )
+
+
+def free_bytes(folder: os.PathLike[str]) -> int:
+    """Bytes that can still be written there."""
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize

@@ -1,0 +1,281 @@
+"""``convert``: a checkpoint cut one way in, the same checkpoint cut another way out.
+
+    convert("ckpt", "ckpt-tp2", mesh="tp=2", rules="llama")            # sharded safetensors
+    convert("ckpt", "ckpt-hf", format="full", dtype="bfloat16")         # for from_pretrained
+    convert("ckpt", "ckpt-dcp", mesh="dp=8", layouts={"*": "dp ..."}, format="distcp")
+
+Nothing is published before it is complete. What was interrupted goes on with ``resume=True``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from reshard.bytesize import parse_bytes
+from reshard.checkpoint import formats
+from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
+from reshard.checkpoint.checksums import Checksums, load
+from reshard.checkpoint.cutting import Cut
+from reshard.checkpoint.estimating import predicted_seconds
+from reshard.checkpoint.jobs import Job, plan_job
+from reshard.checkpoint.journal import read_journals
+from reshard.checkpoint.publish import Workplace, check_places
+from reshard.checkpoint.reading import Budget
+from reshard.checkpoint.remote import Remote
+from reshard.checkpoint.reports import ConvertReport
+from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.teams import ALONE, Team
+from reshard.checkpoint.windows import buffer_bytes
+from reshard.errors import MemoryCapError
+from reshard.mesh import Mesh
+from reshard.rules import Rules
+
+if TYPE_CHECKING:
+    from reshard.layout import Layout
+    from reshard.planning.names import Names
+
+__all__ = ["convert"]
+
+
+def convert(
+    src: str | Path,
+    dst: str | Path,
+    *,
+    mesh: Mesh | str | None = None,
+    rules: Rules | str | Path | None = None,
+    layouts: Mapping[str, str | Layout] | None = None,
+    format: str | None = None,
+    dtype: object = None,
+    names: Names | None = None,
+    source_mesh: Mesh | str | None = None,
+    source_rules: Rules | str | Path | None = None,
+    memory: int | str = "256MiB",
+    workers: int | None = None,
+    checksums: bool = True,
+    compare_replicas: bool = True,
+    max_shard_size: int | str = "5GB",
+    resume: bool = False,
+    overwrite: bool = False,
+    dry_run: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    team: Team = ALONE,
+) -> ConvertReport:
+    """Write a checkpoint again, cut as a mesh with rules or layouts says.
+
+    Args:
+        src, dst: folders, or addresses that fsspec knows.
+        format: ``full`` (Hugging Face), ``sharded`` (safetensors that torch's reader loads),
+            ``distcp``, or ``ranks`` (local tensors of each rank); ``sharded`` if there is a mesh.
+        layouts: layouts by name or pattern; they win over rules.
+        dtype: for all floating-point parameters, or ``{pattern: dtype}``.
+        names: renamed, joined, stacked or taken tensors, as in ``plan``.
+        source_mesh, source_rules: for files of ranks that do not say how they were cut.
+        memory: the most that all buffers take together.
+        progress: called with bytes done and bytes in all.
+    """
+    request = _Request(
+        src=str(src),
+        dst=str(dst),
+        memory=memory,
+        workers=workers,
+        checksums=checksums,
+        compare_replicas=compare_replicas,
+        resume=resume,
+        overwrite=overwrite,
+        progress=progress,
+    )
+    cut = Cut.of(mesh, rules, layouts, dtype)
+    source_cut = Cut.of(source_mesh, source_rules, None, None)
+    with open_storage(src) as storage:
+        catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
+        job = plan_job(
+            catalog,
+            storage,
+            cut,
+            format=format,
+            names=names,
+            max_shard_size=parse_bytes(max_shard_size),
+        )
+        if dry_run:
+            return _dry_run(request, job, storage)
+        return _convert(request, job, storage, team)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """How the caller wants it done."""
+
+    src: str
+    dst: str
+    memory: int | str
+    workers: int | None
+    checksums: bool
+    compare_replicas: bool
+    resume: bool
+    overwrite: bool
+    progress: Callable[[int, int], None] | None
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the target is reached through fsspec."""
+        return "://" in self.dst
+
+    def place(self) -> Workplace:
+        """Where the output is built."""
+        return Remote(self.dst).place() if self.is_remote else Workplace.beside(Path(self.dst))
+
+
+def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> ConvertReport:
+    started = time.monotonic()
+    place = request.place()
+    budget = Budget.of(request.memory, request.workers)
+    with ExitStack() as stack:
+        if team.leads:
+            _check_target(request, place)
+            place.enter()
+            stack.callback(place.leave)
+            finished = _finish_publishing(place, job, request)
+            window = begin(place, job, budget.window, request.resume) if not finished else 0
+            if finished:
+                return _report(request, job, None, budget, time.monotonic() - started, team)
+        else:
+            window = team.wait_for_leader(place, job.fingerprint)
+        sums = load(storage) if request.checksums else None
+        builder = _builder(request, job, storage, place, budget, window, team, sums)
+        stack.callback(builder.target.close)
+        team.forget_failures(place)
+        _build(builder, request)
+    return _report(request, job, builder, budget, time.monotonic() - started, team)
+
+
+def _build(builder: Builder, request: _Request) -> None:
+    """All steps, of which rank 0 does the first and the last."""
+    team, place = builder.team, builder.place
+    if team.leads:
+        builder.prepare()
+    builder.copy()
+    if not team.leads:
+        team.wait_for_publish(place)
+        return
+    if team.size > 1:
+        team.wait_for_all(place, builder.num_chunks())
+    builder.seal()
+    if request.is_remote:
+        Remote(request.dst).upload(place, builder.job.output.files)
+    else:
+        builder.publish()
+
+
+def _check_target(request: _Request, place: Workplace) -> None:
+    if request.is_remote:
+        Remote(request.dst).check_absent(request.overwrite)
+        return
+    check_places(request.src, Path(request.dst))
+    if place.old.exists() and place.data.exists() and request.resume:
+        return  # the old one was moved aside, and the new one is about to come
+    place.check_target(request.overwrite)
+
+
+def _finish_publishing(place: Workplace, job: Job, request: _Request) -> bool:
+    """Whether an earlier run had finished all but the cleaning up."""
+    found = place.request()
+    if found is None or not request.resume or found.get("fingerprint") != job.fingerprint:
+        return False
+    noted = [r["publishing"] for r in read_journals(place.folder) if "publishing" in r]
+    if not noted or not place.was_published(noted[-1]):
+        return False
+    place.finish()
+    return True
+
+
+def _builder(
+    request: _Request,
+    job: Job,
+    storage: Storage,
+    place: Workplace,
+    budget: Budget,
+    window: int,
+    team: Team,
+    sums: Checksums | None,
+) -> Builder:
+    total = parse_bytes(request.memory)
+    each = worker_bytes(window, job.casts)
+    if each > total:
+        raise MemoryCapError(
+            f"the conversion was begun with windows of {window} bytes, for which {total} bytes of "
+            f"memory are too few: give --memory {each}"
+        )
+    workers = max(min(budget.workers, total // each), 1)
+    settings = Settings(
+        workers,
+        window,
+        request.checksums,
+        request.compare_replicas,
+        request.overwrite,
+        request.progress,
+    )
+    return Builder(job, storage, place, settings, team, sums)
+
+
+def worker_bytes(window: int, casts: bool) -> int:
+    """What one worker takes: its buffers, and what numpy makes while it hashes and casts."""
+    return buffer_bytes(window, casts) + window // 2 + (2 << 20 if window >= 1 << 20 else 0)
+
+
+def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
+    budget = Budget.of(request.memory, request.workers)
+    place = request.place()
+    if request.is_remote:
+        Remote(request.dst).check_absent(request.overwrite)
+    else:
+        check_places(request.src, Path(request.dst))
+        place.check_target(request.overwrite)
+    seconds = predicted_seconds(job, storage, place.folder.parent)
+    return _report(request, job, None, budget, seconds, ALONE, dry_run=True)
+
+
+def _report(
+    request: _Request,
+    job: Job,
+    builder: Builder | None,
+    budget: Budget,
+    seconds: float | None,
+    team: Team,
+    dry_run: bool = False,
+) -> ConvertReport:
+    to_read = job.unique_bytes + job.copied_bytes
+    to_read += job.replica_bytes if request.compare_replicas else 0
+    workers = builder.settings.workers if builder else budget.workers
+    window = builder.settings.window if builder else budget.window
+    folder = _existing(request.place().folder.parent)
+    resumed = builder.resumed_bytes if builder else 0
+    return ConvertReport(
+        source=request.src,
+        target=request.dst,
+        format=job.format,
+        dry_run=dry_run,
+        num_tensors=len(job.transfers),
+        num_files=len(job.output.files),
+        unique_bytes=job.unique_bytes,
+        bytes_read=to_read if dry_run else builder.source.num_bytes if builder else 0,
+        bytes_written=job.output.num_bytes - resumed if dry_run or builder else 0,
+        bytes_resumed=resumed,
+        memory=workers * worker_bytes(window, job.casts),
+        workers=workers,
+        disk_needed=job.output.num_bytes,
+        disk_free=free_bytes(folder),
+        seconds=seconds,
+        checksums=request.checksums,
+        left_out=job.output.left_out,
+        rank=team.rank,
+        num_ranks=team.size,
+    )
+
+
+def _existing(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())

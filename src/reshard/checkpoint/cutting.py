@@ -1,0 +1,200 @@
+"""How is every tensor of an output cut, and which dtype does it get?
+
+Layouts come from rules, or are given by name or pattern. What an optimizer keeps of a parameter is
+cut as that parameter is, by its name:
+
+>>> params = Parameters({"model.w": (8, 4), "model.b": (4,)})
+>>> params.followed_by("optim.state.model.w.exp_avg", (8, 4))
+'model.w'
+>>> params.followed_by("optim.state.w.exp_avg", (8, 4)), params.followed_by("other", (8, 4))
+('model.w', None)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.casting import check_cast
+from reshard.checkpoint.formats.expected import config_of
+from reshard.checkpoint.given import as_mesh
+from reshard.checkpoint.outputs import Wanted
+from reshard.checkpoint.renaming import Outline
+from reshard.checkpoint.storage import Storage
+from reshard.dtypes import canonical_dtype
+from reshard.errors import LayoutError, ReshardError, RulesError, quoted
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.models import numbers_of
+from reshard.rules import Rules
+
+__all__ = ["Cut", "Parameters", "wanted_of"]
+
+FLOATS = ("float64", "float32", "float16", "bfloat16")
+"""What a change of dtype for all tensors is about; all else stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How the caller wants tensors cut and cast."""
+
+    mesh: Mesh | None = None
+    rules: Rules | None = None
+    layouts: Mapping[str, str | Layout] = field(default_factory=dict)
+    dtype: str | Mapping[str, str] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        mesh: Mesh | str | None,
+        rules: Rules | str | Path | None,
+        layouts: Mapping[str, str | Layout] | None,
+        dtype: object,
+    ) -> Cut:
+        """Read what a caller may write."""
+        kept = dtype if isinstance(dtype, Mapping) else dtype and canonical_dtype(dtype)
+        found = rules if isinstance(rules, Rules) or rules is None else Rules.load(rules)
+        return cls(as_mesh(mesh), found, layouts or {}, kept)  # type: ignore[arg-type]
+
+    def with_config(self, storage: Storage) -> Cut:
+        """The same with the numbers of the model, from the config.json beside it."""
+        config = config_of(storage)
+        rules = self.rules
+        if rules is None and self.mesh is not None and not self.layouts:
+            if config is None:
+                raise RulesError(
+                    f"mesh {self.mesh} without rules: give --rules (rules=) with a family such as "
+                    "llama or a TOML file, or layouts"
+                )
+            rules = Rules.for_config(config)
+        elif rules is not None and config is not None:
+            rules = _with_numbers(rules, config)
+        return Cut(self.mesh, rules, self.layouts, self.dtype)
+
+
+def _with_numbers(rules: Rules, config: Mapping[str, Any]) -> Rules:
+    """Rules with the numbers that they lack; a config of another kind of model changes nothing."""
+    try:
+        known = numbers_of(config)
+    except ReshardError:
+        return rules
+    lacking = {key for key, number in rules.numbers.items() if number is None}
+    numbers = {key: number for key, number in known.items() if key in lacking}
+    return Rules(rules.source, rules.document.with_numbers(numbers))
+
+
+class Parameters:
+    """Parameters by every end of their names, to find what follows them."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self._ends: dict[str, str | None] = {}
+        for name in shapes:
+            parts = name.split(".")
+            for at in range(1, len(parts)):
+                end = ".".join(parts[at:])
+                self._ends[end] = None if end in self._ends else name
+        self._ends |= {name: name for name in shapes}
+
+    def followed_by(self, name: str, shape: tuple[int, ...]) -> str | None:
+        """The parameter of the same shape whose name, or the end of it, is longest in a name."""
+        parts = name.split(".")
+        for length in range(len(parts) - 1, 0, -1):
+            for at in range(len(parts) - length + 1):
+                found = self._ends.get(".".join(parts[at : at + length]))
+                if found is not None and found != name and self.shapes[found] == shape:
+                    return found
+        return None
+
+
+def wanted_of(outlines: Mapping[str, Outline], cut: Cut, whole: bool) -> dict[str, Wanted]:
+    """Every tensor of the output with its dtype and, unless it is to be whole, its layout."""
+    layouts = {} if whole else _layouts(outlines, cut)
+    parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
+    return {
+        name: Wanted(outline.shape, _dtype(name, outline, cut, parameters), layouts.get(name))
+        for name, outline in outlines.items()
+    }
+
+
+def _layouts(outlines: Mapping[str, Outline], cut: Cut) -> dict[str, Layout]:
+    given = {name: _given(name, cut) for name in outlines}
+    found = {name: layout for name, layout in given.items() if layout is not None}
+    open_names = [name for name in outlines if name not in found]
+    rules = cut.rules.fit(outlines) if cut.rules is not None else None
+    unmatched: dict[str, ReshardError] = {}
+    for name in open_names:
+        try:
+            found[name] = _by_rules(name, outlines[name], rules, cut)
+        except RulesError as error:
+            unmatched[name] = error
+    parameters = Parameters({name: outlines[name].shape for name in found})
+    for name, unknown in unmatched.items():
+        found[name] = _following(name, outlines[name], parameters, found, cut, unknown)
+    for name, layout in found.items():
+        _check(name, outlines[name], layout)
+    return found
+
+
+def _given(name: str, cut: Cut) -> Layout | None:
+    """The layout that the caller gave for a name, or for a pattern that it matches."""
+    given = cut.layouts.get(name)
+    if given is None:
+        given = next((cut.layouts[key] for key in cut.layouts if fnmatchcase(name, key)), None)
+    if given is None or isinstance(given, Layout):
+        return given
+    mesh = cut.mesh or (cut.rules.mesh if cut.rules is not None else None)
+    if mesh is None:
+        raise LayoutError(f'layout "{given}" for {quoted(name)} needs a mesh: give mesh=')
+    return Layout(mesh, given)
+
+
+def _by_rules(name: str, outline: Outline, rules: Rules | None, cut: Cut) -> Layout:
+    if rules is None:
+        raise RulesError(f"no layout for {quoted(name)}: add it to layouts, or give rules")
+    return rules.layout(name, cut.mesh, outline.shape)
+
+
+def _following(
+    name: str,
+    outline: Outline,
+    parameters: Parameters,
+    found: Mapping[str, Layout],
+    cut: Cut,
+    error: ReshardError,
+) -> Layout:
+    """The layout of the parameter that a state belongs to; single numbers are whole."""
+    leader = parameters.followed_by(name, outline.shape)
+    if leader is not None:
+        return found[leader]
+    if prod(outline.shape) <= 1:
+        some = next(iter(found.values()), None)
+        mesh = some.mesh if some is not None else cut.mesh or Mesh()
+        return Layout(mesh, "...")
+    raise error
+
+
+def _check(name: str, outline: Outline, layout: Layout) -> None:
+    try:
+        layout.dims(outline.shape)
+    except LayoutError as error:
+        raise LayoutError(f"tensor {quoted(name)}: {error}") from None
+
+
+def _dtype(name: str, outline: Outline, cut: Cut, parameters: Parameters) -> str:
+    """The dtype of an output tensor; states of an optimizer keep theirs unless they are named."""
+    match cut.dtype:
+        case str() as dtype:
+            follows = parameters.followed_by(name, outline.shape) is not None
+            want = dtype if outline.dtype in FLOATS and not follows else outline.dtype
+        case None:
+            return outline.dtype
+        case patterns:
+            keys = (key for key in patterns if key == name or fnmatchcase(name, key))
+            want = next((canonical_dtype(patterns[key]) for key in keys), outline.dtype)
+    check_cast(outline.dtype, want)
+    return want

@@ -1,0 +1,94 @@
+"""What a conversion did, or would do: a report to read, to print and to keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reshard.bytesize import format_bytes
+
+__all__ = ["ConvertReport"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The figures of a conversion, or of its dry run."""
+
+    source: str
+    target: str
+    format: str
+    dry_run: bool
+    num_tensors: int
+    num_files: int
+    unique_bytes: int
+    """Bytes of all source tensors that are used, each element once."""
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    """What an earlier run had already written."""
+    memory: int
+    """The most that buffers take."""
+    workers: int
+    disk_needed: int
+    disk_free: int | None
+    seconds: float | None
+    """How long it took; in a dry run how long it will take, as far as a short probe can tell."""
+    checksums: bool
+    left_out: tuple[str, ...] = ()
+    """Entries that are no tensors and have no place in the format."""
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for every byte that is needed."""
+        return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Gigabytes written in a second."""
+        return self.bytes_written / self.seconds / 1e9 if self.seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        rate = self.gb_per_second
+        extra = {"amplification": round(self.amplification, 4), "gb_per_second": rate}
+        return {**asdict(self), "left_out": list(self.left_out), **extra}
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        verb = "would write" if self.dry_run else "wrote"
+        lines = [
+            f"{verb} {self.num_tensors} tensors to {self.target}",
+            f"  format   {self.format}, {self.num_files} files",
+            f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
+            f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
+            f"  memory   {format_bytes(self.memory)} in buffers of {self.workers} workers",
+        ]
+        if self.dry_run:
+            free = "unknown" if self.disk_free is None else format_bytes(self.disk_free)
+            lines.append(f"  disk     {format_bytes(self.disk_needed)} needed, {free} free")
+        lines += self._time()
+        if self.left_out:
+            some = ", ".join(self.left_out[:5]) + (" ..." if len(self.left_out) > 5 else "")
+            verb = "have" if len(self.left_out) > 1 else "has"
+            lines.append(f"  left out {some}: {verb} no place in this format")
+        return lines
+
+    def _resumed(self) -> str:
+        resumed = format_bytes(self.bytes_resumed)
+        return f", and {resumed} by the run before" if self.bytes_resumed else ""
+
+    def _time(self) -> list[str]:
+        if self.seconds is None:
+            return []
+        rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
+        about = "about " if self.dry_run else ""
+        return [f"  time     {about}{self.seconds:.1f} s{rate}"]
