@@ -74,7 +74,9 @@ def quoted(text: object) -> str:
     shown = str(text)
     if len(shown) > MOST_QUOTED:
         shown = f"{shown[:MOST_QUOTED]}... ({len(shown)} characters)"
-    return '"' + "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown) + '"'
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    return f'"{shown}"'
 
 
 class ReshardError(ValueError):
