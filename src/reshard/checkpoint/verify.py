@@ -10,21 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
-from reshard.checkpoint.catalog import StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.reading import Budget, Source, StoredReader, mesh_of, rules_of
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError, ReshardError, quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -174,10 +174,10 @@ class _Side:
             checksums = load(storage)
         except DamageError as error:
             self.found.add(Problem("damage", str(error), file=SIDECAR))
-        catalog, findings = formats.survey(storage, rules_of(storage, rules), mesh_of(mesh))
-        for damage in findings.damage:
-            self.found.add(Problem("unreadable", damage))
-        self.is_known = not findings.damage
+        catalog, damage = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        for line in damage:
+            self.found.add(Problem("unreadable", line))
+        self.is_known = not damage
         self.source = Source(catalog, storage, checksums, Checker(checksums, storage.root))
 
     @property
@@ -192,6 +192,20 @@ class _Side:
     def reader(self, tensor: StoredTensor) -> StoredReader:
         """Something that reads one tensor."""
         return StoredReader(self.source, tensor)
+
+
+def _survey(
+    storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
+) -> tuple[Catalog, Sequence[str]]:
+    """What can be read of a checkpoint, and what is wrong with its headers."""
+    try:
+        catalog, findings = formats.survey(storage, rules_of(storage, rules), mesh_of(mesh))
+    except ReshardError as error:
+        if not is_checked:
+            raise
+        # A changed byte can make a header say anything; the checksums will tell where.
+        return Catalog(storage.root, "unreadable", (), {}), [str(error)]
+    return catalog, findings.damage
 
 
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:
