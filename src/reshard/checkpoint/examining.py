@@ -13,6 +13,7 @@ from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredPiece
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
 from reshard.checkpoint.comparing import bits_differ
+from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers
 from reshard.dtypes import itemsize
@@ -91,7 +92,7 @@ def _readers(source: Source, found: Examined) -> Iterator[StoredReader]:
         try:
             yield StoredReader(source, tensor)
         except CoverageError as error:
-            hole = next(iter(tensor.holes()), None)
+            hole = holes_of(tensor.shape, (piece.box for piece in tensor.pieces))[0]
             found.add(Problem("hole", f"{source.storage.root}: {error}", tensor.name, box=hole))
         except CheckpointError as error:
             found.add(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))

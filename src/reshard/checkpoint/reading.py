@@ -27,13 +27,13 @@ from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import Checker, Checksums, load
-from reshard.checkpoint.formats.expected import config_of
+from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.located import Located, slabs
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.transfers import Fed, Transfer, source_of
 from reshard.checkpoint.windows import Buffers, fill, readable
 from reshard.dtypes import itemsize
-from reshard.errors import MemoryCapError, ReshardError
+from reshard.errors import MemoryCapError
 from reshard.planning.names import Feed
 
 if TYPE_CHECKING:
@@ -107,31 +107,8 @@ def opened(
     """Open a checkpoint of any format; damage of its headers is raised."""
     with open_storage(root) as storage:
         checksums = load(storage)
-        catalog = formats.read(storage, rules_of(storage, rules), mesh_of(mesh))
+        catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
         yield Source(catalog, storage, checksums, Checker(checksums, storage.root))
-
-
-def rules_of(storage: Storage, rules: Rules | str | None) -> Rules | None:
-    """Rules by name: with the numbers of the checkpoint's config.json where that is the model."""
-    if not isinstance(rules, str):
-        return rules
-    from reshard.models import family_of
-    from reshard.rules import Rules
-
-    config = config_of(storage)
-    try:
-        if config is not None and family_of(config) == rules:
-            return Rules.for_config(config)
-    except ReshardError:
-        pass  # a config of a model that we do not know
-    return Rules.load(rules)
-
-
-def mesh_of(mesh: Mesh | str | None) -> Mesh | None:
-    """A mesh, perhaps written as text."""
-    from reshard.mesh import Mesh
-
-    return Mesh.parse(mesh) if isinstance(mesh, str) else mesh
 
 
 @dataclass(frozen=True, slots=True)

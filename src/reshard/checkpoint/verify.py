@@ -21,7 +21,8 @@ from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference
 from reshard.checkpoint.examining import Examined, Problem, examine
-from reshard.checkpoint.reading import Budget, Source, StoredReader, mesh_of, rules_of
+from reshard.checkpoint.given import as_mesh, as_rules
+from reshard.checkpoint.reading import Budget, Source, StoredReader
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, ReshardError, quoted
@@ -199,7 +200,7 @@ def _survey(
 ) -> tuple[Catalog, Sequence[str]]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
     try:
-        catalog, findings = formats.survey(storage, rules_of(storage, rules), mesh_of(mesh))
+        catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
     except ReshardError as error:
         if not is_checked:
             raise
