@@ -20,7 +20,7 @@ from reshard.checkpoint.checksums import (
     sum_of,
 )
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
-from reshard.checkpoint.jobs import Job
+from reshard.checkpoint.jobs import Job, source_stamp
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.publish import Workplace, replace_file
 from reshard.checkpoint.storage import Storage
@@ -49,18 +49,19 @@ class Settings:
     progress: Callable[[int, int], None] | None = None
 
 
-def begin(place: Workplace, job: Job, window: int, resume: bool) -> int:
+def begin(place: Workplace, job: Job, settings: Settings, resume: bool) -> int:
     """Start, or go on with what an earlier run left; the size of the windows to use."""
     found = place.request()
+    request = {"fingerprint": job.fingerprint, "checksums": settings.checksums}
     if found is None:
-        place.note_request({"fingerprint": job.fingerprint, "window": window})
-        return window
+        place.note_request({**request, "window": settings.window})
+        return settings.window
     if not resume:
         raise UnfinishedError(
             f"an unfinished conversion to {place.target} is there: give --resume to go on, or "
             f"remove {place.folder} to start again"
         )
-    if found.get("fingerprint") != job.fingerprint:
+    if any(found.get(key) != value for key, value in request.items()):
         raise TargetError(
             f"the unfinished conversion to {place.target} was of another source, or asked for "
             f"something else: give the same arguments, or remove {place.folder} to start again"
@@ -93,12 +94,13 @@ class Builder:
     def prepare(self) -> None:
         """Make all files at their full size, with all that is known beforehand."""
         needed = self.job.output.num_bytes
-        check_room(self.place, needed)
-        self.place.data.mkdir(exist_ok=True)
         try:
+            check_room(self.place, needed)
+            self.place.data.mkdir(exist_ok=True)
             self.target.allocate()
         except TargetError:
-            self.place.discard()
+            if not read_journals(self.place.folder):  # there is nothing to resume
+                self.place.discard()
             raise
         for literal in self.job.output.literals:
             self._put(literal.file, literal.offset, memoryview(literal.data))
@@ -140,6 +142,7 @@ class Builder:
         """Check that all is there and right, and write the checksums beside it."""
         chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
         self._check_all_done(set(chunks))
+        self._check_source()
         if self.source.checker is not None:
             self.source.count(self.source.checker.finish(self.storage))
         if self.settings.checksums:
@@ -218,6 +221,14 @@ class Builder:
                     f"chunk {chunk.number} (of {quoted(name)}) is not done: give --resume"
                 )
 
+    def _check_source(self) -> None:
+        """Refuse what was made of files that changed meanwhile."""
+        if source_stamp(self.job.catalog, self.storage) != self.job.stamp:
+            raise DamageError(
+                f"{self.storage.root} was changed while it was converted: nothing was published; "
+                "convert it again when nobody writes to it"
+            )
+
     def num_chunks(self) -> int:
         """How many chunks there are in all."""
         return sum(1 for _ in chunks_of(self.job.transfers, self.settings.window))
@@ -266,7 +277,6 @@ def check_room(place: Workplace, needed: int) -> None:
     present = sum(path.stat().st_blocks * 512 for path in place.data.rglob("*") if path.is_file())
     free = free_bytes(place.folder)
     if needed - present > free:
-        place.discard()
         raise TargetError(
             f"{format_bytes(needed)} are needed at {place.target.parent} and {format_bytes(free)} "
             "are free: free some space, or choose another target"

@@ -12,14 +12,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.bytesize import parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
-from reshard.checkpoint.checksums import Checksums, load
+from reshard.checkpoint.checksums import load
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.estimating import predicted_seconds
 from reshard.checkpoint.jobs import Job, plan_job
@@ -31,7 +31,7 @@ from reshard.checkpoint.reports import ConvertReport
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.teams import ALONE, Team
 from reshard.checkpoint.windows import buffer_bytes
-from reshard.errors import MemoryCapError
+from reshard.errors import DamageError, MemoryCapError
 from reshard.mesh import Mesh
 from reshard.rules import Rules
 
@@ -125,6 +125,17 @@ class _Request:
         """Whether the target is reached through fsspec."""
         return "://" in self.dst
 
+    def settings(self, budget: Budget) -> Settings:
+        """How to build within the memory that is given."""
+        return Settings(
+            workers=budget.workers,
+            window=budget.window,
+            checksums=self.checksums,
+            compare_replicas=self.compare_replicas,
+            overwrite=self.overwrite,
+            progress=self.progress,
+        )
+
     def place(self) -> Workplace:
         """Where the output is built."""
         return Remote(self.dst).place() if self.is_remote else Workplace.beside(Path(self.dst))
@@ -133,38 +144,57 @@ class _Request:
 def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> ConvertReport:
     started = time.monotonic()
     place = request.place()
-    budget = Budget.of(request.memory, request.workers)
+    settings = request.settings(Budget.of(request.memory, request.workers))
+    builder = None
     with ExitStack() as stack:
         if team.leads:
             _check_target(request, place)
             place.enter()
             stack.callback(place.leave)
-            finished = _finish_publishing(place, job, request)
-            window = begin(place, job, budget.window, request.resume) if not finished else 0
-            if finished:
-                return _report(request, job, None, budget, time.monotonic() - started, team)
-        else:
-            window = team.wait_for_leader(place, job.fingerprint)
-        sums = load(storage) if request.checksums else None
-        builder = _builder(request, job, storage, place, budget, window, team, sums)
-        stack.callback(builder.target.close)
-        team.forget_failures(place)
-        _build(builder, request)
-    return _report(request, job, builder, budget, time.monotonic() - started, team)
+        if not (team.leads and _finish_publishing(place, job, request)):
+            settings = _agreed(request, job, place, settings, team)
+            sums = load(storage) if request.checksums else None
+            builder = Builder(job, storage, place, settings, team, sums)
+            stack.callback(builder.target.close)
+            _build(builder, request)
+    return _report(request, job, settings, time.monotonic() - started, team, builder)
+
+
+def _agreed(
+    request: _Request, job: Job, place: Workplace, settings: Settings, team: Team
+) -> Settings:
+    """The settings with the windows that all ranks, and all runs of one conversion, share."""
+    if team.leads:
+        window = begin(place, job, settings, request.resume)
+    else:
+        window = team.wait_for_leader(place, job.fingerprint)
+    total, each = parse_bytes(request.memory), worker_bytes(window, job.casts)
+    if each > total:
+        raise MemoryCapError(
+            f"the conversion was begun with windows of {window} bytes, for which {total} bytes of "
+            f"memory are too few: give --memory {each}"
+        )
+    return replace(settings, window=window, workers=min(settings.workers, total // each))
 
 
 def _build(builder: Builder, request: _Request) -> None:
     """All steps, of which rank 0 does the first and the last."""
     team, place = builder.team, builder.place
-    if team.leads:
-        builder.prepare()
-    builder.copy()
-    if not team.leads:
-        team.wait_for_publish(place)
-        return
-    if team.size > 1:
-        team.wait_for_all(place, builder.num_chunks())
-    builder.seal()
+    team.forget_failures(place)
+    try:
+        if team.leads:
+            builder.prepare()
+        builder.copy()
+        if not team.leads:
+            team.wait_for_publish(place)
+            return
+        if team.size > 1:
+            team.wait_for_all(place, builder.num_chunks())
+        builder.seal()
+    except DamageError:
+        if team.size == 1:  # of a damaged source nothing can be resumed
+            place.discard()
+        raise
     if request.is_remote:
         Remote(request.dst).upload(place, builder.job.output.files)
     else:
@@ -193,66 +223,32 @@ def _finish_publishing(place: Workplace, job: Job, request: _Request) -> bool:
     return True
 
 
-def _builder(
-    request: _Request,
-    job: Job,
-    storage: Storage,
-    place: Workplace,
-    budget: Budget,
-    window: int,
-    team: Team,
-    sums: Checksums | None,
-) -> Builder:
-    total = parse_bytes(request.memory)
-    each = worker_bytes(window, job.casts)
-    if each > total:
-        raise MemoryCapError(
-            f"the conversion was begun with windows of {window} bytes, for which {total} bytes of "
-            f"memory are too few: give --memory {each}"
-        )
-    workers = max(min(budget.workers, total // each), 1)
-    settings = Settings(
-        workers,
-        window,
-        request.checksums,
-        request.compare_replicas,
-        request.overwrite,
-        request.progress,
-    )
-    return Builder(job, storage, place, settings, team, sums)
-
-
 def worker_bytes(window: int, casts: bool) -> int:
     """What one worker takes: its buffers, and what numpy makes while it hashes and casts."""
     return buffer_bytes(window, casts) + window // 2 + (2 << 20 if window >= 1 << 20 else 0)
 
 
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
-    budget = Budget.of(request.memory, request.workers)
     place = request.place()
-    if request.is_remote:
-        Remote(request.dst).check_absent(request.overwrite)
-    else:
-        check_places(request.src, Path(request.dst))
-        place.check_target(request.overwrite)
+    _check_target(request, place)
+    settings = request.settings(Budget.of(request.memory, request.workers))
     seconds = predicted_seconds(job, storage, place.folder.parent)
-    return _report(request, job, None, budget, seconds, ALONE, dry_run=True)
+    return _report(request, job, settings, seconds, ALONE, None, dry_run=True)
 
 
 def _report(
     request: _Request,
     job: Job,
-    builder: Builder | None,
-    budget: Budget,
+    settings: Settings,
     seconds: float | None,
     team: Team,
+    builder: Builder | None,
     dry_run: bool = False,
 ) -> ConvertReport:
     to_read = job.unique_bytes + job.copied_bytes
     to_read += job.replica_bytes if request.compare_replicas else 0
-    workers = builder.settings.workers if builder else budget.workers
-    window = builder.settings.window if builder else budget.window
-    folder = _existing(request.place().folder.parent)
+    folder = request.place().folder.parent
+    exists = next(path for path in (folder, *folder.parents) if path.exists())
     resumed = builder.resumed_bytes if builder else 0
     return ConvertReport(
         source=request.src,
@@ -265,17 +261,13 @@ def _report(
         bytes_read=to_read if dry_run else builder.source.num_bytes if builder else 0,
         bytes_written=job.output.num_bytes - resumed if dry_run or builder else 0,
         bytes_resumed=resumed,
-        memory=workers * worker_bytes(window, job.casts),
-        workers=workers,
+        memory=settings.workers * worker_bytes(settings.window, job.casts),
+        workers=settings.workers,
         disk_needed=job.output.num_bytes,
-        disk_free=free_bytes(folder),
+        disk_free=free_bytes(exists),
         seconds=seconds,
         checksums=request.checksums,
         left_out=job.output.left_out,
         rank=team.rank,
         num_ranks=team.size,
     )
-
-
-def _existing(folder: Path) -> Path:
-    return next(path for path in (folder, *folder.parents) if path.exists())

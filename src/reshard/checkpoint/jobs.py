@@ -19,7 +19,7 @@ from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError
 from reshard.planning.names import Names
 
-__all__ = ["Job", "plan_job"]
+__all__ = ["COMMITTED", "Job", "plan_job", "source_stamp"]
 
 COMMITTED = "_RESHARD_COMMITTED"
 """The file that is written last where folders cannot be renamed."""
@@ -38,6 +38,8 @@ class Job:
     """Files that are copied as they are, and their numbers in the output."""
     fingerprint: str
     """Changes with the source and with what is asked for."""
+    stamp: str
+    """Changes with the files of the source."""
 
     @property
     def unique_bytes(self) -> int:
@@ -91,9 +93,9 @@ def plan_job(
     )
     transfers = tuple(_transfers(catalog, output, have, names))
     output, others = _with_others(output, catalog)
-    return Job(
-        catalog, format, output, transfers, others, _fingerprint(catalog, storage, output, names)
-    )
+    stamp = source_stamp(catalog, storage)
+    fingerprint = _fingerprint(stamp, output, names)
+    return Job(catalog, format, output, transfers, others, fingerprint, stamp)
 
 
 def _transfers(
@@ -119,16 +121,21 @@ def _with_others(
     return replace(output, files=files), tuple(zip(kept, range(first, len(files)), strict=True))
 
 
-def _fingerprint(catalog: Catalog, storage: Storage, output: Output, names: Names) -> str:
-    """A hash of the source's files and of everything that is known of the output."""
+def source_stamp(catalog: Catalog, storage: Storage) -> str:
+    """A hash of the names, sizes and times of the source's files."""
     hasher = hashlib.blake2b(digest_size=16)
     root = Path(catalog.root)
     for file in (*catalog.files, *catalog.others):
         changed: Any = None
         if storage.is_local:
-            path = root if root.is_file() else root / file.path
-            changed = path.stat().st_mtime_ns
+            changed = (root if root.is_file() else root / file.path).stat().st_mtime_ns
         hasher.update(json.dumps([file.path, file.size, changed]).encode())
+    return hasher.hexdigest()
+
+
+def _fingerprint(stamp: str, output: Output, names: Names) -> str:
+    """A hash of the source's stamp and of everything that is known of the output."""
+    hasher = hashlib.blake2b(stamp.encode(), digest_size=16)
     hasher.update(repr(sorted(names.items(), key=lambda item: item[0])).encode())
     for made in output.files:
         hasher.update(json.dumps([made.path, made.size]).encode())

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import click
 
 from reshard.cli.bench import bench
+from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
@@ -49,7 +50,7 @@ def cli(context: click.Context, version: bool) -> None:
         click.echo(context.get_help())
 
 
-for _command in (show, plan, inspect, verify, diff, demo, bench):
+for _command in (show, plan, inspect, convert, verify, diff, demo, bench):
     cli.add_command(_command)
 
 

@@ -1,0 +1,126 @@
+"""``reshard convert``: write a checkpoint again, cut another way or in another format."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.teams import Team
+    from reshard.errors import ReshardError
+
+__all__ = ["convert"]
+
+UNFINISHED = 3
+
+
+@click.command()
+@click.argument("src")
+@click.argument("dst")
+@click.option("--mesh", help='The mesh to cut for, such as "tp=2" or "dp=2 tp=4".')
+@click.option("--rules", help="A family such as llama, or a TOML file; else by config.json.")
+@click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
+    "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated."
+))  # fmt: skip
+@click.option(
+    "--format", type=click.Choice(["full", "sharded", "distcp", "ranks"]),
+    help="What to write; sharded if there is a mesh, else full.",
+)  # fmt: skip
+@click.option("--dtype", help="The dtype of all floating-point parameters.")
+@click.option("--names", metavar="FILE", help="Tensors to rename, join or stack, as TOML.")
+@click.option("--from-rules", help="How files of ranks were cut: a family, or a TOML file.")
+@click.option("--from-mesh", help="The mesh that files of ranks were cut for.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help="Of files of full.")
+@click.option("--memory", default="256MiB", show_default=True, help="The most memory for buffers.")
+@click.option(
+    "--workers", type=click.IntRange(1, 64), help="Threads; one for each core, at most 4."
+)
+@click.option(
+    "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
+)
+@click.option("--compare/--no-compare", default=True, help="Compare what is stored several times.")
+@click.option("--resume", is_flag=True, help="Go on where an earlier run stopped.")
+@click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
+@click.option("--dry-run", is_flag=True, help="Say what would be read, written and needed.")
+@click.option(
+    "--ranks/--no-ranks", default=True, help="Share the work with torchrun's or Slurm's ranks."
+)
+@click.option(
+    "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
+)
+@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def convert(
+    src: str, dst: str, ranks: bool, timeout: float, quiet: bool, as_json: bool, **words: Any
+) -> int:
+    """Write a checkpoint again: cut for another mesh, or in another format.
+
+    \b
+    reshard convert ckpt out --mesh "tp=2" --rules llama      sharded for two ranks
+    reshard convert ckpt out --format full --dtype bfloat16   whole tensors, for from_pretrained
+    reshard convert ckpt out --dry-run                        what it would take
+    torchrun --nproc-per-node 8 -m reshard convert ckpt out   eight processes, the same result
+
+    DST appears when it is complete. What was interrupted goes on with --resume.
+    """
+    from reshard.checkpoint.teams import Team, team_of
+    from reshard.errors import UnfinishedError
+
+    team = team_of(timeout=timeout) if ranks else Team()
+    try:
+        return _convert(src, dst, team, quiet, as_json, words)
+    except UnfinishedError as error:
+        return _unfinished(error)
+    except KeyboardInterrupt:
+        print(f"reshard: interrupted; to go on: {_again()}", file=sys.stderr)
+        raise
+
+
+def _convert(
+    src: str, dst: str, team: Team, quiet: bool, as_json: bool, words: dict[str, Any]
+) -> int:
+    from reshard.checkpoint.convert import convert as run
+    from reshard.cli.meter import byte_meter
+    from reshard.cli.names import read_names
+    from reshard.cli.output import print_json
+
+    names = words.pop("names")
+    with byte_meter("convert", quiet=quiet or not team.leads) as progress:
+        report = run(
+            src,
+            dst,
+            layouts=dict(map(_layout, words.pop("layouts"))),
+            names=None if names is None else read_names(names),
+            source_rules=words.pop("from_rules"),
+            source_mesh=words.pop("from_mesh"),
+            compare_replicas=words.pop("compare"),
+            progress=progress,
+            team=team,
+            **words,
+        )
+    if team.leads:
+        print_json(report.to_dict()) if as_json else print(report)
+    return 0
+
+
+def _layout(text: str) -> tuple[str, str]:
+    name, equals, layout = text.partition("=")
+    if not equals or not name.strip():
+        raise click.BadParameter(f'--layout "{text}": expected NAME=LAYOUT, such as "*=tp ..."')
+    return name.strip(), layout.strip()
+
+
+def _unfinished(error: ReshardError) -> int:
+    """Say what happened and the command that goes on."""
+    text = " ".join(str(error).split())
+    print(f"reshard: {text}; to go on: {_again()}", file=sys.stderr)
+    return UNFINISHED
+
+
+def _again() -> str:
+    """The command that was given, with --resume."""
+    words = [word for word in sys.argv[1:] if word != "--resume"]
+    return shlex.join(["reshard", *words, "--resume"])

@@ -1,0 +1,105 @@
+"""A TOML file of renamed and joined tensors, read into what ``plan`` and ``convert`` take.
+
+"layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
+"layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
+"layers.{i}.experts"    = { stack = "layers.{i}.expert.{e}", dim = 0 }
+"embed.weight"          = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
+"head.weight"           = "lm_head.weight"
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import FormatError, quoted
+
+if TYPE_CHECKING:
+    from reshard.planning.names import Source
+
+__all__ = ["parse_names", "read_names"]
+
+MAX_FILE = 1 << 24
+
+
+def read_names(path: str) -> dict[str, Source]:
+    """Read a file of names."""
+    file = Path(path)
+    if file.stat().st_size > MAX_FILE:
+        raise FormatError(f"{path} is larger than {MAX_FILE} bytes: is it a file of names?")
+    try:
+        return parse_names(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+        raise FormatError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
+
+
+def parse_names(text: str) -> dict[str, Source]:
+    """Read TOML text.
+
+    >>> parse_names('"a" = { stack = "b.{e}", dim = 1 }')
+    {'a': Stacked(names=('b.{e}',), dim=1)}
+    """
+    return {name: _source(name, value) for name, value in tomllib.loads(text).items()}
+
+
+def _source(name: str, value: object) -> Source:
+    from reshard.planning.names import join, stack, take
+
+    match value:
+        case str():
+            return value
+        case {"join": str(source), "rows": dict(rows), **rest} if _numbers(rows):
+            return join(dim=_dim(name, rest), source=source, **rows)
+        case {"join": list(parts), **rest} if _texts(parts):
+            return join(*parts, dim=_dim(name, rest))
+        case {"stack": str(part), **rest}:
+            return stack(part, dim=_dim(name, rest))
+        case {"stack": list(parts), **rest} if _texts(parts):
+            return stack(*parts, dim=_dim(name, rest))
+        case {"take": str(part), **rest} if set(rest) <= {"crop", "index", "pad"}:
+            return take(
+                part,
+                crop=_by_dim(name, rest.get("crop", {}), _range),
+                index=_by_dim(name, rest.get("index", {}), _number),
+                pad=_by_dim(name, rest.get("pad", {}), _number),
+            )
+    raise FormatError(
+        f"{quoted(name)} in the names: give a name, or a table with join, stack or take"
+    )
+
+
+def _dim(name: str, rest: Mapping[Any, object]) -> int:
+    dim = rest.get("dim", 0)
+    if set(rest) - {"dim"} or not isinstance(dim, int) or isinstance(dim, bool):
+        raise FormatError(f"{quoted(name)} in the names: beside join or stack only dim is known")
+    return dim
+
+
+def _by_dim(name: str, table: object, read: Callable[[object], Any]) -> dict[int, Any]:
+    """A table from dims to numbers or ranges; keys of TOML are texts."""
+    if isinstance(table, dict) and all(key.isascii() and key.isdigit() for key in table):
+        found = {int(key): read(value) for key, value in table.items()}
+        if None not in found.values():
+            return found
+    raise FormatError(f"{quoted(name)} in the names: expected dims with numbers, as {{ 0 = 128 }}")
+
+
+def _number(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _range(value: object) -> tuple[int, int] | None:
+    match value:
+        case [int(low), int(high)]:
+            return low, high
+    return None
+
+
+def _numbers(table: Mapping[str, object]) -> bool:
+    return all(_number(value) is not None for value in table.values())
+
+
+def _texts(values: list[object]) -> bool:
+    return bool(values) and all(isinstance(value, str) for value in values)
