@@ -1,0 +1,239 @@
+"""Byte ranges of local folders and remote addresses: exactly what was asked for, or an error."""
+
+from __future__ import annotations
+
+import http.server
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.checkpoint import storage as module
+from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.storage import LocalStorage, RemoteStorage, check_path, open_storage
+from reshard.errors import CheckpointError, DamageError
+
+DATA = bytes(range(256)) * 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "deep" / "er").mkdir(parents=True)
+    (tmp_path / ".git").mkdir()
+    for name in ("a.bin", "deep/b.bin", "deep/er/c.bin", ".metadata", ".reshard-lock", ".git/x"):
+        (tmp_path / name).write_bytes(DATA)
+    (tmp_path / "gone").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "pipe")
+    return tmp_path
+
+
+def test_all_regular_files_but_our_own(folder: Path) -> None:
+    with open_storage(folder) as store:
+        found = store.list()
+    expected = (".metadata", "a.bin", "deep/b.bin", "deep/er/c.bin")
+    assert found == tuple(StoredFile(path, len(DATA)) for path in expected)
+
+
+@given(st.integers(-2, len(DATA) + 2), st.integers(-2, len(DATA) + 2))
+def test_a_range_is_there_or_is_an_error(offset: int, length: int) -> None:
+    files = fsspec.filesystem("memory")
+    files.pipe_file("/ranges/a.bin", DATA)
+    inside = 0 <= offset <= len(DATA) and 0 <= length <= len(DATA) - offset
+    with open_storage("memory://ranges") as store:
+        if inside:
+            assert store.read("a.bin", offset, length) == DATA[offset : offset + length]
+        else:
+            with pytest.raises(DamageError, match=rf"bytes {offset} to .* the file has 1280"):
+                store.read("a.bin", offset, length)
+
+
+@pytest.mark.parametrize(("offset", "length"), [(0, 0), (0, 1280), (7, 9), (1279, 1), (1280, 0)])
+def test_local_ranges(folder: Path, offset: int, length: int) -> None:
+    with open_storage(folder) as store:
+        assert store.read("deep/b.bin", offset, length) == DATA[offset : offset + length]
+        buffer = bytearray(length)
+        store.read_into("deep/b.bin", offset, memoryview(buffer))
+        assert buffer == DATA[offset : offset + length]
+        descriptor = store.descriptor("deep/b.bin")
+        assert os.pread(descriptor, length, offset) == DATA[offset : offset + length]
+
+
+@pytest.mark.parametrize(
+    ("offset", "length"), [(0, 1281), (1280, 1), (-1, 1), (5, 1 << 62), (1 << 62, 5), (3, -1)]
+)
+def test_local_ranges_that_are_not_there(folder: Path, offset: int, length: int) -> None:
+    with open_storage(folder) as store:
+        with pytest.raises(DamageError, match=r"a\.bin: bytes .* are wanted and the file has 1280"):
+            store.read("a.bin", offset, length)
+        if 0 <= length < 10_000:
+            with pytest.raises(DamageError):
+                store.read_into("a.bin", offset, memoryview(bytearray(length)))
+
+
+def test_a_file_that_shrinks_is_noticed(folder: Path) -> None:
+    with open_storage(folder) as store:
+        store.read("a.bin", 0, 1)
+        os.truncate(folder / "a.bin", 100)
+        with pytest.raises(DamageError, match=r"ends at byte 100 and 1180 more are wanted"):
+            store.read("a.bin", 0, len(DATA))
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../a", "/etc/passwd", "a/../b", "..", ".", "", "a//b", "a/./b", "a\0b", "..\\a", "deep/.."],
+)
+def test_paths_that_leave_the_root(folder: Path, path: str) -> None:
+    with pytest.raises(DamageError, match="leaves its checkpoint"):
+        check_path(path)
+    with open_storage(folder) as store, pytest.raises(DamageError, match="leaves its checkpoint"):
+        store.read(path, 0, 1)
+    fsspec.filesystem("memory").pipe_file("/paths/a.bin", DATA)
+    with open_storage("memory://paths") as remote, pytest.raises(DamageError, match="leaves its"):
+        remote.read(path, 0, 1)
+
+
+def test_links_may_not_leave_the_root(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"key")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "inside.bin").write_bytes(DATA)
+    (root / "out.bin").symlink_to(tmp_path / "secret")
+    (root / "up").symlink_to(tmp_path)
+    (root / "fine.bin").symlink_to("inside.bin")
+    with open_storage(root) as store:
+        assert store.read("fine.bin", 0, 3) == DATA[:3]
+        for path in ("out.bin", "up/secret"):
+            with pytest.raises(DamageError, match=r"leads to .*secret, outside of its checkpoint"):
+                store.read(path, 0, 1)
+        assert "up/secret" not in [file.path for file in store.list()]
+
+
+def test_links_of_a_hub_cache_lead_to_its_blobs(tmp_path: Path) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / "0a1b").write_bytes(DATA)
+    snapshot = tmp_path / "snapshots" / "main"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/0a1b")
+    with open_storage(snapshot) as store:
+        assert store.list() == (StoredFile("model.safetensors", len(DATA)),)
+        assert store.read("model.safetensors", 1, 2) == DATA[1:3]
+
+
+def test_what_is_no_file(folder: Path) -> None:
+    with open_storage(folder) as store:
+        for path, says in (("pipe", "not a regular file"), ("deep", "not a regular file")):
+            with pytest.raises(DamageError, match=says):
+                store.read(path, 0, 1)
+        with pytest.raises(DamageError, match=r"gone is missing"):
+            store.read("gone", 0, 1)
+
+
+@pytest.mark.parametrize("root", ["/nowhere/at/all", "memory://nowhere", "s4://bucket/x"])
+def test_a_root_that_is_absent(root: str) -> None:
+    with pytest.raises(CheckpointError, match=r"does not exist|cannot be reached"):
+        open_storage(root)
+
+
+def test_a_single_file_is_a_root_of_one(folder: Path) -> None:
+    with open_storage(folder / "a.bin") as store:
+        assert store.list() == (StoredFile("a.bin", len(DATA)),)
+        assert store.read("a.bin", 3, 4) == DATA[3:7]
+
+
+def test_few_descriptors_serve_many_files_and_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_OPEN", 4)
+    for number in range(40):
+        (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * 1000)
+    with open_storage(tmp_path) as store, ThreadPoolExecutor(8) as pool:
+        assert isinstance(store, LocalStorage)
+        kept = store.descriptor("7.bin")
+
+        def read(number: int) -> bool:
+            path = f"{number * 7 % 40}.bin"
+            return store.read(path, 5, 900) == bytes([number * 7 % 40]) * 900
+
+        assert all(pool.map(read, range(2000)))
+        assert len(store._open) <= 4 + 8 + 1
+        assert os.pread(kept, 3, 0) == b"\7\7\7"
+
+
+def test_descriptors_are_given_back(folder: Path) -> None:
+    before = len([*Path("/proc/self/fd").iterdir()])
+    for _ in range(3):
+        with open_storage(folder) as store:
+            for file in store.list():
+                store.read(file.path, 0, 1)
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
+
+
+class Ranged(http.server.SimpleHTTPRequestHandler):
+    """A folder over http; answers to ranges, unless told not to."""
+
+    folder: str
+    honest = True
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args, directory=self.folder)  # type: ignore[arg-type]
+
+    def log_message(self, *_: object) -> None:
+        return
+
+    def do_GET(self) -> None:
+        wanted = self.headers.get("Range")
+        path = Path(self.translate_path(self.path))
+        if not wanted or not path.is_file() or not self.honest:
+            super().do_GET()
+            return
+        first, last = (int(number) for number in wanted.removeprefix("bytes=").split("-"))
+        data = path.read_bytes()[first : last + 1]
+        self.send_response(206)
+        self.send_header("Content-Length", str(len(data)))
+        self.send_header("Content-Range", f"bytes {first}-{last}/{path.stat().st_size}")
+        self.end_headers()
+        self.wfile.write(data)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[str, type[Ranged]]]:
+    (folder / "pipe").unlink()
+    handler = type("Handler", (Ranged,), {"folder": str(folder)})
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
+        thread = threading.Thread(target=served.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{served.server_address[1]}", handler
+        served.shutdown()
+        thread.join()
+
+
+def test_ranges_over_http(server: tuple[str, type[Ranged]]) -> None:
+    pytest.importorskip("aiohttp")
+    address, handler = server
+    with open_storage(f"{address}/deep") as store:
+        assert isinstance(store, RemoteStorage)
+        assert [file.path for file in store.list()] == ["b.bin", "er/c.bin"]
+        assert store.read_many([("b.bin", 3, 4), ("er/c.bin", 0, 2)]) == [DATA[3:7], DATA[:2]]
+        handler.honest = False
+        with pytest.raises(CheckpointError, match="does not serve byte ranges"):
+            store.read("b.bin", 3, 4)
+
+
+def test_remote_lists_and_many_reads() -> None:
+    files = fsspec.filesystem("memory")
+    for name in ("a.bin", "deep/b.bin", ".reshard-lock", ".cache/x", "deep/.metadata"):
+        files.pipe_file(f"/listed/{name}", DATA)
+    with open_storage("memory://listed/") as store:
+        assert [file.path for file in store.list()] == ["a.bin", "deep/.metadata", "deep/b.bin"]
+        ranges = [("a.bin", at, 3) for at in range(100)]
+        assert store.read_many(ranges) == [DATA[at : at + 3] for at in range(100)]
+        with pytest.raises(CheckpointError, match="no descriptor"):
+            store.descriptor("a.bin")
+        with pytest.raises(DamageError, match="does not exist"):
+            store.size("b.bin")
