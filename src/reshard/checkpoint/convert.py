@@ -67,16 +67,12 @@ def convert(
 ) -> ConvertReport:
     """Write a checkpoint again, cut as a mesh with rules or layouts says.
 
-    Args:
-        src, dst: folders, or addresses that fsspec knows.
-        format: ``full`` (Hugging Face), ``sharded`` (safetensors that torch's reader loads),
-            ``distcp``, or ``ranks`` (local tensors of each rank); ``sharded`` if there is a mesh.
-        layouts: layouts by name or pattern; they win over rules.
-        dtype: for all floating-point parameters, or ``{pattern: dtype}``.
-        names: renamed, joined, stacked or taken tensors, as in ``plan``.
-        source_mesh, source_rules: for files of ranks that do not say how they were cut.
-        memory: the most that all buffers take together.
-        progress: called with bytes done and bytes in all.
+    ``format`` is full (Hugging Face), sharded (safetensors that torch's reader loads), distcp, or
+    ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
+    pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
+    dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``. ``source_mesh`` and
+    ``source_rules`` are for files of ranks that do not say how they were cut. All buffers together
+    take at most ``memory``. ``progress`` is called with bytes done and bytes in all.
     """
     request = _Request(
         src=str(src),

@@ -12,7 +12,7 @@ from typing import Any
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.cutting import Cut, wanted_of
-from reshard.checkpoint.outputs import Output, plan_output
+from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
 from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
@@ -75,6 +75,8 @@ def plan_job(
     """Plan a conversion; holes, misfits and unknown names are errors here."""
     is_cut = bool(cut.mesh or cut.layouts or (cut.rules and cut.rules.mesh))
     format = format or ("sharded" if is_cut else "full")
+    if format not in FORMATS:
+        raise CheckpointError(unknown_format(format))
     if format != "full":
         cut = cut.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}

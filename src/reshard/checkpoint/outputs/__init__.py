@@ -19,9 +19,15 @@ __all__ = [
     "OutputTensor",
     "Wanted",
     "plan_output",
+    "unknown_format",
 ]
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
+
+
+def unknown_format(format: str) -> str:
+    """What to say about a format that nobody knows."""
+    return f"{quoted(format)} is no format: use {', '.join(FORMATS)}"
 
 
 def plan_output(
@@ -44,5 +50,5 @@ def plan_output(
         case "ranks":
             output = ranks(tensors, metadata)
         case _:
-            raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
+            raise CheckpointError(unknown_format(format))
     return replace(output, left_out=tuple(entry.name for entry in objects))
