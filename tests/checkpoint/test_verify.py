@@ -263,15 +263,18 @@ def test_progress_reaches_its_end(tmp_path: Path) -> None:
     assert told[-1] == (132, 132)
 
 
+# The peak of getrusage is that of the process which started this one, if that was larger.
 MEASURE = """
-import resource, sys
+import sys
+def status(field):
+    return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
 from reshard.checkpoint.verify import verify
 import reshard.checkpoint.formats.safetensors_kinds
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = status("VmRSS")
 report = verify(*sys.argv[2:], memory=sys.argv[1])
 assert report.ok, str(report)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(status("VmHWM") - before)
 """
 
 
@@ -293,4 +296,4 @@ def test_memory_stays_under_the_cap(tmp_path: Path) -> None:
     command = [sys.executable, "-c", MEASURE, "64MiB", str(tmp_path / "one"), str(tmp_path / "two")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 64 * 1024
+    assert 1024 < int(done.stdout) < 64 * 1024
