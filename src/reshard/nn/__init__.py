@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from reshard.nn.activations.handle import Resharding, resharding_of
 from reshard.nn.activations.known import mark_replicated
+from reshard.nn.activations.single import pack_activation, unpack_activation
 from reshard.nn.activations.stats import Stats
 from reshard.nn.handle import ShardHandle
 from reshard.nn.input_resharding import input_reshard, resharded_activations
@@ -35,6 +36,7 @@ __all__ = [
     "input_reshard",
     "load_with_process_group",
     "mark_replicated",
+    "pack_activation",
     "remove_output_hooks",
     "reshard_output",
     "resharded_activations",
@@ -42,9 +44,12 @@ __all__ = [
     "shard_module",
     "shard_parameter",
     "shard_tensor",
+    "unpack_activation",
 ]
 
 _shard_tensor = shard_tensor
 _reshard_output = reshard_output
 _collect_local_shard = collect_local_shard
 _get_current_process_group = current_process_group
+_pack_hook_tp = pack_activation
+_unpack_hook_tp = unpack_activation

@@ -18,9 +18,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from reshard.bytesize import parse_bytes
 from reshard.errors import quoted
@@ -28,13 +26,11 @@ from reshard.nn.activations.frame import Frame
 from reshard.nn.activations.handle import Resharding
 from reshard.nn.activations.keeping import Keeper, Options
 from reshard.nn.activations.known import Known, Owned, sources_in
+from reshard.nn.activations.meeting import Meeting, group_of
 from reshard.nn.activations.restoring import restorer_of
 from reshard.nn.paths import find_module, matching
 
 __all__ = ["input_reshard", "resharded_activations"]
-
-Meeting = DeviceMesh | dist.ProcessGroup | None
-"""Where ranks meet that have the same inputs: a mesh of one axis, or a process group."""
 
 
 def input_reshard(
@@ -88,7 +84,7 @@ def resharded_activations(
 
 
 def _keeper(meeting: Meeting, options: dict[str, Any]) -> Keeper:
-    return Keeper(restorer_of(_group_of(meeting)), _options(**options))
+    return Keeper(restorer_of(group_of(meeting)), _options(**options))
 
 
 def _options(
@@ -103,34 +99,10 @@ def _options(
     return Options(parse_bytes(min_bytes), float(timeout), most, bool(check))
 
 
-def _group_of(meeting: Meeting) -> dist.ProcessGroup:
-    """The process group of ranks that have the same inputs, with this rank in it."""
-    if isinstance(meeting, DeviceMesh):
-        if meeting.ndim != 1:
-            names = meeting.mesh_dim_names or tuple(map(str, range(meeting.ndim)))
-            raise ValueError(
-                f"the mesh has {meeting.ndim} axes, {names}: give the one along which inputs are "
-                f'the same, such as mesh["{names[-1]}"]'
-            )
-        if meeting.get_coordinate() is None:
-            ranks = meeting.mesh.flatten().tolist()
-            raise ValueError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}")
-        return meeting.get_group()
-    if meeting is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
-        raise ValueError(f"rank {dist.get_rank()} is not in the process group that was given")
-    if meeting is not None and not isinstance(meeting, dist.ProcessGroup):
-        kind = type(meeting).__name__
-        raise TypeError(f"mesh_or_group is a {kind}: give a DeviceMesh or a process group")
-    group = meeting or dist.group.WORLD
-    if group is None:
-        raise RuntimeError("input_reshard needs a process group: call init_process_group first")
-    return group
-
-
 def _chosen(module: nn.Module, patterns: str | Sequence[str] | None) -> list[tuple[str, nn.Module]]:
     if patterns is None:
         return [("", module)]
-    paths = [path for path, _ in module.named_modules() if path]
+    paths = [path for path, _ in module.named_modules(remove_duplicate=False) if path]
     found: dict[str, nn.Module] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         matched = matching(pattern, paths)

@@ -8,7 +8,7 @@ user's own.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +16,18 @@ from reshard.nn.activations.checking import Checked, checksum_of, compare
 from reshard.nn.activations.keeping import Keeper, SavedTensor, SavedView
 from reshard.nn.activations.known import Known
 
-__all__ = ["Frame"]
+__all__ = ["Frame", "not_compiled"]
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
+
+
+def not_compiled(function: F) -> F:
+    """Keep torch.compile out of what looks after tensors; what the module does it may have."""
+    found: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    return found
 
 
 class _HandedOn:
@@ -48,14 +56,17 @@ class Frame:
         self._checked: list[Checked] | None = [] if check else None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
+    @not_compiled
     def __enter__(self) -> Frame:
         self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
         self._hooks.__enter__()
         return self
 
+    @not_compiled
     def __exit__(self, *error: object) -> None:
         self._hooks.__exit__(*error)
 
+    @not_compiled
     def finish(self) -> None:
         """After forward: raise if a budget was too small, or if what was kept is not equal."""
         if self._keeper.ledger is not None:
@@ -63,6 +74,7 @@ class Frame:
         if self._checked is not None:
             compare(self._checked, self._keeper.restorer.group)
 
+    @not_compiled
     def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _HandedOn:
         view = self._keeper.kept(saved, self._known, self._label)
         if view is not None:
@@ -74,5 +86,6 @@ class Frame:
             return _HandedOn(unpack, pack(saved))
         return SavedTensor(saved)
 
+    @not_compiled
     def _unpack(self, packed: SavedView | SavedTensor | _HandedOn) -> torch.Tensor:
         return packed.tensor()

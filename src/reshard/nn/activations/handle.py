@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.nn.activations.frame import Frame
+from reshard.nn.activations.frame import Frame, not_compiled
 from reshard.nn.activations.keeping import Keeper
 from reshard.nn.activations.known import Known, Owned, sources_in, tensors_in
 from reshard.nn.activations.stats import Stats
@@ -84,13 +84,18 @@ class Resharded:
         keeper = self.handle.keeper
         if not torch.is_grad_enabled() or len(keeper.restorer.ranks) == 1:
             return self.__wrapped__(*args, **kwargs)
-        self._check_dim(args, kwargs)
-        known = Known(sources_in(args, kwargs), keeper.restorer.ranks, self._owned)
-        checks, self._to_check = self._to_check, False
-        with Frame(keeper, known, self._path, checks) as frame:
+        with self._frame(args, kwargs) as frame:
             found = self.__wrapped__(*args, **kwargs)
         frame.finish()
         return found
+
+    @not_compiled
+    def _frame(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Frame:
+        self._check_dim(args, kwargs)
+        keeper = self.handle.keeper
+        known = Known(sources_in(args, kwargs), keeper.restorer.ranks, self._owned)
+        checks, self._to_check = self._to_check, False
+        return Frame(keeper, known, self._path, checks)
 
     def _check_dim(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         given = tensors_in(args, kwargs)
@@ -102,7 +107,8 @@ class Resharded:
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Resharded:
-        made = copy.copy(self)
+        made = object.__new__(Resharded)
+        vars(made).update(vars(self))
         made.__wrapped__ = copy.deepcopy(self.__wrapped__, memo)
         made._owned = Owned(made.__wrapped__.__self__)  # type: ignore[attr-defined]
         return made

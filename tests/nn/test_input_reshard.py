@@ -1,0 +1,392 @@
+"""Activations kept as shares: the same gradients to the last bit, and a real saving."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint
+
+from reshard.nn import (
+    input_reshard,
+    mark_replicated,
+    pack_activation,
+    resharding_of,
+    unpack_activation,
+)
+from tests.nn.blocks import MLP, Attention, Block
+from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
+from tests.soak import cases
+
+FOUR = range(4)
+HIDDEN = 32
+
+Make = Callable[[], nn.Module]
+Wrap = Callable[[nn.Module], object]
+
+
+def gradients(
+    model: nn.Module, x: torch.Tensor, call: Callable[..., torch.Tensor] | None = None
+) -> list[torch.Tensor]:
+    """The gradients of a model's parameters and of its input; dropout differs between ranks."""
+    torch.manual_seed(100 + dist.get_rank())
+    x = x.clone().requires_grad_(x.is_floating_point())
+    out = model(x) if call is None else call(model, x)
+    out.square().sum().backward()
+    found = [param.grad for param in model.parameters()] + [x.grad]
+    return [one for one in found if one is not None]
+
+
+def same(found: list[torch.Tensor], expected: list[torch.Tensor], hint: object = "") -> None:
+    assert len(found) == len(expected), hint
+    for one, two in zip(found, expected, strict=True):
+        assert torch.equal(local(one), local(two)), (hint, (local(one) - local(two)).abs().max())
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def check_same(make: Make, wrap: Wrap, x: torch.Tensor, call: Any = None) -> nn.Module:
+    """A model has the same gradients with and without shares, twice: the second time it guesses."""
+    expected = gradients(make(), x, call)
+    model = make()
+    wrap(model)
+    for turn in range(2):
+        model.zero_grad()
+        same(gradients(model, x, call), expected, turn)
+    return model
+
+
+def numbers(*size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def megatron_blocks(rank: int, size: int) -> None:
+    group = pool_group(size)
+    makers: list[Make] = [
+        lambda: MLP(HIDDEN, 64, group),
+        lambda: Attention(HIDDEN, 4, group),
+        lambda: Block(HIDDEN, group),
+        lambda: Block(HIDDEN, group, dropout=0.3),
+        lambda: nn.Sequential(Block(HIDDEN, group), Block(HIDDEN, group, dropout=0.1)),
+    ]
+    x = numbers(3, 5, HIDDEN)
+    for make in makers:
+        model = check_same(make, lambda one: input_reshard(one, group, 0), x)
+        stats = resharding_of(model).stats()
+        assert stats.bytes_saved > 0
+        assert stats.restores > 0
+    check_same(makers[-1], lambda one: input_reshard(one, group, 0, modules=["*", "*.mlp"]), x)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_D2_D27_megatron_blocks(pool: Pool, size: int) -> None:
+    pool.run(megatron_blocks, size, ranks=range(size))
+
+
+def norms(rank: int) -> None:
+    group = pool_group(4)
+    for batch in range(1, 18):
+        for make in (lambda: nn.LayerNorm(HIDDEN), lambda: nn.RMSNorm(HIDDEN)):
+            check_same(make, lambda one: input_reshard(one, group, 0), numbers(batch, HIDDEN))
+
+
+def test_D1_norms_of_every_batch(pool: Pool) -> None:
+    pool.run(norms, ranks=FOUR)
+
+
+def uneven(rank: int) -> None:
+    group = pool_group(4)
+    for rows in (1, 2, 3, 5, 7, 9):
+        for call in (None, checkpointed, checkpointed_again):
+            check_same(
+                lambda: MLP(HIDDEN, 64, group),
+                lambda one: input_reshard(one, group, -1),
+                numbers(rows, HIDDEN),
+                call,
+            )
+
+
+def checkpointed(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = checkpoint(model, x, use_reentrant=False)
+    return found
+
+
+def checkpointed_again(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = checkpoint(model, x, use_reentrant=True)
+    return found
+
+
+def test_D3_uneven_rows(pool: Pool) -> None:
+    pool.run(uneven, ranks=FOUR)
+
+
+class Parallel(nn.Module):
+    """What PyTorch's own tensor parallelism makes of two layers."""
+
+    def __init__(self, mesh: DeviceMesh, layers: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.net = nn.Sequential()
+        for _ in range(layers):
+            pair = nn.ModuleDict({"up": nn.Linear(HIDDEN, 64), "down": nn.Linear(64, HIDDEN)})
+            parallelize_module(pair, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            self.net.append(pair)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for pair in self.net:
+            x = x + pair["down"](F.gelu(pair["up"](x)))
+        return x
+
+
+_meshes: dict[tuple[int, ...], DeviceMesh] = {}
+
+
+def mesh_of(*sizes: int) -> DeviceMesh:
+    """A mesh of the first ranks, or of all eight on two axes; made once."""
+    if sizes not in _meshes:
+        if len(sizes) == 1:
+            _meshes[sizes] = DeviceMesh.from_group(pool_group(sizes[0]), "cpu")
+        else:
+            _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    return _meshes[sizes]
+
+
+def dtensor_layers(rank: int, size: int) -> None:
+    mesh = mesh_of(size)
+    for call in (None, checkpointed, checkpointed_again):
+        model = check_same(
+            lambda: Parallel(mesh, 2),
+            lambda one: input_reshard(one, mesh, 0),
+            numbers(6, HIDDEN),
+            call,
+        )
+        assert resharding_of(model).stats().bytes_saved > 0
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_B98_D2_tensor_parallel_layers_of_pytorch(pool: Pool, size: int) -> None:
+    pool.run(dtensor_layers, size, ranks=range(size))
+
+
+def on_two_axes(rank: int) -> None:
+    mesh = mesh_of(2, 4)
+    model = check_same(
+        lambda: Parallel(mesh["tp"], 1),
+        lambda one: input_reshard(one, mesh["tp"], 0),
+        numbers(6, HIDDEN),
+    )
+    assert resharding_of(model).stats().bytes_saved > 0
+
+    class Whole(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            spread = DTensor.from_local(x, mesh, [Shard(0), Replicate()])
+            found: torch.Tensor = (spread * spread.exp()).to_local()
+            return found
+
+    model = check_same(Whole, lambda one: input_reshard(one, mesh["tp"], 0), numbers(6, HIDDEN))
+    # What the product saves: the input, its exponential (which exp saves, too).
+    assert resharding_of(model).stats().bytes_seen == 2 * 2 * 6 * HIDDEN * 4
+
+
+def test_D25_a_mesh_of_two_axes(pool: Pool) -> None:
+    pool.run(on_two_axes)
+
+
+def kept_bytes(rank: int) -> None:
+    """The table of the papers, a quarter as wide: 4 layers, hidden 512 / 4."""
+    group, hidden, tokens = pool_group(4), 128, 512
+    whole = 4 * tokens * hidden * 4
+    for call in (checkpointed, None):
+        layers = nn.ModuleList([MLP(hidden, 4 * hidden, group) for _ in range(4)])
+        input_reshard(layers, group, 0, modules="*")
+        x = numbers(tokens, hidden).requires_grad_()
+        y = x
+        for layer in layers:
+            y = y + (layer(y) if call is None else call(layer, y))
+        stats = resharding_of(layers).stats()
+        assert stats.bytes_seen == whole
+        assert stats.bytes_kept == whole // 4
+        y.sum().backward()
+        stats = resharding_of(layers).stats()
+        assert stats.restores == 4
+        assert stats.collectives <= 5
+
+
+def test_kept_is_one_of_n(pool: Pool) -> None:
+    pool.run(kept_bytes, ranks=FOUR)
+
+
+def only_what_is_equal(rank: int) -> None:
+    """Parameters, statistics of norms and rank-local tensors stay, and are not gathered."""
+    mesh = mesh_of(4)
+    model = Parallel(mesh, 1)
+    input_reshard(model, mesh, 0)
+    x = numbers(8, HIDDEN).requires_grad_()
+    out = model(x)
+    assert resharding_of(model).stats().bytes_seen == 8 * HIDDEN * 4
+    out.sum().backward()
+    assert resharding_of(model).stats().collectives == 1
+
+
+def test_D26_only_inputs_are_kept_as_shares(pool: Pool) -> None:
+    pool.run(only_what_is_equal, ranks=FOUR)
+
+
+def training(rank: int, call: Any) -> None:
+    group, steps = pool_group(4), cases(10, 50)
+
+    def trained(wrap: bool) -> list[torch.Tensor]:
+        model = nn.Sequential(Block(HIDDEN, group), Block(HIDDEN, group, dropout=0.1))
+        if wrap:
+            input_reshard(model, group, 0, modules=["*.mlp", "*.attention"])
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        torch.manual_seed(100 + rank)
+        for step in range(steps):
+            x = numbers(2, 4, HIDDEN, seed=step)
+            loss = (model(x) if call is None else call(model, x)).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        return [param.detach() for param in model.parameters()]
+
+    same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("call", [None, checkpointed], ids=["plain", "checkpoint"])
+def test_weights_stay_the_same(pool: Pool, call: Any) -> None:
+    pool.run(training, call, ranks=FOUR)
+
+
+class Odd(nn.Module):
+    """Saves views of its inputs, with all kinds of strides."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        one = x.t() * x.t().exp()
+        two = (x.reshape(-1) * x.flatten()).sum() * scale
+        three = x[:, ::2].square().sum() + x[1:].pow(3).sum() + (x * mask).sin().sum()
+        return (one * one).sum() + two.exp() + three
+
+
+def odd_tensors(rank: int) -> None:
+    group = pool_group(4)
+    mask = numbers(6, 8) > 0
+    for like in (numbers(6, 8), numbers(8, 6).t(), numbers(12, 8)[::2]):
+        check_same(
+            Odd,
+            lambda one: input_reshard(one, group, 1),
+            like,
+            partial(with_strides, stride=like.stride(), mask=mask),
+        )
+
+
+def with_strides(
+    model: nn.Module, x: torch.Tensor, stride: tuple[int, ...], mask: torch.Tensor
+) -> torch.Tensor:
+    strange = torch.empty_strided(x.shape, stride).copy_(x)
+    found: torch.Tensor = model(strange, mask, torch.tensor(0.001))
+    return found
+
+
+def test_D24_views_strides_masks_and_scalars(pool: Pool) -> None:
+    pool.run(odd_tensors, ranks=FOUR)
+
+
+def every_dtype(rank: int) -> None:
+    group = pool_group(4)
+    kinds = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.uint16]
+    kinds += [torch.float8_e4m3fn, torch.float64]
+    for kind in kinds:
+        for size in ((), (0, 3), (3,), (7,), (5, 3)):
+            raw = numbers(*size).mul(10).abs()
+            x = raw.to(torch.int64).to(kind) if not kind.is_floating_point else raw.to(kind)
+            kept = pack_activation(group, 0, x)
+            found = unpack_activation(group, 0, kept)
+            assert found.dtype == x.dtype
+            assert found.stride() == x.stride()
+            as_bytes = [one.contiguous().reshape(-1).view(torch.uint8) for one in (found, x)]
+            assert torch.equal(*as_bytes), (kind, size)
+
+
+def test_D24_every_dtype(pool: Pool) -> None:
+    pool.run(every_dtype, ranks=FOUR)
+
+
+def strided_shards(rank: int) -> None:
+    mesh = mesh_of(4)
+    full = numbers(8, 6)
+    for place in (Shard(0), _StridedShard(0, split_factor=2)):
+        cut = DTensor.from_local(full.chunk(4)[rank].clone(), mesh, [Shard(0)])
+        if isinstance(place, _StridedShard):
+            cut = DTensor(
+                cut._local_tensor,
+                cut._spec.__class__(mesh, (place,), tensor_meta=cut._spec.tensor_meta),
+                requires_grad=False,
+            )
+        found = unpack_activation(mesh, 0, cut)
+        assert isinstance(found, DTensor)
+        assert found.placements == (Replicate(),)
+    assert unpack_activation(mesh, 0, full) is full
+
+
+def test_B100_strided_shards_become_whole(pool: Pool) -> None:
+    pool.run(strided_shards, ranks=FOUR)
+
+
+def marked(rank: int) -> None:
+    group = pool_group(4)
+
+    class Normed(MLP):
+        def __init__(self) -> None:
+            super().__init__(HIDDEN, 64, group)
+            self.norm = nn.LayerNorm(HIDDEN)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(mark_replicated(self.norm(x)))
+
+    model = check_same(Normed, lambda one: input_reshard(one, group, 0), numbers(8, HIDDEN))
+    # The norm saves the input, and the first layer what is marked; two turns.
+    assert resharding_of(model).stats().bytes_seen == 2 * 2 * 8 * HIDDEN * 4
+
+
+def test_marked_tensors_are_kept_as_shares(pool: Pool) -> None:
+    pool.run(marked, ranks=FOUR)
+
+
+def left_alone(rank: int) -> None:
+    group = pool_group(4)
+    model = MLP(HIDDEN, 64, group)
+    before = vars(model).copy()
+    assert input_reshard(model, group) is model
+    assert input_reshard(model, tp_device_mesh=group, input_reshard_dim=None) is model
+    assert vars(model) == before
+    names = [name for name, _ in model.named_parameters()]
+    assert input_reshard(model, tp_device_mesh=group, input_reshard_dim=0) is model
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == names
+    resharding_of(model).remove()
+    assert vars(model) == before
+    resharding_kept = input_reshard(model, group, 0)
+    resharding_of(resharding_kept).remove()
+    with pytest.raises(ValueError, match="is not resharded: call input_reshard"):
+        resharding_of(model)
+
+
+def test_B97_B101_left_alone(pool: Pool) -> None:
+    pool.run(left_alone, ranks=FOUR)
