@@ -34,12 +34,9 @@ def as_rules(rules: Rules | str | Path | None, storage: Storage) -> Rules | None
 
     loaded = Rules.load(rules)
     config = config_of(storage)
-    if config is None:
-        return loaded
     try:
-        numbers = numbers_of(config)
-    except RulesError:  # the config of something else
+        numbers = numbers_of(config or {})
+    except RulesError:  # no config, or that of something else
         return loaded
-    open_ = [key for key, number in loaded.numbers.items() if number is None]
-    missing = {key: numbers[key] for key in open_ if key in numbers}
-    return Rules.load(rules, fsdp=None, **missing)
+    known = {key: number for key, number in numbers.items() if key in loaded.numbers}
+    return Rules.load(rules, fsdp=None, **known)

@@ -80,6 +80,8 @@ class Storage(ABC):
     root: str
     """The path or address that was opened."""
     is_local: bool
+    is_file: bool
+    """Whether the root is a single file, which is then all there is."""
 
     @abstractmethod
     def list(self) -> tuple[StoredFile, ...]:
@@ -151,6 +153,7 @@ class LocalStorage(Storage):
         self._only = path.name if path.is_file() else None
         if self._only is None and not path.is_dir():
             raise CheckpointError(f"{root} is neither a folder nor a file")
+        self.is_file = self._only is not None
         self._folder = path.parent if self._only else path
         self._real = os.path.realpath(self._folder)
 
@@ -291,10 +294,12 @@ class RemoteStorage(Storage):
         self._sizes: dict[str, int] = {}
         self._files, self._base = self._connect(root)
         self._only: str | None = None
+        self.is_file = False
         info = self._ask(self.root, "info", self._base)
         # Over http a folder is a page, and so a file: only a name that is one counts as one.
         if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
             self._base, _, self._only = self._base.rpartition("/")
+            self.is_file = True
             self.root = self.root.rpartition("/")[0]
 
     def list(self) -> tuple[StoredFile, ...]:

@@ -82,15 +82,12 @@ def _join(
             )
     locals_ = {rank: tensor.shape for rank, (_, tensor) in held.items()}
     shape = shape if shape is not None else _global_shape(name, layout, locals_, ranks)
+    expected = {rank: _local_shape(layout, rank, shape) for rank in ranks}
+    _check_absent(name, layout, locals_, expected, ranks)
     pieces: list[StoredPiece] = []
-    for rank, where in ranks.items():
-        mine = held.get(rank)
-        expected = _local_shape(layout, rank, shape)
-        if mine is None and expected is not None and 0 not in expected:
-            raise DamageError(f"{where} has no tensor {quoted(name)}, of which it holds {expected}")
-        if mine is not None:
-            _check_local(name, layout, shape, expected, mine)
-            pieces += _stored(mine, layout.pieces(rank, shape))
+    for rank, mine in held.items():
+        _check_local(name, layout, shape, expected[rank], mine)
+        pieces += _stored(mine, layout.pieces(rank, shape))
     return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
 
 
@@ -105,6 +102,25 @@ def _check_layout(name: str, layout: Layout) -> None:
 def _local_shape(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
     """The shape of a rank's local tensor; None if it holds nothing of it."""
     return None if layout.holds(rank) is None else layout.local_shape(rank, shape)
+
+
+def _check_absent(
+    name: str,
+    layout: Layout,
+    locals_: Mapping[int, tuple[int, ...]],
+    expected: Mapping[int, tuple[int, ...] | None],
+    ranks: Mapping[int, str],
+) -> None:
+    """A rank may lack a tensor of which it holds nothing, and that only if all the others fit."""
+    absent = [rank for rank, shape in expected.items() if rank not in locals_ and shape is not None]
+    fits = all(expected[rank] == shape for rank, shape in locals_.items())
+    for rank in absent:
+        shape = expected[rank]
+        if not fits or (shape is not None and 0 not in shape):
+            raise DamageError(
+                f'{ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
+                f"{layout.mesh} puts on rank {rank} too"
+            )
 
 
 def _check_local(
