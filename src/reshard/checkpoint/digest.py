@@ -42,8 +42,8 @@ COLUMNS = 256
 """Words of one dot product: ``COLUMNS * 2**16 * 2**29 <= 2**53``."""
 BLOCK = 1 << 15
 """Words that are widened to float64 at a time: they stay in the cache of a core."""
-KEPT = 4096
-"""The longest row of powers that is kept for the next call."""
+ROWS = 2048
+"""Sums of products that are reduced at a time: their temporary arrays stay small and in cache."""
 
 Array = np.ndarray[Any, Any]
 Dims = tuple[tuple[int, int], ...]
@@ -133,12 +133,29 @@ def _value(words: Array, dims: Dims) -> int:
     at = (slice(None),) * (first - 1)
     grouped = (*before, (main // group, step * group), (group, step), *after)
     body = words[(*at, slice(0, main))].reshape([length for length, _ in grouped])
-    value = _contracted(_dots(body, grouped, first), grouped[:first])
+    value = _sum_of_rows(body, grouped, first)
     if main < length:
         rest = words[(*at, slice(main, length))]
         tail = _value(rest, (*before, (length - main, step), *after))
         value += tail * pow(G, main * step, MODULUS)
     return value % MODULUS
+
+
+def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
+    """The value of an array whose first ``num_rows`` dims are rows, a few thousand rows a time."""
+    rows = prod(length for length, _ in dims[:num_rows])
+    if rows <= ROWS:
+        return _contracted(_dots(words, dims, num_rows), dims[:num_rows])
+    length, step = dims[0]
+    if length == 1:
+        return _sum_of_rows(words[0], dims[1:], num_rows - 1)
+    most = max(ROWS // (rows // length), 1)
+    total = 0
+    for at in range(0, length, most):
+        part = words[at : at + most]
+        value = _sum_of_rows(part, ((len(part), step), *dims[1:]), num_rows)
+        total += value * pow(G, at * step, MODULUS)
+    return total % MODULUS
 
 
 def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
@@ -179,18 +196,17 @@ def _contracted(sums: Array, rows: Dims) -> int:
     """Multiply the sums of the rows with the powers of their places, and add up."""
     lanes = []
     for prime, lane in zip(PRIMES, sums, strict=True):
-        values = _reduced(lane.astype(np.int64), prime).reshape([length for length, _ in rows])
-        for length, step in reversed(rows):
-            products = _reduced(values * _powers(prime, step, length), prime)
-            values = _reduced(products.sum(axis=-1), prime)
-        lanes.append(int(values))
+        values = _reduced(lane.astype(np.int64), prime)
+        values *= _weights(prime, rows)
+        lanes.append(int(_reduced(values, prime).sum()) % prime)
     return _joined(lanes)
 
 
 def _reduced(values: Array, prime: int) -> Array:
     """The remainders; dividing by one number is much faster in numpy than its ``%``."""
-    remainders: Array = values - values // prime * prime
-    return remainders
+    times: Array = values // prime
+    times *= prime
+    return np.subtract(values, times, out=times)
 
 
 def _joined(lanes: Sequence[int]) -> int:
@@ -201,26 +217,20 @@ def _joined(lanes: Sequence[int]) -> int:
 @lru_cache(maxsize=64)
 def _column_weights(dims: Dims) -> Array:
     """The powers at the places of the columns: primes x columns, as float64."""
-    rows = []
-    for prime in PRIMES:
-        weights = np.ones(1, dtype=np.int64)
-        for length, step in dims:
-            weights = _reduced(np.multiply.outer(weights, _powers(prime, step, length)), prime)
-        rows.append(weights.ravel())
-    return np.array(rows, dtype=np.float64)
+    return np.array([_weights(prime, dims) for prime in PRIMES], dtype=np.float64)
+
+
+@lru_cache(maxsize=256)
+def _weights(prime: int, dims: Dims) -> Array:
+    """The powers of G modulo a prime at all places of these dims, in row-major order."""
+    weights = np.ones(1, dtype=np.int64)
+    for length, step in dims:
+        weights = _reduced(np.multiply.outer(weights, _powers(prime, step, length)), prime)
+    return weights.ravel()
 
 
 def _powers(prime: int, step: int, length: int) -> Array:
     """The powers 0, step, 2 step, ... of G modulo a prime."""
-    return _kept_powers(prime, step, length) if length <= KEPT else _new_powers(prime, step, length)
-
-
-@lru_cache(maxsize=256)
-def _kept_powers(prime: int, step: int, length: int) -> Array:
-    return _new_powers(prime, step, length)
-
-
-def _new_powers(prime: int, step: int, length: int) -> Array:
     powers = np.ones(length, dtype=np.int64)
     done, factor = 1, pow(G, step, prime)
     while done < length:
