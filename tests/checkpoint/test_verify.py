@@ -230,6 +230,25 @@ def test_one_file_of_a_checkpoint(tmp_path: Path) -> None:
     assert verify(path).problems[0].kind == "damage"
 
 
+def test_in_an_object_store(tmp_path: Path) -> None:
+    """Read by ranges through fsspec, and as sound or damaged as a local one."""
+    fsspec = pytest.importorskip("fsspec")
+    write_sharded(tmp_path, small(), by_rows(small(), 2), checksums=64)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(tmp_path), "/verify-test", recursive=True)
+    try:
+        assert verify("memory://verify-test").ok
+        assert verify("memory://verify-test", tmp_path).ok
+        path = next(p for p in memory.ls("/verify-test", detail=False) if p.endswith("tensors"))
+        content = bytearray(memory.cat(path))
+        content[-1] ^= 128
+        memory.pipe(path, bytes(content))
+        report = verify("memory://verify-test", tmp_path)
+        assert {problem.kind for problem in report.problems} == {"damage", "values"}
+    finally:
+        memory.rm("/verify-test", recursive=True)
+
+
 def test_what_is_no_checkpoint(tmp_path: Path) -> None:
     for bad in (tmp_path / "absent", tmp_path):
         with pytest.raises(CheckpointError):

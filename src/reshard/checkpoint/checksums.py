@@ -46,7 +46,11 @@ CHUNK = 4 << 20
 WIDTH = 16
 """Bytes of one checksum."""
 MAX_SIDECAR = 256 << 20
-"""The largest sidecar that is read: enough for some 6 million chunks."""
+"""The largest sidecar that is read: enough for some 6 million chunks, 24 TiB."""
+ROOM = 32 << 20
+"""What a sidecar may always have, for names and for many small tensors."""
+PER_BYTE = 1 << 15
+"""Bytes of a checkpoint for each further byte of its sidecar, three times what chunks take."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -129,7 +133,7 @@ _ADVICE = "restore it from a copy, or delete it to go on without checksums"
 
 def load(storage: Storage) -> Checksums | None:
     """The checksums of a checkpoint, or None if it has none."""
-    listed = {file.path for file in storage.list()}
+    listed = {file.path: file.size for file in storage.list()}
     if SIDECAR not in listed and len(listed) != 1:
         return None
     try:
@@ -139,8 +143,11 @@ def load(storage: Storage) -> Checksums | None:
             raise
         return None  # a single file, with nothing beside it
     where = f"{storage.root}/{SIDECAR}"
-    if size > MAX_SIDECAR:
-        raise DamageError(f"{where} has {size} bytes, at most {MAX_SIDECAR} are read: {_ADVICE}")
+    # No more than a checkpoint of this size can need: what is read is held in memory.
+    others = sum(listed.values()) - listed.get(SIDECAR, 0)
+    most = min(ROOM + others // PER_BYTE, MAX_SIDECAR)
+    if size > most:
+        raise DamageError(f"{where} has {size} bytes, at most {most} are read: {_ADVICE}")
     return Checksums.from_bytes(storage.read(SIDECAR, 0, size), where)
 
 

@@ -226,7 +226,7 @@ def _digests(
     side: Source, names: list[str], budget: Budget, count: Callable[[int], None]
 ) -> dict[str, str]:
     """The digests of these tensors; damage is raised."""
-    readers = [StoredReader(side, side.catalog.tensors[name]) for name in names]
+    readers = (StoredReader(side, side.catalog.tensors[name]) for name in names)
     found = dict(digests_of(readers, budget, count, _raise))
     side.checker.finish(side.storage)
     return found

@@ -51,8 +51,6 @@ class Examined:
     """The digest of each tensor that could be read."""
     problems: list[Problem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    num_bytes: int = 0
-    """Bytes of tensors that were read."""
     checked_bytes: int = 0
     """Bytes of files that were compared with checksums."""
 
@@ -71,10 +69,9 @@ def examine(
     """
     damaged: list[tuple[str, Chunk, bytes]] = []
     source.checker.tell(lambda *chunk: damaged.append(chunk))
-    readers = list(_readers(source, found))
+    readers = _readers(source, found)
     for name, result in digests_of(readers, budget, progress, found.add):
         found.digests[name] = result
-    found.num_bytes = sum(reader.tensor.num_bytes for reader in readers)
     if source.checksums is None:
         return
     _check_files(source, source.checksums, budget, found)
