@@ -95,8 +95,9 @@ def _facts(report: Inspection) -> Iterator[str]:
         yield f"objects  {len(report.objects)} that are no tensors, {size}: {_few(report.objects)}"
     if report.files:
         sizes = [file.size for file in report.files]
-        spread = f"{format_bytes(min(sizes))} to {format_bytes(max(sizes))}"
-        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))} ({spread})"
+        least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+        each = f"each {least}" if least == most else f"from {least} to {most}"
+        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}, {each}"
     if report.others:
         paths = [file.path for file in report.others]
         yield f"others   {len(paths)} that hold no tensors: {_few(paths)}"
