@@ -112,14 +112,31 @@ def test_counts_and_places_are_those_of_numpy(data: st.DataObject) -> None:
 def test_how_far_apart(dtype: str, one: list, two: list, largest: float | None) -> None:
     left, right = (np.array(values, dtype=dtype) for values in (one, two))
     word = f"u{left.itemsize}"
-    found = between(left.view(word), right.view(word), dtype, Box.whole(left.shape))
+    found = between(left.view(word), right.view(word), (dtype, dtype), Box.whole(left.shape))
     assert found is not None
     assert found.largest == largest
 
 
+def test_other_dtypes_are_compared_as_numbers(tmp_path: Path) -> None:
+    values = np.array([1.0, 2.5, np.nan, np.inf, -0.0, 1.001], np.float32)
+    rounded = (values.view(np.uint32) >> 16).astype(np.uint16)  # bfloat16 is the upper half
+    exact = values.astype(np.float64).view(np.uint64)
+    whole = {"w": [Box((0,), (6,))]}
+    write_sharded(tmp_path / "a", {"w": floats(values)}, whole)
+    write_sharded(tmp_path / "b", {"w": ("bfloat16", rounded)}, whole)
+    write_sharded(tmp_path / "c", {"w": ("float64", exact)}, whole)
+    (found,) = diff(tmp_path / "a", tmp_path / "b").changed
+    assert (found.count, found.first) == (1, (5,))
+    assert found.largest == pytest.approx(0.001, rel=1e-3)
+    assert "dtype float32 and bfloat16, numbers differ, by at most 0.001" in str(found)
+    report = diff(tmp_path / "a", tmp_path / "c")
+    assert not report.equal
+    assert str(report.changed[0]) == "w: dtype float32 and float64, the same numbers"
+
+
 def test_equal_bits_are_no_difference_even_of_nans() -> None:
     nan = np.full(3, np.nan, np.float64).view(np.uint64)
-    assert between(nan, nan.copy(), "float64", Box((0,), (3,))) is None
+    assert between(nan, nan.copy(), ("float64", "float64"), Box((0,), (3,))) is None
 
 
 def test_damage_is_an_error(tmp_path: Path) -> None:

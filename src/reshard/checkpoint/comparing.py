@@ -58,28 +58,32 @@ def difference(
     budget: Budget,
     read: Callable[[int], None] = lambda num_bytes: None,
 ) -> Difference | None:
-    """Compare two stored tensors of one shape and dtype; None if every bit is the same."""
-    dtype = left.tensor.dtype
+    """Compare two stored tensors of one shape; None if all is the same.
+
+    Of one dtype their bits are compared, of two dtypes the numbers that these stand for.
+    """
+    dtypes = left.tensor.dtype, right.tensor.dtype
 
     def work(box: Box, buffers: tuple[Buffers, Buffers]) -> Difference | None:
-        mine = left.read(box, buffers[0])
-        found = between(mine, right.read(box, buffers[1]), dtype, box)
-        read(2 * mine.nbytes)
-        return found
+        mine, theirs = left.read(box, buffers[0]), right.read(box, buffers[1])
+        read(mine.nbytes + theirs.nbytes)
+        return between(mine, theirs, dtypes, box)
 
     def make() -> tuple[Buffers, Buffers]:
         return Buffers(budget.window, casts=False), Buffers(budget.window, casts=False)
 
+    wider = max(left, right, key=lambda side: side.tensor.num_bytes)
     total: Difference | None = None
-    for _, found in in_order(work, left.rows(budget.window), budget.workers, make):
+    for _, found in in_order(work, wider.rows(budget.window), budget.workers, make):
         if found is not None:
             total = found if total is None else total | found
     return total
 
 
-def between(left: Array, right: Array, dtype: str, box: Box) -> Difference | None:
+def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
     """How two arrays of raw elements of a box differ."""
-    apart = bits_differ(left, right)
+    is_one = dtypes[0] == dtypes[1]
+    apart = bits_differ(left, right) if is_one else _values_differ(left, right, dtypes)
     flat = np.flatnonzero(apart)
     if not len(flat):
         return None
@@ -91,24 +95,45 @@ def between(left: Array, right: Array, dtype: str, box: Box) -> Difference | Non
         high.append(int(here[-1]) + 1 + box.start[dim])
     at = np.unravel_index(flat[0], apart.shape) if apart.ndim else ()
     first = tuple(int(index) + start for index, start in zip(at, box.start, strict=True))
-    largest = max(_distances(left, right, flat, dtype), default=None)
+    largest = max(_distances(left, right, flat, dtypes), default=None)
     return Difference(len(flat), first, Box(tuple(low), tuple(high)), largest)
 
 
-def _distances(left: Array, right: Array, flat: Array, dtype: str) -> Iterator[float | int]:
+def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
+    """Which elements stand for other numbers; a NaN is like any other NaN."""
+    apart = np.empty(left.shape, dtype=bool)
+    flat, pair = apart.reshape(-1), (left.reshape(-1), right.reshape(-1))
+    for at in range(0, len(flat), BLOCK):
+        one, two = (
+            _as_float(side[at : at + BLOCK], dtype)
+            for side, dtype in zip(pair, dtypes, strict=True)
+        )
+        flat[at : at + BLOCK] = (one != two) & ~(np.isnan(one) & np.isnan(two))
+    return apart
+
+
+def _distances(
+    left: Array, right: Array, flat: Array, dtypes: tuple[str, str]
+) -> Iterator[float | int]:
     """The largest distance of each block of the differing elements."""
+    whole = dtypes[0] == dtypes[1] and dtypes[0].startswith(("int", "uint", "bool"))
     for at in range(0, len(flat), BLOCK):
         here = flat[at : at + BLOCK]
         pair = left.reshape(-1)[here], right.reshape(-1)[here]
-        if dtype.startswith(("int", "uint", "bool")):
-            yield _whole_distance(*pair, dtype)
-        elif dtype not in ("complex32", "float8_e8m0fnu"):
-            one, two = (_as_float(side, dtype) for side in pair)
+        if whole:
+            yield _whole_distance(*pair, dtypes[0])
+        elif all(map(is_number, dtypes)):
+            one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
             with np.errstate(invalid="ignore", over="ignore"):
                 apart = np.abs(one - two)
             apart = apart[~np.isnan(apart)]
             if len(apart):
                 yield float(apart.max())
+
+
+def is_number(dtype: str) -> bool:
+    """Whether elements can be turned into numbers that can be subtracted."""
+    return dtype not in ("complex32", "float8_e8m0fnu")
 
 
 def _whole_distance(left: Array, right: Array, dtype: str) -> int:

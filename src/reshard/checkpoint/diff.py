@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box
 from reshard.checkpoint.catalog import StoredTensor
-from reshard.checkpoint.comparing import Difference, difference
+from reshard.checkpoint.comparing import Difference, difference, is_number
 from reshard.checkpoint.examining import Problem, digests_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, opened
 from reshard.errors import DamageError, quoted
@@ -37,7 +37,7 @@ class TensorDiff:
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
     dtypes: tuple[str, str]
     count: int | None = None
-    """Elements that differ; None where shapes or dtypes do."""
+    """Elements that differ, as numbers where dtypes differ; None where they cannot be compared."""
     first: tuple[int, ...] | None = None
     """The index of the first of them."""
     box: Box | None = None
@@ -50,10 +50,11 @@ class TensorDiff:
     def __str__(self) -> str:
         if self.shapes[0] != self.shapes[1]:
             return f"{self.name}: shape {self.shapes[0]} and {self.shapes[1]}"
-        if self.dtypes[0] != self.dtypes[1]:
-            return f"{self.name}: dtype {self.dtypes[0]} and {self.dtypes[1]}"
-        (one, at), (two, other) = self.places
         apart = "" if self.largest is None else f", by at most {self.largest:.6g}"
+        if self.dtypes[0] != self.dtypes[1]:
+            values = {None: "", 0: ", the same numbers"}.get(self.count, f", numbers differ{apart}")
+            return f"{self.name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
+        (one, at), (two, other) = self.places
         count = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
         return (
             f"{self.name}: {count}{apart}, all within {self.box}, the first at {self.first} "
@@ -239,11 +240,14 @@ def _raise(problem: Problem) -> None:
 def _compared(left: Source, right: Source, name: str, budget: Budget) -> Iterator[TensorDiff]:
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
     shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
-    if not _alike(mine, theirs):
+    if mine.shape != theirs.shape or not (_alike(mine, theirs) or all(map(is_number, dtypes))):
         yield TensorDiff(name, shapes, dtypes)
         return
     readers = StoredReader(left, mine), StoredReader(right, theirs)
     found: Difference | None = difference(*readers, budget)
+    if found is None and not _alike(mine, theirs):
+        yield TensorDiff(name, shapes, dtypes, 0)
+        return
     if found is None:
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
