@@ -3,28 +3,30 @@
 Tensors come one after the other, and nobody knows how many there will be. All stay whole until the
 budget is reached; then the oldest give way, which backward needs last: first those that are equal
 on all ranks are cut into shares, then, where there is a host to go to, the others are offloaded,
-and last the shares. Room for the two largest that must be made whole again is set aside.
+and last the shares.
 
-    budget 10, 4 ranks, tensors of 4 that are equal on all ranks:
-    4           ->  4                    whole
-    4 4         ->  4 4
-    4 4 4       ->  1 1 1 + 4 + 4        three shares, and room for two
+What was kept elsewhere must have room when it is made whole again. Backward goes from the last to
+the first, so all that came later is gone by then:
+
+    budget 9, 4 ranks, tensors of 4 that are equal on all ranks
+    4 4            8
+    4 4 4         12 is too much
+    1 4 4          9 fits; and later the first is made whole: 1 + 4
 
 Nothing but sizes and order decides, so that all ranks decide alike.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from reshard.bytesize import format_bytes
 from reshard.errors import MemoryCapError
 
-__all__ = ["Entry", "Ledger", "Place"]
+__all__ = ["HOST", "SHARE", "WHOLE", "Entry", "Ledger"]
 
 WHOLE, SHARE, HOST = "whole", "share", "host"
-Place = str
-"""Where an entry is kept: whole on the device, a share on the device, or on the host."""
 
 
 @dataclass(eq=False, slots=True)
@@ -35,7 +37,7 @@ class Entry:
     is_equal: bool
     """Whether all ranks have the same, so that each may keep a share."""
     can_offload: bool
-    place: Place = WHOLE
+    place: str = WHOLE
     kept: int = field(init=False)
     """Bytes on the device."""
 
@@ -46,12 +48,12 @@ class Entry:
 class Ledger:
     """What is kept now, and what has to give way.
 
-    >>> ledger = Ledger(10, num_ranks=4)
+    >>> ledger = Ledger(9, num_ranks=4)
     >>> entries = [Entry(4, True, False) for _ in range(3)]
     >>> [[each.place for each in ledger.add(entry)] for entry in entries]
-    [[], [], ['share', 'share', 'share']]
+    [[], [], ['share']]
     >>> ledger.kept, ledger.room
-    (3, 7)
+    (9, 0)
     """
 
     def __init__(self, budget: int, num_ranks: int) -> None:
@@ -59,23 +61,26 @@ class Ledger:
         self._num_ranks = num_ranks
         self._entries: dict[Entry, None] = {}
         self.kept = 0
-        self._needed = 0
+        self.smallest = 0
         """The smallest budget that would have done so far."""
 
     @property
     def room(self) -> int:
-        """Bytes that are left for tensors that are made whole again."""
+        """Bytes that are left now, for tensors that are made whole again."""
         return self.budget - self.kept
 
     def add(self, entry: Entry) -> list[Entry]:
         """Count one more; gives the entries that are kept elsewhere from now on."""
         self._entries[entry] = None
         self.kept += entry.size
-        self._needed = max(self._needed, self._least())
+        if self.kept <= self.budget and self.kept == sum(one.size for one in self._entries):
+            self.smallest = max(self.smallest, min(self.kept, self._least()))
+            return []
+        self.smallest = max(self.smallest, self._least())
         moved: dict[Entry, None] = {}
-        for step in (self._to_share, self._to_host):
+        for step in (self._to_share, self._local_to_host, self._to_host):
             for one in list(self._entries):
-                if self._fits():
+                if self._peak(lambda each: each.kept) <= self.budget:
                     return list(moved)
                 if step(one):
                     moved[one] = None
@@ -88,24 +93,26 @@ class Ledger:
 
     def check(self) -> None:
         """Raise if the budget was not enough, with the smallest that is."""
-        if self._needed > self.budget:
+        if self.smallest > self.budget:
             raise MemoryCapError(
                 f"a budget of {format_bytes(self.budget)} ({self.budget} bytes) for saved "
-                f"activations: the smallest that works here is {self._needed} bytes "
-                f"({format_bytes(self._needed)}); give at least that, or more ranks"
+                f"activations: the smallest that works here is {self.smallest} bytes "
+                f"({format_bytes(self.smallest)}); give at least that, or more ranks"
             )
 
-    def _fits(self) -> bool:
-        return self.kept + _two_largest(one for one in self._entries if one.place != WHOLE) <= (
-            self.budget
-        )
+    def _peak(self, kept: Callable[[Entry], int]) -> int:
+        """The most that is ever there, if backward goes from the last to the first."""
+        peak = total = before = 0
+        for one in self._entries:
+            total += kept(one)
+            # An operation may need two of them at the same time.
+            whole = one.size if kept(one) < one.size else 0
+            peak = max(peak, total + whole + (before if whole else 0))
+            before = whole
+        return peak
 
     def _least(self) -> int:
-        """The bytes without which what is there now cannot be kept and made whole again."""
-        kept = sum(self._least_of(one) for one in self._entries)
-        whole = sum(one.size for one in self._entries)
-        moved = (one for one in self._entries if one.is_equal or one.can_offload)
-        return min(whole, kept + _two_largest(moved))
+        return min(sum(one.size for one in self._entries), self._peak(self._least_of))
 
     def _least_of(self, entry: Entry) -> int:
         if entry.can_offload:
@@ -121,17 +128,15 @@ class Ledger:
         self._put(entry, SHARE, self._share(entry))
         return True
 
+    def _local_to_host(self, entry: Entry) -> bool:
+        return not entry.is_equal and self._to_host(entry)
+
     def _to_host(self, entry: Entry) -> bool:
         if not entry.can_offload or entry.place == HOST:
             return False
         self._put(entry, HOST, 0)
         return True
 
-    def _put(self, entry: Entry, place: Place, kept: int) -> None:
+    def _put(self, entry: Entry, place: str, kept: int) -> None:
         self.kept += kept - entry.kept
         entry.place, entry.kept = place, kept
-
-
-def _two_largest(entries: object) -> int:
-    sizes = sorted((one.size for one in entries), reverse=True)  # type: ignore[attr-defined]
-    return sum(sizes[:2])

@@ -42,6 +42,10 @@ _given_up: deque[TCPStore] = deque(maxlen=4)
 """Stores of teams that were not made: others may still ask them, and should hear an answer."""
 
 
+CATCH_UP_SECONDS = 0.5
+"""How long one who comes to a failed attempt waits for the others to begin another."""
+
+
 TELL_SECONDS = 0.3
 """How long one who gives up may take to say why: others see at once that it is gone."""
 
@@ -69,7 +73,7 @@ def _made(group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float, what
     try:
         return making.run()
     except BaseException:
-        attempts[ranks] += 1
+        attempts[ranks] = making.attempt + 1
         raise
     finally:
         making.crossing.close()
@@ -131,17 +135,24 @@ class _Making:
         attempt: int,
         others: Mapping[tuple[int, ...], Team],
     ) -> None:
-        self.others = others
-        self.failed = f"failed/{attempt}"
-        """The key that says why this attempt came to nothing."""
+        self.others, self.attempt = others, attempt
         self.rank, self.ranks, self.timeout, self.what = dist.get_rank(), ranks, timeout, what
         name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         self.home: Store = group.get_group_store()
         self.caller: Store = PrefixStore(f"reshard/{name}", self.home)
-        self.address = f"address/{attempt}"
         self.store: TCPStore | None = None
         self.line: Line | None = None
         self.crossing = Crossing(self.home, self.rank, ranks, what, -1 - attempt)
+
+    @property
+    def failed(self) -> str:
+        """The key that says why this attempt came to nothing."""
+        return f"failed/{self.attempt}"
+
+    @property
+    def address(self) -> str:
+        """The key that says where the store of this attempt is."""
+        return f"address/{self.attempt}"
 
     @property
     def leader(self) -> int:
@@ -155,8 +166,20 @@ class _Making:
             self._tell(error)
             raise
 
+    def _catch_up(self) -> None:
+        """Join the attempt that the others make, where this rank has left out some that failed."""
+        end = time.monotonic() + min(CATCH_UP_SECONDS, self.timeout)
+        while self.caller.check([self.failed]) and time.monotonic() < end:
+            if self.caller.check([f"begun/{self.attempt + 1}"]):
+                self.attempt += 1
+            else:
+                time.sleep(0.01)
+        self.caller.set(f"begun/{self.attempt}", "")
+        self.crossing.call = -1 - self.attempt
+
     def _make(self) -> Team:
         try:
+            self._catch_up()
             self.store = self._open_store()
             return self._shake_hands(self.store)
         except dist.DistNetworkError as error:
