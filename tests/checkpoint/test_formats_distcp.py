@@ -124,6 +124,14 @@ def test_a_missing_file_is_named(ckpt: Path) -> None:
     assert not report.ok
 
 
+def test_a_file_that_the_metadata_does_not_name(ckpt: Path) -> None:
+    shutil.copy(ckpt / "__0_0.distcp", ckpt / "__9_0.distcp")
+    (ckpt / "config.json").write_text("{}")
+    catalog = catalog_of(ckpt)
+    assert catalog.notes == ('"__9_0.distcp" is not named in .metadata (1 such files)',)
+    assert [file.path for file in catalog.others] == ["config.json"]
+
+
 def test_a_missing_metadata_is_named(ckpt: Path) -> None:
     (ckpt / ".metadata").unlink()
     with pytest.raises(DamageError, match=r"\.metadata is missing: the checkpoint is not complete"):

@@ -372,7 +372,7 @@ def test_shards_that_disagree(tmp_path: Path) -> None:
     own_files(tmp_path)
     path = tmp_path / "shard-00002-model-00001-of-00001.safetensors"
     rewritten(path, lambda _: None, {"w": values(2, 2, dtype=torch.int32)})
-    with pytest.raises(DamageError, match=r"is int32 and float32 in .*shard-00001"):
+    with pytest.raises(DamageError, match=r"is int32 of 2 dims and float32 of 2 in .*shard-00001"):
         catalog_of(tmp_path)
     own_files(tmp_path)
     other = OwnMetadata(2, 3, "tp=3", None, {"w": OwnTensor((9, 2), "tp -")})

@@ -67,7 +67,7 @@ def grid_of(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
         for box in boxes
         for after, low, high in zip(following, box.start, box.stop, strict=True)
     )
-    return edges if regular and len(set(boxes)) == len(boxes) else None
+    return edges if regular and len({box.start for box in boxes}) == len(boxes) else None
 
 
 def _fills(boxes: set[Box], whole: Box) -> bool:

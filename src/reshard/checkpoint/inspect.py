@@ -10,14 +10,14 @@ No tensor's bytes are read, and nothing slow is imported.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
-from reshard.checkpoint.coverage import doubled_in
+from reshard.checkpoint.coverage import doubled_in, holes_of
 from reshard.checkpoint.formats import survey
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.recovered import recovered
@@ -35,6 +35,15 @@ SHOWN_HOLES = 3
 
 Cut = tuple[tuple[int, ...], tuple[Box, ...]]
 """A shape and the boxes of its pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How a tensor is cut: the layout its boxes follow, what is missing, what is there twice."""
+
+    layout: str
+    holes: tuple[Box, ...]
+    doubled: tuple[Box, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +139,15 @@ def inspect(
     """
     with open_storage(path) as storage:
         catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
-    known: dict[Cut, tuple[str, bool]] = {}
-    holes = {name: tensor.holes() for name, tensor in catalog.tensors.items()}
-    tensors = (_inspected(t, catalog, not holes[t.name], known) for t in catalog.tensors.values())
-    missing = (_missing(catalog, tensor, holes[tensor.name]) for tensor in catalog.tensors.values())
+    known: dict[Cut, Coverage] = {}
+    tensors, damage = [], [*findings.damage]
+    for tensor in catalog.tensors.values():
+        cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
+        coverage = known.get(cut)
+        if coverage is None:  # the layers of a model are cut alike
+            coverage = known[cut] = Coverage(recovered(*cut), holes_of(*cut), doubled_in(*cut))
+        tensors.append(_inspected(tensor, catalog, coverage))
+        damage += _missing(catalog, tensor, coverage.holes)
     return Inspection(
         catalog.root,
         catalog.format,
@@ -142,19 +156,13 @@ def inspect(
         catalog.files,
         catalog.others,
         catalog.metadata,
-        (*findings.damage, *(line for line in missing if line is not None)),
+        tuple(damage),
         catalog.notes,
     )
 
 
-def _inspected(
-    tensor: StoredTensor, catalog: Catalog, complete: bool, known: dict[Cut, tuple[str, bool]]
-) -> InspectedTensor:
-    boxes = tuple(piece.box for piece in tensor.pieces)
-    cut = tensor.shape, boxes
-    if cut not in known:  # the layers of a model are cut alike
-        known[cut] = recovered(*cut), bool(doubled_in(*cut))
-    layout, replicated = known[cut]
+def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:
+    layout = coverage.layout
     if catalog.mesh is not None and tensor.name in catalog.layouts:
         layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
     return InspectedTensor(
@@ -162,20 +170,20 @@ def _inspected(
         tensor.shape,
         tensor.dtype,
         tensor.num_bytes,
-        len(boxes),
+        len(tensor.pieces),
         layout,
-        complete,
-        replicated,
+        complete=not coverage.holes,
+        replicated=bool(coverage.doubled),
     )
 
 
-def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> str | None:
-    """One line about what no file holds of a tensor."""
+def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> Iterator[str]:
+    """One line about what no file holds of a tensor, if there is such."""
     if not holes:
-        return None
+        return
     shown = ", ".join(map(str, holes[:SHOWN_HOLES]))
     more = f" and {len(holes) - SHOWN_HOLES} more" if len(holes) > SHOWN_HOLES else ""
-    return (
+    yield (
         f"{catalog.root}: no file holds {shown}{more} of tensor {quoted(tensor.name)} of shape "
         f"{tensor.shape}: a shard is missing"
     )

@@ -102,6 +102,10 @@ class Storage(ABC):
         self.read_into(path, offset, memoryview(buffer))
         return bytes(buffer)
 
+    def where(self, path: str) -> str:
+        """What errors call a file: its full path or address."""
+        return self.root if self.is_file else f"{self.root}/{path}"
+
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         """Many small ranges, (path, offset, length) each; remote ones all at once."""
         return [self.read(*wanted) for wanted in ranges]
@@ -112,7 +116,7 @@ class Storage(ABC):
 
     def descriptor(self, path: str) -> int:
         """A file descriptor of a local file, open until this storage is closed."""
-        raise CheckpointError(f"{self.root}/{path} is not a local file and has no descriptor")
+        raise CheckpointError(f"{self.where(path)} is not a local file and has no descriptor")
 
     def __enter__(self) -> Self:
         return self
@@ -124,7 +128,7 @@ class Storage(ABC):
         size = self.size(path)
         if not (0 <= offset <= size and 0 <= length <= size - offset):
             raise DamageError(
-                f"{self.root}/{path}: bytes {offset} to {offset + length} are wanted and the file "
+                f"{self.where(path)}: bytes {offset} to {offset + length} are wanted and the file "
                 f"has {size}: it is cut short, or what points into it is wrong"
             )
 
@@ -144,7 +148,7 @@ class LocalStorage(Storage):
     is_local = True
 
     def __init__(self, root: str) -> None:
-        self.root = root
+        self.root = root.rstrip("/") or root
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
         path = Path(root)
@@ -175,7 +179,7 @@ class LocalStorage(Storage):
                 count = self._pread(path, file.descriptor, left, at)
                 if count == 0:
                     raise DamageError(
-                        f"{self.root}/{path}: ends at byte {at} and {len(left)} more are wanted: "
+                        f"{self.where(path)}: ends at byte {at} and {len(left)} more are wanted: "
                         f"it had {file.size} bytes when it was opened; is somebody writing to it?"
                     )
                 left, at = left[count:], at + count
@@ -209,7 +213,7 @@ class LocalStorage(Storage):
             return os.preadv(descriptor, [buffer], at)
         except OSError as error:
             raise CheckpointError(
-                f"{self.root}/{path}: bytes {at} to {at + len(buffer)} cannot be read: "
+                f"{self.where(path)}: bytes {at} to {at + len(buffer)} cannot be read: "
                 f"{error.strerror}"
             ) from None
 
@@ -234,11 +238,11 @@ class LocalStorage(Storage):
             # Without O_NONBLOCK opening a pipe would wait for somebody to write to it.
             descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
-            raise _unreadable(f"{self.root}/{path}", error) from None
+            raise _unreadable(self.where(path), error) from None
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
-            raise DamageError(f"{self.root}/{path} is not a regular file")
+            raise DamageError(f"{self.where(path)} is not a regular file")
         return _Open(descriptor, status.st_size)
 
     def _check_inside(self, where: Path) -> None:
@@ -300,7 +304,6 @@ class RemoteStorage(Storage):
         if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
             self._base, _, self._only = self._base.rpartition("/")
             self.is_file = True
-            self.root = self.root.rpartition("/")[0]
 
     def list(self) -> tuple[StoredFile, ...]:
         if self._only is not None:
@@ -324,13 +327,13 @@ class RemoteStorage(Storage):
             known = self._sizes.get(path)
         if known is not None:
             return known
-        return self._remember(path, self._ask(f"{self.root}/{path}", "info", self._full(path)))
+        return self._remember(path, self._ask(self.where(path), "info", self._full(path)))
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length)
         if not length:
             return b""
-        where = f"{self.root}/{path}"
+        where = self.where(path)
         found: bytes = self._ask(
             where, "cat_file", self._full(path), start=offset, end=offset + length
         )
@@ -364,9 +367,9 @@ class RemoteStorage(Storage):
     def _remember(self, path: str, info: Any) -> int:
         size = info.get("size")
         if size is None:  # some servers list names only
-            size = self._ask(f"{self.root}/{path}", "size", self._full(path))
+            size = self._ask(self.where(path), "size", self._full(path))
         if not isinstance(size, int):
-            raise CheckpointError(f"{self.root}/{path}: the server does not tell its size")
+            raise CheckpointError(f"{self.where(path)}: the server does not tell its size")
         with self._lock:
             self._sizes[path] = size
         return size

@@ -40,7 +40,7 @@ def read_by_rules(
     for number, file in enumerate(files):
         if file.path in contents:
             tensors = _without_chance(contents[file.path].tensors, file, findings)
-            local.append(LocalFile(ranks[number], number, f"{storage.root}/{file.path}", tensors))
+            local.append(LocalFile(ranks[number], number, storage.where(file.path), tensors))
     examples = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
     layouts = rules.fit(examples).layouts(examples, mesh)
     values: dict[str, str] = {}

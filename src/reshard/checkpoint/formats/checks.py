@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import prod
-
 from reshard.errors import DamageError, quoted
 
 __all__ = ["checked_shape", "whole_numbers"]
@@ -21,22 +19,28 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
     """
     if not isinstance(values, list | tuple):
         return None
-    if all(type(value) is int and value >= 0 for value in values):
-        return tuple(values)
-    return None
+    for value in values:
+        if type(value) is not int or value < 0:  # True is an int too, but no size
+            return None
+    return tuple(values)
 
 
-def checked_shape(values: object, where: str) -> tuple[int, ...]:
-    """A shape that some tensor may have.
+def checked_shape(values: object, where: str, name: str | None = None) -> tuple[int, ...]:
+    """A shape that some tensor may have; ``where`` and ``name`` are for the error.
 
-    >>> checked_shape([4, 2], "a.safetensors")
+    >>> checked_shape([4, 2], "a.safetensors", "w")
     (4, 2)
     """
     shape = whole_numbers(values)
+    if shape is not None and len(shape) <= MAX_DIMS:
+        count = 1
+        for size in shape:
+            count *= size or 1
+        if count <= MAX_ELEMENTS:
+            return shape
+    about = where if name is None else f"{where}: tensor {quoted(name)}"
     if shape is None:
-        raise DamageError(f"{where} has the shape {quoted(values)}: sizes are numbers from 0 on")
-    if len(shape) > MAX_DIMS or prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
-        raise DamageError(
-            f"{where} has the shape {quoted(shape)}: no tensor has that many dims or elements"
-        )
-    return shape
+        raise DamageError(f"{about} has the shape {quoted(values)}: sizes are numbers from 0 on")
+    raise DamageError(
+        f"{about} has the shape {quoted(shape)}: no tensor has that many dims or elements"
+    )

@@ -75,7 +75,7 @@ class _Chunk:
 
 def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
     """The catalog of a folder with a ``.metadata``."""
-    where = f"{storage.root}/{METADATA}"
+    where = storage.where(METADATA)
     metadata = _metadata(storage, where)
     placed = _placed(_dict(metadata, "storage_data", where), where)
     sizes = {file.path: file.size for file in listed}
@@ -98,7 +98,10 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     pieces = _pieces(storage, readable, numbers, findings)
     tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
     used = {METADATA, *numbers}
-    others = tuple(file for file in listed if file.path not in used)
+    stale = [f.path for f in listed if f.path.endswith(".distcp") and f.path not in used]
+    if stale:  # left by an earlier save on more ranks
+        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
+    others = tuple(file for file in listed if file.path not in {*used, *stale})
     paths = _paths(metadata.field("planner_data"))
     return Catalog(storage.root, "distcp", files, tensors, objects, others=others, nesting=paths)
 

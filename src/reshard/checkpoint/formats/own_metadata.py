@@ -114,5 +114,4 @@ def _tensor(name: str, value: object, where: str) -> OwnTensor:
     layout = value.get("layout")
     if not (layout is None or isinstance(layout, str)):
         raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
-    shape = checked_shape(value.get("shape"), f"{where}: tensor {quoted(name)}")
-    return OwnTensor(shape, layout)
+    return OwnTensor(checked_shape(value.get("shape"), where, name), layout)

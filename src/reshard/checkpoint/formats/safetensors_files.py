@@ -54,7 +54,7 @@ def read_headers(
     first = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in files])
     headed = []
     for file, data in zip(files, first, strict=True):
-        where = f"{storage.root}/{file.path}"
+        where = storage.where(file.path)
         with findings.noting():
             length = header_length(data, file.size, where)
             text = data[8 : 8 + length]
@@ -111,7 +111,7 @@ def check_index(
     findings: Findings,
 ) -> None:
     """Compare what the index says with what the headers say."""
-    where = f"{storage.root}/{index.path}"
+    where = storage.where(index.path)
     mapped = index_files(storage, index)
     found = {one.file.path: {entry.name for entry in one.header.entries} for one in headed}
     listed: dict[str, set[str]] = {}
@@ -127,12 +127,12 @@ def check_index(
                 f"{where} puts {_some(absent)} into {path}, whose header does not have it"
             )
         if extra:
-            findings.found(f"{storage.root}/{path} holds {_some(extra)}, which {where} lacks")
+            findings.found(f"{storage.where(path)} holds {_some(extra)}, which {where} lacks")
 
 
 def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
     """Which file each tensor is in, as the index says."""
-    where = f"{storage.root}/{index.path}"
+    where = storage.where(index.path)
     if index.size > MAX_INDEX:
         raise DamageError(f"{where} has {index.size} bytes, at most {MAX_INDEX} are read")
     mapped = read_json(storage.read(index.path, 0, index.size), where).get("weight_map")

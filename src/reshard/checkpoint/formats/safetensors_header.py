@@ -178,7 +178,7 @@ def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
             f"{where}: tensor {quoted(name)} has the dtype {quoted(kind)}, which is not supported: "
             f"known are {' '.join(DTYPES)}"
         )
-    shape = checked_shape(sizes, f"{where}: tensor {quoted(name)}")
+    shape = checked_shape(sizes, where, name)
     if not 0 <= start <= stop or isinstance(start, bool) or isinstance(stop, bool):
         _damaged(name, where, f"lies in bytes {start} to {stop} of the data")
     needed = prod(shape) * itemsize(dtype)

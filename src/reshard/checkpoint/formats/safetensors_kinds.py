@@ -48,7 +48,7 @@ def read_safetensors(storage: Storage, listed: Sequence[StoredFile], findings: F
         if storage.is_file:
             findings.note(f"{path} and others belong to it and were not asked for")
             break
-        findings.found(f"{storage.root}/{path} is missing: the names of the others count it")
+        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
     _check_no_ranks(storage.root, headed)
     return read_whole(storage, listed, headed, findings)
 

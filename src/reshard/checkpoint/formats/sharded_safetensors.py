@@ -34,6 +34,7 @@ class _Gathered:
     """A tensor while its boxes are being collected."""
 
     dtype: str
+    num_dims: int
     where: str
     pieces: list[StoredPiece] = field(default_factory=list)
     shape: tuple[int, ...] | None = None
@@ -141,36 +142,41 @@ def _gather(
     offsets: dict[str, Any] | None,
     said: OwnMetadata | None,
 ) -> None:
-    where = f"{one.where}: tensor {quoted(entry.name)}"
-    start = (0,) * len(entry.shape) if offsets is None else _start(offsets, entry, where)
-    box = Box(start, tuple(map(add, start, entry.shape)))
-    checked_shape(box.stop, where)
-    found = gathered.setdefault(entry.name, _Gathered(entry.dtype, one.where))
-    if found.dtype != entry.dtype:
+    start = (0,) * len(entry.shape) if offsets is None else _start(offsets, entry, one.where)
+    stop = checked_shape(tuple(map(add, start, entry.shape)), one.where, entry.name)
+    found = gathered.get(entry.name)
+    if found is None:
+        found = gathered[entry.name] = _Gathered(entry.dtype, len(start), one.where)
+    if (found.dtype, found.num_dims) != (entry.dtype, len(start)):
         raise DamageError(
-            f"{where} is {entry.dtype} and {found.dtype} in {found.where}: one of them is not of "
-            "this checkpoint"
+            f"{_named(one.where, entry)} is {entry.dtype} of {len(start)} dims and {found.dtype} "
+            f"of {found.num_dims} in {found.where}: one of them is not of this checkpoint"
         )
-    if found.pieces and len(found.pieces[0].box.start) != len(start):
+    own = said.tensors.get(entry.name) if said else None
+    if own is not None and found.shape not in (None, own.shape):
         raise DamageError(
-            f"{where} has {len(start)} dims and {len(found.pieces[0].box.start)} in {found.where}"
+            f"{_named(one.where, entry)} is part of {own.shape}, and of {found.shape} in "
+            f"{found.where}"
         )
-    shape = said.tensors[entry.name].shape if said and entry.name in said.tensors else None
-    if shape is not None:
-        if found.shape not in (None, shape):
-            raise DamageError(f"{where} is part of {shape}, and of {found.shape} in {found.where}")
-        found.shape = shape
-    found.pieces.append(StoredPiece(box, number, entry.offset, row_major(entry.shape)))
+    found.shape = found.shape if own is None else own.shape
+    piece = StoredPiece(Box(start, stop), number, entry.offset, row_major(entry.shape))
+    found.pieces.append(piece)
 
 
 def _start(offsets: dict[str, Any], entry: Entry, where: str) -> tuple[int, ...]:
     said = offsets.get(entry.name)
     if not isinstance(said, dict) or "saved_offsets" not in said:
-        raise DamageError(f"{where} has no saved_offsets in {SHARDING}")
-    start = checked_shape(said["saved_offsets"], f"{where}: saved_offsets")
+        raise DamageError(f"{_named(where, entry)} has no saved_offsets in {SHARDING}")
+    start = checked_shape(said["saved_offsets"], f"{where}: saved_offsets", entry.name)
     if len(start) != len(entry.shape):
-        raise DamageError(f"{where} has the shape {entry.shape} and the offsets {start}")
+        raise DamageError(
+            f"{_named(where, entry)} has the shape {entry.shape} and the offsets {start}"
+        )
     return start
+
+
+def _named(where: str, entry: Entry) -> str:
+    return f"{where}: tensor {quoted(entry.name)}"
 
 
 def _tensor(name: str, found: _Gathered) -> StoredTensor:

@@ -83,7 +83,7 @@ def read_archives(storage: Storage, ranges: Sequence[Range]) -> list[Archive]:
 def _where(storage: Storage, found: Range) -> str:
     path, offset, length = found
     whole = offset == 0 and length == storage.size(path)
-    text = f"{storage.root}/{path}"
+    text = storage.where(path)
     return text if whole else f"{text}: bytes {offset} to {offset + length}"
 
 
