@@ -144,6 +144,12 @@ def test_primes_and_base_are_what_the_page_says() -> None:
     assert 256 * (2**16 - 1) * (max(PRIMES) - 1) <= 2**53
 
 
+def test_the_largest_sums_are_exact() -> None:
+    """Words of ones only: the dot products come as near to 2**53 as they can."""
+    array = np.full(70_001, 0xFFFF, np.uint16)
+    assert value(array, "bfloat16") == by_the_book(array.tobytes(), 2)
+
+
 def test_no_change_of_six_neighbouring_words_is_missed() -> None:
     """Changes that are missed form a lattice; none of its vectors is as short as a change is."""
     count = 6

@@ -173,8 +173,8 @@ def diff(
 
     Damage is an error here; ``verify`` lists it.
     """
-    budget = Budget.of(memory)
     with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
+        budget = Budget.for_reading(memory, left.storage, right.storage)
         mine, theirs = left.catalog.tensors, right.catalog.tensors
         both = [name for name in mine if name in theirs]
         comparable = [name for name in both if _alike(mine[name], theirs[name])]

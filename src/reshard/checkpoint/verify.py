@@ -132,8 +132,8 @@ def verify(
 
     ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it.
     """
-    budget = Budget.of(memory)
     with open_storage(a) as storage:
+        budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
         if b is None:
             left.examine(budget, _Meter(progress, left.num_bytes))
@@ -141,6 +141,7 @@ def verify(
                 left.found.notes.append("there are no checksums: a changed byte goes unseen")
             return _report([left], left.found.problems)
         with open_storage(b) as other:
+            budget = Budget.for_reading(memory, storage, other)
             right = _Side(other, b_rules, b_mesh)
             meter = _Meter(progress, left.num_bytes + right.num_bytes)
             left.examine(budget, meter)
