@@ -125,17 +125,13 @@ class Builder:
                 self.settings.checksums,
                 self.settings.compare_replicas,
             )
-            try:
-                copy_all(
-                    copier,
-                    self._to_do(set(done)),
-                    workers=self.settings.workers,
-                    window_bytes=self.settings.window,
-                    finished=lambda chunk: self._finished(chunk, journal),
-                )
-            except BaseException as error:
-                self.team.note_failure(self.place, error)
-                raise
+            copy_all(
+                copier,
+                self._to_do(set(done)),
+                workers=self.settings.workers,
+                window_bytes=self.settings.window,
+                finished=lambda chunk: self._finished(chunk, journal),
+            )
             self._sync(journal)
 
     def seal(self) -> None:

@@ -55,9 +55,51 @@ def cast_into(source: Array, have: str, target: Array, want: str) -> None:
 def _cast(array: Array, have: str, want: str) -> Array:
     if have in _FLOAT8:
         return _cast(_float8_values(have)[array], "float32", want)
+    if have == "bfloat16":
+        wide = array.astype(np.uint32)
+        wide <<= 16
+        return _cast(wide.view(np.float32), "float32", want)
+    if want == "bfloat16":
+        return _to_bfloat16(cast(array, have, "float32"))
     if want in _FLOAT8:
         return _to_float8(cast(array, have, "float32"), want)
     return cast(array, have, want)
+
+
+def _to_bfloat16(array: Array) -> Array:
+    """The upper half of each float32, rounded; a NaN stays one."""
+    bits = array.view(np.uint32)
+    rounded = bits >> np.uint32(16)
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    result = rounded.astype(np.uint16)
+    nans = np.isnan(array)
+    if nans.any():
+        result[nans] = 0x7FC0
+    return result
+
+
+def _to_float8(array: Array, want: str) -> Array:
+    """A table knows the code for each upper half of a float32, and whether anything follows it."""
+    bits = array.view(np.uint32)
+    at = bits >> np.uint32(15)
+    at &= np.uint32(0x1FFFE)
+    at |= (bits & np.uint32(0xFFFF)) != 0
+    codes: Array = _float8_codes(want)[at]
+    return codes
+
+
+@lru_cache(maxsize=8)
+def _float8_codes(want: str) -> Array:
+    """The codes of all upper halves of a float32, followed by zeros and by something else.
+
+    That suffices: where two codes are equally near, the float32 ends in zeros.
+    """
+    halves = np.arange(1 << 17, dtype=np.uint32)
+    bits = (halves >> np.uint32(1)) << np.uint32(16) | (halves & np.uint32(1)) << np.uint32(15)
+    return _rounded_to_float8(bits.view(np.float32), want)
 
 
 @lru_cache(maxsize=8)
@@ -85,7 +127,7 @@ def _with_specials(values: Array, dtype: str) -> Array:
     return values
 
 
-def _to_float8(array: Array, want: str) -> Array:
+def _rounded_to_float8(array: Array, want: str) -> Array:
     """The code of the nearest value; between two equally near ones, the even code."""
     values = _float8_values(want).astype(np.float64)
     top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])

@@ -31,7 +31,7 @@ from reshard.checkpoint.reports import ConvertReport
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.teams import ALONE, Team
 from reshard.checkpoint.windows import buffer_bytes
-from reshard.errors import DamageError, MemoryCapError
+from reshard.errors import CheckpointError, DamageError, MemoryCapError
 from reshard.mesh import Mesh
 from reshard.rules import Rules
 
@@ -139,6 +139,10 @@ class _Request:
 
 def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> ConvertReport:
     started = time.monotonic()
+    if request.is_remote and team.size > 1:
+        raise CheckpointError(
+            f"{request.dst} is written by one process: start it once, or give --no-ranks"
+        )
     place = request.place()
     settings = request.settings(Budget.of(request.memory, request.workers))
     builder = None
@@ -147,6 +151,7 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
             _check_target(request, place)
             place.enter()
             stack.callback(place.leave)
+            team.forget(place)
         if not (team.leads and _finish_publishing(place, job, request)):
             settings = _agreed(request, job, place, settings, team)
             sums = load(storage) if request.checksums else None
@@ -174,23 +179,29 @@ def _agreed(
 
 
 def _build(builder: Builder, request: _Request) -> None:
-    """All steps, of which rank 0 does the first and the last."""
+    """All steps; what fails is told to the other ranks."""
     team, place = builder.team, builder.place
-    team.forget_failures(place)
     try:
-        if team.leads:
-            builder.prepare()
-        builder.copy()
-        if not team.leads:
-            team.wait_for_publish(place)
-            return
-        if team.size > 1:
-            team.wait_for_all(place, builder.num_chunks())
-        builder.seal()
-    except DamageError:
-        if team.size == 1:  # of a damaged source nothing can be resumed
-            place.discard()
+        _steps(builder, request)
+    except BaseException as error:
+        team.note_failure(place, error)
+        if isinstance(error, DamageError) and team.size == 1:
+            place.discard()  # of a damaged source nothing can be resumed
         raise
+
+
+def _steps(builder: Builder, request: _Request) -> None:
+    """Prepare, copy, seal, publish; rank 0 does the first and the last ones."""
+    team, place = builder.team, builder.place
+    if team.leads:
+        builder.prepare()
+    builder.copy()
+    if not team.leads:
+        team.wait_for_publish(place)
+        return
+    if team.size > 1:
+        team.wait_for_all(place, builder.num_chunks())
+    builder.seal()
     if request.is_remote:
         Remote(request.dst).upload(place, builder.job.output.files)
     else:

@@ -21,6 +21,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,17 +93,29 @@ class Workplace:
             raise TargetError(
                 f"nothing can be written beside {self.target}: {error.strerror}"
             ) from None
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not _locked(lock):
             os.close(lock)
             raise TargetError(
                 f"another conversion is writing {self.target}: wait for it, or end it"
-            ) from None
+            )
         self._lock = lock
         if not (self.folder / "lock").exists():  # the one before us finished just now
             self.leave()
             self.enter()
+
+    def is_held(self) -> bool:
+        """Whether some process works here; also where locks cannot tell."""
+        try:
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
 
     def leave(self) -> None:
         """Give the lock back; what is there can be resumed."""
@@ -166,6 +179,18 @@ class Workplace:
         _sync_folder(self.target.parent)
         shutil.rmtree(self.folder, ignore_errors=True)
         self.leave()
+
+
+def _locked(lock: int) -> bool:
+    """Take a lock; more than once, because a rank that looks whether it is held has it then."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False
 
 
 def exchange(one: Path, other: Path) -> bool:

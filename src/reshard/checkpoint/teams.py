@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from reshard.checkpoint.journal import read_journals
@@ -40,14 +41,16 @@ class Team:
 
     def note_failure(self, place: Workplace, error: BaseException) -> None:
         """Tell the other ranks that this one gives up."""
-        if self.size > 1:
+        known = place.folder.glob("failed.*") if place.folder.exists() else (place.folder,)
+        if self.size > 1 and not any(known):
             text = str(error) or type(error).__name__
             (place.folder / f"failed.{self.rank}").write_text(text, encoding="utf-8")
 
-    def forget_failures(self, place: Workplace) -> None:
-        """Forget what earlier attempts wrote down: all of them, or this rank's."""
-        for path in place.folder.glob("failed.*" if self.leads else f"failed.{self.rank}"):
-            path.unlink(missing_ok=True)
+    def forget(self, place: Workplace) -> None:
+        """As rank 0, forget what the ranks of an earlier attempt wrote down."""
+        for pattern in ("prepared", "failed.*", "waits.*"):
+            for path in place.folder.glob(pattern):
+                path.unlink(missing_ok=True)
 
     def wait_for_leader(self, place: Workplace, fingerprint: str) -> int:
         """Wait until rank 0 has prepared the files; the size of the windows it chose."""
@@ -58,17 +61,20 @@ class Team:
         )
 
     def wait_for_all(self, place: Workplace, num_chunks: int) -> None:
-        """Wait until all chunks are in the journals."""
+        """Wait until all chunks are in the journals, and all ranks wait for the output."""
         done: set[int] = set()
+        others = range(1, self.size)
 
         def finished() -> int | None:
             _check_failures(place)
             records = read_journals(place.folder)
             done.update(record["chunk"] for record in records if "chunk" in record)
-            return 1 if len(done) == num_chunks else None
+            here = all((place.folder / f"waits.{rank}").exists() for rank in others)
+            return 1 if here and len(done) == num_chunks else None
 
         def late() -> str:
             missing = {number % self.size for number in set(range(num_chunks)) - done}
+            missing |= {r for r in others if not (place.folder / f"waits.{r}").exists()}
             return f"ranks {format_ranks(sorted(missing))} have not finished their chunks"
 
         self._wait(finished, lambda: len(done), late)
@@ -80,9 +86,15 @@ class Team:
             if place.request() is None:
                 return 1
             _check_failures(place)
+            with suppress(FileNotFoundError):
+                (place.folder / f"waits.{self.rank}").touch()
+            if not place.is_held() and place.request() is not None:
+                raise UnfinishedError("rank 0 is gone; start all ranks again with --resume")
             return None
 
         self._wait(published, lambda: 0, lambda: "rank 0 has not published the output")
+        if not place.target.exists():
+            raise UnfinishedError(f"{place.target} is not there: rank 0 gave up")
 
     def _wait(
         self,
@@ -137,13 +149,15 @@ def _prepared(place: Workplace, fingerprint: str) -> int | None:
     request = place.request()
     if not request or request.get("fingerprint") != fingerprint:
         return None
-    return int(request["window"]) if (place.folder / "prepared").exists() else None
+    is_ready = (place.folder / "prepared").exists() and place.is_held()
+    return int(request["window"]) if is_ready else None
 
 
 def _check_failures(place: Workplace) -> None:
     """Raise what another rank wrote down when it failed."""
     for path in sorted(place.folder.glob("failed.*")):
-        raise UnfinishedError(
-            f"rank {path.suffix[1:]} failed: {path.read_text(encoding='utf-8')}; start all ranks "
-            "again with --resume"
-        )
+        with suppress(FileNotFoundError):
+            text = path.read_text(encoding="utf-8")
+            raise UnfinishedError(
+                f"rank {path.suffix[1:]} failed: {text}; start all ranks again with --resume"
+            )

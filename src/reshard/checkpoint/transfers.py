@@ -133,7 +133,7 @@ def source_of(
     """The pieces that hold each element once, and those that hold some of them again."""
     parts = [_fed_pieces(each) for each in fed]
     pieces = joined(parts) if parts else Located.none(len(shape), 1)
-    chosen, replicas = _without_replicas(pieces)
+    chosen, replicas = _without_replicas(pieces, prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
     if missing:
         holes = uncovered(Box.whole(shape), [*chosen.boxes(), *zeros])
@@ -144,11 +144,14 @@ def source_of(
     return chosen, replicas
 
 
-def _without_replicas(pieces: Located) -> tuple[Located, Located]:
+def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:
     """Pieces that do not overlap, and the rest of what was given."""
-    pieces = pieces[np.flatnonzero(pieces.num_bytes > 0)]
-    first, again = pieces.distinct()
-    chosen, replicas = pieces[first], pieces[again]
+    if not (pieces.shapes > 0).all():
+        pieces = pieces[np.flatnonzero(pieces.num_bytes > 0)]
+    chosen, replicas = pieces, pieces[:0]
+    if pieces.num_bytes.sum() > num_elements * pieces.itemsize:  # equal boxes first: cheaper
+        first, again = pieces.distinct()
+        chosen, replicas = pieces[first], pieces[again]
     left, right = join_boxes(chosen.starts, chosen.stops, chosen.starts, chosen.stops)
     if len(left) == len(chosen):
         return chosen, replicas
@@ -241,12 +244,12 @@ def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[
     where the source can still be read in runs.
     """
     whole = (Box.whole(shape),)
+    if not len(target) or target.num_bytes.mean() < WORTH_A_REGION:
+        return whole
     if not _cuts_rows(source, shape) or not _cuts_rows(target, shape):
         return whole
     first, _ = target.distinct()
     boxes = target[first]
-    if boxes.num_bytes.mean() < WORTH_A_REGION:
-        return whole
     mine, _ = join_boxes(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
     if len(mine) != len(boxes):
         return whole
