@@ -369,6 +369,8 @@ TENSORS = 'axes = ["tp", "pp"]\n[model]\nn = 4\nm = "?"\n[tensors]\n'
         ("[model]\nx = 1.5", r'\[model\] "x" is a float'),
         ("[model]\nx = -1", r'\[model\] "x" is "-1"'),
         ("[model]\nx = true", r'\[model\] "x"'),
+        ('[model]\nx = "count "', r'\[model\] "x"'),
+        ('[model]\nx = "count i j"', r'\[model\] "x"'),
         ('[model]\n"x y" = 1', r'\[model\] "x y"'),
         ('[factor]\ntp = "kv"', r"\[factor\] \"tp\" is \"kv\", expected { into"),
         (TENSORS + '"*" = 3', r'\[tensors\] "\*" is "3", expected a layout'),

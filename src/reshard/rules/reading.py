@@ -117,7 +117,7 @@ def _model(table: Mapping[str, Any]) -> dict[str, int | None]:
     for name, value in table.items():
         if not name.isascii() or not name.isidentifier():
             raise RulesError(f"[model] {quote(name)}: use letters, digits and _ in a name")
-        counted = isinstance(value, str) and value.startswith("count ")
+        counted = isinstance(value, str) and _counted(value) is not None
         number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
         if not (number or counted or value == "?"):
             raise _wrong(f"[model] {quote(name)}", value, 'a number, "?" or "count i"')
@@ -127,7 +127,16 @@ def _model(table: Mapping[str, Any]) -> dict[str, int | None]:
 
 def _counts(table: Mapping[str, Any]) -> dict[str, str]:
     texts = {name: value for name, value in table.items() if isinstance(value, str)}
-    return {name: text.split()[1] for name, text in texts.items() if text.startswith("count ")}
+    found = {name: _counted(text) for name, text in texts.items()}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _counted(text: str) -> str | None:
+    """The index that ``count i`` names; None for another text."""
+    match text.split():
+        case ["count", index]:
+            return index
+    return None
 
 
 def _factor(axis: str, value: Any) -> Factor:
