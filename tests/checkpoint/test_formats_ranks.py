@@ -305,6 +305,7 @@ def test_inspect_takes_texts(tmp_path: Path) -> None:
         ("model.safetensors", "tp=2", None),
         ("frank-3.safetensors", "tp=4", None),
         ("rankings.pt", "tp=4", None),
+        ("zero_pp_rank_0_mp_rank_00_optim_states.pt", "tp=4", None),
     ],
 )
 def test_ranks_in_names(path: str, mesh: str, rank: int | None) -> None:
@@ -334,6 +335,39 @@ def test_whole_tensors_of_torch_save(tmp_path: Path) -> None:
     }  # fmt: skip
     assert catalog.metadata == {"optimizer.param_groups.0.lr": "0.5", "epoch": "3"}
     assert catalog.nesting["optimizer.state.0.exp_avg"] == ("optimizer", "state", 0, "exp_avg")
+
+
+class Tagged(torch.Tensor):
+    """A tensor of somebody's own kind."""
+
+
+class Holder:
+    """An object of somebody's own, with a tensor inside."""
+
+    def __init__(self) -> None:
+        self.hidden = torch.arange(10)
+
+
+def test_tensors_of_every_kind_are_read_or_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.pt"
+    state = {
+        "parameter": torch.nn.Parameter(torch.ones(3)),
+        "buffer": torch.nn.Buffer(torch.arange(4)),
+        "subclass": torch.arange(5).as_subclass(Tagged),
+    }
+    torch.save(state, path)
+    assert read(tmp_path, None, None)[1] == {n: bytes_of(t.data) for n, t in state.items()}
+    for refused in (torch.ones(3).to_sparse(), torch.empty(2, device="meta")):
+        torch.save({"a": torch.ones(1), "w": refused}, path)
+        with pytest.raises(CheckpointError, match=r'"w": a tensor made by \S+ is not supported'):
+            read(tmp_path, None, None)
+
+
+def test_tensors_inside_of_unknown_objects_are_told(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1), "x": Holder()}, tmp_path / "model.pt")
+    notes = read(tmp_path, None, None)[0].notes
+    assert '"x" is no tensor and is left out' in notes[0]
+    assert "80 bytes of tensors are parts of objects that are left out" in notes[1]
 
 
 def test_damaged_torch_files(tmp_path: Path) -> None:

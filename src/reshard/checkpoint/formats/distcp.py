@@ -37,7 +37,7 @@ from reshard.errors import CheckpointError, DamageError, quoted
 __all__ = ["METADATA", "read_distcp"]
 
 METADATA = ".metadata"
-MAX_METADATA = 1 << 30
+MAX_METADATA = 1 << 29
 BATCH = 1024
 """Archives whose ends are in memory at the same time."""
 

@@ -16,6 +16,8 @@ __all__ = ["rank_of"]
 _MODEL_PARALLEL = re.compile(r"(?:^|/)mp_rank_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?(?=[/._])")
 _RANK = re.compile(r"(?:^|[-_./])rank[-_]?(\d{1,9})(?=[-_./])")
 _CONSOLIDATED = re.compile(r"(?:^|/)consolidated\.(\d{1,9})\.pth\Z")
+_FLAT = "zero_pp_rank_"
+"""Files of DeepSpeed with flat parts of optimizer states, which have no layout of their own."""
 _AXES = (("tp", "mp"), ("pp",), ("ep",))
 """The axes that the numbers of ``mp_rank_00_001_002`` count along."""
 
@@ -29,6 +31,8 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
     >>> rank_of("mp_rank_01_002/model_optim_rng.pt", Mesh(pp=4, tp=2))
     5
     """
+    if _FLAT in path:
+        return None
     match = _MODEL_PARALLEL.search(path)
     if match and match[2] is not None and mesh is not None:
         return _rank_at([int(group) for group in match.groups() if group is not None], mesh, path)

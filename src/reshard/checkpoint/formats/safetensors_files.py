@@ -31,6 +31,7 @@ __all__ = [
 
 FIRST_READ = 1 << 14
 """Bytes of each file that are read at once; most headers fit."""
+BATCH = 1000
 MAX_INDEX = 1 << 28
 INDEX = ".safetensors.index.json"
 
@@ -51,9 +52,8 @@ def read_headers(
     storage: Storage, files: Sequence[StoredFile], findings: Findings
 ) -> list[HeadedFile]:
     """The headers of files; those of damaged files are left out and noted."""
-    first = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in files])
     headed = []
-    for file, data in zip(files, first, strict=True):
+    for file, data in _beginnings(storage, files):
         where = storage.where(file.path)
         with findings.noting():
             length = header_length(data, file.size, where)
@@ -62,6 +62,16 @@ def read_headers(
                 text += storage.read(file.path, len(data), 8 + length - len(data))
             headed.append(HeadedFile(file, parse_header(text, file.size, where), where))
     return headed
+
+
+def _beginnings(
+    storage: Storage, files: Sequence[StoredFile]
+) -> Iterator[tuple[StoredFile, bytes]]:
+    """The first bytes of each file, of a thousand files at a time."""
+    for at in range(0, len(files), BATCH):
+        batch = files[at : at + BATCH]
+        data = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in batch])
+        yield from zip(batch, data, strict=True)
 
 
 def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:

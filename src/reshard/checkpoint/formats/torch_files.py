@@ -61,6 +61,12 @@ def read_torch_file(storage: Storage, file: StoredFile, findings: Findings) -> C
     if left_out:
         more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
         findings.note(f"{archive.where}: {quoted(left_out[0])}{more} is no tensor and is left out")
+    used = {tensor.storage for tensor in content.tensors.values()}
+    lost = [member.size for key, member in archive.storages.items() if key not in used]
+    if sum(lost):
+        findings.note(
+            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
+        )
     return content
 
 

@@ -26,6 +26,11 @@ _STORAGES = {
 }  # fmt: skip
 _REBUILD = "torch._utils._rebuild_tensor"
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+_TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild")
+"""How the names of all functions begin that make tensors, of kinds that we do not know too."""
+
+MAX_WRAPPED = 8
 
 _HARMLESS = {
     "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
@@ -48,6 +53,8 @@ class LocalTensor:
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
+    storage: str = ""
+    """The member of the archive that it lies in; empty outside of archives."""
 
 
 def allow_tensors(module: str, name: str) -> bool:
@@ -57,14 +64,13 @@ def allow_tensors(module: str, name: str) -> bool:
     But what only an attack would name (``os.system``, ``builtins.eval``) is an error.
     """
     top = module.partition(".")[0]
-    known = top in sys.stdlib_module_names or top in ("__builtin__", "__main__", "nt")
+    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
     return not known or f"{module}.{name}" in _HARMLESS
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a record of a pickle is a tensor or a parameter."""
-    kinds = (_REBUILD, *_PARAMETERS)
-    return isinstance(value, Record) and value.kind.startswith(kinds)
+    """Whether a record of a pickle is a tensor, be it of a kind that ``tensor_of`` refuses."""
+    return isinstance(value, Record) and value.kind.startswith(_TENSORS)
 
 
 def dtype_of(value: object, where: str) -> str:
@@ -77,11 +83,7 @@ def dtype_of(value: object, where: str) -> str:
 
 def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     """Where a tensor's record says that its bytes are, checked against the archive."""
-    while record.kind in _PARAMETERS:
-        inner = record.args[0] if record.args else None
-        if not isinstance(inner, Record):
-            raise DamageError(f"{where}: a parameter without a tensor")
-        record = inner
+    record = _plain(record, where)
     dtype: str | None = None
     match record.kind.removeprefix(_REBUILD), record.args:
         case "_v2", (storage, start, size, stride, _, _, *extra):
@@ -98,7 +100,20 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
         raise DamageError(f"{where}: strides {stride!r:.80} do not fit the shape {shape}")
     offset = _place(archive, key, length, where) + start * itemsize(dtype)
     _check_inside(shape, strides, start, length // itemsize(dtype), where)
-    return LocalTensor(dtype, shape, strides, offset)
+    return LocalTensor(dtype, shape, strides, offset, key)
+
+
+def _plain(record: Record, where: str) -> Record:
+    """The tensor inside of a parameter or of an instance of a subclass."""
+    for _ in range(MAX_WRAPPED):
+        match record:
+            case Record(kind=kind, args=(Record() as inner, *_)) if kind in _PARAMETERS:
+                record = inner
+            case Record(kind=kind, args=(Global() as make, _, tuple(args), _)) if kind == _SUBCLASS:
+                record = Record(make.path, args)
+            case _:
+                return record
+    raise DamageError(f"{where}: a tensor wrapped without end")
 
 
 def _check_plain(extra: list[Any], where: str) -> None:
