@@ -31,7 +31,13 @@ from reshard.checkpoint.reports import ConvertReport
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.teams import ALONE, Team
 from reshard.checkpoint.windows import buffer_bytes
-from reshard.errors import CheckpointError, DamageError, MemoryCapError
+from reshard.errors import (
+    CheckpointError,
+    DamageError,
+    MemoryCapError,
+    TargetError,
+    UnfinishedError,
+)
 from reshard.mesh import Mesh
 from reshard.rules import Rules
 
@@ -185,8 +191,13 @@ def _build(builder: Builder, request: _Request) -> None:
         _steps(builder, request)
     except BaseException as error:
         team.note_failure(place, error)
-        if isinstance(error, DamageError) and team.size == 1:
-            place.discard()  # of a damaged source nothing can be resumed
+        match error:
+            case DamageError() if team.size == 1:
+                place.discard()  # of a damaged source nothing can be resumed
+            case TargetError() | UnfinishedError() | DamageError():
+                pass
+            case OSError():  # which every CheckpointError is
+                raise UnfinishedError(f"{error}; what was written is kept for --resume") from error
         raise
 
 
