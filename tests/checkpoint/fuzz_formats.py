@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import pickle
 import resource
 import sys
 import tempfile
@@ -207,6 +208,28 @@ def other_pickle(rng: Random, data: bytearray) -> None:
     data[:] = b"\x80\x04" + body + b"."
 
 
+STRANGE = [-1, 0, 1, 3, 1 << 40, 1 << 70, None, "", "../x", "__0_0.distcp", (), (0,), (1 << 60, 2),
+           (-1, 0), [], {}, 1.5, True, b"x"]  # fmt: skip
+
+
+def other_values(rng: Random, data: bytearray) -> None:
+    """Metadata that is a fine pickle and says something strange."""
+    metadata = pickle.loads(torch_files()[0][".metadata"])
+    chosen = rng.choice(["info", "index", "entry", "chunk", "properties", "metadata"])
+    index, info = rng.choice([*metadata.storage_data.items()])
+    entry = rng.choice([e for e in metadata.state_dict_metadata.values() if hasattr(e, "chunks")])
+    target = {
+        "info": info, "index": index, "entry": entry, "chunk": entry.chunks[0],
+        "properties": entry.properties, "metadata": metadata,
+    }[chosen]  # fmt: skip
+    name = rng.choice([*vars(target)])
+    object.__setattr__(target, name, rng.choice([*STRANGE, info, entry, target]))
+    try:
+        data[:] = pickle.dumps(metadata, rng.choice([2, 4, 5]))
+    except (TypeError, AttributeError, RuntimeError, pickle.PicklingError):
+        return
+
+
 WAYS = [flip, flip, cut, double, swap, number, number, word, longer_header, longer_header]
 
 
@@ -220,8 +243,8 @@ def damaged(seed: int) -> tuple[str, Files, str]:
         path = rng.choice([*files])
         if kind == "ranks" and rng.random() < 0.5:
             rng.choice(WAYS[:-2])(rng, rules)
-        elif path == ".metadata" and rng.random() < 0.1:
-            other_pickle(rng, files[path])
+        elif path == ".metadata" and rng.random() < 0.4:
+            rng.choice([other_pickle, other_values, other_values])(rng, files[path])
         elif rng.random() < 0.02:
             del files[path]
         elif files[path]:
@@ -272,6 +295,7 @@ def _read(kind: str, root: str, rules: str) -> str:
 def fuzz(first: int, count: int, shown: bool = False) -> Run:
     """Read so many inputs, from this number on."""
     run = Run()
+    torch_files()  # takes its time, which no input should be blamed for
     for seed in range(first, first + count):
         began = time.process_time()
         try:
