@@ -132,6 +132,11 @@ def test_a_file_that_the_metadata_does_not_name(ckpt: Path) -> None:
     assert [file.path for file in catalog.others] == ["config.json"]
 
 
+def test_one_file_of_a_folder(ckpt: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"is one file of a \.distcp folder: name the"):
+        catalog_of(ckpt / "__0_0.distcp")
+
+
 def test_a_missing_metadata_is_named(ckpt: Path) -> None:
     (ckpt / ".metadata").unlink()
     with pytest.raises(DamageError, match=r"\.metadata is missing: the checkpoint is not complete"):

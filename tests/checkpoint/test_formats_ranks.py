@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -328,6 +330,7 @@ def test_whole_tensors_of_torch_save(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     torch.save({"x": Namespace()}, tmp_path / "training_args.bin")
     catalog, found = read(tmp_path, None, None)
+    assert catalog.notes == ('"training_args.bin": kept as it is, its tensors were not read',)
     assert found == {
         "model.a": bytes_of(storage[3:9]), "model.b": bytes_of(storage[9:]),
         "model.tied": bytes_of(storage[3:5]),
@@ -386,6 +389,54 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
     path.write_bytes(whole[:300] + bytes(200) + whole[500:])
     with pytest.raises(DamageError, match=r"there is no member|two members|makes no sense"):
         read(tmp_path, None, None)
+
+
+def test_a_missing_torch_file_is_named(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(1)}, tmp_path / "pytorch_model-00001-of-00002.bin")
+    with pytest.raises(DamageError, match=r"pytorch_model-00002-of-00002\.bin is missing"):
+        read(tmp_path, None, None)
+
+
+class Sparse(io.RawIOBase):
+    """A file in which long runs are holes; they are taken to be zeros."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path.open("wb")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        length = memoryview(data).nbytes
+        self.file.seek(length, 1) if length > 1 << 16 else self.file.write(data)
+        return length
+
+    def close(self) -> None:
+        if not self.file.closed:
+            self.file.truncate()
+            self.file.close()
+
+
+def test_archives_beyond_four_gigabytes(tmp_path: Path) -> None:
+    """Their sizes and places stand elsewhere in the directory. Nothing of it is on the disk."""
+    size = (1 << 32) + 4096
+    zeros = tmp_path / "zeros"
+    zeros.touch()
+    os.truncate(zeros, size)
+    big = torch.from_file(str(zeros), shared=True, size=size, dtype=torch.uint8)
+    checksums = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        with closing(Sparse(tmp_path / "model.pt")) as file:
+            torch.save({"big": big, "after": torch.arange(5)}, file)
+    finally:
+        torch.serialization.set_crc32_options(checksums)
+    with open_storage(tmp_path / "model.pt") as storage:
+        catalog = formats.read(storage)
+        [piece] = catalog.tensors["after"].pieces
+        assert piece.offset > 1 << 32
+        assert storage.read("model.pt", piece.offset, 40) == bytes_of(torch.arange(5))
+    assert catalog.tensors["big"].shape == (size,)
 
 
 def test_dicts_within_dicts_without_end(tmp_path: Path) -> None:

@@ -44,7 +44,16 @@ def survey(
     catalog = Catalog(storage.root, _kind(storage.root, listed), (), {}, others=listed)
     with findings.noting():
         catalog = _read(storage, listed, findings, rules, mesh)
+        _note_unread(catalog, findings)
     return replace(catalog, notes=(*catalog.notes, *findings.notes)), findings
+
+
+def _note_unread(catalog: Catalog, findings: Findings) -> None:
+    """Name files that are like those with tensors and yet are none of this checkpoint."""
+    unread = [file.path for file in catalog.others if file.path.endswith(TENSOR_FILES)]
+    if unread:
+        more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
+        findings.note(f"{quoted(unread[0])}{more}: kept as it is, its tensors were not read")
 
 
 def _kind(root: str, listed: Sequence[StoredFile]) -> str:
@@ -78,6 +87,10 @@ def _read(
 ) -> Catalog:
     kind = _kind(storage.root, listed)
     if kind == "distcp":
+        if storage.is_file:
+            raise CheckpointError(
+                f"{storage.root} is one file of a .distcp folder: name the folder"
+            )
         from reshard.checkpoint.formats.distcp import read_distcp
 
         return read_distcp(storage, listed, findings)

@@ -35,7 +35,7 @@ BATCH = 1000
 MAX_INDEX = 1 << 28
 INDEX = ".safetensors.index.json"
 
-_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9})\.safetensors\Z", re.DOTALL)
+_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9}\.(?:safetensors|bin|pt|pth))\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +168,11 @@ def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:
         if match:
             width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
             have.add(int(match[2]))
-    for (stem, total), (width, have) in groups.items():
-        absent = (number for number in range(1, int(total) + 1) if number not in have)
+    for (stem, ending), (width, have) in groups.items():
+        total = int(ending.partition(".")[0])
+        absent = (number for number in range(1, total + 1) if number not in have)
         for number in islice(absent, 16):
-            yield f"{stem}{number:0{width}d}-of-{total}.safetensors"
+            yield f"{stem}{number:0{width}d}-of-{ending}"
 
 
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:

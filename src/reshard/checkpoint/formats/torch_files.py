@@ -7,6 +7,7 @@ Tensors are found through the archive's pickle, which is read by our own machine
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
@@ -29,6 +30,8 @@ __all__ = ["Content", "read_torch_file"]
 
 MAX_ENTRIES = 1 << 20
 MAX_NESTING = 32
+MAX_SHARED = 1 << 12
+"""Places at which one and the same dict or list may be; of dicts within dicts there is no end."""
 MAX_VALUE = 1 << 10
 """Characters of a plain value that is kept."""
 
@@ -90,17 +93,19 @@ def _is_plain(value: object) -> bool:
 def _leaves(value: Any, where: str) -> Iterator[tuple[Path, Any]]:
     """All entries of nested dicts and lists that are neither; a file may nest without end."""
     pending: list[tuple[Path, Any]] = [((), value)]
-    seen = 0
+    seen: Counter[int] = Counter()
+    count = 0
     while pending:
         path, found = pending.pop()
-        seen += 1
-        if seen > MAX_ENTRIES or len(path) > MAX_NESTING:
-            raise DamageError(f"{where} nests more than {MAX_NESTING} deep or {MAX_ENTRIES} wide")
         children = _children(found)
         if children is None:
             yield path, found
-        else:
-            pending += [((*path, key), child) for key, child in reversed(children)]
+            continue
+        seen[id(found)] += 1
+        count += len(children)
+        if len(path) > MAX_NESTING or count > MAX_ENTRIES or seen[id(found)] > MAX_SHARED:
+            raise DamageError(f"{where} nests more than {MAX_NESTING} deep or {MAX_ENTRIES} wide")
+        pending += [((*path, key), child) for key, child in reversed(children)]
 
 
 def _children(value: Any) -> Sequence[tuple[str | int, Any]] | None:

@@ -8,6 +8,7 @@ from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.rank_names import rank_of
+from reshard.checkpoint.formats.safetensors_files import missing_parts
 from reshard.checkpoint.formats.torch_files import read_torch_file
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, quoted
@@ -18,6 +19,8 @@ __all__ = ["read_torch"]
 def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
     """The catalog of the torch files of a folder, or of one such file."""
     files = _chosen(storage.root, listed)
+    for path in missing_parts(files) if not storage.is_file else ():
+        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, str] = {}
     nesting: dict[str, tuple[str | int, ...]] = {}
