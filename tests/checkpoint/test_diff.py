@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -16,7 +18,7 @@ from reshard.checkpoint import diff
 from reshard.checkpoint.comparing import between
 from reshard.cli import run
 from reshard.errors import CheckpointError, DamageError
-from tests.checkpoint.making import disjoint_boxes, random_array, write_sharded
+from tests.checkpoint.making import disjoint_boxes, header, random_array, write_sharded
 from tests.soak import cases
 
 W = ("float32", np.arange(12, dtype=np.float32).reshape(4, 3).view(np.uint32))
@@ -176,6 +178,37 @@ def test_entries_that_are_no_tensors(tmp_path: Path) -> None:
     report = diff(tmp_path / "a", tmp_path / "b")
     assert report.objects == ("step",)
     assert not report.equal
+
+
+MEASURE = """
+import sys
+def status(field):
+    return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
+import numpy, xxhash
+from reshard.checkpoint.diff import diff
+import reshard.checkpoint.formats.safetensors_kinds
+before = status("VmRSS")
+report = diff(*sys.argv[1:], memory="32MiB")
+assert report.changed[0].count == 64 << 20, str(report)
+assert report.changed[0].largest == 1
+print(status("VmHWM") - before)
+"""
+
+
+def test_memory_stays_under_the_cap_where_everything_differs(tmp_path: Path) -> None:
+    size = 64 << 20
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        with (tmp_path / name / "model.safetensors").open("wb") as file:
+            file.write(header({"w": ("U8", (size // 4, 4), size)}, {}))
+            at = file.tell()
+            file.truncate(at + size)
+            for _ in range(64 if name == "b" else 0):
+                file.write(bytes([1]) * (1 << 20))
+    command = [sys.executable, "-c", MEASURE, str(tmp_path / "a"), str(tmp_path / "b")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert 1024 < int(done.stdout) < 32 * 1024
 
 
 def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

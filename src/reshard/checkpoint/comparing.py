@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,12 @@ from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.reading import Budget, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers
 
-__all__ = ["Difference", "bits_differ", "difference"]
+__all__ = ["Difference", "between", "bits_differ", "difference", "is_number"]
 
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 16
-"""Differing elements that are subtracted at a time."""
+"""Elements that are turned into numbers at a time: that takes more memory than they do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,12 +52,7 @@ def bits_differ(left: Array, right: Array) -> Array:
     return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
 
 
-def difference(
-    left: StoredReader,
-    right: StoredReader,
-    budget: Budget,
-    read: Callable[[int], None] = lambda num_bytes: None,
-) -> Difference | None:
+def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Difference | None:
     """Compare two stored tensors of one shape; None if all is the same.
 
     Of one dtype their bits are compared, of two dtypes the numbers that these stand for.
@@ -65,9 +60,7 @@ def difference(
     dtypes = left.tensor.dtype, right.tensor.dtype
 
     def work(box: Box, buffers: tuple[Buffers, Buffers]) -> Difference | None:
-        mine, theirs = left.read(box, buffers[0]), right.read(box, buffers[1])
-        read(mine.nbytes + theirs.nbytes)
-        return between(mine, theirs, dtypes, box)
+        return between(left.read(box, buffers[0]), right.read(box, buffers[1]), dtypes, box)
 
     def make() -> tuple[Buffers, Buffers]:
         return Buffers(budget.window, casts=False), Buffers(budget.window, casts=False)
@@ -84,8 +77,7 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
     """How two arrays of raw elements of a box differ."""
     is_one = dtypes[0] == dtypes[1]
     apart = bits_differ(left, right) if is_one else _values_differ(left, right, dtypes)
-    flat = np.flatnonzero(apart)
-    if not len(flat):
+    if not apart.any():
         return None
     low, high = [], []
     for dim in range(apart.ndim):
@@ -93,10 +85,11 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
         here = np.flatnonzero(apart.any(axis=other))
         low.append(int(here[0]) + box.start[dim])
         high.append(int(here[-1]) + 1 + box.start[dim])
-    at = np.unravel_index(flat[0], apart.shape) if apart.ndim else ()
+    at = np.unravel_index(int(apart.argmax()), apart.shape) if apart.ndim else ()
     first = tuple(int(index) + start for index, start in zip(at, box.start, strict=True))
-    largest = max(_distances(left, right, flat, dtypes), default=None)
-    return Difference(len(flat), first, Box(tuple(low), tuple(high)), largest)
+    largest = max(_distances(left, right, apart, dtypes), default=None)
+    count = int(np.count_nonzero(apart))
+    return Difference(count, first, Box(tuple(low), tuple(high)), largest)
 
 
 def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
@@ -113,22 +106,25 @@ def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
 
 
 def _distances(
-    left: Array, right: Array, flat: Array, dtypes: tuple[str, str]
+    left: Array, right: Array, apart: Array, dtypes: tuple[str, str]
 ) -> Iterator[float | int]:
-    """The largest distance of each block of the differing elements."""
+    """The largest distance of each block that has differing elements."""
     whole = dtypes[0] == dtypes[1] and dtypes[0].startswith(("int", "uint", "bool"))
-    for at in range(0, len(flat), BLOCK):
-        here = flat[at : at + BLOCK]
-        pair = left.reshape(-1)[here], right.reshape(-1)[here]
+    flat = left.reshape(-1), right.reshape(-1), apart.reshape(-1)
+    for at in range(0, apart.size, BLOCK):
+        one, two, differ = (each[at : at + BLOCK] for each in flat)
+        pair = one[differ], two[differ]
+        if not len(pair[0]):
+            continue
         if whole:
             yield _whole_distance(*pair, dtypes[0])
         elif all(map(is_number, dtypes)):
             one, two = (_as_float(side, dtype) for side, dtype in zip(pair, dtypes, strict=True))
             with np.errstate(invalid="ignore", over="ignore"):
-                apart = np.abs(one - two)
-            apart = apart[~np.isnan(apart)]
-            if len(apart):
-                yield float(apart.max())
+                far = np.abs(one - two)
+            far = far[~np.isnan(far)]
+            if len(far):
+                yield float(far.max())
 
 
 def is_number(dtype: str) -> bool:

@@ -12,7 +12,7 @@ from reshard.box import Box
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.comparing import Difference, difference, is_number
 from reshard.checkpoint.examining import Problem, digests_of
-from reshard.checkpoint.reading import Budget, Source, StoredReader, opened
+from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader, opened
 from reshard.errors import DamageError, quoted
 
 if TYPE_CHECKING:
@@ -178,8 +178,8 @@ def diff(
         mine, theirs = left.catalog.tensors, right.catalog.tensors
         both = [name for name in mine if name in theirs]
         comparable = [name for name in both if _alike(mine[name], theirs[name])]
-        count = _counter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
-        digests = [_digests(side, comparable, budget, count) for side in (left, right)]
+        meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
+        digests = [_digests(side, comparable, budget, meter) for side in (left, right)]
         equal = {name for name in comparable if digests[0][name] == digests[1][name]}
         changed = [
             found
@@ -211,24 +211,10 @@ def _cut(tensor: StoredTensor) -> frozenset[Box]:
     return frozenset(piece.box for piece in tensor.pieces if piece.box.size)
 
 
-def _counter(progress: Progress | None, total: int) -> Callable[[int], None]:
-    done = 0
-
-    def count(num_bytes: int) -> None:
-        nonlocal done
-        done += num_bytes
-        if progress is not None:
-            progress(done, total)
-
-    return count
-
-
-def _digests(
-    side: Source, names: list[str], budget: Budget, count: Callable[[int], None]
-) -> dict[str, str]:
+def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
     """The digests of these tensors; damage is raised."""
     readers = (StoredReader(side, side.catalog.tensors[name]) for name in names)
-    found = dict(digests_of(readers, budget, count, _raise))
+    found = dict(digests_of(readers, budget, meter, _raise))
     side.checker.finish(side.storage)
     return found
 

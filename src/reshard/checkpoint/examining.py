@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -106,18 +107,17 @@ def digests_of(
     def work(task: tuple[StoredReader, Box], buffers: Buffers) -> int | CheckpointError:
         reader, box = task
         try:
-            value = _part(reader, box, buffers, tell)
+            return _part(reader, box, buffers, tell)
         except CheckpointError as error:
             return error
-        progress(box.size * itemsize(reader.tensor.dtype))
-        return value
 
     tasks = ((reader, box) for reader in readers for box in _boxes(reader, budget.window))
     values: dict[str, int | None] = {}
     last: StoredReader | None = None
     make = lambda: Buffers(budget.window, casts=False)  # noqa: E731
-    for (reader, _), result in in_order(work, tasks, budget.workers, make):
+    for (reader, box), result in in_order(work, tasks, budget.workers, make):
         name = reader.tensor.name
+        progress(box.size * itemsize(reader.tensor.dtype))
         if last is not None and last is not reader:
             yield from _finished(last, values)
         last = reader
@@ -233,8 +233,9 @@ def _damage(
     changed: Mapping[str, object],
 ) -> Iterator[Problem]:
     """Changed chunks, with the tensors that lie in them."""
-    touched = _tensors_at(source.catalog, damaged)
-    for (path, chunk, found), names in zip(damaged, touched, strict=True):
+    told = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
+    touched = _tensors_at(source.catalog, told)
+    for (path, chunk, found), names in zip(told, touched, strict=True):
         sure = [name for name in names if name in changed] or names
         text = damage(f"{source.storage.root}/{path}", chunk, found)
         where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
@@ -244,19 +245,19 @@ def _damage(
 
 
 def _tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> list[list[str]]:
-    """The names of the tensors that have bytes in each of these chunks."""
+    """The names of the tensors that have bytes in each of these chunks, which rise."""
     names: list[list[str]] = [[] for _ in damaged]
-    at = {path: number for number, path in enumerate(file.path for file in catalog.files)}
-    by_file: dict[int, list[int]] = {}
-    for number, (path, _, _) in enumerate(damaged):
-        by_file.setdefault(at.get(path, -1), []).append(number)
-    for tensor in catalog.tensors.values() if damaged else ():
+    ends = [(path, chunk.stop) for path, chunk, _ in damaged]
+    hit = {path for path, _ in ends}
+    for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
-            for number in by_file.get(piece.file, ()):
-                chunk = damaged[number][1]
-                start, stop = _span(piece, tensor.dtype)
-                if start < chunk.stop and chunk.start < stop and tensor.name not in names[number]:
-                    names[number].append(tensor.name)
+            path = catalog.files[piece.file].path
+            start, stop = _span(piece, tensor.dtype)
+            at = bisect_right(ends, (path, start)) if path in hit else len(ends)
+            while at < len(ends) and damaged[at][0] == path and damaged[at][1].start < stop:
+                if names[at][-1:] != [tensor.name]:
+                    names[at].append(tensor.name)
+                at += 1
     return names
 
 

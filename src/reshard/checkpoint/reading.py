@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from reshard.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["Budget", "Source", "StoredReader", "in_order", "opened"]
+__all__ = ["Budget", "Meter", "Source", "StoredReader", "in_order", "opened"]
 
 Array = np.ndarray[Any, Any]
 Task = TypeVar("Task")
@@ -85,6 +85,18 @@ class Budget:
         """The same, with more workers where a server lets each of them wait."""
         is_local = all(storage.is_local for storage in storages)
         return cls.of(memory, None if is_local else REMOTE_WORKERS)
+
+
+class Meter:
+    """Counts bytes, and tells how many are done and of how many."""
+
+    def __init__(self, progress: Callable[[int, int], None] | None, total: int) -> None:
+        self._progress, self._total, self._done = progress, total, 0
+
+    def __call__(self, num_bytes: int) -> None:
+        self._done += num_bytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
 
 
 @dataclass(frozen=True, slots=True)

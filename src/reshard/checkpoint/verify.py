@@ -22,7 +22,7 @@ from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.given import as_mesh, as_rules
-from reshard.checkpoint.reading import Budget, Source, StoredReader
+from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, ReshardError, quoted
@@ -136,31 +136,19 @@ def verify(
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
         if b is None:
-            left.examine(budget, _Meter(progress, left.num_bytes))
+            left.examine(budget, Meter(progress, left.num_bytes))
             if left.source.checksums is None:
                 left.found.notes.append("there are no checksums: a changed byte goes unseen")
             return _report([left], left.found.problems)
         with open_storage(b) as other:
             budget = Budget.for_reading(memory, storage, other)
             right = _Side(other, b_rules, b_mesh)
-            meter = _Meter(progress, left.num_bytes + right.num_bytes)
+            meter = Meter(progress, left.num_bytes + right.num_bytes)
             left.examine(budget, meter)
             right.examine(budget, meter)
             problems = [*left.found.problems, *right.found.problems]
             problems += _differences(left, right, budget)
             return _report([left, right], problems)
-
-
-class _Meter:
-    """Counts bytes, and tells them."""
-
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress, self._total, self._done = progress, total, 0
-
-    def __call__(self, num_bytes: int) -> None:
-        self._done += num_bytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
 
 
 class _Side:
