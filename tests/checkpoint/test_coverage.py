@@ -41,7 +41,7 @@ def marked(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> np.ndarray:
     return counts == 1
 
 
-@settings(max_examples=cases(400, 10_000), deadline=None)
+@settings(max_examples=cases(250, 10_000), deadline=None)
 @given(boxes_in())
 def test_every_element_is_counted(drawn: tuple[tuple[int, ...], list[Box]]) -> None:
     shape, boxes = drawn

@@ -101,7 +101,7 @@ def _leaves(value: Any, where: str) -> Iterator[tuple[Path, Any]]:
         if children is None:
             yield path, found
             continue
-        seen[id(found)] += 1
+        seen[id(found)] += bool(children)
         count += len(children)
         if len(path) > MAX_NESTING or count > MAX_ENTRIES or seen[id(found)] > MAX_SHARED:
             raise DamageError(f"{where} nests more than {MAX_NESTING} deep or {MAX_ENTRIES} wide")
