@@ -6,7 +6,7 @@ that is the archive of one ``torch.save``. Neither is given to Python's pickle.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, gt
@@ -80,7 +80,8 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     placed = _placed(_dict(metadata, "storage_data", where), where)
     sizes = {file.path: file.size for file in listed}
     _check_ranges(storage.root, placed.values(), sizes, findings)
-    files = tuple(file for file in listed if file.path in {path for path, _, _ in placed.values()})
+    named = {path for path, _, _ in placed.values()}
+    files = tuple(file for file in listed if file.path in named)
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
@@ -97,13 +98,20 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     readable = [chunk for chunk in chunks if _fits(chunk.range, sizes)]
     pieces = _pieces(storage, readable, numbers, findings)
     tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
-    used = {METADATA, *numbers}
-    stale = [f.path for f in listed if f.path.endswith(".distcp") and f.path not in used]
-    if stale:  # left by an earlier save on more ranks
-        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
-    others = tuple(file for file in listed if file.path not in {*used, *stale})
+    others = _others(listed, named, findings)
     paths = _paths(metadata.field("planner_data"))
     return Catalog(storage.root, "distcp", files, tensors, objects, others=others, nesting=paths)
+
+
+def _others(
+    listed: Sequence[StoredFile], named: Collection[str], findings: Findings
+) -> tuple[StoredFile, ...]:
+    """Files beside those of the checkpoint; not what an earlier save on more ranks left there."""
+    rest = [file for file in listed if file.path != METADATA and file.path not in named]
+    stale = [file.path for file in rest if file.path.endswith(".distcp")]
+    if stale:
+        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
+    return tuple(file for file in rest if not file.path.endswith(".distcp"))
 
 
 def _metadata(storage: Storage, where: str) -> Record:
