@@ -21,6 +21,7 @@ TORCH_FREE = [
         "planning.plan",
     ),
     *("run.simulate", "show", "cli"),
+    *("checkpoint", "checkpoint.inspect", "checkpoint.formats"),
 ]
 MAX_CPU_SECONDS = 0.15
 

@@ -1,4 +1,4 @@
-"""The command line: ``reshard show``, ``reshard plan``, ``reshard demo``, ``reshard bench``.
+"""The command line: ``reshard show``, ``plan``, ``inspect``, ``convert``, ``verify``, ``demo``, ...
 
 Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
 answer is no, 2 bad usage or input, 3 failed midway, 130 interrupted. Only click is loaded here:
