@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -160,6 +161,35 @@ def sealed(data: object) -> bytes:
 def test_a_hostile_sidecar_is_refused(data: object) -> None:
     with pytest.raises(DamageError):
         Checksums.from_bytes(sealed(data))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.text(max_size=4),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=cases(100, 10_000), deadline=None)
+@given(
+    st.fixed_dictionaries(
+        {"reshard-checksums": st.just(1) | json_values},
+        optional={
+            "files": json_values
+            | st.dictionaries(
+                st.text("ab/.", max_size=5),
+                st.fixed_dictionaries(
+                    {"ends": json_values | st.lists(st.integers(-2, 9)), "sums": json_values}
+                ),
+            ),
+            "digests": json_values,
+        },
+    )
+)
+def test_any_sealed_json_is_read_or_refused(data: object) -> None:
+    with suppress(DamageError):
+        found = Checksums.from_bytes(sealed(data))
+        assert Checksums.from_bytes(found.to_bytes()) == found
 
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' + b"9" * 5000, b"\xff\xfe{", b"[1"])

@@ -136,6 +136,14 @@ def test_other_dtypes_are_compared_as_numbers(tmp_path: Path) -> None:
     assert str(report.changed[0]) == "w: dtype float32 and float64, the same numbers"
 
 
+def test_strange_names_stay_on_one_line(tmp_path: Path) -> None:
+    write_sharded(tmp_path / "a", {"a\nb": W, "w": W}, {"a\nb": WHOLE, "w": WHOLE})
+    write_sharded(tmp_path / "b", {"\ud800": W, "w": W}, {"\ud800": WHOLE, "w": WHOLE})
+    lines = str(diff(tmp_path / "a", tmp_path / "b")).splitlines()
+    assert "  a\\nb" in lines
+    assert "  \\ud800" in lines
+
+
 def test_equal_bits_are_no_difference_even_of_nans() -> None:
     nan = np.full(3, np.nan, np.float64).view(np.uint64)
     assert between(nan, nan.copy(), ("float64", "float64"), Box((0,), (3,))) is None

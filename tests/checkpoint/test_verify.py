@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from reshard.box import Box
+from reshard.checkpoint import convert
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.verify import VerifyReport, verify
 from reshard.cli import run
@@ -157,6 +160,44 @@ def _check_one_flip(data: st.DataObject, one: Path, two: Path, tensors: Tensors)
     assert content[start : start + array.itemsize] == raw[at * array.itemsize :][: array.itemsize]
 
 
+@pytest.mark.parametrize("format", ["full", "sharded", "distcp", "ranks"])
+def test_flipped_bits_of_every_format_that_is_written(tmp_path: Path, format: str) -> None:
+    write_sharded(tmp_path / "src", small(), whole(small()))
+    cut = {} if format == "full" else {"mesh": "tp=2", "layouts": {"w": "tp -", "*": "..."}}
+    out = tmp_path / "out"
+    convert(tmp_path / "src", out, format=format, **cut)
+    assert verify(tmp_path / "src", out).ok
+    chance = random.Random(format)
+    for path in sorted(out.iterdir()):
+        for _ in range(cases(8, 200)):
+            bit = chance.randrange(8 * path.stat().st_size)
+            flip(path, bit)
+            problems = verify(out, memory="1MiB").problems
+            flip(path, bit)
+            assert problems
+            ranges = [p.bytes for p in problems if p.file == path.name and p.bytes]
+            assert path.name == SIDECAR or any(a <= bit // 8 < b for a, b in ranges)
+    assert verify(out).ok
+
+
+def test_files_of_ranks_against_whole_tensors(tmp_path: Path) -> None:
+    """Rules say how the one side is cut, and the other says it itself."""
+    write_sharded(tmp_path / "src", small(), whole(small()))
+    rules = tmp_path / "cut.toml"
+    rules.write_text('axes = ["tp"]\n[tensors]\n"w" = "tp -"\n"b" = "tp"\n"*" = "..."\n')
+    ranks, bare = tmp_path / "ranks", tmp_path / "bare"
+    convert(tmp_path / "src", ranks, format="ranks", mesh="tp=2", rules=str(rules))
+    bare.mkdir()
+    for path in ranks.glob("*.safetensors"):  # as another program would have written them
+        tensors = load_file(path)
+        save_file(tensors, bare / path.name)
+    words = ["--rules", str(rules), "--mesh", "tp=2"]
+    assert run(["verify", str(bare), str(tmp_path / "src"), *words]) == 0
+    words = ["--b-rules", str(rules), "--b-mesh", "tp=2"]
+    assert run(["verify", str(tmp_path / "src"), str(bare), *words]) == 0
+    assert run(["diff", str(tmp_path / "src"), str(bare), *words]) == 0
+
+
 def test_digests_are_made_of_the_bytes_and_not_believed(tmp_path: Path) -> None:
     """Both sides carry the same sidecar, and one of them other values."""
     one, two = tmp_path / "one", tmp_path / "two"
@@ -212,6 +253,20 @@ def test_a_sidecar_that_knows_more_tensors(tmp_path: Path) -> None:
     write_sharded(tmp_path, fewer, whole(fewer), checksums=64)
     (tmp_path / SIDECAR).write_bytes(sidecar)
     assert any(p.kind == "absent" and p.tensor == "step" for p in verify(tmp_path).problems)
+
+
+def test_strange_names(tmp_path: Path) -> None:
+    """Whatever JSON can say: half a character, a line break, a very long one."""
+    names = ["\ud800", "a\nb", "x" * 5000, "", " "]
+    tensors = {name: small()["b"] for name in names}
+    for side in ("one", "two"):
+        write_sharded(tmp_path / side, tensors, whole(tensors), checksums=64)
+    report = verify(tmp_path / "one", tmp_path / "two")
+    assert report.ok
+    assert set(json.loads(report.to_json())["digests"]) == set(names)
+    (path,) = (tmp_path / "two").glob("*.safetensors")
+    flip(path, 8 * (path.stat().st_size - 1))
+    assert run(["verify", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
 
 
 def test_without_checksums_it_says_so(tmp_path: Path) -> None:

@@ -48,16 +48,17 @@ class TensorDiff:
     """The file and the byte of the first element that differs, on each side."""
 
     def __str__(self) -> str:
+        name = _shown(self.name)
         if self.shapes[0] != self.shapes[1]:
-            return f"{self.name}: shape {self.shapes[0]} and {self.shapes[1]}"
+            return f"{name}: shape {self.shapes[0]} and {self.shapes[1]}"
         apart = "" if self.largest is None else f", by at most {self.largest:.6g}"
         if self.dtypes[0] != self.dtypes[1]:
             values = {None: "", 0: ", the same numbers"}.get(self.count, f", numbers differ{apart}")
-            return f"{self.name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
+            return f"{name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
         (one, at), (two, other) = self.places
         count = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
         return (
-            f"{self.name}: {count}{apart}, all within {self.box}, the first at {self.first} "
+            f"{name}: {count}{apart}, all within {self.box}, the first at {self.first} "
             f"({one} byte {at}, {two} byte {other})"
         )
 
@@ -98,13 +99,13 @@ class DiffReport:
         for root, names in zip(self.checkpoints, self.only, strict=True):
             if names:
                 yield f"only in {root}: {len(names)}"
-                yield from _listed(names)
+                yield from _listed(tuple(map(_shown, names)))
         if self.changed:
             yield f"differ: {len(self.changed)}"
             yield from _listed(tuple(map(str, self.changed)))
         if self.objects:
             yield f"entries that are no tensors differ: {len(self.objects)}"
-            yield from _listed(self.objects)
+            yield from _listed(tuple(map(_shown, self.objects)))
         yield self._verdict()
 
     def _verdict(self) -> str:
@@ -134,6 +135,11 @@ class DiffReport:
             "num_recut": self.num_recut,
             "objects": list(self.objects),
         }
+
+
+def _shown(name: str) -> str:
+    """A name on one line, not endless."""
+    return quoted(name)[1:-1]
 
 
 def _listed(lines: tuple[str, ...]) -> Iterator[str]:

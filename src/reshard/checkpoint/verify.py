@@ -266,5 +266,6 @@ def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
 
 
 def _digest_of_all(digests: Mapping[str, str]) -> str:
-    lines = [f"{digest} {name}\n" for name, digest in sorted(digests.items())]
-    return hashlib.blake2b("".join(lines).encode(), digest_size=16).hexdigest()
+    text = "".join(f"{digest} {name}\n" for name, digest in sorted(digests.items()))
+    data = text.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
+    return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -11,10 +11,10 @@ __all__ = ["diff"]
 @click.argument("a")
 @click.argument("b")
 @click.option("--memory", default="256MiB", show_default=True, help="The most memory for buffers.")
-@click.option("--rules", help="How per-rank files are cut: a family such as llama, or a TOML file.")
-@click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
-@click.option("--b-rules", help="The same for B; as for A if not given.")
-@click.option("--b-mesh", help="The same for B; as for A if not given.")
+@click.option("--rules", help="How files of ranks of A are cut: a family, or a TOML file.")
+@click.option("--mesh", help='The mesh of files of ranks of A, such as "tp=4".')
+@click.option("--b-rules", help="How files of ranks of B are cut.")
+@click.option("--b-mesh", help="The mesh of files of ranks of B.")
 @click.option("--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def diff(
@@ -44,8 +44,8 @@ def diff(
             memory=memory,
             rules=rules,
             mesh=mesh,
-            b_rules=b_rules or rules,
-            b_mesh=b_mesh or mesh,
+            b_rules=b_rules,
+            b_mesh=b_mesh,
             progress=progress,
         )
     print_json(report.to_dict()) if as_json else print(report)
