@@ -120,9 +120,18 @@ def test_links_of_a_hub_cache_lead_to_its_blobs(tmp_path: Path) -> None:
     snapshot = tmp_path / "snapshots" / "main"
     snapshot.mkdir(parents=True)
     (snapshot / "model.safetensors").symlink_to("../../blobs/0a1b")
+    (snapshot / "unet").mkdir()
+    (snapshot / "unet" / "model.safetensors").symlink_to("../../../blobs/0a1b")
     with open_storage(snapshot) as store:
-        assert store.list() == (StoredFile("model.safetensors", len(DATA)),)
+        paths = ("model.safetensors", "unet/model.safetensors")
+        assert store.list() == tuple(StoredFile(path, len(DATA)) for path in paths)
+        assert all(store.read(path, 1, 2) == DATA[1:3] for path in paths)
+    with open_storage(snapshot / "unet") as store:
         assert store.read("model.safetensors", 1, 2) == DATA[1:3]
+    (snapshot / "out.bin").symlink_to("../../../elsewhere")
+    (tmp_path.parent / "elsewhere").write_bytes(DATA)
+    with open_storage(snapshot) as store, pytest.raises(DamageError, match="outside of its"):
+        store.read("out.bin", 0, 1)
 
 
 def test_what_is_no_file(folder: Path) -> None:

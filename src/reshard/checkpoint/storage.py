@@ -249,9 +249,9 @@ class LocalStorage(Storage):
         """A link may lead to a file of the root, or, in a hub's cache, to one of its blobs."""
         real = os.path.realpath(where)
         inside = [self._real]
-        parent, snapshots = os.path.split(os.path.dirname(self._real))  # noqa: PTH120
-        if snapshots == "snapshots":
-            inside.append(os.path.join(parent, "blobs"))  # noqa: PTH118
+        cache, snapshots, _ = self._real.rpartition("/snapshots/")
+        if snapshots:
+            inside.append(f"{cache}/blobs")
         if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
             raise DamageError(
                 f"{where} leads to {real}, outside of its checkpoint: copy the file, or the link's "
