@@ -207,17 +207,22 @@ def test_names_join_stack_and_take(tmp_path: Path) -> None:
 def test_entries_that_are_no_tensors_survive_distcp(tmp_path: Path) -> None:
     import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    state = {"w": torch.arange(24.0).reshape(6, 4), "step": 41, "words": ["a", {"b": 2}]}
+    state = {"m": {"w": torch.arange(24.0).reshape(6, 4)}, "step": 41, "words": ["a", {"b": 2}]}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(state, checkpoint_id=tmp_path / "src", no_dist=True)
         checkpoint.convert(
             tmp_path / "src", tmp_path / "out", mesh="x=3", layouts={"*": "x ..."}, format="distcp"
         )
-        found = {"w": torch.zeros(6, 4), "step": 0, "words": ["", {"b": 0}]}
+        found = {"m": {"w": torch.zeros(6, 4)}, "step": 0, "words": ["", {"b": 0}]}
         dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
-    assert torch.equal(found.pop("w"), state.pop("w"))
+        dcp_to_torch_save(tmp_path / "out", tmp_path / "whole.pt")
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    assert torch.equal(whole.pop("m")["w"], found["m"]["w"])
+    assert whole == {"step": 41, "words": ["a", {"b": 2}]}
+    assert torch.equal(found.pop("m")["w"], state.pop("m")["w"])
     assert found == state
     report = checkpoint.convert(tmp_path / "out", tmp_path / "full")
     assert set(report.left_out) >= {"step"}

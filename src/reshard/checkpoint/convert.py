@@ -286,6 +286,7 @@ def _report(
         seconds=seconds,
         checksums=request.checksums,
         left_out=job.output.left_out,
+        notes=job.catalog.notes,
         rank=team.rank,
         num_ranks=team.size,
     )

@@ -125,7 +125,7 @@ class Copier:
         self, which: int, transfer: Transfer, window: Box, buffers: Buffers, writes: _Writes
     ) -> None:
         array = fill(transfer, window, buffers, self.source)
-        if self.compare_replicas:
+        if self.compare_replicas and len(transfer.replicas):
             compare(transfer, window, array, buffers, self.source)
         array = cast(transfer, window, array, buffers)
         if self.checksums:

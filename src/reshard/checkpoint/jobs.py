@@ -90,6 +90,7 @@ def plan_job(
         wanted,
         metadata=catalog.metadata,
         objects=tuple(catalog.objects.values()),
+        nesting=catalog.nesting,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
         max_shard_size=max_shard_size,
     )

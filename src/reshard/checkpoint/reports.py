@@ -37,6 +37,8 @@ class ConvertReport:
     checksums: bool
     left_out: tuple[str, ...] = ()
     """Entries that are no tensors and have no place in the format."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know about the source."""
     rank: int = 0
     num_ranks: int = 1
 
@@ -54,7 +56,8 @@ class ConvertReport:
         """The report as plain data."""
         rate = self.gb_per_second
         extra = {"amplification": round(self.amplification, 4), "gb_per_second": rate}
-        return {**asdict(self), "left_out": list(self.left_out), **extra}
+        lists = {"left_out": list(self.left_out), "notes": list(self.notes)}
+        return {**asdict(self), **lists, **extra}
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -80,7 +83,7 @@ class ConvertReport:
             some = ", ".join(self.left_out[:5]) + (" ..." if len(self.left_out) > 5 else "")
             verb = "have" if len(self.left_out) > 1 else "has"
             lines.append(f"  left out {some}: {verb} no place in this format")
-        return lines
+        return lines + [f"  note     {note}" for note in self.notes[:5]]
 
     def _resumed(self) -> str:
         resumed = format_bytes(self.bytes_resumed)

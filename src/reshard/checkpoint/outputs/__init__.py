@@ -36,13 +36,14 @@ def plan_output(
     *,
     metadata: Mapping[str, str],
     objects: Sequence[StoredObject] = (),
+    nesting: Mapping[str, tuple[str | int, ...]] | None = None,
     mesh: str | None = None,
     max_shard_size: int = 5 * 10**9,
 ) -> Output:
     """The files of a checkpoint in one of the formats; entries it cannot hold are listed."""
     match format:
         case "distcp":
-            return distcp(tensors, objects)
+            return distcp(tensors, objects, nesting)
         case "full":
             output = full(tensors, metadata, max_shard_size)
         case "sharded":

@@ -7,7 +7,7 @@ it. ``.metadata`` is a pickle that says which box lies where.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
@@ -25,6 +25,9 @@ from reshard.checkpoint.outputs.pickles import Call, Global, Instance, pickled
 from reshard.dtypes import itemsize
 
 __all__ = ["distcp"]
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to an entry of a nested state dict."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
@@ -56,7 +59,11 @@ class _Ranks:
         return file, offset
 
 
-def distcp(tensors: Mapping[str, Wanted], objects: Sequence[StoredObject]) -> Output:
+def distcp(
+    tensors: Mapping[str, Wanted],
+    objects: Sequence[StoredObject] = (),
+    nesting: Mapping[str, Path] | None = None,
+) -> Output:
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
     ranks, made = _Ranks(), dict[str, OutputTensor]()
     states: dict[str, Any] = {}
@@ -81,7 +88,7 @@ def distcp(tensors: Mapping[str, Wanted], objects: Sequence[StoredObject]) -> Ou
         states[name] = _tensor(wanted, chunks)
     copies = _add_objects(ranks, objects, names, states, places)
     files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
-    metadata = pickled(_metadata(states, places))
+    metadata = pickled(_metadata(states, places, nesting or {}))
     literals = (*ranks.literals, Literal(len(files), 0, metadata))
     return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
 
@@ -123,12 +130,14 @@ class _Fields(dict[str, Any]):
         return self is other
 
 
-def _metadata(states: dict[str, Any], places: dict[Instance, Instance]) -> Instance:
+def _metadata(
+    states: dict[str, Any], places: dict[Instance, Instance], nesting: Mapping[str, Path]
+) -> Instance:
     return Instance(
         Global(_METADATA, "Metadata"),
         {
             "state_dict_metadata": states,
-            "planner_data": {name: (name,) for name in states},
+            "planner_data": {name: nesting.get(name, (name,)) for name in states},
             "storage_data": places,
             "storage_meta": None,
             "version": "1.0.0",
