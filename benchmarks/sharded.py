@@ -11,17 +11,14 @@ over repetitions of the slowest of 4 ranks; values are compared before anything 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from side_by_side import arguments, run_ranks, tell
+from side_by_side import Case, arguments, measured, run_ranks, tell
 from torch import nn
 
 import reshard as rs
@@ -30,21 +27,6 @@ from reshard.sharded import ChunkShardingSpec, plan_reshard, shard_tensor
 
 RANKS = 4
 PLACES = [f"rank:{rank}/cpu" for rank in range(RANKS)]
-
-Run = Callable[[], object]
-
-
-@dataclass
-class Case:
-    """One workload on one rank, and what the ratio of two of its times should be."""
-
-    name: str
-    runs: dict[str, Run]
-    ours: str
-    at_most: dict[str, float]
-    """At most so many times as slow as these."""
-    at_least: dict[str, float]
-    """At least so many times as fast as these."""
 
 
 def main() -> None:
@@ -56,31 +38,6 @@ def on_a_rank(rank: int, args: argparse.Namespace) -> None:
     repeat = 3 if args.quick else args.repeat
     cases = chain(reshards(args.quick), modules(args.quick))
     tell((measured(case, repeat) for case in cases), rank, args.json)
-
-
-def measured(case: Case, repeat: int) -> dict[str, Any]:
-    """Medians of the slowest rank, contenders in turn; the first two turns warm up."""
-    seconds: dict[str, list[float]] = {name: [] for name in case.runs}
-    for turn in range(repeat + 2):
-        for name, run in case.runs.items():
-            dist.barrier()
-            began = time.perf_counter()
-            run()
-            took = torch.tensor(time.perf_counter() - began)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            if turn > 1:
-                seconds[name].append(float(took))
-    medians = {name: statistics.median(times) for name, times in seconds.items()}
-    return {"name": case.name, "seconds": medians, "checks": list(checks(case, medians))}
-
-
-def checks(case: Case, medians: dict[str, float]) -> Iterator[dict[str, Any]]:
-    for name, most in case.at_most.items():
-        ratio = medians[case.ours] / medians[name]
-        yield {"what": f"at most {most:g}x {name}", "is": ratio, "holds": ratio <= most}
-    for name, least in case.at_least.items():
-        ratio = medians[name] / medians[case.ours]
-        yield {"what": f"{least:g}x as fast as {name}", "is": ratio, "holds": ratio >= least}
 
 
 def reshards(quick: bool) -> Iterator[Case]:

@@ -6,17 +6,36 @@ import argparse
 import json
 import multiprocessing
 import os
+import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+Run = Callable[[], object]
 Row = dict[str, Any]
 """The name of a case, its seconds by contender, and its checks."""
+
+
+@dataclass
+class Case:
+    """One workload on one rank, and what the ratio of two of its times should be."""
+
+    name: str
+    runs: dict[str, Run]
+    ours: str
+    at_most: dict[str, float]
+    """At most so many times as slow as these."""
+    at_least: dict[str, float]
+    """At least so many times as fast as these."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else is known of the contenders."""
 
 
 def arguments(text: str) -> argparse.ArgumentParser:
@@ -59,10 +78,37 @@ def _rank_main(
     dist.destroy_process_group()
 
 
+def measured(case: Case, repeat: int) -> dict[str, Any]:
+    """Medians of the slowest rank, contenders in turn; the first two turns warm up."""
+    seconds: dict[str, list[float]] = {name: [] for name in case.runs}
+    for turn in range(repeat + 2):
+        for name, run in case.runs.items():
+            dist.barrier()
+            began = time.perf_counter()
+            run()
+            took = torch.tensor(time.perf_counter() - began)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if turn > 1:
+                seconds[name].append(float(took))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    found = {"name": case.name, "seconds": medians, "checks": list(checks(case, medians))}
+    return found | ({"facts": case.facts} if case.facts else {})
+
+
+def checks(case: Case, medians: dict[str, float]) -> Iterator[dict[str, Any]]:
+    for name, most in case.at_most.items():
+        ratio = medians[case.ours] / medians[name]
+        yield {"what": f"at most {most:g}x {name}", "is": ratio, "holds": ratio <= most}
+    for name, least in case.at_least.items():
+        ratio = medians[name] / medians[case.ours]
+        yield {"what": f"{least:g}x as fast as {name}", "is": ratio, "holds": ratio >= least}
+
+
 def text_of(row: Row) -> str:
     """A case in words, with a mark for each check."""
     times = ", ".join(f"{name} {s * 1e3:.2f} ms" for name, s in row["seconds"].items())
     lines = [f"{row['name']}: {times}"]
+    lines += [f"    {name}: {fact}" for name, fact in row.get("facts", {}).items()]
     for check in row["checks"]:
         mark = "ok  " if check["holds"] else "MISS"
         lines.append(f"    {mark} {check['what']}: {check['is']:.2f}")

@@ -11,6 +11,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    CheckpointImpl,
+    checkpoint_wrapper,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -19,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from reshard.nn import (
@@ -170,14 +175,18 @@ def mesh_of(*sizes: int) -> DeviceMesh:
 
 def dtensor_layers(rank: int, size: int) -> None:
     mesh = mesh_of(size)
-    for call in (None, checkpointed, checkpointed_again):
+    for kind in (None, CheckpointImpl.NO_REENTRANT, CheckpointImpl.REENTRANT):
         model = check_same(
-            lambda: Parallel(mesh, 2),
+            partial(wrapped, mesh, kind),
             lambda one: input_reshard(one, mesh, 0),
             numbers(6, HIDDEN),
-            call,
         )
         assert resharding_of(model).stats().bytes_saved > 0
+
+
+def wrapped(mesh: DeviceMesh, kind: CheckpointImpl | None) -> nn.Module:
+    model = Parallel(mesh, 2)
+    return model if kind is None else checkpoint_wrapper(model, kind)
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -210,23 +219,29 @@ def test_D25_a_mesh_of_two_axes(pool: Pool) -> None:
 
 
 def kept_bytes(rank: int) -> None:
-    """The table of the papers, a quarter as wide: 4 layers, hidden 512 / 4."""
+    """The table of the papers, a quarter as wide: 4 layers of which the inputs are 1 MiB."""
     group, hidden, tokens = pool_group(4), 128, 512
     whole = 4 * tokens * hidden * 4
-    for call in (checkpointed, None):
+    for recompute in (True, False):
         layers = nn.ModuleList([MLP(hidden, 4 * hidden, group) for _ in range(4)])
+        if recompute:
+            layers = nn.ModuleList([checkpoint_wrapper(one) for one in layers])
         input_reshard(layers, group, 0, modules="*")
-        x = numbers(tokens, hidden).requires_grad_()
-        y = x
+        y = x = numbers(tokens, hidden).requires_grad_()
+        inputs = []
         for layer in layers:
-            y = y + (layer(y) if call is None else call(layer, y))
+            inputs.append(StorageWeakRef(y.untyped_storage()))
+            y = y + layer(y)
         stats = resharding_of(layers).stats()
         assert stats.bytes_seen == whole
         assert stats.bytes_kept == whole // 4
+        # The caller has the first; nobody else has the others any more.
+        assert [one.expired() for one in inputs] == [False, True, True, True]
         y.sum().backward()
         stats = resharding_of(layers).stats()
         assert stats.restores == 4
         assert stats.collectives <= 5
+        assert x.grad is not None
 
 
 def test_kept_is_one_of_n(pool: Pool) -> None:

@@ -2,7 +2,8 @@
 
 The hooks of saved tensors are a stack of which only the top one is asked. What a frame does not
 keep itself it hands to the hooks below: to another frame, to activation checkpointing, to the
-user's own.
+user's own. Inside of checkpointing a frame keeps nothing; around it, it keeps the inputs that
+checkpointing saves.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+import torch.utils.checkpoint
 
 from reshard.nn.activations.checking import Checked, checksum_of, compare
 from reshard.nn.activations.keeping import Keeper, SavedTensor, SavedView
@@ -28,6 +30,10 @@ def not_compiled(function: F) -> F:
     """Keep torch.compile out of what looks after tensors; what the module does it may have."""
     found: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
+
+
+def _is_of_checkpoint(hooks: tuple[Pack, Unpack] | None) -> bool:
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class _HandedOn:
@@ -53,12 +59,14 @@ class Frame:
     def __init__(self, keeper: Keeper, known: Known, label: str, check: bool = False) -> None:
         self._keeper, self._known, self._label = keeper, known, label
         self._below: tuple[Pack, Unpack] | None = None
+        self._is_recomputed = False
         self._checked: list[Checked] | None = [] if check else None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @not_compiled
     def __enter__(self) -> Frame:
         self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._is_recomputed = _is_of_checkpoint(self._below)
         self._hooks.__enter__()
         return self
 
@@ -76,7 +84,7 @@ class Frame:
 
     @not_compiled
     def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _HandedOn:
-        view = self._keeper.kept(saved, self._known, self._label)
+        view = self._kept(saved)
         if view is not None:
             if self._checked is not None and view.is_equal:
                 self._checked.append((view.label, checksum_of(saved)))
@@ -85,6 +93,12 @@ class Frame:
             pack, unpack = self._below
             return _HandedOn(unpack, pack(saved))
         return SavedTensor(saved)
+
+    def _kept(self, saved: torch.Tensor) -> SavedView | None:
+        # Checkpointing saves nothing here, and computes it again: there is nothing to keep.
+        if self._is_recomputed:
+            return None
+        return self._keeper.kept(saved, self._known, self._label)
 
     @not_compiled
     def _unpack(self, packed: SavedView | SavedTensor | _HandedOn) -> torch.Tensor:

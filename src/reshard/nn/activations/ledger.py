@@ -5,20 +5,22 @@ budget is reached; then the oldest give way, which backward needs last: first th
 on all ranks are cut into shares, then, where there is a host to go to, the others are offloaded,
 and last the shares.
 
-What was kept elsewhere must have room when it is made whole again. Backward goes from the last to
-the first, so all that came later is gone by then:
+What was kept elsewhere must have room when it is made whole again. Nothing is taken to be gone by
+then, because checkpointing keeps its inputs to the end, and two may be whole at a time: while one
+is still used, the next one comes.
 
-    budget 9, 4 ranks, tensors of 4 that are equal on all ranks
-    4 4            8
-    4 4 4         12 is too much
-    1 4 4          9 fits; and later the first is made whole: 1 + 4
+    budget 12, 4 ranks, tensors of 4 that are equal on all ranks
+    4 4 4         12
+    4 4 4 4       16 is too much
+    1 1 1 1       and room for 4 + 4
 
 Nothing but sizes and order decides, so that all ranks decide alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from reshard.bytesize import format_bytes
@@ -48,12 +50,12 @@ class Entry:
 class Ledger:
     """What is kept now, and what has to give way.
 
-    >>> ledger = Ledger(9, num_ranks=4)
-    >>> entries = [Entry(4, True, False) for _ in range(3)]
-    >>> [[each.place for each in ledger.add(entry)] for entry in entries]
-    [[], [], ['share']]
+    >>> ledger = Ledger(12, num_ranks=4)
+    >>> entries = [Entry(4, True, False) for _ in range(4)]
+    >>> [len(ledger.add(entry)) for entry in entries]
+    [0, 0, 0, 4]
     >>> ledger.kept, ledger.room
-    (9, 0)
+    (4, 0)
     """
 
     def __init__(self, budget: int, num_ranks: int) -> None:
@@ -66,21 +68,19 @@ class Ledger:
 
     @property
     def room(self) -> int:
-        """Bytes that are left now, for tensors that are made whole again."""
-        return self.budget - self.kept
+        """Bytes that are left for what is made whole before its time."""
+        moved = [one.size for one in self._entries if one.place != WHOLE]
+        return self.budget - self.kept - _two_largest(moved)
 
     def add(self, entry: Entry) -> list[Entry]:
         """Count one more; gives the entries that are kept elsewhere from now on."""
         self._entries[entry] = None
         self.kept += entry.size
-        if self.kept <= self.budget and self.kept == sum(one.size for one in self._entries):
-            self.smallest = max(self.smallest, min(self.kept, self._least()))
-            return []
         self.smallest = max(self.smallest, self._least())
         moved: dict[Entry, None] = {}
         for step in (self._to_share, self._local_to_host, self._to_host):
             for one in list(self._entries):
-                if self._peak(lambda each: each.kept) <= self.budget:
+                if self.room >= 0:
                     return list(moved)
                 if step(one):
                     moved[one] = None
@@ -100,19 +100,11 @@ class Ledger:
                 f"({format_bytes(self.smallest)}); give at least that, or more ranks"
             )
 
-    def _peak(self, kept: Callable[[Entry], int]) -> int:
-        """The most that is ever there, if backward goes from the last to the first."""
-        peak = total = before = 0
-        for one in self._entries:
-            total += kept(one)
-            # An operation may need two of them at the same time.
-            whole = one.size if kept(one) < one.size else 0
-            peak = max(peak, total + whole + (before if whole else 0))
-            before = whole
-        return peak
-
     def _least(self) -> int:
-        return min(sum(one.size for one in self._entries), self._peak(self._least_of))
+        """What would do for all that is there now."""
+        moved = [one.size for one in self._entries if self._least_of(one) < one.size]
+        least = sum(map(self._least_of, self._entries)) + _two_largest(moved)
+        return min(sum(one.size for one in self._entries), least)
 
     def _least_of(self, entry: Entry) -> int:
         if entry.can_offload:
@@ -140,3 +132,7 @@ class Ledger:
     def _put(self, entry: Entry, place: str, kept: int) -> None:
         self.kept += kept - entry.kept
         entry.place, entry.kept = place, kept
+
+
+def _two_largest(sizes: Sequence[int]) -> int:
+    return sum(heapq.nlargest(2, sizes))

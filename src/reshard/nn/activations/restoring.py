@@ -52,7 +52,7 @@ class Restorer:
                 self._order.keep(region)
 
     def whole(self, region: Region, timeout: float, room: int | None) -> torch.Tensor:
-        """All bytes of a region; ``room`` bounds what is whole at a time, this one included."""
+        """All bytes of a region; ``room`` bounds what is brought before its time."""
         with self._lock:
             began = time.perf_counter()
             is_new = not any(region.uses.values())
@@ -80,7 +80,7 @@ class Restorer:
             return
         together = self._order.together(following)
         if room is not None:
-            if region.num_bytes + following.num_bytes > room:
+            if following.num_bytes > room:
                 return
             together = [following]
         self._coming = self._send_for(together, timeout, True)

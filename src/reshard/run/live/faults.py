@@ -426,6 +426,8 @@ class Watch:
         )
 
     def close(self) -> None:
-        """The call is over."""
+        """The call is over. Its tensors should go when the user lets them go, so none is kept."""
         self.has_met()
         self.team.mailbox.close(self.call)
+        over = f"on rank {self.team.rank}: the call is over"
+        self.status, self._what, self.touched = lambda: over, lambda peer: "its part", None

@@ -130,7 +130,8 @@ class Waiter:
             except RuntimeError as failure:
                 error = in_short(failure)
             awaited.then(error)
-            del awaited  # An idle thread must not keep a call's tensors alive.
+            # An idle thread must not keep a call's tensors alive.
+            awaited = work = None  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
