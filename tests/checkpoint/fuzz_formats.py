@@ -144,7 +144,8 @@ NUMBERS = [b"0", b"-1", b"1e9", b"99999999999999999999", b"4294967296", b"null",
            b"[]", b"{}", b"1.5", b"9" * 5000]  # fmt: skip
 WORDS = [b"../../etc/passwd", b"/etc/passwd", b"\x00", b"..", b"os\nsystem\n", b"\xff\xfe",
          b"PK\x03\x04", b"\x80\x04", b"((((((((", b"(((((t", b"R", b"b", b"\x93",
-         b"[" * 3000]  # fmt: skip
+         b"[" * 3000, b")" + b"2\x86" * 60, b")" + b"2\x86" * 60 + b"R", b"0N",
+         b"0K\x05"]  # fmt: skip
 
 
 def flip(rng: Random, data: bytearray) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
+import struct
 import subprocess
 import sys
 import zipfile
@@ -204,6 +205,45 @@ def test_names_that_would_take_for_ever_to_hash() -> None:
     body = b"\x80\x02}" + b")" + b"2\x86" * 60 + b"K\x01s."
     with pytest.raises(DamageError, match="a tuple as the key"):
         unpickle(body, allow_none, "x")
+
+
+DEEP = b")" + b"2\x86" * 60
+"""Tuples within tuples, each twice the one before: to print or to hash them has no end."""
+
+
+@pytest.mark.parametrize("name", ["size", "chunks", "properties"])
+def test_values_that_would_take_for_ever_to_print(ckpt: Path, name: str) -> None:
+    data = (ckpt / ".metadata").read_bytes()
+    word = bytes([0x8C, len(name)]) + name.encode() + b"\x94"
+    assert data.count(word) == 1
+    at = data.index(word) + len(word)
+    (ckpt / ".metadata").write_bytes(data[:at] + DEEP + b"0" + data[at:])  # made and dropped
+    assert catalog_of(ckpt).tensors
+    (ckpt / ".metadata").write_bytes(data[:at] + DEEP + b"s(" + data[at:])  # in place of the value
+    with pytest.raises(CheckpointError):
+        catalog_of(ckpt)
+    assert inspect(ckpt).damage
+
+
+def test_records_within_records_without_end() -> None:
+    body = b"\x80\x02cx\ny\nq\x00" + b"0h\x00)R" + b"h\x002\x85R" * 3 + b"."
+    assert repr(unpickle(body, lambda module, name: True, "x")) == "<x.y>"
+    many = b"\x80\x02cx\ny\nq\x000)" + b"q\x010h\x00h\x01\x85R" * 60_000 + b"."
+    assert unpickle(many, lambda module, name: True, "x").kind == "x.y"
+
+
+def test_a_directory_as_large_as_the_file(ckpt: Path, tmp_path: Path) -> None:
+    """It would be read as a whole; the file is a hole of 64 GiB."""
+    path = tmp_path / "model.pt"
+    size = 1 << 36
+    with path.open("wb") as file:
+        file.write(b"PK\x03\x04")
+        file.seek(size - 98)
+        file.write(struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 0, 0, 0, 0, 7, 7, size - 200, 0))
+        file.write(struct.pack("<4sIQI", b"PK\x06\x07", 0, size - 98, 1))
+        file.write(struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, 7, 7, 2**32 - 1, 2**32 - 1, 0))
+    with pytest.raises(DamageError, match=r"a directory of 7 members and 68719476536 bytes"):
+        catalog_of(path)
 
 
 def test_lengths_that_are_lies_allocate_nothing() -> None:

@@ -384,7 +384,7 @@ def test_shards_that_disagree(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "says"),
     [
-        ('{"version": 2}', CheckpointError, 'version "2" and this reshard reads 1'),
+        ('{"version": 2}', CheckpointError, "version 2 and this reshard reads 1"),
         ("{", DamageError, "its JSON cannot be read"),
         ('{"version": 1}', DamageError, "lacks file, files or tensors"),
         ('{"version":1,"file":4,"files":3,"tensors":{}}', DamageError, "about file 4 of 3"),

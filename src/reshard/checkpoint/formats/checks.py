@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from reshard.errors import DamageError, quoted
 
-__all__ = ["checked_shape", "whole_numbers"]
+__all__ = ["checked_shape", "shown", "whole_numbers"]
 
+_PLAIN = (int, float, str, bool, type(None))
+MAX_SHOWN = 8
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """As layouts have it, which take longer to load than most headers to read."""
@@ -40,7 +42,24 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
             return shape
     about = where if name is None else f"{where}: tensor {quoted(name)}"
     if shape is None:
-        raise DamageError(f"{about} has the shape {quoted(values)}: sizes are numbers from 0 on")
+        raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
     raise DamageError(
-        f"{about} has the shape {quoted(shape)}: no tensor has that many dims or elements"
+        f"{about} has the shape {shown(shape)}: no tensor has that many dims or elements"
     )
+
+
+def shown(value: object) -> str:
+    """A value of a file as part of a message; of what may nest without end only the kind.
+
+    >>> shown([2, "x"]), shown([[2]]), shown(2.5)
+    ('[2, "x"]', 'a list', '2.5')
+    """
+    if isinstance(value, list | tuple):
+        if all(isinstance(part, _PLAIN) for part in value):
+            inner = ", ".join(map(shown, value[:MAX_SHOWN]))
+            more = ", ..." if len(value) > MAX_SHOWN else ""
+            return f"[{inner}{more}]" if isinstance(value, list) else f"({inner}{more})"
+        return f"a {type(value).__name__}"
+    if isinstance(value, str):
+        return quoted(value)
+    return str(value) if isinstance(value, _PLAIN) else f"a {type(value).__name__}"

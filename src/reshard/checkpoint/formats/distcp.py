@@ -20,7 +20,7 @@ from reshard.checkpoint.catalog import (
     StoredPiece,
     StoredTensor,
 )
-from reshard.checkpoint.formats.checks import checked_shape, whole_numbers
+from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.pickle_machine import Record, unpickle
 from reshard.checkpoint.formats.torch_tensors import (
@@ -38,6 +38,8 @@ __all__ = ["METADATA", "read_distcp"]
 
 METADATA = ".metadata"
 MAX_METADATA = 1 << 29
+MAX_PICKLE = 1 << 16
+"""Bytes of the pickle of one tensor, which has a few hundred, and of the archive's directory."""
 BATCH = 1024
 """Archives whose ends are in memory at the same time."""
 
@@ -191,7 +193,7 @@ def _check_ranges(
 def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
     """A tensor without its pieces, or the range of a file that is an object."""
     if not isinstance(name, str) or not isinstance(entry, Record):
-        raise DamageError(f"{where}: an entry {name!r:.80} is no tensor and no object")
+        raise DamageError(f"{where}: an entry {shown(name)} is no tensor and no object")
     where = f"{where}: {quoted(name)}"
     if entry.kind == f"{_DCP}metadata.BytesStorageMetadata":
         if (name, None) not in placed:
@@ -201,7 +203,8 @@ def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTen
         raise DamageError(f"{where} is a {entry.kind}")
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, Record) else None
-    dtype = state.get("dtype") if isinstance(state, dict) else (state or (None,))[0]
+    fields = state if isinstance(state, tuple) else ()
+    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(fields), None)
     return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
 
 
@@ -259,7 +262,7 @@ def _archives(
 ) -> Sequence[Archive | None]:
     """All archives of a batch; one by one where one of them is damaged."""
     try:
-        return read_archives(storage, [chunk.range for chunk in batch])
+        return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
     except DamageError as error:
         if len(batch) == 1:
             findings.found(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")

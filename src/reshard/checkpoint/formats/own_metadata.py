@@ -28,7 +28,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.formats.checks import checked_shape
+from reshard.checkpoint.formats.checks import checked_shape, shown
 from reshard.checkpoint.formats.safetensors_header import read_json
 from reshard.errors import CheckpointError, DamageError, quoted
 
@@ -77,7 +77,7 @@ class OwnMetadata:
         raw = read_json(text.encode("utf-8", "surrogatepass"), where)
         if raw.get("version") != VERSION:
             raise CheckpointError(
-                f"{where} has version {quoted(raw.get('version'))} and this reshard reads "
+                f"{where} has version {shown(raw.get('version'))} and this reshard reads "
                 f"{VERSION}: use a newer reshard"
             )
         match raw:

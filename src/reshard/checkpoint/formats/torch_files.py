@@ -58,7 +58,7 @@ def read_torch_file(storage: Storage, file: StoredFile, findings: Findings) -> C
         if is_tensor(leaf):
             _add(content, name, path, tensor_of(leaf, archive, _at(archive.where, name)), archive)
         elif _is_plain(leaf):
-            content.values[name] = json.dumps(leaf)[:MAX_VALUE]
+            content.values[name] = json.dumps(leaf)
         else:
             left_out.append(name)
     if left_out:
@@ -87,7 +87,9 @@ def _at(where: str, name: str) -> str:
 def _is_plain(value: object) -> bool:
     if isinstance(value, float):
         return isfinite(value)
-    return value is None or isinstance(value, bool | int | str)
+    if isinstance(value, str):
+        return len(value) <= MAX_VALUE
+    return value is None or isinstance(value, bool | int)
 
 
 def _leaves(value: Any, where: str) -> Iterator[tuple[Path, Any]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reshard.checkpoint.formats.checks import checked_shape, whole_numbers
+from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.pickle_machine import Global, Record
 from reshard.checkpoint.formats.torch_zip import Archive
 from reshard.dtypes import ITEMSIZE, itemsize
@@ -77,7 +77,8 @@ def dtype_of(value: object, where: str) -> str:
     """The canonical name of ``torch.bfloat16`` and its like."""
     name = value.name if isinstance(value, Global) and value.module == "torch" else None
     if name not in ITEMSIZE:
-        raise CheckpointError(f"{where} has the dtype {value!r:.80}, which is not supported")
+        kind = value.path if isinstance(value, Global) else shown(value)
+        raise CheckpointError(f"{where} has the dtype {kind}, which is not supported")
     return name
 
 
@@ -97,7 +98,7 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     shape = checked_shape(size, where)
     strides = whole_numbers(stride)
     if strides is None or len(strides) != len(shape) or type(start) is not int or start < 0:
-        raise DamageError(f"{where}: strides {stride!r:.80} do not fit the shape {shape}")
+        raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
     offset = _place(archive, key, length, where) + start * itemsize(dtype)
     _check_inside(shape, strides, start, length // itemsize(dtype), where)
     return LocalTensor(dtype, shape, strides, offset, key)

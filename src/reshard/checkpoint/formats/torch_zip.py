@@ -22,7 +22,6 @@ __all__ = ["Archive", "Member", "read_archives"]
 HEAD, TAIL = 1024, 1024
 """Bytes of both ends of an archive that are read at once; those of a single tensor fit."""
 MAX_PICKLE = 1 << 28
-MAX_MEMBERS = 1 << 20
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
@@ -56,6 +55,7 @@ class _Zip:
 
     where: str
     range: Range
+    largest: int
     head: bytes = b""
     tail: bytes = b""
 
@@ -70,9 +70,13 @@ class _Zip:
         return None
 
 
-def read_archives(storage: Storage, ranges: Sequence[Range]) -> list[Archive]:
-    """The archives that fill these ranges of files."""
-    zips = [_Zip(_where(storage, found), found) for found in ranges]
+def read_archives(
+    storage: Storage, ranges: Sequence[Range], largest: int = MAX_PICKLE
+) -> list[Archive]:
+    """The archives that fill these ranges of files; pickles and directories that are larger than
+    ``largest`` are damage, because many of them are in memory at once.
+    """
+    zips = [_Zip(_where(storage, found), found, largest) for found in ranges]
     _read_ends(storage, zips)
     directories = [_directory(found, *_end_of(found)) for found in zips]
     content = _read_wanted(storage, zips, directories)
@@ -135,7 +139,8 @@ def _end64_of(found: _Zip, at: int) -> tuple[int, int, int]:
 
 def _directory(found: _Zip, start: int, length: int, count: int) -> tuple[int, int]:
     """The place of the directory, checked."""
-    if start + length > found.range[2] or count > MAX_MEMBERS or length < count * _CENTRAL.size:
+    fits = start + length <= found.range[2] and length <= found.largest
+    if not fits or length < count * _CENTRAL.size:
         raise DamageError(
             f"{found.where}: a directory of {count} members and {length} bytes at byte {start} "
             f"does not fit into {found.range[2]} bytes"
@@ -284,7 +289,7 @@ def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member | None]
 
 
 def _content(storage: Storage, found: _Zip, member: Member) -> bytes:
-    if member.size > MAX_PICKLE:
+    if member.size > found.largest:
         raise DamageError(f"{found.where}: a pickle of {member.size} bytes is too large")
     path, offset, _ = found.range
     known = found.known(member.offset - offset, member.size)
