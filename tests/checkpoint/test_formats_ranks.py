@@ -122,6 +122,28 @@ def test_our_own_files_need_no_rules(
             read(folder, None, None)
 
 
+@pytest.mark.parametrize(
+    ("mesh", "layout", "shape", "says"),
+    [
+        ("tp=2", "tp:1 ...", [1 << 40], "is dealt by .* in 1099511627776 blocks"),
+        ("tp=2", "{1099511627776 tp:1}", [1 << 40], "is dealt by .* blocks"),
+        ("tp=2", "tp -", [4], "has 2 words and shape"),
+        ("tp=2", "nonsense", [4], 'names axis "nonsense"'),
+        ("tp=99999999999", "tp", [4], "tp=99999999999|ranks"),
+        ("tp=2", "tp | sum dp", [4], 'names axis "dp"'),
+        ("tp=4", "tp", [4], r"has the shape \(2,\) and .* to \(1,\) for rank 0"),
+        ("tp=2", None, [4], "has no layout in the file's metadata"),
+    ],
+)
+def test_own_layouts_that_are_lies(
+    tmp_path: Path, mesh: str, layout: str | None, shape: list[int], says: str
+) -> None:
+    own = OwnMetadata(1, 1, mesh, 0, {"w": OwnTensor(tuple(shape), layout)})
+    save_file({"w": torch.zeros(2)}, tmp_path / "a.safetensors", {KEY: own.to_text()})
+    with pytest.raises(CheckpointError, match=says):
+        read(tmp_path, None, None)
+
+
 RULES = """
 axes = ["tp", "pp"]
 [tensors]

@@ -9,7 +9,7 @@ from reshard.box import row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.own_metadata import OwnMetadata
-from reshard.checkpoint.formats.per_rank import LocalFile, join_ranks
+from reshard.checkpoint.formats.per_rank import LocalFile, check_blocks, join_ranks
 from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import HeadedFile, common_metadata, read_headers
 from reshard.checkpoint.formats.torch_files import Content, read_torch_file
@@ -108,10 +108,13 @@ def _note_layout(
     known = layouts.get(name)
     if known is None:
         try:
-            layouts[name] = Layout(Mesh.parse(said.mesh), tensor.layout)
+            layout = Layout(Mesh.parse(said.mesh), tensor.layout)
+            check_blocks(name, layout, tensor.shape, where)
+        except DamageError:
+            raise
         except ReshardError as error:
             raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
-        shapes[name] = tensor.shape
+        layouts[name], shapes[name] = layout, tensor.shape
     elif str(known) != tensor.layout or shapes[name] != tensor.shape:
         raise DamageError(
             f'{where}: tensor {quoted(name)} is "{tensor.layout}" of {tensor.shape}, and '

@@ -23,10 +23,14 @@ from reshard.checkpoint.formats.torch_tensors import LocalTensor
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, quoted
 from reshard.layout import Layout
-from reshard.notation import Cuts, Packed, Ragged, axes_of
+from reshard.notation import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.pieces import Piece
 
-__all__ = ["LocalFile", "join_ranks"]
+__all__ = ["LocalFile", "check_blocks", "join_ranks"]
+
+MAX_BLOCKS = 1 << 18
+MAX_PIECES = 1 << 22
+"""Pieces of all tensors together; each is some hundred bytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +62,40 @@ def join_ranks(
                 )
             by_rank[file.rank] = file, tensor
     ranks = {file.rank: file.where for file in files}
-    joined = {}
+    joined: dict[str, StoredTensor] = {}
+    count = 0
     for name, by_rank in held.items():
         with findings.noting():
             joined[name] = _join(name, by_rank, layouts[name], shapes.get(name), ranks)
+            count += len(joined[name].pieces)
+            if count > MAX_PIECES:
+                raise CheckpointError(
+                    f"the layouts cut {len(joined)} of {len(held)} tensors into {count} pieces, at "
+                    f"most {MAX_PIECES} are read: use larger blocks"
+                )
     return joined
+
+
+def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) -> None:
+    """Refuse blocks without number, which a file may ask for that does not hold them."""
+    for cuts, length in zip(layout.dims(shape), shape, strict=True):
+        blocks = max((length // block for block in _blocks(cuts)), default=0)
+        if blocks > MAX_BLOCKS:
+            raise DamageError(
+                f'{where}: tensor {quoted(name)} is dealt by "{layout}" in {blocks} blocks, at '
+                f"most {MAX_BLOCKS} are read"
+            )
+
+
+def _blocks(cuts: Cuts) -> Iterator[int]:
+    """The sizes of the blocks that a dim is dealt in."""
+    for cut in cuts:
+        match cut:
+            case Cyclic(block=block):
+                yield block
+            case Packed(segments=segments):
+                for segment in segments:
+                    yield from _blocks(segment.cuts)
 
 
 def _join(
