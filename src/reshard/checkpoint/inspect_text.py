@@ -96,8 +96,8 @@ def _facts(report: Inspection) -> Iterator[str]:
     if report.files:
         sizes = [file.size for file in report.files]
         least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
-        each = f"each {least}" if least == most else f"from {least} to {most}"
-        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}, {each}"
+        each = f", each {least}" if least == most else f", from {least} to {most}"
+        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
     if report.others:
         paths = [file.path for file in report.others]
         yield f"others   {len(paths)} that hold no tensors: {_few(paths)}"

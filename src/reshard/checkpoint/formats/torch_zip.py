@@ -13,6 +13,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
+from typing import NamedTuple
 
 from reshard.checkpoint.storage import Range, Storage
 from reshard.errors import CheckpointError, DamageError, quoted
@@ -166,8 +168,7 @@ def _read_wanted(
     return [data for data in found if data is not None]
 
 
-@dataclass(frozen=True, slots=True)
-class _Listed:
+class _Listed(NamedTuple):
     """A member as the directory lists it: its header's place in the archive, its size."""
 
     name: str
@@ -186,7 +187,9 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
         name_end = at + _CENTRAL.size + row[10]
         extra_end = name_end + row[11]
         name = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
-        size, packed, header = _wide(data[name_end:extra_end], size, packed, row[16])
+        header = row[16]
+        if _FULL in (size, packed, header):
+            size, packed, header = _wide(data[name_end:extra_end], size, packed, header)
         if method or flags & 1 or packed != size:
             raise DamageError(
                 f"{found.where}: member {quoted(name)} is compressed or encrypted, which "
@@ -219,12 +222,10 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
 def _check_apart(found: _Zip, members: list[_Listed]) -> None:
     """Members follow each other; each has a header of its own before its bytes."""
     end, before = 0, ""
-    for member in sorted(members, key=lambda member: member.header):
-        if member.header < end:
-            raise DamageError(
-                f"{found.where}: members {quoted(before)} and {quoted(member.name)} overlap"
-            )
-        end, before = member.header + _LOCAL.size + member.size, member.name
+    for name, header, size, _ in sorted(members, key=itemgetter(1)):
+        if header < end:
+            raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
+        end, before = header + _LOCAL.size + size, name
     if end > found.range[2]:
         raise DamageError(
             f"{found.where}: member {quoted(before)} ends at byte {end} of {found.range[2]}"
