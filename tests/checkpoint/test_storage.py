@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from reshard.checkpoint import storage as module
 from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.storage import LocalStorage, RemoteStorage, check_path, open_storage
+from reshard.checkpoint.remote_storage import RemoteStorage
+from reshard.checkpoint.storage import LocalStorage, check_path, open_storage
 from reshard.errors import CheckpointError, DamageError
 
 DATA = bytes(range(256)) * 5

@@ -19,16 +19,17 @@ import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import CheckpointError, DamageError, quoted
 
 __all__ = [
-    "OURS", "LocalStorage", "Range", "RemoteStorage", "Storage", "check_path", "open_storage",
+    "MAX_FILES", "OURS", "TENSOR_FILES", "LocalStorage", "Range", "Storage", "check_path",
+    "open_storage",
 ]  # fmt: skip
 
 OURS = ".reshard"
@@ -40,8 +41,8 @@ MAX_FILES = 1 << 20
 MAX_OPEN = 128
 """Descriptors that are kept open while nobody uses them."""
 MAX_DEPTH = 32
-MAX_REQUESTS = 32
-"""Small reads that a server is asked for at the same time."""
+SHORT = 1 << 20
+"""Bytes that are read in one go; more are read piece by piece."""
 
 Range = tuple[str, int, int]
 """A path, the first byte, and how many."""
@@ -55,7 +56,11 @@ def open_storage(root: str | Path) -> Storage:
     text = str(root)
     for local in ("file://", "local://"):
         text = text.removeprefix(local)
-    return RemoteStorage(text) if "://" in text else LocalStorage(text)
+    if "://" not in text:
+        return LocalStorage(text)
+    from reshard.checkpoint.remote_storage import RemoteStorage
+
+    return RemoteStorage(text)
 
 
 def check_path(path: str) -> str:
@@ -169,6 +174,15 @@ class LocalStorage(Storage):
     def size(self, path: str) -> int:
         with self.using(path) as file:
             return file.size
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        with self.using(path) as file:
+            if offset >= 0 <= length <= file.size - offset and length <= SHORT:
+                with suppress(OSError):  # then the long way says what is wrong
+                    data = os.pread(file.descriptor, length, offset)
+                    if len(data) == length:
+                        return data
+        return super().read(path, offset, length)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
@@ -285,114 +299,3 @@ def _walk(folder: Path, root: str) -> Iterator[StoredFile]:
             raise CheckpointError(
                 f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"
             )
-
-
-class RemoteStorage(Storage):
-    """Files that fsspec reaches: s3, gcs, http, memory and others."""
-
-    is_local = False
-
-    def __init__(self, root: str) -> None:
-        self.root = root.rstrip("/")
-        self._lock = threading.Lock()
-        self._sizes: dict[str, int] = {}
-        self._files, self._base = self._connect(root)
-        self._only: str | None = None
-        self.is_file = False
-        info = self._ask(self.root, "info", self._base)
-        # Over http a folder is a page, and so a file: only a name that is one counts as one.
-        if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
-            self._base, _, self._only = self._base.rpartition("/")
-            self.is_file = True
-
-    def list(self) -> tuple[StoredFile, ...]:
-        if self._only is not None:
-            return (StoredFile(self._only, self.size(self._only)),)
-        found = self._ask(self.root, "find", self._base, detail=True)
-        if len(found) > MAX_FILES:
-            raise CheckpointError(
-                f"{self.root} holds {len(found)} files, at most {MAX_FILES} are read: "
-                "name the folder of one checkpoint"
-            )
-        files = []
-        for name, info in found.items():
-            path = str(name).removeprefix(self._base).lstrip("/")
-            *folders, last = path.split("/")
-            if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
-                files.append(StoredFile(path, self._remember(path, info)))
-        return tuple(sorted(files, key=lambda file: file.path))
-
-    def size(self, path: str) -> int:
-        with self._lock:
-            known = self._sizes.get(path)
-        if known is not None:
-            return known
-        return self._remember(path, self._ask(self.where(path), "info", self._full(path)))
-
-    def read(self, path: str, offset: int, length: int) -> bytes:
-        self._check_range(path, offset, length)
-        if not length:
-            return b""
-        where = self.where(path)
-        found: bytes = self._ask(
-            where, "cat_file", self._full(path), start=offset, end=offset + length
-        )
-        if len(found) > length:
-            raise CheckpointError(
-                f"{where}: {length} bytes from {offset} were asked for and {len(found)} came: "
-                "the server does not serve byte ranges; copy the checkpoint here first"
-            )
-        if len(found) < length:
-            raise DamageError(
-                f"{where}: bytes {offset} to {offset + length} are wanted and only {len(found)} "
-                "came: it is cut short"
-            )
-        return found
-
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        from concurrent.futures import ThreadPoolExecutor
-
-        if len(ranges) < 2:
-            return [self.read(*wanted) for wanted in ranges]
-        with ThreadPoolExecutor(min(len(ranges), MAX_REQUESTS)) as pool:
-            return [*pool.map(lambda wanted: self.read(*wanted), ranges)]
-
-    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
-        flat = buffer.cast("B")
-        flat[:] = self.read(path, offset, len(flat))
-
-    def _full(self, path: str) -> str:
-        return f"{self._base}/{check_path(path)}"
-
-    def _remember(self, path: str, info: Any) -> int:
-        size = info.get("size")
-        if size is None:  # some servers list names only
-            size = self._ask(self.where(path), "size", self._full(path))
-        if not isinstance(size, int):
-            raise CheckpointError(f"{self.where(path)}: the server does not tell its size")
-        with self._lock:
-            self._sizes[path] = size
-        return size
-
-    def _connect(self, root: str) -> tuple[Any, str]:
-        try:
-            from fsspec.core import url_to_fs
-
-            files, base = url_to_fs(root)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{root} cannot be reached: {_one_line(error)}") from None
-        return files, str(base).rstrip("/")
-
-    def _ask(self, where: str, method: str, *arguments: object, **options: object) -> Any:
-        """Call fsspec, whose implementations raise whatever their client library raises."""
-        try:
-            return getattr(self._files, method)(*arguments, **options)
-        except FileNotFoundError:
-            raise DamageError(f"{where} does not exist: check the address") from None
-        except Exception as error:
-            kind = type(error).__name__
-            raise CheckpointError(f"{where}: {method} failed: {kind}: {_one_line(error)}") from None
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
