@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import warnings
 from pathlib import Path
 from random import Random
@@ -15,10 +17,12 @@ from hypothesis import given, settings
 from reshard import checkpoint
 from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR
+from reshard.cli.names import read_names
 from reshard.errors import (
     CoverageError,
     DamageError,
     DtypeError,
+    FormatError,
     LayoutError,
     MemoryCapError,
     NamesError,
@@ -44,7 +48,7 @@ from tests.strategies import drawn_by
 CUT = ("sharded", "distcp", "ranks")
 
 
-@settings(max_examples=cases(20, 3000), deadline=None)
+@settings(max_examples=cases(12, 1500), deadline=None)
 @given(drawn_by(lambda rng: rng))
 def test_any_format_and_layout_to_any_other_and_back(rng: Random) -> None:
     tensors = random_tensors(rng)
@@ -70,7 +74,7 @@ def test_any_format_and_layout_to_any_other_and_back(rng: Random) -> None:
             assert_equal(here, tensors)
 
 
-@settings(max_examples=cases(15, 500), deadline=None)
+@settings(max_examples=cases(8, 500), deadline=None)
 @given(drawn_by(lambda rng: rng))
 def test_torch_reads_what_is_written(rng: Random) -> None:
     import torch
@@ -250,6 +254,74 @@ def test_without_checksums_the_bytes_are_the_same(source: tuple[Path, Tensors]) 
     assert not (here.parent / "False" / SIDECAR).exists()
 
 
+@pytest.mark.parametrize("answer", ["whole", "short", "none", "error"])
+def test_the_system_copies_runs_where_it_can(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    array = random_array("float32", (768, 256))
+    boxes = [Box((at, 0), (at + 192, 256)) for at in range(0, 768, 192)]
+    write_sharded(tmp_path / "src", {"w": ("float32", array)}, {"w": boxes})
+    real, copied = os.copy_file_range, []
+
+    def copy(have: int, want: int, count: int, start: int, to: int) -> int:
+        if answer == "error":
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        count = {"whole": count, "short": min(count, 5000), "none": 0}[answer]
+        copied.append(real(have, want, count, start, to) if count else 0)
+        return copied[-1]
+
+    monkeypatch.setattr(os, "copy_file_range", copy)
+    report = checkpoint.convert(
+        tmp_path / "src", tmp_path / "out", mesh="x=3", layouts={"w": "x -"}, checksums=False
+    )
+    assert sum(copied) == (array.nbytes if answer in ("whole", "short") else 0)
+    assert report.bytes_read == array.nbytes
+    assert checkpoint.verify(tmp_path / "src", tmp_path / "out").ok
+
+
+def test_windows_of_the_usual_size(tmp_path: Path) -> None:
+    array = random_array("bfloat16", (3000, 2048))
+    write_source(tmp_path / "src", {"w": ("bfloat16", array)}, Random(2), checksums=1 << 20)
+    cut = {"mesh": "x=2 y=2", "layouts": {"w": "x y"}}
+    checkpoint.convert(tmp_path / "src", tmp_path / "cut", **cut, format="distcp")
+    checkpoint.convert(tmp_path / "cut", tmp_path / "full")
+    assert_equal(tmp_path / "full", {"w": ("bfloat16", array)})
+
+
+NAMES = """
+"l.{i}.qk" = { join = "l.{i}.{part}", rows = { q = 2, k = 2 } }
+"both" = { join = ["a", "b"], dim = 1 }
+"experts" = { stack = "e.{e}", dim = 1 }
+"pair" = { stack = ["a", "b"] }
+"padded" = { take = "t", crop = { 1 = [1, 3] }, pad = { 0 = 8 } }
+"row" = { take = "t", index = { 0 = 3 } }
+"new" = "old"
+"""
+
+
+def test_names_come_from_a_file(tmp_path: Path) -> None:
+    (tmp_path / "names.toml").write_text(NAMES)
+    assert read_names(str(tmp_path / "names.toml")) == {
+        "l.{i}.qk": join(dim=0, source="l.{i}.{part}", q=2, k=2),
+        "both": join("a", "b", dim=1),
+        "experts": stack("e.{e}", dim=1),
+        "pair": stack("a", "b"),
+        "padded": take("t", crop={1: (1, 3)}, pad={0: 8}),
+        "row": take("t", index={0: 3}),
+        "new": "old",
+    }
+
+
+@pytest.mark.parametrize(
+    "text", ["x = 3", "x = {}", 'x = {join = []}', 'x = {join = "a"}', 'x = {stack = "a", at = 1}',
+             'x = {take = "a", pad = {a = 1}}', 'x = {take = "a", crop = {0 = 1}}', "x ="]
+)  # fmt: skip
+def test_names_that_mean_nothing_are_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "names.toml").write_text(text)
+    with pytest.raises(FormatError, match="names"):
+        read_names(str(tmp_path / "names.toml"))
+
+
 BAD = [
     ({"mesh": "tp=2"}, RulesError, "rules"),
     ({"mesh": "tp=2", "layouts": {"model.w": "tp -"}}, RulesError, "model.b"),
@@ -306,7 +378,7 @@ def test_replicas_that_disagree_are_an_error(tmp_path: Path) -> None:
     assert_equal(tmp_path / "out", {"w": ("float32", array)})
 
 
-@settings(max_examples=cases(25, 500), deadline=None)
+@settings(max_examples=cases(12, 500), deadline=None)
 @given(drawn_by(lambda rng: rng))
 def test_a_flipped_bit_of_a_source_with_checksums_is_found(rng: Random) -> None:
     array = random_array("float32", (40, 3), rng.randrange(99))

@@ -152,6 +152,23 @@ def test_a_disk_that_fills_up_midway_can_be_resumed(
     assert_equal(here.parent / "out", tensors)
 
 
+def test_after_a_disk_failed_to_sync_everything_is_copied_again(
+    source: Source, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here, tensors = source
+
+    def broken(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(target_files.TargetFiles, "sync", broken)
+        with pytest.raises(UnfinishedError, match="cannot be put on disk: Input/output error"):
+            checkpoint.convert(here, here.parent / "out")
+    report = checkpoint.convert(here, here.parent / "out", resume=True)
+    assert report.bytes_resumed == 0
+    assert_equal(here.parent / "out", tensors)
+
+
 def test_short_writes_are_continued(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     here, tensors = source
     real = os.pwrite

@@ -150,7 +150,7 @@ class Builder:
                 for which, value in done.parts.items():
                     values[which] = (values[which] + value) % digest.MODULUS
             self._write_sidecar(values)
-        self.target.sync()
+        self._sync_files()
         self.target.sync_folders()
         self.target.close()
 
@@ -244,8 +244,20 @@ class Builder:
 
     def _sync(self, journal: Journal) -> None:
         count = journal.num_records
-        self.target.sync()
+        self._sync_files()
         journal.synced(count)
+
+    def _sync_files(self) -> None:
+        """Put all files on disk. After a disk has failed to, nothing of before can be trusted."""
+        try:
+            self.target.sync()
+        except OSError as error:
+            for path in self.place.folder.glob("journal.*"):
+                path.unlink(missing_ok=True)
+            raise UnfinishedError(
+                f"{self.place.data} cannot be put on disk: {error.strerror}; when that is mended, "
+                "--resume copies everything again"
+            ) from None
 
     def _report(self, num_bytes: int) -> None:
         with self._lock:

@@ -221,7 +221,7 @@ def _steps(builder: Builder, request: _Request) -> None:
 
 def _check_target(request: _Request, place: Workplace) -> None:
     if request.is_remote:
-        Remote(request.dst).check_absent(request.overwrite)
+        Remote(request.dst).check_absent(request.overwrite or request.resume)
         return
     check_places(request.src, Path(request.dst))
     if place.old.exists() and place.data.exists() and request.resume:
