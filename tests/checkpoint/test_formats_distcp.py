@@ -9,9 +9,11 @@ import struct
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -22,6 +24,7 @@ from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
 from reshard.checkpoint.inspect import inspect
 from reshard.checkpoint.storage import open_storage
 from reshard.errors import CheckpointError, DamageError
+from tests.checkpoint.test_storage import serving
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_distcp
 
 DTYPES = [
@@ -114,6 +117,18 @@ def test_every_dtype_views_and_nested_names(tmp_path: Path) -> None:
     assert found == {name: bytes_of(tensor) for name, tensor in flat.items()}
     assert catalog.nesting["optimizer.0.exp_avg"] == ("optimizer", 0, "exp_avg")
     assert "optimizer.1.lr" in catalog.objects
+
+
+def test_the_same_from_memory_and_over_http(written: Path) -> None:
+    pytest.importorskip("aiohttp")
+    here = catalog_of(written)
+    memory = fsspec.filesystem("memory")
+    memory.put(str(written), "/distcp", recursive=True)
+    with serving(written) as (address, _):
+        for root in ("memory://distcp", address):
+            with open_storage(root) as storage:
+                there = formats.read(storage)
+            assert replace(there, root=here.root) == here
 
 
 def test_a_missing_file_is_named(ckpt: Path) -> None:

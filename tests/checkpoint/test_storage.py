@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import fsspec
@@ -211,9 +212,9 @@ class Ranged(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(data)
 
 
-@pytest.fixture
-def server(folder: Path) -> Iterator[tuple[str, type[Ranged]]]:
-    (folder / "pipe").unlink()
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, type[Ranged]]]:
+    """The address of a server of this folder, and its handler."""
     handler = type("Handler", (Ranged,), {"folder": str(folder)})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as served:
         thread = threading.Thread(target=served.serve_forever, daemon=True)
@@ -223,10 +224,10 @@ def server(folder: Path) -> Iterator[tuple[str, type[Ranged]]]:
         thread.join()
 
 
-def test_ranges_over_http(server: tuple[str, type[Ranged]]) -> None:
+def test_ranges_over_http(folder: Path) -> None:
     pytest.importorskip("aiohttp")
-    address, handler = server
-    with open_storage(f"{address}/deep") as store:
+    (folder / "pipe").unlink()
+    with serving(folder) as (address, handler), open_storage(f"{address}/deep") as store:
         assert isinstance(store, RemoteStorage)
         assert [file.path for file in store.list()] == ["b.bin", "er/c.bin"]
         assert store.read_many([("b.bin", 3, 4), ("er/c.bin", 0, 2)]) == [DATA[3:7], DATA[:2]]
