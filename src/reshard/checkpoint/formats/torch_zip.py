@@ -11,7 +11,7 @@ many such zips one after the other, so an archive here is a range of a file.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
@@ -93,9 +93,9 @@ def _where(storage: Storage, found: Range) -> str:
     return text if whole else f"{text}: bytes {offset} to {offset + length}"
 
 
-def _read_ends(storage: Storage, zips: Iterable[_Zip]) -> None:
+def _read_ends(storage: Storage, zips: Sequence[_Zip]) -> None:
+    """Read both ends of every archive, or all of it where that is not more."""
     wanted = []
-    zips = list(zips)
     for found in zips:
         path, offset, length = found.range
         if length < _END.size:
@@ -122,7 +122,7 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
 def _end_of(found: _Zip) -> tuple[int, int, int]:
     """Where the directory begins, its length, and how many members it has."""
     at = found.tail.rfind(b"PK\x05\x06")
-    if at < 0 or at + _END.size > len(found.tail):
+    if at < 0 or at + _END.size != len(found.tail):
         raise DamageError(f"{found.where}: the directory at its end is missing: it is cut short")
     _, _, _, _, count, length, start, _ = _END.unpack_from(found.tail, at)
     locator = at - _LOCATOR.size
