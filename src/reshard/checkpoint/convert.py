@@ -127,8 +127,12 @@ class _Request:
         """Whether the target is reached through fsspec."""
         return "://" in self.dst
 
-    def settings(self, budget: Budget) -> Settings:
+    def settings(self, storage: Storage) -> Settings:
         """How to build within the memory that is given."""
+        if self.workers is None:
+            budget = Budget.for_reading(self.memory, storage)
+        else:
+            budget = Budget.of(self.memory, self.workers)
         return Settings(
             workers=budget.workers,
             window=budget.window,
@@ -150,7 +154,7 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
             f"{request.dst} is written by one process: start it once, or give --no-ranks"
         )
     place = request.place()
-    settings = request.settings(Budget.of(request.memory, request.workers))
+    settings = request.settings(storage)
     builder = None
     with ExitStack() as stack:
         if team.leads:
@@ -242,14 +246,14 @@ def _finish_publishing(place: Workplace, job: Job, request: _Request) -> bool:
 
 
 def worker_bytes(window: int, casts: bool) -> int:
-    """What one worker takes: its buffers, and what numpy makes while it hashes and casts."""
-    return buffer_bytes(window, casts) + window // 2 + (2 << 20 if window >= 1 << 20 else 0)
+    """What one worker takes: its buffers, a reply of a server, and what hashes and casts need."""
+    return buffer_bytes(window, casts) + window + window // 2 + min(window, 2 << 20)
 
 
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
     place = request.place()
     _check_target(request, place)
-    settings = request.settings(Budget.of(request.memory, request.workers))
+    settings = request.settings(storage)
     seconds = predicted_seconds(job, storage, place.folder.parent)
     return _report(request, job, settings, seconds, ALONE, None, dry_run=True)
 

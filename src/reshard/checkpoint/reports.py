@@ -70,10 +70,10 @@ class ConvertReport:
         verb = "would write" if self.dry_run else "wrote"
         lines = [
             f"{verb} {self.num_tensors} tensors to {self.target}",
-            f"  format   {self.format}, {self.num_files} files",
+            f"  format   {self.format}, {self.num_files} file{'s' if self.num_files > 1 else ''}",
             f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
             f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
-            f"  memory   {format_bytes(self.memory)} in buffers of {self.workers} workers",
+            f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",
         ]
         if self.dry_run:
             free = "unknown" if self.disk_free is None else format_bytes(self.disk_free)
