@@ -86,8 +86,10 @@ class Builder:
     written_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _unsynced: int = 0
+    _total: int = 0
 
     def __post_init__(self) -> None:
+        self._total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
         self.source = SourceFiles(self.storage, self.job.catalog, self._checker())
         self.target = TargetFiles(self.place.data, self.job.output.files)
 
@@ -214,7 +216,7 @@ class Builder:
             if chunk.number not in done:
                 name = self.job.transfers[chunk.windows[0][0]].name
                 raise UnfinishedError(
-                    f"chunk {chunk.number} (of {quoted(name)}) is not done: give --resume"
+                    f"chunk {chunk.number} (of {quoted(name)}) is not done; --resume goes on"
                 )
 
     def _check_source(self) -> None:
@@ -263,8 +265,7 @@ class Builder:
         with self._lock:
             self.written_bytes += num_bytes
             if self.settings.progress is not None:
-                total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
-                self.settings.progress(self.written_bytes, total)
+                self.settings.progress(self.written_bytes, self._total)
 
     def _put(self, file: int, offset: int, data: memoryview) -> None:
         self.target.write(file, offset, data)

@@ -167,7 +167,8 @@ class Workplace:
                 "or give --resume --overwrite"
             )
         return UnfinishedError(
-            f"{self.data} cannot be renamed to {self.target}: {error.strerror}; give --resume"
+            f"{self.data} cannot be renamed to {self.target}: {error.strerror}; "
+            "--resume tries again"
         )
 
     def was_published(self, inode: int) -> bool:

@@ -63,7 +63,8 @@ class Remote:
             found = self._ask("size", f"{self._base}/{path}")
             if found != size:
                 raise UnfinishedError(
-                    f"{self.address}/{path} has {found} bytes and {size} were sent: give --resume"
+                    f"{self.address}/{path} has {found} bytes and {size} were sent; "
+                    "--resume sends it again"
                 )
         text = json.dumps({"reshard": 1, "files": sizes}).encode()
         self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
@@ -74,7 +75,9 @@ class Remote:
         try:
             return getattr(self._files, method)(*arguments)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            if method in ("exists", "find"):  # asked before anything is done
+                raise TargetError(f"{self.address} cannot be written: {reason}") from None
             raise UnfinishedError(
-                f"{self.address}: {method} failed: {type(error).__name__}: {reason}; give --resume"
+                f"{self.address}: {method} failed: {reason}; --resume tries again"
             ) from None

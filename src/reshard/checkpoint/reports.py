@@ -69,8 +69,8 @@ class ConvertReport:
     def _lines(self) -> list[str]:
         verb = "would write" if self.dry_run else "wrote"
         lines = [
-            f"{verb} {self.num_tensors} tensors to {self.target}",
-            f"  format   {self.format}, {self.num_files} file{'s' if self.num_files > 1 else ''}",
+            f"{verb} {self.num_tensors} tensor{'s' * (self.num_tensors != 1)} to {self.target}",
+            f"  format   {self.format}, {self.num_files} file{'s' * (self.num_files != 1)}",
             f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
             f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
             f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",

@@ -60,7 +60,7 @@ class TargetFiles:
                     raise UnfinishedError(
                         f"{self.folder / self.files[file].path}: bytes {offset} to "
                         f"{offset + len(left)} cannot be written: {error.strerror}; "
-                        "when that is mended, give --resume"
+                        "when that is mended, --resume goes on"
                     ) from None
                 left, offset = left[count:], offset + count
             if len(data) >= WORTH_STARTING:

@@ -73,7 +73,7 @@ def convert(
     try:
         return _convert(src, dst, team, quiet, as_json, words)
     except UnfinishedError as error:
-        return _unfinished(error)
+        return _unfinished(error, team)
     except KeyboardInterrupt:
         print(f"reshard: interrupted; to go on: {_again()}", file=sys.stderr)
         raise
@@ -113,10 +113,11 @@ def _layout(text: str) -> tuple[str, str]:
     return name.strip(), layout.strip()
 
 
-def _unfinished(error: ReshardError) -> int:
-    """Say what happened and the command that goes on."""
+def _unfinished(error: ReshardError, team: Team) -> int:
+    """Say what happened and the command that goes on; of ranks only the launcher knows it."""
     text = " ".join(str(error).split())
-    print(f"reshard: {text}; to go on: {_again()}", file=sys.stderr)
+    command = f"; to go on: {_again()}" if team.size == 1 else ""
+    print(f"reshard: {text}{command}", file=sys.stderr)
     return UNFINISHED
 
 
