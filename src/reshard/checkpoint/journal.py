@@ -11,7 +11,8 @@ after another boot only those lines count of which a ``synced`` line says that t
 >>> folder = pathlib.Path(tempfile.mkdtemp())
 >>> with Journal(folder, rank=0) as journal:
 ...     journal.append({"chunk": 7})
->>> _ = (folder / "journal.0").open("ab").write(b'0000 {"chu')
+>>> with (folder / "journal.0").open("ab") as torn:
+...     _ = torn.write(b'0000 {"chu')
 >>> read_journals(folder)
 [{'chunk': 7}]
 """

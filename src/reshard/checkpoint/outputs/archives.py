@@ -9,8 +9,8 @@
     the directory of all these
 
 >>> archive = Archive.of("float32", (2, 3))
->>> archive.data_offset % 64, archive.data_size, archive.size - len(archive.tail)
-(0, 24, 664)
+>>> archive.data_offset % 64, archive.data_size, len(archive.head) + archive.data_size
+(0, 24, 536)
 """
 
 from __future__ import annotations
