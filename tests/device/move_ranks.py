@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from tests import checks, generate, moves, state_cases
-from tests.device import sharded_ranks, stand_in
+from tests.device import activation_ranks, sharded_ranks, stand_in
 
 SIZE = 4
 RANK = int(os.environ.get("RANK", "0"))
@@ -630,7 +630,8 @@ def main() -> None:
     address = f"tcp://127.0.0.1:{os.environ['PORT']}"
     dist.init_process_group(BACKEND, rank=RANK, world_size=SIZE, init_method=address)
     check_group()
-    others = {name: partial(one, RANK) for name, one in sharded_ranks.SCENARIOS.items()}
+    more = {**sharded_ranks.SCENARIOS, **activation_ranks.SCENARIOS}
+    others = {name: partial(one, RANK) for name, one in more.items()}
     known = {**SCENARIOS, **others}
     for name in [name for name in sys.argv[1:] if name in known]:
         start = time.perf_counter()
