@@ -20,6 +20,7 @@ import pytest
 from reshard import checkpoint
 from reshard.box import Box
 from reshard.checkpoint import building, copying, publish, target_files
+from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.publish import Workplace
 from reshard.cli import run
@@ -106,6 +107,19 @@ def test_a_source_that_changes_meanwhile_is_noticed(
     with pytest.raises(DamageError, match="was changed while"):
         checkpoint.convert(here, here.parent / "out")
     assert names(here.parent) == ["src"]
+
+
+def test_damaged_checksums_of_the_source_leave_nothing_behind(source: Source) -> None:
+    here, tensors = source
+    checkpoint.convert(here, here.parent / "a")
+    sidecar = here.parent / "a" / SIDECAR
+    sidecar.write_bytes(sidecar.read_bytes().replace(b"1", b"2"))
+    with pytest.raises(DamageError, match=SIDECAR):
+        checkpoint.convert(here.parent / "a", here.parent / "b")
+    assert names(here.parent) == ["a", "src"]
+    sidecar.unlink()
+    checkpoint.convert(here.parent / "a", here.parent / "b")
+    assert_equal(here.parent / "b", tensors)
 
 
 def test_a_full_disk_is_noticed_before_any_work(

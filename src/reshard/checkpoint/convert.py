@@ -155,6 +155,7 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
         )
     place = request.place()
     settings = request.settings(storage)
+    sums = load(storage) if request.checksums else None
     builder = None
     with ExitStack() as stack:
         if team.leads:
@@ -164,7 +165,6 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
             team.forget(place)
         if not (team.leads and _finish_publishing(place, job, request)):
             settings = _agreed(request, job, place, settings, team)
-            sums = load(storage) if request.checksums else None
             builder = Builder(job, storage, place, settings, team, sums)
             stack.callback(builder.target.close)
             _build(builder, request)
