@@ -75,8 +75,7 @@ class Crossing:
         self, store: Store, rank: int, ranks: tuple[int, ...], what: str, call: int
     ) -> None:
         self._store = store
-        self._rank, self._ranks, self._what = rank, ranks, what
-        self.call = call
+        self._rank, self._ranks, self._what, self._call = rank, ranks, what, call
         self._token = secrets.token_hex(8)
         self._began = self._looked = time.monotonic()
         self._line: Line | None = None
@@ -144,7 +143,7 @@ class Crossing:
 
     def _say(self, awaited: list[int]) -> None:
         self._beat += 1
-        word = {"ranks": self._ranks, "awaits": awaited, "what": self._what, "call": self.call}
+        word = {"ranks": self._ranks, "awaits": awaited, "what": self._what, "call": self._call}
         text = json.dumps({**word, "token": self._token, "beat": self._beat})
         self._ask(lambda store: store.set(f"word/{self._rank}", text))
 

@@ -42,10 +42,6 @@ _given_up: deque[TCPStore] = deque(maxlen=4)
 """Stores of teams that were not made: others may still ask them, and should hear an answer."""
 
 
-CATCH_UP_SECONDS = 0.5
-"""How long one who comes to a failed attempt waits for the others to begin another."""
-
-
 TELL_SECONDS = 0.3
 """How long one who gives up may take to say why: others see at once that it is gone."""
 
@@ -166,20 +162,8 @@ class _Making:
             self._tell(error)
             raise
 
-    def _catch_up(self) -> None:
-        """Join the attempt that the others make, where this rank has left out some that failed."""
-        end = time.monotonic() + min(CATCH_UP_SECONDS, self.timeout)
-        while self.caller.check([self.failed]) and time.monotonic() < end:
-            if self.caller.check([f"begun/{self.attempt + 1}"]):
-                self.attempt += 1
-            else:
-                time.sleep(0.01)
-        self.caller.set(f"begun/{self.attempt}", "")
-        self.crossing.call = -1 - self.attempt
-
     def _make(self) -> Team:
         try:
-            self._catch_up()
             self.store = self._open_store()
             return self._shake_hands(self.store)
         except dist.DistNetworkError as error:
