@@ -61,7 +61,7 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
 
     def post(store: Store) -> None:
         store.set(keys[team.rank], terms.to_json())
-        store.set(_comparing(watch), "1")
+        store.set(_comparing(watch), watch.digest.hex())
 
     team.line.ask(post)
     watch.wait(
@@ -122,10 +122,25 @@ def _differ(watch: Watch) -> str:
 
 
 def suspect_comparing(watch: Watch, terms: Terms) -> None:
-    """A rank that has compared its plan before waits for others: do they compare another one?"""
-    keys = [_differ(watch)] if watch.compared else [_differ(watch), _comparing(watch)]
-    if any(watch.team.line.check([key]) for key in keys):
+    """A rank that has compared its plan before waits for others: do they compare another one?
+
+    If it is the same one, they have forgotten: a call before failed on them and not here, or this
+    rank was late for it. They get what they wait for.
+    """
+    line = watch.team.line
+    if line.check([_differ(watch)]):
         raise_disagreement(watch, terms)
+    if watch.compared or not line.check([_comparing(watch)]):
+        return
+    if line.ask(lambda store: store.get(_comparing(watch))).decode() != watch.digest.hex():
+        raise_disagreement(watch, terms)
+    watch.compared = True
+
+    def join(store: Store) -> None:
+        store.set(f"terms/{watch.call}/{watch.team.rank}", terms.to_json())
+        store.add(f"compared/{watch.call}", 1)
+
+    line.ask(join)
 
 
 def _comparing(watch: Watch) -> str:

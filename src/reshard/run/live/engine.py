@@ -195,8 +195,8 @@ class Run:
         return self.prepared.digest, self.options.transport
 
     def _close(self, watch: Watch) -> None:
-        """The call is over; if it was the first to be compared and was not, the next one is."""
-        if self.is_first and self.compares:
+        """The call is over; if it was the first to be compared and failed, the next one is."""
+        if self.is_first and (self.compares or watch.is_over):
             watch.team.agreed.discard(self._terms_key())
         watch.team.turns.leave(watch.call)
         if self.flight is None:
