@@ -1,4 +1,4 @@
-"""A rank that is too late for the first move along a plan: all hear of it, and the next one works."""
+"""A rank that is too late for the first move along a plan: all hear of it, the next one works."""
 
 from __future__ import annotations
 
