@@ -141,13 +141,31 @@ def test_primes_and_base_are_what_the_page_says() -> None:
     for p in PRIMES:
         assert pow(G, 2, p) != 1
         assert pow(G, p // 2, p) != 1
-    assert 256 * (2**16 - 1) * (max(PRIMES) - 1) <= 2**53
+    assert digest.COLUMNS * (2**16 - 1) * (max(PRIMES) // 2) <= 2**53
+    assert digest.ROWS * (max(PRIMES) // 2 + 1) * digest.HALF <= 2**53
 
 
 def test_the_largest_sums_are_exact() -> None:
-    """Words of ones only: the dot products come as near to 2**53 as they can."""
-    array = np.full(70_001, 0xFFFF, np.uint16)
-    assert value(array, "bfloat16") == by_the_book(array.tobytes(), 2)
+    """Words of ones only where a power is positive: dot products come as near to 2**53 as can be."""
+    for p in PRIMES:
+        powers = [pow(G, i, p) for i in range(digest.COLUMNS)]
+        line = np.array([0xFFFF if power <= p // 2 else 0 for power in powers], np.uint16)
+        array = np.tile(line, 140)[:-7]
+        assert value(array, "bfloat16") == by_the_book(array.tobytes(), 2)
+
+
+def test_the_largest_remainders_of_rows_are_exact() -> None:
+    """Sums that leave half a prime on the side of their power, so that products only add up."""
+    step = digest.COLUMNS
+    powers = [[pow(G, i * step, p) for i in range(digest.ROWS)] for p in PRIMES]
+    sums = [
+        [(p << 23) + (p // 2 if power <= p // 2 else -(p // 2)) for power in lane]
+        for p, lane in zip(PRIMES, powers, strict=True)
+    ]
+    found = digest._contracted(np.array(sums, np.float64), ((digest.ROWS, step),))
+    for p, lane, factors in zip(PRIMES, sums, powers, strict=True):
+        exact = sum(number * factor for number, factor in zip(lane, factors, strict=True))
+        assert found % p == exact % p
 
 
 def test_no_change_of_six_neighbouring_words_is_missed() -> None:

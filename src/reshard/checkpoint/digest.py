@@ -11,9 +11,9 @@ which needs nothing of the others:
 >>> combine([right, left]) == whole
 True
 
-How it is fast: a word is below 2**16 and a power of ``G`` modulo a prime is below 2**29, so 256
-products add up to less than 2**53, which float64 holds exactly. The first and only costly step is
-therefore a matrix product in float64, which numpy leaves to BLAS.
+How it is fast: a word is below 2**16 and a power of ``G`` modulo a prime, counted from the middle,
+is at most 2**28 large, so 512 products add up to less than 2**53, which float64 holds exactly. The
+first and only costly step is therefore a matrix product in float64, which numpy leaves to BLAS.
 """
 
 from __future__ import annotations
@@ -38,17 +38,21 @@ MODULUS = prod(PRIMES)
 G = 0x243F6A8885A308D313198A2E03724
 """A primitive root of all four, from the digits of pi."""
 
-COLUMNS = 256
-"""Words of one dot product: ``COLUMNS * 2**16 * 2**29 <= 2**53``."""
-BLOCK = 1 << 15
+COLUMNS = 512
+"""Words of one dot product: ``COLUMNS * 2**16 * 2**28 <= 2**53``."""
+BLOCK = 1 << 16
 """Words that are widened to float64 at a time: they stay in the cache of a core."""
+HALF = 1 << 14
+"""Powers for the sums of rows are split here, so that products with remainders stay small."""
 ROWS = 2048
-"""Sums of products that are reduced at a time: their temporary arrays stay small and in cache."""
+"""Sums that are added up at a time: ``ROWS * 2**28 * HALF <= 2**53``."""
 
 Array = np.ndarray[Any, Any]
 Dims = tuple[tuple[int, int], ...]
 """The length of each dim, and how far apart its words are in the whole tensor."""
 
+_PRIMES = np.array(PRIMES, dtype=np.float64)[:, np.newaxis]
+_INVERSES = 1 / _PRIMES
 # The number that is 1 modulo one of the primes and 0 modulo the others.
 _UNITS = tuple(MODULUS // p * pow(MODULUS // p, -1, p) for p in PRIMES)
 
@@ -122,9 +126,7 @@ def _value(words: Array, dims: Dims) -> int:
         first -= 1
         inner *= dims[first][0]
     if first == 0:
-        return _joined(
-            [int(row[0]) % p for row, p in zip(_dots(words, dims, 0), PRIMES, strict=True)]
-        )
+        return _joined([int(lane) for lane in _dots(words, dims, 0)[:, 0].tolist()])
     length, step = dims[first - 1]
     num_groups = -(-length // (COLUMNS // inner))
     group = -(-length // num_groups)
@@ -161,7 +163,7 @@ def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
 def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
     """Multiply the words of each row with the powers of their places and add up: primes x rows.
 
-    The first ``num_rows`` dims are rows. The sums are whole numbers below 2**53.
+    The first ``num_rows`` dims are rows. The sums are whole numbers of less than 2**53, on either side of 0.
     """
     weights = _column_weights(dims[num_rows:])
     num_columns = weights.shape[1]
@@ -193,40 +195,47 @@ def _blocks(words: Array, num_rows: int, most: int) -> Iterator[Array]:
 
 
 def _contracted(sums: Array, rows: Dims) -> int:
-    """Multiply the sums of the rows with the powers of their places, and add up."""
-    lanes = []
-    for prime, lane in zip(PRIMES, sums, strict=True):
-        values = _reduced(lane.astype(np.int64), prime)
-        values *= _weights(prime, rows)
-        lanes.append(int(_reduced(values, prime).sum()) % prime)
-    return _joined(lanes)
+    """Multiply the sums of the rows with the powers of their places, and add up.
 
-
-def _reduced(values: Array, prime: int) -> Array:
-    """The remainders; dividing by one number is much faster in numpy than its ``%``."""
-    times: Array = values // prime
-    times *= prime
-    return np.subtract(values, times, out=times)
+    All numbers stay whole and at most 2**53 large, so float64 is exact here too.
+    """
+    times = sums * _INVERSES
+    np.rint(times, out=times)
+    times *= _PRIMES
+    rest = np.subtract(sums, times, out=times)  # at most half a prime, on either side of 0
+    pairs = np.matmul(rest[:, np.newaxis], _row_weights(rows))[:, 0].tolist()
+    return _joined([int(high) * HALF + int(low) for high, low in pairs])
 
 
 def _joined(lanes: Sequence[int]) -> int:
-    """The number below MODULUS that has these remainders."""
+    """The number below MODULUS that is like each of these modulo its prime."""
     return sum(lane * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
 
 
 @lru_cache(maxsize=64)
 def _column_weights(dims: Dims) -> Array:
-    """The powers at the places of the columns: primes x columns, as float64."""
-    return np.array([_weights(prime, dims) for prime in PRIMES], dtype=np.float64)
+    """The powers at the places of the columns: primes x columns."""
+    return np.array([_weights(prime, dims) for prime in PRIMES])
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)
+def _row_weights(dims: Dims) -> Array:
+    """The powers at the places of the rows, as multiples of HALF and what is left of them."""
+    weights = np.array([_weights(prime, dims) for prime in PRIMES])
+    high = np.rint(weights / HALF)
+    return np.stack([high, weights - high * HALF], axis=-1)
+
+
 def _weights(prime: int, dims: Dims) -> Array:
-    """The powers of G modulo a prime at all places of these dims, in row-major order."""
+    """The powers of G at all places of these dims, in row-major order, as float64.
+
+    They are counted from the middle: at most half the prime large, on either side of 0.
+    """
     weights = np.ones(1, dtype=np.int64)
     for length, step in dims:
-        weights = _reduced(np.multiply.outer(weights, _powers(prime, step, length)), prime)
-    return weights.ravel()
+        weights = np.multiply.outer(weights, _powers(prime, step, length)) % prime
+    weights = weights.ravel()
+    return np.where(weights > prime // 2, weights - prime, weights).astype(np.float64)
 
 
 def _powers(prime: int, step: int, length: int) -> Array:
@@ -235,6 +244,6 @@ def _powers(prime: int, step: int, length: int) -> Array:
     done, factor = 1, pow(G, step, prime)
     while done < length:
         more = min(done, length - done)
-        powers[done : done + more] = _reduced(powers[:more] * pow(factor, done, prime), prime)
+        powers[done : done + more] = powers[:more] * pow(factor, done, prime) % prime
         done += more
     return powers
