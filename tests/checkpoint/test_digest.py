@@ -146,7 +146,7 @@ def test_primes_and_base_are_what_the_page_says() -> None:
 
 
 def test_the_largest_sums_are_exact() -> None:
-    """Words of ones only where a power is positive: dot products come as near to 2**53 as can be."""
+    """Ones only where a power is positive: dot products come as near to 2**53 as they can."""
     for p in PRIMES:
         powers = [pow(G, i, p) for i in range(digest.COLUMNS)]
         line = np.array([0xFFFF if power <= p // 2 else 0 for power in powers], np.uint16)

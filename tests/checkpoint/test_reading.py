@@ -16,11 +16,10 @@ from hypothesis import strategies as st
 from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.checksums import Checker, Checksums, Recorder
-from reshard.checkpoint.comparing import bits_differ
 from reshard.checkpoint.examining import digests_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.storage import open_storage
-from reshard.checkpoint.windows import Buffers
+from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError
 from tests.checkpoint.making import cut, disjoint_boxes, overlapping_boxes, random_array, raw

@@ -13,7 +13,7 @@ from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.located import Located, extents, slabs
 from reshard.checkpoint.transfers import Fed, Transfer, chunks_of, source_of, transfer_of
-from reshard.checkpoint.windows import readable, writable
+from reshard.checkpoint.windows import Buffers, compare, fill, readable, writable
 from reshard.errors import CoverageError, DamageError
 from reshard.layout import Layout
 from reshard.listed import listed_of
@@ -187,3 +187,39 @@ def test_many_tensors_on_many_ranks_are_planned_fast() -> None:
         )
         assert sum(1 for _ in transfer.windows(8 << 20)) == 13
     assert time.process_time() - start < within(count / 1000)
+
+
+class Copies:
+    """Files in memory; each is one copy of a tensor, behind 8 bytes."""
+
+    def __init__(self, *arrays: np.ndarray) -> None:
+        self.files = [bytes(8) + array.tobytes() for array in arrays]
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        buffer[:] = self.files[file][offset : offset + len(buffer)]
+
+    def name(self, file: int) -> str:
+        return f"file {file}"
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float64", "complex64", "float32", "float16"])
+def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
+    """A NaN is like itself, and 0.0 is not like -0.0: what is compared are bytes, not numbers."""
+    values = np.array([[np.nan, 0.0], [np.inf, 1.0]]).astype(dtype)
+    whole = [Box.whole(values.shape)] * 2
+    pieces = [StoredPiece(box, file, 8, (2, 1)) for file, box in enumerate(whole)]
+    tensor = StoredTensor("w", values.shape, dtype, tuple(pieces))
+    target = Located.of(tensor.pieces[:1], 2, values.itemsize)
+    transfer = transfer_of("w", values.shape, dtype, (Fed(tensor, Feed("w")),), target)
+    buffers = Buffers(values.nbytes, casts=False)
+
+    def check(other: np.ndarray) -> None:
+        copies = Copies(values, other)
+        array = fill(transfer, whole[0], buffers, copies)
+        compare(transfer, whole[0], array, buffers, copies)
+
+    check(values.copy())
+    negative = values.copy()
+    negative[0, 1] = -negative[0, 1]
+    with pytest.raises(DamageError, match=r"\[0:1, 1:2\].*file 0 and file 1.*1 elements differ"):
+        check(negative)

@@ -11,9 +11,9 @@ import numpy as np
 from reshard.box import Box
 from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.reading import Budget, StoredReader, in_order
-from reshard.checkpoint.windows import Buffers
+from reshard.checkpoint.windows import Buffers, bits_differ
 
-__all__ = ["Difference", "between", "bits_differ", "difference", "is_number"]
+__all__ = ["Difference", "between", "difference", "is_number"]
 
 Array = np.ndarray[Any, Any]
 
@@ -42,14 +42,6 @@ class Difference:
         return Difference(
             self.count + later.count, self.first, Box(low, high), max(known, default=None)
         )
-
-
-def bits_differ(left: Array, right: Array) -> Array:
-    """Which elements of two arrays have other bits, whatever they stand for."""
-    width = left.itemsize
-    word = f"u{min(width, 8)}"
-    apart = left[..., np.newaxis].view(word) != right[..., np.newaxis].view(word)
-    return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
 
 
 def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Difference | None:

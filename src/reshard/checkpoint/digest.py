@@ -163,7 +163,7 @@ def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
 def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
     """Multiply the words of each row with the powers of their places and add up: primes x rows.
 
-    The first ``num_rows`` dims are rows. The sums are whole numbers of less than 2**53, on either side of 0.
+    The first ``num_rows`` dims are rows. The sums are whole numbers between -2**53 and 2**53.
     """
     weights = _column_weights(dims[num_rows:])
     num_columns = weights.shape[1]

@@ -13,10 +13,9 @@ from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredPiece
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
-from reshard.checkpoint.comparing import bits_differ
 from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
-from reshard.checkpoint.windows import Buffers
+from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, quoted
 

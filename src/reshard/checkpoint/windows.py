@@ -21,7 +21,9 @@ from reshard.checkpoint.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, quoted
 
-__all__ = ["Buffers", "Reads", "Writes", "buffer_bytes", "compare", "drain", "fill"]
+__all__ = [
+    "Buffers", "Reads", "Writes", "bits_differ", "buffer_bytes", "compare", "drain", "fill",
+]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
 
@@ -29,7 +31,8 @@ GAP = 4096
 """Bytes between two parts of a file that are read along rather than stepped over."""
 DENSE = 0.8
 """How much of a range must be wanted for it to be read as one."""
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+_CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""Elements of so many bytes, for moving them; numpy has no integers of 16 bytes."""
 
 
 class Reads(Protocol):
@@ -106,8 +109,17 @@ def compare(transfer: Transfer, window: Box, array: Array, buffers: Buffers, rea
         for row in group.extent.rows:
             view = _view(array, window, group.parts, row)
             other = _in_scratch(buffers.scratch, group, row)
-            if not np.array_equal(view, other):
-                raise _disagreement(transfer, group, row, (view != other), reads)
+            apart = bits_differ(view, other)
+            if apart.any():
+                raise _disagreement(transfer, group, row, apart, reads)
+
+
+def bits_differ(left: Array, right: Array) -> Array:
+    """Which elements of two arrays have other bits, whatever they stand for."""
+    width = left.itemsize
+    word = f"u{min(width, 8)}"
+    apart = left[..., np.newaxis].view(word) != right[..., np.newaxis].view(word)
+    return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
 
 
 def cast(transfer: Transfer, window: Box, array: Array, buffers: Buffers) -> Array:
@@ -157,7 +169,7 @@ def writable(parts: Located, limit: int) -> Iterator[Group]:
 
 def shaped(buffer: Array, window: Box, size: int) -> Array:
     """The first bytes of a buffer as the elements of a window."""
-    flat: Array = buffer[: window.size * size].view(_UNSIGNED[size])
+    flat: Array = buffer[: window.size * size].view(_CELLS[size])
     return flat.reshape(window.shape)
 
 
@@ -188,7 +200,7 @@ def _in_scratch(scratch: Array, group: Group, row: int) -> Array:
     parts = group.parts
     return np.ndarray(
         tuple(parts.shapes[row].tolist()),
-        _UNSIGNED[parts.itemsize],
+        _CELLS[parts.itemsize],
         scratch.data,
         int(parts.offsets[row]) - group.extent.start,
         tuple(parts.strides[row].tolist()),
