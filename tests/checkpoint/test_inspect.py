@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 import reshard.checkpoint.inspect  # noqa: F401  # as a module, under the function's name
 from reshard import checkpoint
+from reshard.checkpoint.checksums import SIDECAR, Checksums
 from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
 from reshard.checkpoint.formats.safetensors_header import build_header
 from reshard.cli import run
@@ -52,6 +53,29 @@ def test_the_report(ckpt: Path) -> None:
         "others   1 that hold no tensors: config.json",
         "says     format=pt",
     ]
+
+
+def test_checksums_are_told_of_and_are_no_other_file(ckpt: Path) -> None:
+    assert checkpoint.inspect(ckpt).to_dict()["checksums"] is None
+    out = ckpt.parent / "out"
+    checkpoint.convert(ckpt, out, mesh="tp=2", layouts={"*": "tp -"})
+    report = checkpoint.inspect(out)
+    sums = load_sums(out)
+    chunks = sum(len(file.ends) for file in sums.files.values())
+    assert f"checksums: yes ({chunks} chunks, digests of 3 tensors)" in str(report).splitlines()
+    assert [file.path for file in report.others] == ["config.json"]
+    assert report.to_dict()["checksums"] == {"num_chunks": chunks, "num_digests": 3}
+    data = bytearray((out / SIDECAR).read_bytes())
+    data[len(data) // 2] ^= 1
+    (out / SIDECAR).write_bytes(data)
+    damaged = checkpoint.inspect(out)
+    assert damaged.checksums is None
+    assert not damaged.ok
+    assert SIDECAR in damaged.damage[0]
+
+
+def load_sums(folder: Path) -> Checksums:
+    return Checksums.from_bytes((folder / SIDECAR).read_bytes())
 
 
 def test_the_tree(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:

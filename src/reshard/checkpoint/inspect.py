@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
+from reshard.checkpoint.checksums import SIDECAR, load
 from reshard.checkpoint.coverage import doubled_in, holes_of
 from reshard.checkpoint.formats import survey
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.recovered import recovered
-from reshard.checkpoint.storage import open_storage
-from reshard.errors import quoted
+from reshard.checkpoint.storage import Storage, open_storage
+from reshard.errors import DamageError, quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -64,6 +65,16 @@ class InspectedTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class Sidecar:
+    """What the checksums beside a checkpoint cover."""
+
+    num_chunks: int
+    """Ranges of files that have a checksum each."""
+    num_digests: int
+    """Tensors that have a digest."""
+
+
+@dataclass(frozen=True, slots=True)
 class Inspection:
     """What a checkpoint holds and what is wrong with it; printed, it is a table."""
 
@@ -75,6 +86,8 @@ class Inspection:
     files: tuple[StoredFile, ...]
     others: tuple[StoredFile, ...]
     """Files that hold no tensors."""
+    checksums: Sidecar | None
+    """None where nothing was written beside the files to check them with."""
     metadata: Mapping[str, str]
     damage: tuple[str, ...]
     notes: tuple[str, ...]
@@ -107,6 +120,7 @@ class Inspection:
             "objects": dict(self.objects),
             "files": [asdict(file) for file in self.files],
             "others": [asdict(file) for file in self.others],
+            "checksums": None if self.checksums is None else asdict(self.checksums),
             "metadata": dict(self.metadata),
             "damage": list(self.damage),
             "notes": list(self.notes),
@@ -139,8 +153,9 @@ def inspect(
     """
     with open_storage(path) as storage:
         catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        checksums, unreadable = _sidecar(storage)
     known: dict[Cut, Coverage] = {}
-    tensors, damage = [], [*findings.damage]
+    tensors, damage = [], [*findings.damage, *unreadable]
     for tensor in catalog.tensors.values():
         cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
         coverage = known.get(cut)
@@ -154,11 +169,23 @@ def inspect(
         tuple(tensors),
         {name: found.size for name, found in catalog.objects.items()},
         catalog.files,
-        catalog.others,
+        tuple(file for file in catalog.others if file.path != SIDECAR),
+        checksums,
         catalog.metadata,
         tuple(damage),
         catalog.notes,
     )
+
+
+def _sidecar(storage: Storage) -> tuple[Sidecar | None, tuple[str, ...]]:
+    """What there is of checksums, and what is wrong with them; no file is compared with them."""
+    try:
+        found = load(storage)
+    except DamageError as error:
+        return None, (str(error),)
+    if found is None:
+        return None, ()
+    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests)), ()
 
 
 def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:

@@ -101,6 +101,10 @@ def _facts(report: Inspection) -> Iterator[str]:
     if report.others:
         paths = [file.path for file in report.others]
         yield f"others   {len(paths)} that hold no tensors: {_few(paths)}"
+    if report.checksums is not None:
+        covered = _count(report.checksums.num_chunks, "chunk")
+        tensors = _count(report.checksums.num_digests, "tensor")
+        yield f"checksums: yes ({covered}, digests of {tensors})"
     if report.metadata:
         pairs = [f"{key}={_shortened(text, 40)}" for key, text in report.metadata.items()]
         yield f"says     {_few(pairs)}"
