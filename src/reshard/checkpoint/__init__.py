@@ -4,7 +4,8 @@
     >>> report = checkpoint.inspect("ckpt")                      # doctest: +SKIP
     >>> print(report)                                            # doctest: +SKIP
 
-Names load when first used, and none of them loads torch.
+Names load when first used, and none of them loads torch but ``load`` and ``save``, which are for
+tensors in a job.
 """
 
 from __future__ import annotations
@@ -18,11 +19,15 @@ _HOMES = {
     "DiffReport": "diff",
     "InspectedTensor": "inspect",
     "Inspection": "inspect",
+    "LoadReport": "live.reports",
+    "SaveReport": "live.reports",
     "TensorDiff": "diff",
     "VerifyReport": "verify",
     "convert": "convert",
     "diff": "diff",
     "inspect": "inspect",
+    "load": "live.loading",
+    "save": "live.saving",
     "verify": "verify",
 }
 

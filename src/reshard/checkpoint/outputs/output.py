@@ -30,6 +30,8 @@ class Wanted:
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None = None
+    owned: Owned | None = None
+    """Who writes which box; without it the replicas take turns."""
 
     @property
     def num_bytes(self) -> int:
@@ -99,6 +101,8 @@ class Owned:
 def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
     """Each distinct box of a tensor once; replicas take turns in writing, from tensor to tensor."""
     layout = wanted.layout
+    if wanted.owned is not None:
+        return wanted.owned
     if layout is None:
         return _whole(wanted.shape, 0)
     _check_whole_values(name, layout)

@@ -1,0 +1,100 @@
+"""A rank reads its share of a batch into memory, and sums what it read for the digests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.box import Box
+from reshard.checkpoint import digest
+from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.copying import SourceFiles
+from reshard.checkpoint.live.sharing import Batch, Share, Wish
+from reshard.checkpoint.reading import in_order
+from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.windows import Buffers, fill
+
+__all__ = ["Fetched", "Fetcher"]
+
+LOCAL_WORKERS = 2
+REMOTE_WORKERS = 16
+SCRATCH = 1 << 20
+"""Bytes that a worker has for pieces that are not stored in row-major order."""
+
+Array = np.ndarray[Any, Any]
+
+
+class _Place(Buffers):
+    """A part of a rank's memory as what a window is read into."""
+
+    def __init__(self, window: Array, scratch: Array) -> None:
+        self.window = self.cast = window
+        self.scratch = scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """What a rank has of a window: its boxes, flattened and joined."""
+
+    share: Share
+    boxes: tuple[Box, ...]
+    local: torch.Tensor
+
+    def parts(self) -> list[tuple[Box, torch.Tensor]]:
+        """The boxes one by one."""
+        found, at = [], 0
+        for box in self.boxes:
+            found.append((box, self.local[at : at + box.size].view(box.shape)))
+            at += box.size
+        return found
+
+
+@dataclass(slots=True)
+class Fetcher:
+    """Reads what falls to one rank."""
+
+    storage: Storage
+    catalog: Catalog
+    wishes: Mapping[str, Wish]
+    rank: int
+    digests: Mapping[str, str]
+    """Tensors whose digests are to be known."""
+    source: SourceFiles = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.source = SourceFiles(self.storage, self.catalog)
+
+    @property
+    def num_bytes(self) -> int:
+        """How much was read so far."""
+        return self.source.num_bytes
+
+    def fetch(self, batch: Batch) -> tuple[list[Fetched], dict[str, int]]:
+        """This rank's share of a batch, and what it adds to the digest of each tensor."""
+        found = [self._room(share) for share in batch.shares if self.rank in share.boxes]
+        tasks = [(one, box, part) for one in found for box, part in one.parts()]
+        workers = LOCAL_WORKERS if self.storage.is_local else REMOTE_WORKERS
+        values: dict[str, int] = {}
+        done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
+        for (one, box, _), array in done:
+            name = one.share.name
+            if name in self.digests:
+                transfer = self.wishes[name].transfer
+                value = digest.part(array, box, transfer.shape, transfer.have)
+                values[name] = (values.get(name, 0) + value) % digest.MODULUS
+        return found, values
+
+    def _room(self, share: Share) -> Fetched:
+        boxes = tuple(share.boxes[self.rank])
+        kind: torch.dtype = getattr(torch, self.wishes[share.name].transfer.have)
+        local = torch.empty(sum(box.size for box in boxes), dtype=kind)
+        return Fetched(share, boxes, local)
+
+    def _read(self, task: tuple[Fetched, Box, torch.Tensor], scratch: Array) -> Array:
+        one, box, part = task
+        room = part.reshape(-1).view(torch.uint8).numpy()
+        return fill(self.wishes[one.share.name].transfer, box, _Place(room, scratch), self.source)

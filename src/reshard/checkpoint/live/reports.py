@@ -1,0 +1,114 @@
+"""What a load or a save did: reports to print and to keep."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from reshard.bytesize import format_bytes
+
+__all__ = ["LoadReport", "SaveReport"]
+
+MOST_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The figures of a load; bytes are those of all ranks together."""
+
+    source: str
+    format: str
+    num_tensors: int
+    unique_bytes: int
+    """Bytes of the stored tensors that any rank needs, each once."""
+    bytes_read: int
+    bytes_moved: int
+    """Bytes that went from the rank that read them to another."""
+    seconds: float
+    checked: bool
+    """Whether digests were there, and compared."""
+    num_ranks: int = 1
+    missing: tuple[str, ...] = ()
+    """Names that the checkpoint lacks (``strict=False``): these tensors are as they were."""
+    unexpected: tuple[str, ...] = ()
+    """Names that only the checkpoint has (``strict=False``)."""
+    left_alone: tuple[str, ...] = ()
+    """Entries of the state dict that are no tensors."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for every byte that is needed."""
+        return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return _json(self, amplification=round(self.amplification, 4))
+
+    def __str__(self) -> str:
+        read = f"{format_bytes(self.bytes_read)}, {self.amplification:.2f} x what is needed"
+        lines = [
+            f"loaded {_count(self.num_tensors, 'tensor')} from {self.source}",
+            f"  format   {self.format}{', checked' * self.checked}",
+            f"  read     {read}, by {_count(self.num_ranks, 'rank')}",
+            f"  moved    {format_bytes(self.bytes_moved)} between ranks",
+            f"  time     {self.seconds:.1f} s",
+        ]
+        for word, names in (
+            ("missing", self.missing),
+            ("unused", self.unexpected),
+            ("no tensor", self.left_alone),
+        ):
+            lines += [f"  {word:<8} {_some(names)}"] if names else []
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:MOST_NAMED])])
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The figures of a save; bytes are those of all ranks together."""
+
+    target: str
+    format: str
+    num_tensors: int
+    num_files: int
+    unique_bytes: int
+    """Bytes of all tensors, each once."""
+    bytes_written: int
+    """Bytes of all files."""
+    busiest_bytes: int
+    """What the rank with the most has written."""
+    seconds: float
+    checksums: bool
+    num_ranks: int = 1
+    left_out: tuple[str, ...] = ()
+    """Entries that are no tensors and have no place in the format."""
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return _json(self)
+
+    def __str__(self) -> str:
+        files = _count(self.num_files, "file")
+        ranks = f"by {_count(self.num_ranks, 'rank')}"
+        busiest = f"at most {format_bytes(self.busiest_bytes)} by one"
+        lines = [
+            f"saved {_count(self.num_tensors, 'tensor')} to {self.target}",
+            f"  format   {self.format}, {files}{', with checksums' * self.checksums}",
+            f"  written  {format_bytes(self.bytes_written)} {ranks}, {busiest}",
+            f"  time     {self.seconds:.1f} s",
+        ]
+        lines += [f"  left out {_some(self.left_out)}"] if self.left_out else []
+        return "\n".join(lines)
+
+
+def _json(report: Any, **more: Any) -> str:
+    return json.dumps({**asdict(report), **more})
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number != 1)}"
+
+
+def _some(names: tuple[str, ...]) -> str:
+    return ", ".join(names[:MOST_NAMED]) + (" ..." if len(names) > MOST_NAMED else "")

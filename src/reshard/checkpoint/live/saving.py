@@ -1,0 +1,304 @@
+"""``save``: the tensors of a running job into a checkpoint, each box once, published when complete.
+
+    checkpoint.save(model.state_dict(), "ckpt")
+
+Each rank writes the boxes that fall to it into files beside the target; the first rank puts the
+folder in its place once all have written and all is on disk. Whatever fails before that, on
+whichever rank, is raised on all of them, and what stood at the target stands there still.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from reshard.checkpoint import digest
+from reshard.checkpoint.building import check_room
+from reshard.checkpoint.catalog import StoredObject
+from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, Recorder
+from reshard.checkpoint.live.circle import Circle
+from reshard.checkpoint.live.entries import Entries, entries_of
+from reshard.checkpoint.live.owning import main_mesh, on_mesh, owners_of
+from reshard.checkpoint.live.reports import SaveReport
+from reshard.checkpoint.live.writing import Job, Writer, writers_of
+from reshard.checkpoint.outputs import Wanted, plan_output
+from reshard.checkpoint.publish import Workplace, replace_file
+from reshard.checkpoint.target_files import TargetFiles
+from reshard.errors import CheckpointError, TargetError, UnfinishedError, quoted
+from reshard.sharded.content import Group
+from reshard.spec import TensorSpec
+from reshard.tensors.merging import merge_specs
+from reshard.tensors.texts import specs_from_text, specs_to_text
+
+__all__ = ["save"]
+
+FORMATS = ("sharded", "distcp")
+SEEN_WITHIN = 10.0
+"""Seconds until a folder that one rank has made is seen by the others, on a slow file system."""
+
+
+def save(
+    state_dict: Mapping[Any, Any],
+    path: str | Path,
+    *,
+    group: Group = None,
+    format: str = "sharded",
+    overwrite: bool = False,
+    checksums: bool = True,
+    timeout: float = 600.0,
+) -> SaveReport:
+    """Save the tensors of a state dict as they are cut; all ranks of the group call it.
+
+    ``format`` is sharded (safetensors that torch's reader loads) or distcp. Plain tensors of one
+    name are taken to be equal on all ranks that have them. Entries that are no tensors are kept by
+    distcp, and named in the report otherwise. The folder must be one that all ranks see.
+    """
+    began = time.monotonic()
+    circle = Circle(group, timeout)
+    place = Workplace.beside(Path(path))
+    request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
+    saved = _described(circle, state_dict, request)
+    job = _planned(saved, format, circle)
+    with _entered(circle, place, overwrite):
+        token = circle.first_does(lambda: _prepare(place, job))
+        target = TargetFiles(place.data, job.output.files)
+        writer = Writer(job, saved.entries.tensors, saved.objects, circle.rank, checksums)
+        try:
+            circle.all_do(lambda: _check_seen(place, token))
+            while any(circle.all_do(lambda: _step(writer, target)).values()):
+                pass
+            written = circle.all_do(lambda: _tell(writer, place, circle.rank))
+            circle.first_does(lambda: _seal(place, target, job, circle.ranks, checksums))
+        finally:
+            target.close()
+        circle.first_does(lambda: _publish(place, overwrite))
+    return SaveReport(
+        target=str(path),
+        format=format,
+        num_tensors=len(job.specs),
+        num_files=len(job.output.files),
+        unique_bytes=sum(spec.num_bytes for spec in job.specs.values()),
+        bytes_written=sum(written.values()),
+        busiest_bytes=max(written.values()),
+        seconds=time.monotonic() - began,
+        checksums=checksums,
+        num_ranks=len(circle.ranks),
+        left_out=job.output.left_out if format == "distcp" else tuple(saved.others),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What is saved: this rank's entries, and what all ranks together have."""
+
+    entries: Entries
+    objects: Mapping[str, bytes]
+    """This rank's entries that are no tensors, as torch saves them."""
+    specs: Mapping[str, TensorSpec]
+    others: Mapping[str, tuple[int, int]]
+    """The first rank that has each entry that is no tensor, and its size there."""
+    keys: Mapping[str, tuple[str | int, ...]]
+
+
+def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[str, Any]) -> _Saved:
+    found: list[tuple[Entries, dict[str, bytes]]] = []
+
+    def describe() -> list[Any]:
+        _check_request(request)
+        entries = entries_of(state_dict)
+        keeps = request["format"] == "distcp"
+        objects = {
+            name: _bytes(name, one) if keeps else b"" for name, one in entries.others.items()
+        }
+        found.append((entries, objects))
+        sizes = {name: len(data) for name, data in objects.items()}
+        return [specs_to_text(entries.specs()), sizes, entries.keys, request]
+
+    said = circle.all_do(describe)
+    circle.check_alike({rank: one[3] for rank, one in said.items()}, "save")
+    specs = merge_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
+    others: dict[str, tuple[int, int]] = {}
+    keys: dict[str, tuple[str | int, ...]] = {}
+    for rank, (_, sizes, paths, _) in said.items():
+        for name, size in sizes.items():
+            others.setdefault(name, (rank, size))
+        keys |= {name: tuple(path) for name, path in paths.items()}
+    both = sorted(others.keys() & specs.keys())
+    if both:
+        raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
+    return _Saved(found[0][0], found[0][1], specs, others, keys)
+
+
+def _check_request(request: Mapping[str, Any]) -> None:
+    if request["format"] not in FORMATS:
+        raise CheckpointError(
+            f"{quoted(request['format'])} is no format that a job saves: use {' or '.join(FORMATS)}"
+        )
+    if "://" in request["path"]:
+        raise TargetError(
+            f"{request['path']} is no folder of this machine: save to one, and upload it then, or "
+            "let reshard convert write it there"
+        )
+
+
+def _bytes(name: str, value: Any) -> bytes:
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+    except Exception as error:
+        raise CheckpointError(
+            f"{quoted(name)} is a {type(value).__name__}, which cannot be saved "
+            f"({type(error).__name__}): take it out of the state dict"
+        ) from error
+    return buffer.getvalue()
+
+
+def _planned(saved: _Saved, format: str, circle: Circle) -> Job:
+    """All files and the place of every box in them; every rank plans the same."""
+    mesh = main_mesh(saved.specs)
+    layouts = (spec.layout for spec in saved.specs.values() if str(spec.layout.mesh) == mesh)
+    main = next(layouts, None)
+    specs = {
+        name: replace(spec, layout=on_mesh(spec.layout, main))
+        for name, spec in sorted(saved.specs.items())
+    }
+    owned = owners_of(specs)
+    wanted = {
+        name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
+        for name, spec in specs.items()
+    }
+    keeps = format == "distcp"
+    objects = [StoredObject(name, 0, 0, size) for name, (_, size) in saved.others.items() if keeps]
+    output = plan_output(
+        format, wanted, metadata={}, objects=objects, nesting=saved.keys, mesh=mesh
+    )
+    writers = writers_of(output, owned, circle.ranks[0])
+    return Job(specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()})
+
+
+@contextmanager
+def _entered(circle: Circle, place: Workplace, overwrite: bool) -> Iterator[None]:
+    """The place where the output is built; the first rank holds it, and clears it in the end."""
+    circle.first_does(lambda: _enter(place, overwrite))
+    try:
+        yield
+    except BaseException:
+        if circle.leads:
+            with suppress(OSError):  # what went wrong first is what to tell
+                _restore(place)
+                place.discard()
+        raise
+    finally:
+        place.leave()
+
+
+def _enter(place: Workplace, overwrite: bool) -> None:
+    place.check_target(overwrite)
+    place.enter()
+    try:
+        found = place.request()
+        if found is not None and not found.get("saved"):
+            raise TargetError(
+                f"an unfinished conversion to {place.target} is there: finish it with reshard "
+                f"convert --resume, or remove {place.folder}"
+            )
+        if found is not None:  # of a save that was killed: nothing of it can be used
+            _restore(place)
+            place.discard()
+            place.enter()
+        place.check_target(overwrite)
+        place.note_request({"saved": True})
+    except BaseException:
+        place.leave()
+        raise
+
+
+def _restore(place: Workplace) -> None:
+    """Put back what stood at the target, if a save ended just after it was moved aside."""
+    if place.old.exists() and not place.target.exists():
+        place.old.rename(place.target)
+
+
+def _prepare(place: Workplace, job: Job) -> str:
+    """Make all files at their full size; the word by which other ranks know the folder."""
+    check_room(place, job.output.num_bytes)
+    place.data.mkdir()
+    target = TargetFiles(place.data, job.output.files)
+    target.allocate()
+    token = secrets.token_hex(8)
+    replace_file(place.folder / "prepared", token.encode())
+    return token
+
+
+def _check_seen(place: Workplace, token: str) -> None:
+    """Refuse a folder that this rank does not share with the first one."""
+    deadline = time.monotonic() + SEEN_WITHIN
+    while True:
+        with suppress(OSError):
+            if (place.folder / "prepared").read_text() == token:
+                return
+        if time.monotonic() > deadline:
+            raise TargetError(
+                f"{place.folder}, which the first rank has made, is not seen here: save to a "
+                "folder that all ranks share"
+            )
+        time.sleep(0.1)
+
+
+def _step(writer: Writer, target: TargetFiles) -> bool:
+    try:
+        return writer.step(target)
+    except UnfinishedError as error:
+        raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
+
+
+def _tell(writer: Writer, place: Workplace, rank: int) -> int:
+    """Leave the checksums of this rank where the first one finds them; how much was written."""
+    data = json.dumps(writer.done.to_data()).encode()
+    replace_file(place.folder / f"sums.{rank}", data)
+    return writer.done.num_bytes
+
+
+def _seal(
+    place: Workplace, target: TargetFiles, job: Job, ranks: tuple[int, ...], checksums: bool
+) -> None:
+    """Check that all files are there, and write the checksums beside them."""
+    for file in job.output.files:
+        size = (place.data / file.path).stat().st_size
+        if size != file.size:
+            raise TargetError(f"{place.data / file.path} has {size} bytes and not {file.size}")
+    if checksums:
+        replace_file(place.data / SIDECAR, _sidecar(place, job, ranks).to_bytes())
+    target.sync_folders()
+
+
+def _sidecar(place: Workplace, job: Job, ranks: tuple[int, ...]) -> Checksums:
+    recorder, values = Recorder(), dict.fromkeys(job.specs, 0)
+    for rank in ranks:
+        told = json.loads((place.folder / f"sums.{rank}").read_bytes())
+        for file, start, stop, text in told["sums"]:
+            path = job.output.files[file].path
+            recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
+        for name, text in told["parts"].items():
+            values[name] += int(text, 16)
+    digests = {
+        name: digest.finish(digest.combine([values[name]]), spec.shape, spec.dtype)
+        for name, spec in job.specs.items()
+    }
+    return Checksums(recorder.finish({file.path: file.size for file in job.output.files}), digests)
+
+
+def _publish(place: Workplace, overwrite: bool) -> None:
+    try:
+        place.publish(overwrite, lambda _: None)
+    except UnfinishedError as error:
+        raise TargetError(f"{str(error).partition(':')[0]}: nothing was published") from None

@@ -1,0 +1,60 @@
+"""This rank's part of a tensor, box by box: views of its memory, whatever kind of tensor it is."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from reshard.box import Box
+from reshard.layout import BoxLayout, Layout
+from reshard.pieces import Piece
+from reshard.spec import TensorSpec
+from reshard.tensors.reading import parts_of
+
+__all__ = ["boxes_of", "part_of", "views_of"]
+
+View = tuple[Box, torch.Tensor]
+
+
+@lru_cache(maxsize=1024)
+def boxes_of(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+    """The boxes of every rank, in the order of its views; ranks with none are left out."""
+    found = {rank: _boxes(layout, rank, shape) for rank in layout.ranks}
+    return {rank: boxes for rank, boxes in found.items() if boxes}
+
+
+def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return tuple(piece.box for piece in layout.pieces(rank, shape) if piece.box.size)
+
+
+def views_of(tensor: torch.Tensor, spec: TensorSpec, rank: int) -> list[View]:
+    """The boxes that this rank holds and the memory of each; writing to it changes the tensor."""
+    parts = [part.detach() for part in parts_of(tensor)]
+    layout = spec.layout
+    if isinstance(layout, BoxLayout):
+        pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
+        return [(box, part) for box, part in pairs if box.size]
+    if not parts:
+        return []
+    pieces = [piece for piece in layout.pieces(rank, spec.shape) if piece.box.size]
+    return [(piece.box, _view(parts[0], piece)) for piece in pieces]
+
+
+def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """A piece of a local tensor; pieces count elements as if it were contiguous."""
+    if local.is_contiguous():
+        at = local.storage_offset() + piece.offset
+        return local.as_strided(piece.box.shape, piece.strides, at)
+    start = np.unravel_index(piece.offset, tuple(local.shape)) if local.ndim else ()
+    lengths = zip(start, piece.box.shape, strict=True)
+    return local[tuple(slice(int(low), int(low) + length) for low, length in lengths)]
+
+
+def part_of(view: View, box: Box) -> torch.Tensor:
+    """The part of a view that lies in a box."""
+    outer, tensor = view
+    inner = outer & box
+    limits = zip(inner.start, inner.stop, outer.start, strict=True)
+    return tensor[tuple(slice(low - at, high - at) for low, high, at in limits)]
