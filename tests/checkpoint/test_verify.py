@@ -13,13 +13,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard.box import Box
-from reshard.checkpoint import convert
+from reshard.checkpoint import convert, formats
 from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.storage import open_storage
 from reshard.checkpoint.verify import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError
@@ -31,6 +33,7 @@ from tests.checkpoint.making import (
     random_array,
     write_sharded,
 )
+from tests.checkpoint.torch_writers import write_distcp
 from tests.soak import cases, soaking
 
 Tensors = dict[str, tuple[str, np.ndarray[Any, Any]]]
@@ -274,6 +277,53 @@ def test_without_checksums_it_says_so(tmp_path: Path) -> None:
     report = verify(tmp_path)
     assert report.ok
     assert "no checksums" in str(report)
+
+
+@pytest.mark.parametrize("kind", ["distcp", "torch"])
+def test_any_flipped_bit_of_a_tensor_that_torch_saved_is_found(tmp_path: Path, kind: str) -> None:
+    """Torch itself loads every one of these without a word."""
+    saved = {"w": torch.arange(48.0).reshape(8, 6), "b": torch.ones(5, dtype=torch.bfloat16)}
+    folder = tmp_path / "ckpt"
+    if kind == "distcp":
+        write_distcp(folder, 2, {"w": (saved["w"], 0), "b": (saved["b"], 0)})
+    else:
+        folder.mkdir()
+        torch.save(saved, folder / "model.pt")
+    report = verify(folder)
+    assert report.ok
+    assert report.checked_bytes == 48 * 4 + 5 * 2
+    assert "CRC-32 of torch.save" in str(report)
+    with open_storage(folder) as storage:
+        catalog = formats.read(storage)
+    for tensor in catalog.tensors.values():
+        for piece in tensor.pieces:
+            file = folder / catalog.files[piece.file].path
+            stop = piece.offset + piece.num_bytes(tensor.dtype)
+            for byte in (piece.offset, (piece.offset + stop) // 2, stop - 1):
+                flip(file, 8 * byte + 3)
+                [problem] = verify(folder).problems
+                assert (problem.kind, problem.tensor, problem.file) == (
+                    "damage",
+                    tensor.name,
+                    file.name,
+                )
+                assert problem.bytes == (piece.offset, stop)
+                assert "\n" not in problem.message
+                flip(file, 8 * byte + 3)
+    assert verify(folder).ok
+
+
+def test_a_crc_of_zero_says_nothing(tmp_path: Path) -> None:
+    """Torch writes 0 where it was told to compute none."""
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save({"w": torch.arange(6.0)}, tmp_path / "model.pt")
+    finally:
+        torch.serialization.set_crc32_options(True)
+    report = verify(tmp_path / "model.pt")
+    assert report.ok
+    assert report.checked_bytes == 0
+    assert "goes unseen" in str(report)
 
 
 def test_one_file_of_a_checkpoint(tmp_path: Path) -> None:

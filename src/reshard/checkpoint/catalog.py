@@ -18,12 +18,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
+from typing import NamedTuple
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.coverage import holes_of
 from reshard.dtypes import itemsize
 
-__all__ = ["Catalog", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
+__all__ = ["Catalog", "Crc", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,15 @@ class StoredObject:
     size: int
 
 
+class Crc(NamedTuple):
+    """The CRC-32 of a range of a file, which whoever wrote the file has left there."""
+
+    file: int
+    offset: int
+    size: int
+    value: int
+
+
 @dataclass(frozen=True, slots=True)
 class Catalog:
     """All that a checkpoint holds."""
@@ -107,6 +117,8 @@ class Catalog:
     """The layout of each tensor on that mesh, where its files say so."""
     nesting: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
     """The keys that lead to each entry of a nested state dict, where its files say so."""
+    crcs: tuple[Crc, ...] = ()
+    """What the files say of their own bytes, where they do."""
     notes: tuple[str, ...] = ()
     """What a reader should know and no error says: values that were left out, one line each."""
 

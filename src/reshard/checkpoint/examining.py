@@ -19,7 +19,7 @@ from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, quoted
 
-__all__ = ["Examined", "Problem", "digests_of", "examine"]
+__all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
@@ -233,7 +233,7 @@ def _damage(
 ) -> Iterator[Problem]:
     """Changed chunks, with the tensors that lie in them."""
     told = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
-    touched = _tensors_at(source.catalog, told)
+    touched = tensors_at(source.catalog, told)
     for (path, chunk, found), names in zip(told, touched, strict=True):
         sure = [name for name in names if name in changed] or names
         text = damage(f"{source.storage.root}/{path}", chunk, found)
@@ -243,7 +243,7 @@ def _damage(
         yield Problem("damage", text + what, name, path, (chunk.start, chunk.stop))
 
 
-def _tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> list[list[str]]:
+def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> list[list[str]]:
     """The names of the tensors that have bytes in each of these chunks, which rise."""
     names: list[list[str]] = [[] for _ in damaged]
     ends = [(path, chunk.stop) for path, chunk, _ in damaged]

@@ -20,6 +20,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference
+from reshard.checkpoint.crcs import check_crcs
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
@@ -138,7 +139,7 @@ def verify(
         if b is None:
             left.examine(budget, Meter(progress, left.num_bytes))
             if left.source.checksums is None:
-                left.found.notes.append("there are no checksums: a changed byte goes unseen")
+                _check_by_crcs(left, budget)
             return _report([left], left.found.problems)
         with open_storage(b) as other:
             budget = Budget.for_reading(memory, storage, other)
@@ -149,6 +150,17 @@ def verify(
             problems = [*left.found.problems, *right.found.problems]
             problems += _differences(left, right, budget)
             return _report([left, right], problems)
+
+
+def _check_by_crcs(side: _Side, budget: Budget) -> None:
+    """Compare what is there to compare with where nothing of ours lies beside the files."""
+    if not side.source.catalog.crcs:
+        side.found.notes.append("there are no checksums: a changed byte goes unseen")
+        return
+    check_crcs(side.source, budget, side.found)
+    side.found.notes.append(
+        "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
+    )
 
 
 class _Side:

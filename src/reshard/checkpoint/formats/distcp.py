@@ -15,6 +15,7 @@ from typing import Any
 from reshard.box import Box
 from reshard.checkpoint.catalog import (
     Catalog,
+    Crc,
     StoredFile,
     StoredObject,
     StoredPiece,
@@ -98,11 +99,20 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
                 objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
     _check_used(placed, tensors, objects, where, findings)
     readable = [chunk for chunk in chunks if _fits(chunk.range, sizes)]
-    pieces = _pieces(storage, readable, numbers, findings)
+    pieces, crcs = _pieces(storage, readable, numbers, findings)
     tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
     others = _others(listed, named, findings)
     paths = _paths(metadata.field("planner_data"))
-    return Catalog(storage.root, "distcp", files, tensors, objects, others=others, nesting=paths)
+    return Catalog(
+        storage.root,
+        "distcp",
+        files,
+        tensors,
+        objects,
+        others=others,
+        nesting=paths,
+        crcs=tuple(crcs),
+    )
 
 
 def _others(
@@ -240,9 +250,10 @@ def _check_used(
 
 def _pieces(
     storage: Storage, chunks: Sequence[_Chunk], numbers: Mapping[str, int], findings: Findings
-) -> dict[str, list[StoredPiece]]:
+) -> tuple[dict[str, list[StoredPiece]], list[Crc]]:
     """Where the elements of every chunk lie, archive by archive in the order of the files."""
     pieces: dict[str, list[StoredPiece]] = {}
+    crcs: list[Crc] = []
     pickles: dict[bytes, Any] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
     for first in range(0, len(order), BATCH):
@@ -250,11 +261,13 @@ def _pieces(
         for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
             with findings.noting():
                 if archive is not None:
-                    piece = _piece(chunk, archive, numbers[chunk.range[0]], pickles)
+                    file = numbers[chunk.range[0]]
+                    piece = _piece(chunk, archive, file, pickles)
                     pieces.setdefault(chunk.tensor, []).append(piece)
+                    crcs += archive.crcs(file)
     for held in pieces.values():
         held.sort(key=lambda piece: piece.box)
-    return pieces
+    return pieces, crcs
 
 
 def _archives(

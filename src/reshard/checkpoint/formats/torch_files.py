@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import isfinite
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.catalog import Crc, StoredFile
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.pickle_machine import Record, unpickle
 from reshard.checkpoint.formats.torch_tensors import (
@@ -46,13 +46,16 @@ class Content:
     values: dict[str, str] = field(default_factory=dict)
     """Plain values as JSON."""
     nesting: dict[str, Path] = field(default_factory=dict)
+    crcs: list[Crc] = field(default_factory=list)
 
 
-def read_torch_file(storage: Storage, file: StoredFile, findings: Findings) -> Content:
-    """The tensors and plain values of one ``torch.save`` file."""
+def read_torch_file(
+    storage: Storage, file: StoredFile, findings: Findings, number: int = 0
+) -> Content:
+    """The tensors and plain values of one ``torch.save`` file, which has this number."""
     [archive] = read_archives(storage, [(file.path, 0, file.size)])
     value = unpickle(archive.pickle, allow_tensors, archive.where)
-    content, left_out = Content(), []
+    content, left_out = Content(crcs=archive.crcs(number)), []
     for path, leaf in _leaves(value, archive.where):
         name = ".".join(map(str, path)) or "tensor"
         if is_tensor(leaf):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.box import Box
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import missing_parts
@@ -24,9 +24,11 @@ def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Finding
     tensors: dict[str, StoredTensor] = {}
     values: dict[str, str] = {}
     nesting: dict[str, tuple[str | int, ...]] = {}
+    crcs: list[Crc] = []
     for number, file in enumerate(files):
         with findings.noting():
-            content = read_torch_file(storage, file, findings)
+            content = read_torch_file(storage, file, findings, number)
+            crcs += content.crcs
             for name, local in content.tensors.items():
                 if name in tensors:
                     findings.found(
@@ -42,7 +44,14 @@ def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Finding
     used = {file.path for file in files}
     others = tuple(file for file in listed if file.path not in used)
     return Catalog(
-        storage.root, "torch", files, tensors, metadata=values, others=others, nesting=nesting
+        storage.root,
+        "torch",
+        files,
+        tensors,
+        metadata=values,
+        others=others,
+        nesting=nesting,
+        crcs=tuple(crcs),
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
 
+from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.storage import Range, Storage
 from reshard.errors import CheckpointError, DamageError, quoted
 
@@ -49,6 +50,11 @@ class Archive:
     where: str
     pickle: bytes
     storages: Mapping[str, Member]
+
+    def crcs(self, file: int) -> list[Crc]:
+        """The CRC-32 of each storage that has one; 0 stands where none was computed."""
+        members = self.storages.values()
+        return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
 
 @dataclass(slots=True)
