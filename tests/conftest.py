@@ -14,8 +14,13 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.ranks.pool import Pool
 from tests.soak import soaking
 
-ONE_WORKER = {"tests/ranks/": "engine", "tests/sharded/": "sharded", "tests/nn/": "sharded"}
-"""Folders whose tests share a pool of ranks, and the piece of work that they are."""
+ONE_WORKER = {
+    "tests/ranks/": "engine",
+    "tests/sharded/": "sharded",
+    "tests/nn/": "sharded",
+    "tests/checkpoint/test_load_save.py": "sharded",
+}
+"""Folders and files whose tests share a pool of ranks, and the piece of work that they are."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
 
@@ -36,10 +41,11 @@ class RanksOnOneWorker(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
         folder = file.rpartition("/")[0] + "/"
-        if folder not in ONE_WORKER:
+        work = ONE_WORKER.get(folder) or ONE_WORKER.get(file)
+        if work is None:
             return nodeid
         own = any(file.endswith(f"test_{name}.py") for name in OWN_RANKS)
-        return file if own else ONE_WORKER[folder]
+        return file if own else work
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -136,10 +136,11 @@ def _batch(
     ranks: Sequence[int],
     limits: Limits,
 ) -> Batch:
-    cells = [_cells(wishes[name], window, limits.cell) for name, window in windows]
     sizes = [itemsize(wishes[name].transfer.have) for name, _ in windows]
-    pairs = zip(cells, sizes, strict=True)
-    total = sum(box.size * size for found, size in pairs for box, _ in found)
+    pairs = zip(windows, sizes, strict=True)
+    total = sum(window.size * size for (_, window), size in pairs)
+    limit = min(limits.cell, max(total // len(ranks) // 8, SMALLEST_CELL))
+    cells = [_cells(wishes[name], window, limit) for name, window in windows]
     fair = min(total / len(ranks) * (1 + SLACK), limits.share - limits.cell)
     readers = _Readers(ranks, fair)
     shares = []
