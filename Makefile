@@ -24,7 +24,7 @@ $(READY): pyproject.toml constraints.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,dev]'
 	@touch $@
 
-demo: $(READY) ## plan, prove, simulate and run a move of a real model
+demo: $(READY) ## plan, prove, simulate and run a move of a real model; convert a checkpoint
 	$(PY) -m reshard demo
 
 test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")

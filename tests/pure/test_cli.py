@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -375,13 +376,43 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert text.count("all arrays equal the tensors cut by the destination layout") == 2
     assert "Not run live: torch is not installed; try pip install 'reshard[torch]'" in text
     assert "NOT" not in text
+    assert "before  ckpt-tp4: sharded-safetensors" in text
+    assert "verified: same values" in text
     data = json.loads(printed(capsys, [*DEMO, "--no-live", "--json"]))
     assert data["holds"] is True
+    assert data["files"]["equal"] is True
+    assert data["files"]["amplification"] < 1.001
     assert data["live"] is None
     for found in data["simulated"]:
         assert found["wire_bytes"] == found["stated_wire_bytes"]
         assert found["messages"] == found["stated_messages"]
         assert found["peak_bytes"] <= found["stated_peak_bytes"]
+
+
+def test_the_files_of_the_demo_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = importlib.import_module("reshard.cli.demo_files")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert files.convert_files().holds
+    assert not any(tmp_path.iterdir())
+
+    def interrupted(*_: object, **__: object) -> None:
+        assert any(tmp_path.iterdir())
+        raise KeyboardInterrupt
+
+    module = importlib.import_module("reshard.checkpoint.verify")
+    monkeypatch.setattr(module, "verify", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        files.convert_files()
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_checkpoint_of_the_demo_that_differs_is_told() -> None:
+    from reshard.cli.demo_files import Converted
+    from reshard.cli.demo_text import files_text
+
+    wrong = Converted("a", "b", 1, 1, 1.0, 0.1, 0.1, equal=False)
+    assert not wrong.holds
+    assert "VALUES DIFFER" in files_text(wrong)
 
 
 def test_bench(

@@ -5,6 +5,7 @@ two ranks each want it. The plan and its proof are for the whole model at its re
 simulation moves numpy arrays: one decoder layer at full size, then all tensors at an eighth of
 their size in each dim, and compares every byte, message and peak with what the plan states. The
 second move then runs live, on twelve processes of this machine, and must give the same bits.
+Last, a small checkpoint on disk goes from four files to two, and must hold the same.
 """
 
 from __future__ import annotations
@@ -67,12 +68,20 @@ class Comparison:
 @click.option("--trace", metavar="FILE", help="Write the live run as a trace for Perfetto.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
-    """Plan, prove, simulate and run a move of a real model.
+    """Plan, prove, simulate and run a move of a real model; convert a small checkpoint.
 
     From a trainer (FSDP over tensor parallelism, eight ranks) to two serving replicas. Takes less
     than a minute and 4 GiB. The live part starts twelve processes on this machine, and ends them.
+    The checkpoint is made in a temporary folder, and removed.
     """
-    from reshard.cli.demo_text import introduction, live_text, proof_text, simulated_text
+    from reshard.cli.demo_files import convert_files
+    from reshard.cli.demo_text import (
+        files_text,
+        introduction,
+        live_text,
+        proof_text,
+        simulated_text,
+    )
     from reshard.cli.output import print_json
 
     def say(text: str) -> None:
@@ -92,11 +101,15 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     ran = _run_live(small, given, arrived, trace) if live else None
     if ran is not None:
         say(live_text(results[-1].what, ran))
-    holds = all(result.holds for result in results) and (ran is None or ran.holds)
+    files = convert_files()
+    say(files_text(files))
+    moved = all(result.holds for result in results) and (ran is None or ran.holds)
+    holds = moved and files.holds
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
         simulated = [asdict(result) for result in results]
-        print_json({**figures, "simulated": simulated, "live": ran and ran.to_dict()})
+        ended = {"live": ran and ran.to_dict(), "files": files.to_dict()}
+        print_json({**figures, "simulated": simulated, **ended})
     return 0 if holds else 1
 
 

@@ -11,9 +11,10 @@ from reshard.run.live.report import format_seconds
 
 if TYPE_CHECKING:
     from reshard.cli.demo import Comparison
+    from reshard.cli.demo_files import Converted
     from reshard.planning.plan import Plan
 
-__all__ = ["introduction", "live_text", "proof_text", "simulated_text"]
+__all__ = ["files_text", "introduction", "live_text", "proof_text", "simulated_text"]
 
 
 def introduction(move: Plan, model: str, sides: tuple[str, str, str]) -> str:
@@ -73,6 +74,20 @@ def live_text(what: str, ran: Live | NotLive) -> str:
         "",
         "The busiest rank:",
         *str(ran.busiest).splitlines(),
+    )
+
+
+def files_text(files: Converted) -> str:
+    """What the conversion of a checkpoint did."""
+    read, written = format_bytes(files.bytes_read), format_bytes(files.bytes_written)
+    return _section(
+        "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
+        f"before  {files.found}",
+        f"after   {files.made}",
+        f"read {read}, {files.amplification:.2f} x the tensors, and wrote {written}, "
+        f"in {files.seconds:.2f} s",
+        f"{'verified: same values' if files.equal else 'VALUES DIFFER'}, bit by bit, "
+        f"in {files.verify_seconds:.2f} s",
     )
 
 
