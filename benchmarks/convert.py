@@ -4,12 +4,13 @@
                                  [--memory 256MiB] [--no-peers] [--json]
 
 A synthetic language model in bfloat16 is written as 4 ranks save it, and converted with the command
-line, checksums on. Every case runs all contenders in turn, round after round; a figure is the
-median, and the ratio to `cp -r` is the median of the ratios of each round. Our time is that of the
-whole command, interpreter included; torch's begins when its ranks are up and torch is loaded. All
-end with a sync. `--cold` drops the source from the page cache before each run. The output is
-compared with the source by the safetensors library before anything counts. Below 1 GB starting an
-interpreter takes longer than copying, so that times are shown and not judged.
+line, checksums on. Python keeps its byte code, as in an installed package. Every case runs all
+contenders in turn, round after round; a figure is the median, and the ratio to `cp -r` is the
+median of the ratios of each round. Our time is that of the whole command, interpreter included;
+torch's begins when its ranks are up and torch is loaded. All end with a sync. `--cold` drops the
+source from the page cache before each run. The output is compared with the source by the
+safetensors library before anything counts. Below 1 GB starting an interpreter takes longer than
+copying, so that times are shown and not judged.
 """
 
 from __future__ import annotations
@@ -75,6 +76,8 @@ def main() -> None:
     args = arguments().parse_args()
     rows = []
     with tempfile.TemporaryDirectory(prefix="reshard-bench-", dir=args.folder) as folder:
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+        os.environ["PYTHONPYCACHEPREFIX"] = f"{folder}/bytecode"
         for case in cases(args, Path(folder)):
             if args.only in case.name:
                 rows.append(row_of(case, args, Path(folder)))

@@ -44,6 +44,9 @@ BLOCK = 1 << 16
 """Words that are widened to float64 at a time: they stay in the cache of a core."""
 HALF = 1 << 14
 """Powers for the sums of rows are split here, so that products with remainders stay small."""
+EVEN = 16
+"""Groups below which they are made equal, lest what is left over costs as much as they do. More of
+them are of one size whatever the tensor, so that few weights serve all."""
 ROWS = 2048
 """Sums that are added up at a time: ``ROWS * 2**28 * HALF <= 2**53``."""
 
@@ -128,8 +131,10 @@ def _value(words: Array, dims: Dims) -> int:
     if first == 0:
         return _joined([int(lane) for lane in _dots(words, dims, 0)[:, 0].tolist()])
     length, step = dims[first - 1]
-    num_groups = -(-length // (COLUMNS // inner))
-    group = -(-length // num_groups)
+    group = COLUMNS // inner
+    num_groups = -(-length // group)
+    if num_groups < EVEN:
+        group = -(-length // num_groups)
     main = length // group * group
     before, after = dims[: first - 1], dims[first:]
     at = (slice(None),) * (first - 1)
@@ -212,15 +217,29 @@ def _joined(lanes: Sequence[int]) -> int:
     return sum(lane * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
 
 
-@lru_cache(maxsize=64)
 def _column_weights(dims: Dims) -> Array:
     """The powers at the places of the columns: primes x columns."""
+    if len(dims) == 1:  # the first of those for a longer dim
+        [(length, step)] = dims
+        return _all_column_weights(((COLUMNS, step),))[:, :length]
+    return _all_column_weights(dims)
+
+
+def _row_weights(dims: Dims) -> Array:
+    """The powers at the places of the rows, as multiples of HALF and what is left of them."""
+    if len(dims) == 1:
+        [(length, step)] = dims
+        return _all_row_weights(((ROWS, step),))[:, :length]
+    return _all_row_weights(dims)
+
+
+@lru_cache(maxsize=64)
+def _all_column_weights(dims: Dims) -> Array:
     return np.array([_weights(prime, dims) for prime in PRIMES])
 
 
 @lru_cache(maxsize=32)
-def _row_weights(dims: Dims) -> Array:
-    """The powers at the places of the rows, as multiples of HALF and what is left of them."""
+def _all_row_weights(dims: Dims) -> Array:
     weights = np.array([_weights(prime, dims) for prime in PRIMES])
     high = np.rint(weights / HALF)
     return np.stack([high, weights - high * HALF], axis=-1)

@@ -21,6 +21,10 @@ __all__ = ["TargetFiles"]
 MAX_OPEN = 128
 WORTH_STARTING = 1 << 20
 """Bytes from which on the system is told to begin putting them on disk."""
+AT_ONCE = 1 << 20
+"""The most that is written by one call. The page cache takes memory in blocks as large as a write;
+in a virtual machine blocks of 2 MiB may first have to be got from the host, which we measured to
+take six times as long as the writing itself."""
 _START = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 
 
@@ -55,7 +59,7 @@ class TargetFiles:
         with self.using(file) as descriptor:
             while left:
                 try:
-                    count = os.pwrite(descriptor, left, offset)
+                    count = os.pwrite(descriptor, left[:AT_ONCE], offset)
                 except OSError as error:
                     raise UnfinishedError(
                         f"{self.folder / self.files[file].path}: bytes {offset} to "
