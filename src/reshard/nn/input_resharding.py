@@ -25,8 +25,9 @@ from reshard.errors import quoted
 from reshard.nn.activations.frame import Frame
 from reshard.nn.activations.handle import Resharding
 from reshard.nn.activations.keeping import Keeper, Options
-from reshard.nn.activations.known import Known, Owned, sources_in
+from reshard.nn.activations.known import Known, sources_in
 from reshard.nn.activations.meeting import Meeting, group_of
+from reshard.nn.activations.owned import Owned
 from reshard.nn.activations.restoring import restorer_of
 from reshard.nn.paths import find_module, matching
 
@@ -57,9 +58,9 @@ def input_reshard(
     if not isinstance(wanted, int) or isinstance(wanted, bool):
         raise TypeError(f"dim={wanted!r}: give a dim of the inputs, such as 0")
     keeper = _keeper(mesh_or_group or tp_device_mesh, options)
-    handle = Resharding(keeper)
+    handle, owned = Resharding(keeper), Owned(module)
     for path, one in _chosen(module, modules):
-        handle.attach(one, path or type(one).__name__, wanted)
+        handle.attach(one, path or type(one).__name__, wanted, owned)
     return module
 
 
@@ -77,7 +78,8 @@ def resharded_activations(
     if len(keeper.restorer.ranks) == 1:
         yield handle
         return
-    known = Known(sources_in(tuple(inputs), {}), keeper.restorer.ranks, Owned(None))
+    owned = Owned(None)
+    known = Known(sources_in(tuple(inputs), {}, owned), keeper.restorer.ranks, owned)
     with Frame(keeper, known, "resharded_activations", keeper.options.check) as frame:
         yield handle
     frame.finish()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+from zlib import crc32
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from reshard.errors import DisagreementError
-from reshard.nn.activations.region import bytes_of
-from reshard.sharded.making import home_of
-from reshard.sharded.telling import all_told
 from reshard.tensors.kinds import ready
+
+if TYPE_CHECKING:
+    from reshard.nn.activations.keeping import Keeper
 
 __all__ = ["Checked", "checksum", "checksum_of", "compare"]
 
@@ -36,25 +38,22 @@ def checksum(memory: torch.Tensor) -> tuple[int, int]:
 
 def checksum_of(tensor: torch.Tensor) -> tuple[int, int]:
     """The checksum of a tensor, or of the local tensor of a DTensor."""
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return checksum(bytes_of(ready(local), None))
+    local = ready(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    return checksum(local.detach().contiguous().reshape(-1).view(torch.uint8))
 
 
-def compare(mine: Sequence[Checked], group: object) -> None:
+def compare(mine: Sequence[Checked], keeper: Keeper) -> None:
     """Raise on all ranks if one of them has something else; all ranks of the group call this."""
-    told = all_told([[label, list(sums)] for label, sums in mine], group, home_of(group))
-    ranks = range(len(told))
-    if len({len(one) for one in told}) > 1:
-        counts = {rank: len(told[rank]) for rank in ranks}
-        raise DisagreementError(
-            f"ranks of the group keep different numbers of tensors, {counts}: all must run the "
-            "same modules with inputs of the same shapes"
-        )
-    for number, (label, sums) in enumerate(told[0]):
-        odd = [rank for rank in ranks if told[rank][number] != [label, sums]]
+    words = [word for label, sums in mine for word in (crc32(label.encode()), *sums)]
+    told = keeper.restorer.tell(words, keeper.options.timeout)
+    for number, (label, _) in enumerate(mine):
+        said = [words[3 * number : 3 * number + 3] for words in told]
+        odd = [
+            rank for rank, one in zip(keeper.restorer.ranks, said, strict=True) if one != said[0]
+        ]
         if odd:
             raise DisagreementError(
-                f"{label} is not the same on all ranks: ranks {odd} of the group have other values "
-                "than rank 0, so it must not be kept as shares; do not reshard this module, or "
-                "make its inputs equal"
+                f"{label} is not the same on all ranks: ranks {odd} have other values than rank "
+                f"{keeper.restorer.ranks[0]}, so it must not be kept as shares; do not reshard "
+                "this module, or make its inputs equal"
             )

@@ -8,7 +8,9 @@ checkpointing saves.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -21,7 +23,6 @@ from reshard.nn.activations.known import Known
 __all__ = ["Frame", "not_compiled"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
 
@@ -30,10 +31,6 @@ def not_compiled(function: F) -> F:
     """Keep torch.compile out of what looks after tensors; what the module does it may have."""
     found: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
     return found
-
-
-def _is_of_checkpoint(hooks: tuple[Pack, Unpack] | None) -> bool:
-    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
 class _HandedOn:
@@ -49,6 +46,17 @@ class _HandedOn:
         return self._unpack(self._packed)
 
 
+class _Stack(threading.local):
+    """The frames that a thread is in, the innermost last."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_stack = _Stack()
+_calls = count(1)
+
+
 class Frame:
     """Looks after the tensors that are saved while it is entered.
 
@@ -59,35 +67,50 @@ class Frame:
     def __init__(self, keeper: Keeper, known: Known, label: str, check: bool = False) -> None:
         self._keeper, self._known, self._label = keeper, known, label
         self._below: tuple[Pack, Unpack] | None = None
-        self._is_recomputed = False
+        self._is_checkpointed = False
+        """Whether checkpointing below drops what is saved here, or computes it again."""
+        self._call = 0
+        """The number of the outermost call that this one is in."""
         self._checked: list[Checked] | None = [] if check else None
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     @not_compiled
     def __enter__(self) -> Frame:
+        outer = _stack.frames[-1] if _stack.frames else None
+        self._call = next(_calls) if outer is None else outer._call
         self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        self._is_recomputed = _is_of_checkpoint(self._below)
+        handed_on = outer is not None and outer._is_checkpointed
+        self._is_checkpointed = handed_on or _is_of_checkpoint(self._below)
         self._hooks.__enter__()
+        _stack.frames.append(self)
         return self
 
     @not_compiled
     def __exit__(self, *error: object) -> None:
+        _stack.frames.remove(self)
         self._hooks.__exit__(*error)
 
     @not_compiled
-    def finish(self) -> None:
-        """After forward: raise if a budget was too small, or if what was kept is not equal."""
-        if self._keeper.ledger is not None:
-            self._keeper.ledger.check()
-        if self._checked is not None:
-            compare(self._checked, self._keeper.restorer.group)
+    def finish(self) -> bool:
+        """After forward: raise if a budget was too small, or if what was kept is not equal.
+
+        Gives whether anything was compared.
+        """
+        if self._is_checkpointed or torch._C._current_graph_task_id() != -1:
+            return False
+        if self._call and not _stack.frames:
+            self._keeper.finish()
+        if not self._checked:
+            return False
+        compare(self._checked, self._keeper)
+        return True
 
     @not_compiled
     def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _HandedOn:
         view = self._kept(saved)
         if view is not None:
-            if self._checked is not None and view.is_equal:
-                self._checked.append((view.label, checksum_of(saved)))
+            if self._checked is not None and view.region.is_equal:
+                self._checked.append((view.region.label, checksum_of(saved)))
             return view
         if self._below is not None:
             pack, unpack = self._below
@@ -95,11 +118,14 @@ class Frame:
         return SavedTensor(saved)
 
     def _kept(self, saved: torch.Tensor) -> SavedView | None:
-        # Checkpointing saves nothing here, and computes it again: there is nothing to keep.
-        if self._is_recomputed:
+        if self._is_checkpointed:
             return None
-        return self._keeper.kept(saved, self._known, self._label)
+        return self._keeper.kept(saved, self._known, self._label, self._call)
 
     @not_compiled
     def _unpack(self, packed: SavedView | SavedTensor | _HandedOn) -> torch.Tensor:
         return packed.tensor()
+
+
+def _is_of_checkpoint(hooks: tuple[Pack, Unpack] | None) -> bool:
+    return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__

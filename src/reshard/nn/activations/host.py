@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from reshard.nn.activations.region import Form, Region
+from reshard.nn.activations.region import Region
 
 __all__ = ["brought_back", "offload"]
 
@@ -22,29 +20,16 @@ def offload(region: Region) -> None:
         host.copy_(memory, non_blocking=True)
     # Nobody may be given this memory before it was copied.
     memory.record_stream(stream)
-    region.memory, region.form = host, Form.HOST
+    region.memory, region.is_away = host, True
     region.stats.bytes_kept -= size
     region.stats.bytes_offloaded += size
 
 
-def brought_back(region: Region, ahead: bool) -> Callable[[], torch.Tensor]:
-    """Begin to bring a region back; what is returned waits for it."""
-    device, host = region.device, region.memory
-    stream = _side_stream(device) if ahead else torch.cuda.current_stream(device)
-    with torch.cuda.stream(stream):
-        if not ahead:
-            stream.wait_stream(_side_stream(device))  # it may still be on its way out
-        whole = host.to(device, non_blocking=True)
-        come = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        come.record(stream)
-
-    def arrived() -> torch.Tensor:
-        current = torch.cuda.current_stream(device)
-        current.wait_event(come)
-        whole.record_stream(current)
-        return whole
-
-    return arrived
+def brought_back(region: Region) -> torch.Tensor:
+    """The bytes of a region that waits on the host, on its device again."""
+    stream = torch.cuda.current_stream(region.device)
+    stream.wait_stream(_side_stream(region.device))  # it may still be on its way out
+    return region.memory.to(region.device, non_blocking=True)
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}

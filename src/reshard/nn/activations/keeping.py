@@ -6,14 +6,15 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.nn.activations.host import offload
-from reshard.nn.activations.known import Known, Source
-from reshard.nn.activations.ledger import SHARE, Entry, Ledger
-from reshard.nn.activations.region import Form, Region, Span, bytes_of, span_of
+from reshard.nn.activations.budget import Budget
+from reshard.nn.activations.host import brought_back, offload
+from reshard.nn.activations.known import Known, Source, is_simple
+from reshard.nn.activations.region import Region, bytes_between, share_of
 from reshard.nn.activations.restoring import Restorer
 from reshard.nn.activations.stats import Stats
 from reshard.nn.activations.witness import Witness, check_version
@@ -21,8 +22,6 @@ from reshard.tensors.dtensors import dtensor_of
 from reshard.tensors.kinds import ready
 
 __all__ = ["Keeper", "Options", "SavedTensor", "SavedView"]
-
-Key = tuple[int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +35,7 @@ class Options:
     budget: int | None = None
     """Bytes that all saved tensors together may take; None: everything that can be is cut."""
     check: bool = False
-    """Whether ranks compare what they take to be equal, once for each input of a module."""
+    """Whether ranks compare what they take to be equal, once for each module."""
 
 
 class SavedTensor:
@@ -46,27 +45,37 @@ class SavedTensor:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # Not the tensor itself: an operation would keep its own result alive, for ever.
-        self._tensor, self._version = tensor.detach(), tensor._version
+        self._tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
 
     def tensor(self) -> torch.Tensor:
         """The tensor, unless it was changed."""
-        kind = f"{type(self._tensor).__name__} {list(self._tensor.shape)}"
-        check_version(self._tensor._version, self._version, kind)
+        if self._version is not None:
+            kind = f"{type(self._tensor).__name__} {list(self._tensor.shape)}"
+            check_version(self._tensor._version, self._version, kind)
         return self._tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
-    """How a saved tensor lies in its region."""
+class Lie:
+    """How a saved tensor lies in the memory of its region."""
 
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    """Elements before its first one."""
+    gaps: Source | None = None
+    """The source, if it has gaps: its elements are kept without them, in its order."""
 
-    def of(self, memory: torch.Tensor) -> torch.Tensor:
+    def tensor(self, memory: torch.Tensor) -> torch.Tensor:
         """The tensor in these bytes."""
         flat = memory.view(self.dtype)
+        if self.gaps is not None:
+            source = torch.empty_strided(
+                self.gaps.size, self.gaps.stride, dtype=self.dtype, device=memory.device
+            )
+            flat = source.copy_(flat.view(self.gaps.size))
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
@@ -74,27 +83,21 @@ class SavedView:
     """A saved tensor whose memory is kept in a region."""
 
     def __init__(
-        self,
-        region: Region,
-        shape: Shape,
-        saved: torch.Tensor,
-        bring: Callable[[Region], torch.Tensor],
+        self, region: Region, lie: Lie, saved: torch.Tensor, bring: Callable[[Region], torch.Tensor]
     ) -> None:
-        self._region, self._shape, self._bring = region, shape, bring
-        self.label, self.is_equal = region.label, region.is_equal
+        self.region, self._lie, self._bring = region, lie, bring
         self._witness = Witness(saved)
         self._rebuild = _rebuilder(saved) if isinstance(saved, DTensor) else None
-        region.uses[id(self)] = False
+        region.num_views += 1
 
     def tensor(self) -> torch.Tensor:
         """The tensor, made whole."""
         self._witness.check()
-        found = self._shape.of(self._bring(self._region))
-        self._region.used(id(self))
+        found = self._lie.tensor(self._bring(self.region))
         return found if self._rebuild is None else self._rebuild(found)
 
     def __del__(self) -> None:
-        self._region.dropped(id(self))
+        self.region.drop_view()
 
 
 def _rebuilder(saved: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -112,108 +115,114 @@ class Keeper:
     stats: Stats = field(default_factory=Stats)
 
     def __post_init__(self) -> None:
-        self._regions: weakref.WeakValueDictionary[Key, Region] = weakref.WeakValueDictionary()
+        self._regions: weakref.WeakValueDictionary[Any, Region] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
-        budget, ranks = self.options.budget, self.restorer.ranks
-        self.ledger = None if budget is None else Ledger(budget, len(ranks))
-        self._entries: weakref.WeakKeyDictionary[Region, Entry] = weakref.WeakKeyDictionary()
+        limit = self.options.budget
+        self.budget = None if limit is None else Budget(limit)
 
-    def kept(self, saved: torch.Tensor, known: Known, label: str) -> SavedView | None:
-        """A saved tensor in a region of its own, or of the tensor it is a view of; else None."""
+    def kept(self, saved: torch.Tensor, known: Known, label: str, call: int) -> SavedView | None:
+        """A saved tensor in a region; None if it stays as it is.
+
+        Regions are shared within one call: later the same memory may hold something else.
+        """
+        local = ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
+        if not is_simple(local) or not local.numel() or not self._is_worth_it(local):
+            return None
         if isinstance(saved, DTensor):
-            if not known.is_replicated(saved):
-                return None
-            local = ready(saved._local_tensor)
-            return self._view(saved, local, None, f"{label}, DTensor {list(saved.shape)}", True)
-        if not _is_simple(saved):
+            is_equal, source = known.is_replicated(saved), None
+            what = f"DTensor {list(saved.shape)}"
+        else:
+            source = known.source(saved)
+            is_equal = source is not None
+            what = f"saved {list(saved.shape)}" if source is None else source.label
+        if not is_equal and self.budget is None:
             return None
-        source = known.source(saved)
-        if source is not None:
-            return self._view(saved, saved, source, f"{label}, {source.label}", True)
-        if self.ledger is None or known.is_owned(saved):
-            return None
-        return self._view(saved, saved, None, f"{label}, saved {list(saved.shape)}", False)
-
-    def _view(
-        self,
-        saved: torch.Tensor,
-        local: torch.Tensor,
-        source: Source | None,
-        label: str,
-        is_equal: bool,
-    ) -> SavedView | None:
-        if not _is_simple(local) or not self._is_worth_it(local):
+        if source is None and known.is_owned(saved):
             return None
         with self._lock:
-            span = _region_span(local, source)
-            region = self._region(local, span, label, is_equal)
-            inside = span_of(local)
-            if span is None or inside is None:
-                stride = torch.empty(local.shape, device="meta").stride()
-                shape = Shape(local.dtype, tuple(local.shape), stride, 0)
-            else:
-                offset = inside.start - span.start
-                shape = Shape(local.dtype, tuple(local.shape), local.stride(), offset)
-            return SavedView(region, shape, saved, self._bring)
+            region, lie = self._region(local, source, f"{label}, {what}", is_equal, call)
+            return SavedView(region, lie, saved, self._bring)
 
     def _is_worth_it(self, local: torch.Tensor) -> bool:
         small = local.numel() * local.element_size() < self.options.min_bytes
         return not small and local.numel() >= len(self.restorer.ranks)
 
-    def _region(self, local: torch.Tensor, span: Span | None, label: str, equal: bool) -> Region:
-        lies = (local.shape, local.stride(), local.storage_offset())
-        place = (span.start, span.length) if span else (-1, hash(lies))
-        key = (local.untyped_storage()._cdata, *place, local.element_size(), local._version)
+    def _region(
+        self, local: torch.Tensor, source: Source | None, label: str, is_equal: bool, call: int
+    ) -> tuple[Region, Lie]:
+        """The region that a tensor is of, and how it lies there."""
+        unit = local.element_size()
+        if source is None:
+            source = Source.of(local, label)
+        extent = source.extent
+        size, stride = tuple(local.shape), local.stride()
+        start = int(local.storage_offset()) - extent.start // unit
+        key: tuple[Any, ...] = (source.address, extent, local._version, call)
+        if not extent.is_full:
+            lie = Lie(local.dtype, size, stride, start, source)
+            key = (*key, source.lattice)
+        else:
+            lie = Lie(local.dtype, size, stride, start)
         found = self._regions.get(key)
         if found is None:
-            memory, unit = bytes_of(local, span), local.element_size()
-            found = Region(label, memory, unit, local, equal, self.stats)
+            memory = _memory_of(local, lie, extent.start, extent.stop)
+            found = Region(label, memory, _unit_of(memory, unit), is_equal, self.stats)
             self._regions[key] = found
             self._choose(found)
-            self.restorer.keep(found)
-        return found
+        return found, lie
 
     def _choose(self, region: Region) -> None:
-        """Cut a region, or let it and others give way to a budget."""
-        if self.ledger is None:
-            self._cut(region)
+        """Cut a region, or let a budget decide."""
+        if not region.is_equal:
+            assert self.budget is not None
+            if self.budget.goes_away(region.num_bytes, region.device.type == "cuda"):
+                offload(region)
             return
-        entry = Entry(region.num_bytes, region.is_equal, region.device.type == "cuda")
-        self._entries[region] = entry
-        weakref.finalize(region, self.ledger.remove, entry).atexit = False
-        moved = set(map(id, self.ledger.add(entry)))
-        for one, known in list(self._entries.items()):
-            if id(known) in moved:
-                self._put(one, known)
-
-    def _put(self, region: Region, entry: Entry) -> None:
-        if entry.is_equal and region.form is Form.WHOLE:
-            self._cut(region)
-        if entry.place != SHARE:
-            offload(region)
-
-    def _cut(self, region: Region) -> None:
-        region.cut(self.restorer.place, len(self.restorer.ranks))
+        self.restorer.keep(region)
+        ranks = len(self.restorer.ranks)
+        if self.budget is not None:
+            low, high = share_of(region.num_bytes, region.unit, 0, ranks)
+            if self.budget.stays_whole(region.num_bytes, high - low):
+                return
+        region.cut(self.restorer.place, ranks)
 
     def _bring(self, region: Region) -> torch.Tensor:
-        if region.form is Form.WHOLE:
+        if self.budget is not None:
+            self._learn(self.budget, region.is_equal)
+        if region.is_here:
             return region.memory
-        room = None if self.ledger is None else self.ledger.room
+        if not region.is_cut:
+            region.stats.restores += 1
+            return brought_back(region)
+        room = None if self.budget is None else self.budget.room
         return self.restorer.whole(region, self.options.timeout, room)
 
+    def _learn(self, budget: Budget, is_equal: bool) -> None:
+        """At the first equal tensor of a backward: what do ranks keep beside?"""
+        budget.is_counted = True
+        if budget.is_in_backward or not is_equal:
+            return
+        beside = max(
+            words[0] for words in self.restorer.tell([budget.beside], self.options.timeout)
+        )
+        budget.learn(beside)
 
-def _region_span(local: torch.Tensor, source: Source | None) -> Span | None:
-    """The memory to keep: that of the input a tensor is a view of, or its own."""
-    own = span_of(local)
-    if own is None or source is None or source.span is None:
-        return own
-    return source.span if own in source.span and source.unit == local.element_size() else own
+    def finish(self) -> None:
+        """After a call: in the first forward, is the budget enough, on all ranks?"""
+        if self.budget is not None and self.budget.is_first:
+            told = self.restorer.tell([self.budget.needed], self.options.timeout)
+            self.budget.check(max(words[0] for words in told))
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is nothing but bytes with strides."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        return False
-    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
-        return False
-    return not tensor.is_conj() and not tensor.is_neg()
+def _memory_of(local: torch.Tensor, lie: Lie, start: int, stop: int) -> torch.Tensor:
+    if lie.gaps is None:
+        return bytes_between(local, start, stop)
+    gaps = lie.gaps
+    offset = gaps.extent.start // local.element_size()
+    source = local.detach().as_strided(gaps.size, gaps.stride, offset)
+    return source.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _unit_of(memory: torch.Tensor, unit: int) -> int:
+    """What is never cut apart: an element, unless a view of other elements was saved first."""
+    return unit if memory.numel() % unit == 0 else 1

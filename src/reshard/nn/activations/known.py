@@ -5,7 +5,7 @@
 - tensors that the user has marked with `mark_replicated`
 
 Everything else stays as it is: parameters, buffers, sharded and pending tensors, and what a rank
-has computed for itself.
+has computed for itself, also where that lies in one storage with an input.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from reshard.nn.activations.region import Span, span_of
+from reshard.nn.activations.extent import Extent, Lattice, extent_of, lattice_of
+from reshard.nn.activations.owned import Owned
 
-__all__ = ["Known", "Owned", "Source", "axis_along", "mark_replicated", "sources_in", "tensors_in"]
+__all__ = ["Known", "Source", "axis_along", "is_simple", "mark_replicated", "sources_in"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,27 +35,41 @@ class Source:
     storage: StorageWeakRef
     """While this is there, no other storage has its address."""
     version: int
-    span: Span | None
-    unit: int
-    """Bytes of an element."""
+    extent: Extent
+    lattice: Lattice
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
     @classmethod
     def of(cls, tensor: torch.Tensor, label: str) -> Source:
         """A tensor as it is now."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        return cls(label, storage, tensor._version, span_of(tensor), tensor.element_size())
+        size, stride = tuple(tensor.shape), tensor.stride()
+        extent, lattice = extent_of(tensor), lattice_of(tensor)
+        return cls(label, storage, tensor._version, extent, lattice, size, stride, tensor.dtype)
+
+    @property
+    def address(self) -> int:
+        """Where its storage is."""
+        return int(self.storage.cdata)
 
     @property
     def is_gone(self) -> bool:
         """Whether nobody has the memory any more."""
         return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
-    def is_of(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is of this memory, and nobody has changed that since."""
-        return tensor._version == self.version
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether all elements of a tensor of this storage are of the source, and unchanged."""
+        if tensor._version != self.version:
+            return False
+        if self.extent.is_full:
+            return extent_of(tensor) in self.extent
+        # Between its elements lies what is not known to be equal: take only the very same ones.
+        return tensor.dtype == self.dtype and lattice_of(tensor) == self.lattice
 
 
-_marked: dict[int, Source] = {}
+_marked: dict[int, list[Source]] = {}
 """By the address of the storage."""
 
 
@@ -66,77 +80,42 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
     """
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"mark_replicated got a {type(tensor).__name__}: give a tensor")
-    if not isinstance(tensor, DTensor):
-        for address in [key for key, source in _marked.items() if source.is_gone]:
-            del _marked[address]
+    if is_simple(tensor) and tensor.numel():
+        for address, sources in list(_marked.items()):
+            if all(source.is_gone for source in sources):
+                _marked.pop(address, None)
         source = Source.of(tensor, label)
-        _marked[source.storage.cdata] = source
+        _marked.setdefault(source.address, []).append(source)
     return tensor
 
 
 class Known:
-    """The sources of one call of a module."""
+    """What is known of one call of a module."""
 
     def __init__(self, sources: Iterable[Source], ranks: tuple[int, ...], owned: Owned) -> None:
-        self._sources = {source.storage.cdata: source for source in sources}
+        self._sources: dict[int, list[Source]] = {}
+        for source in sources:
+            self._sources.setdefault(source.address, []).append(source)
         self._ranks = ranks
         self._owned = owned
 
     def source(self, tensor: torch.Tensor) -> Source | None:
         """The source that a plain saved tensor is a view of, if any."""
         address = tensor.untyped_storage()._cdata
-        for found in (self._sources.get(address), _marked.get(address)):
-            if found is not None and found.is_of(tensor):
-                return found
-        return None
+        found = (*self._sources.get(address, ()), *_marked.get(address, ()))
+        return next((source for source in found if source.holds(tensor)), None)
 
     def is_owned(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is a parameter or a buffer of the module, or a view of one."""
+        """Whether a tensor is a parameter or a buffer, or a view of one."""
         return self._owned.holds(tensor)
 
     def is_replicated(self, tensor: DTensor) -> bool:
-        """Whether all ranks have the same local tensor of a DTensor, which is no parameter."""
+        """Whether all ranks have the same local tensor of a DTensor."""
         axis = axis_along(tensor.device_mesh, self._ranks)
-        if axis is None or not tensor.placements[axis].is_replicate():
-            return False
-        return not self.is_owned(tensor)
+        return axis is not None and tensor.placements[axis].is_replicate()
 
 
-class Owned:
-    """The parameters and buffers of a module: they stay where they are."""
-
-    def __init__(self, module: nn.Module | None) -> None:
-        self._module = None if module is None else weakref.ref(module)
-        self._shapes: frozenset[tuple[int, ...]] | None = None
-
-    def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of them, or a view."""
-        module = None if self._module is None else self._module()
-        if module is None:
-            return False
-        if self._shapes is None:
-            self._shapes = frozenset(_sorted_shape(one) for one in _tensors_of(module))
-        if _sorted_shape(tensor) not in self._shapes:
-            return False
-        # FSDP puts other memory into parameters, so that it is looked at anew.
-        mine = _storage_of(tensor)
-        return any(mine == _storage_of(one) for one in _tensors_of(module))
-
-
-def _tensors_of(module: nn.Module) -> list[torch.Tensor]:
-    return [*module.parameters(), *module.buffers()]
-
-
-def _sorted_shape(tensor: torch.Tensor) -> tuple[int, ...]:
-    return tuple(sorted(tensor.shape))
-
-
-def _storage_of(tensor: torch.Tensor) -> int | None:
-    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-    return local.untyped_storage()._cdata if type(local) in (torch.Tensor, nn.Parameter) else None
-
-
-def sources_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Source]:
+def sources_in(args: tuple[Any, ...], kwargs: Mapping[str, Any], owned: Owned) -> list[Source]:
     """The plain tensors among the arguments of a call, each with a name for messages."""
     named = [(f"argument {number}", arg) for number, arg in enumerate(args)]
     named += [(f"argument {name}", arg) for name, arg in kwargs.items()]
@@ -144,22 +123,19 @@ def sources_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Source]
         Source.of(leaf, label)
         for label, value in named
         for leaf in tree_leaves(value)
-        if is_input(leaf)
+        if is_simple(leaf) and leaf.numel() and not owned.holds(leaf)
     ]
 
 
-def tensors_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """All tensors among the arguments of a call, DTensors too."""
-    return [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
-
-
-def is_input(leaf: object) -> bool:
-    """Whether an argument is a plain tensor with memory of its own, and no parameter."""
-    if type(leaf) is not torch.Tensor or leaf.layout is not torch.strided:
+def is_simple(tensor: object) -> bool:
+    """Whether something is a tensor that is nothing but bytes with strides."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
         return False
-    if leaf.is_meta or isinstance(leaf._base, nn.Parameter):
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor) or tensor.is_nested:
         return False
-    return not leaf.is_quantized
+    if tensor.is_inference() or tensor.is_meta or tensor.is_quantized:
+        return False
+    return not tensor.is_conj() and not tensor.is_neg()
 
 
 _axes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = (

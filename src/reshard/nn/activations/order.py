@@ -1,4 +1,4 @@
-"""Which region is needed next? The one that was next in the last backward.
+"""Which regions are needed next? Those that were next in the last backward.
 
 Regions are numbered as they are kept. Backward asks for them in some order, mostly the reverse, and
 the steps between are remembered by the names of the regions:
@@ -8,19 +8,21 @@ the steps between are remembered by the names of the regions:
     forward      4: a    5: b    6: c
     backward     6: c    so 5 and then 4 can be brought before they are asked for
 
-Every rank guesses alike, because nothing but sizes and order is looked at.
+It is a guess: ranks tell each other theirs, and follow it only where all have the same.
 """
 
 from __future__ import annotations
 
 from weakref import WeakValueDictionary
 
-from reshard.nn.activations.region import Form, Region
+from reshard.nn.activations.region import Region
 
-__all__ = ["Order"]
+__all__ = ["MOST_AHEAD", "Order"]
 
 MOST_TOGETHER = 8 << 20
 """Bytes of regions that are brought in one exchange; a larger one comes alone."""
+MOST_AHEAD = 15
+"""Regions that are brought in one exchange."""
 
 
 class Order:
@@ -33,9 +35,9 @@ class Order:
         self._steps: dict[str, int | None] = {}
         """From the region of this name to the one that was asked for after it; None: no other."""
 
-    def keep(self, region: Region) -> None:
-        """Forward keeps one more region."""
-        if self._last is not None:
+    def keep(self, region: Region, in_backward: bool) -> None:
+        """One more region is kept; what backward computes again may never be asked for."""
+        if not in_backward and self._last is not None:
             self._steps[self._last[0]] = None
             self._last = None
         self._count += 1
@@ -46,28 +48,27 @@ class Order:
         """Backward needs a region."""
         if self._last is not None:
             label, number = self._last
+            if number == region.number:
+                return
             self._steps[label] = region.number - number
         self._last = (region.label, region.number)
 
-    def after(self, region: Region) -> Region | None:
-        """The region that is expected to be asked for next, if it is still to be brought."""
-        step = self._steps.get(region.label)
-        found = None if step is None else self._regions.get(region.number + step)
-        if found is None or found.whole is not None or found.form is Form.WHOLE or not found.uses:
-            return None
-        return found
-
-    def together(self, first: Region) -> list[Region]:
-        """A region, and what is expected after it, to be brought in one exchange."""
-        found, total = [first], first.num_bytes
-        while (following := self.after(found[-1])) is not None:
+    def after(self, region: Region, most: int) -> list[Region]:
+        """The regions that are expected next, as many as should come in one exchange."""
+        found: list[Region] = []
+        total, last = 0, region
+        while len(found) < most:
+            step = self._steps.get(last.label)
+            following = None if step is None else self._regions.get(last.number + step)
+            if following is None or not _is_to_come(following) or following in (region, *found):
+                break
             total += following.num_bytes
-            if total > MOST_TOGETHER or following in found or not _alike(first, following):
+            if found and (total > MOST_TOGETHER or following.device != found[0].device):
                 break
             found.append(following)
+            last = following
         return found
 
 
-def _alike(one: Region, other: Region) -> bool:
-    """Whether two regions come the same way."""
-    return one.form is other.form and one.device == other.device
+def _is_to_come(region: Region) -> bool:
+    return region.is_cut and region.whole is None and region.num_views > 0

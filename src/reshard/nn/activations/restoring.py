@@ -1,21 +1,25 @@
-"""Makes regions whole again: one exchange for several of them, begun before they are needed."""
+"""Makes regions whole again: one exchange for several of them, begun before they are needed.
+
+With their shares ranks send the numbers of the regions, so that never two different ones are put
+together, and which regions they expect next; what all expect comes ahead of its time.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from reshard.errors import DisagreementError, LiveError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.nn.activations.host import brought_back
-from reshard.nn.activations.order import Order
-from reshard.nn.activations.region import Form, Region
+from reshard.nn.activations.order import MOST_AHEAD, Order
+from reshard.nn.activations.region import Region
 from reshard.planning.plan import Plan, plan
 from reshard.run.live import engine
 from reshard.spec import TensorSpec
@@ -23,6 +27,8 @@ from reshard.spec import TensorSpec
 __all__ = ["Restorer", "restorer_of"]
 
 Group = dist.ProcessGroup
+WORDS = "words"
+"""The name of the tensor in which ranks tell each other numbers."""
 
 
 class Restorer:
@@ -33,7 +39,15 @@ class Restorer:
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.place = self.ranks.index(dist.get_rank())
         self._order = Order()
-        self._coming: _Coming | None = None
+        self._coming: _Exchange | None = None
+        self._expected: list[Region] = []
+        """What all ranks expect next."""
+        self._ahead: list[Region] = []
+        """What came last, perhaps before it was asked for."""
+        self._tail = 0
+        """The number of the last region that was brought; when it is used, the next ones come."""
+        self._whole: list[Region] = []
+        """Regions that are whole, in the order in which they were used."""
         self._lock = threading.RLock()
 
     @property
@@ -45,102 +59,166 @@ class Restorer:
         return found
 
     def keep(self, region: Region) -> None:
-        """Forward keeps a region."""
-        if torch._C._current_graph_task_id() == -1:
-            # What backward computes again is not part of the order: it may never be asked for.
-            with self._lock:
-                self._order.keep(region)
+        """Number a region that is kept."""
+        with self._lock:
+            self._order.keep(region, torch._C._current_graph_task_id() != -1)
 
     def whole(self, region: Region, timeout: float, room: int | None) -> torch.Tensor:
         """All bytes of a region; ``room`` bounds what is brought before its time."""
         with self._lock:
             began = time.perf_counter()
-            is_new = not any(region.uses.values())
-            if region.whole is None:
+            try:
                 self._bring(region, timeout, room)
-            if is_new:
-                self._order.ask(region)
-                self._look_ahead(region, timeout, room)
+            except LiveError:
+                self._start_anew()
+                raise
             region.stats.seconds_waiting += time.perf_counter() - began
-            assert region.whole is not None
-            return region.whole
+            found = region.whole
+            assert found is not None
+            self._let_go(region, 1 if room is not None else 2)
+            return found
+
+    def tell(self, words: Sequence[int], timeout: float) -> list[list[int]]:
+        """Numbers of each rank, for all; all ranks call this with equally many."""
+        with self._lock:
+            exchange = _Exchange(self, [], list(words), timeout, False)
+            return exchange.words()
 
     def _bring(self, region: Region, timeout: float, room: int | None) -> None:
-        coming, self._coming = self._coming, None
-        if coming is not None:
-            # Also where the guess was wrong: other ranks have sent it.
-            coming.arrive()
+        if region.whole is None and self._coming is not None:
+            self._arrive(self._coming)
         if region.whole is None:
-            together = self._order.together(region) if room is None else [region]
-            self._send_for(together, timeout, False).arrive()
+            for other in self._ahead:  # the guess was wrong
+                other.whole = None
+            self._fetch([region], timeout, room, False)
+        self._order.ask(region)
+        if region.number == self._tail and self._expected and self._coming is None:
+            self._fetch(self._expected, timeout, room, True)
 
-    def _look_ahead(self, region: Region, timeout: float, room: int | None) -> None:
-        following = self._order.after(region)
-        if following is None or self._coming is not None:
-            return
-        together = self._order.together(following)
-        if room is not None:
-            if following.num_bytes > room:
-                return
-            together = [following]
-        self._coming = self._send_for(together, timeout, True)
-
-    def _send_for(self, regions: list[Region], timeout: float, ahead: bool) -> _Coming:
+    def _fetch(self, regions: list[Region], timeout: float, room: int | None, ahead: bool) -> None:
         for region in regions:
             region.stats.restores += 1
-        if regions[0].form is Form.HOST:
-            return _Coming(regions, None, [brought_back(one, ahead) for one in regions])
-        regions[0].stats.collectives += 1
-        names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
+        following = self._guess(regions[-1], room)
+        exchange = _Exchange(self, regions, following, timeout, ahead)
+        if ahead:
+            self._coming = exchange
+        else:
+            self._arrive(exchange)
+
+    def _guess(self, region: Region, room: int | None) -> list[Region]:
+        found = self._order.after(region, MOST_AHEAD if room is None else 1)
+        return [] if room is not None and found and found[0].num_bytes > room else found
+
+    def _arrive(self, exchange: _Exchange) -> None:
+        self._coming, self._ahead = None, exchange.regions
+        self._expected = exchange.arrive()
+        self._tail = exchange.regions[-1].number
+
+    def _let_go(self, region: Region, most: int) -> None:
+        """Only the last ones that were used stay whole."""
+        self._whole = [one for one in self._whole if one is not region] + [region]
+        for one in self._whole[:-most]:
+            one.whole = None
+        del self._whole[:-most]
+
+    def _start_anew(self) -> None:
+        """After a failure ranks may have kept and asked for different things: count again."""
+        self._order, self._coming = Order(), None
+        self._expected, self._ahead, self._tail = [], [], 0
+
+
+class _Exchange:
+    """Regions that are on their way, and what ranks say with them."""
+
+    def __init__(
+        self,
+        restorer: Restorer,
+        regions: list[Region],
+        said: Sequence[Region] | Sequence[int],
+        timeout: float,
+        ahead: bool,
+    ) -> None:
+        self.regions = regions
+        self._following = [one for one in said if isinstance(one, Region)]
+        self._ranks = restorer.ranks
+        if regions:
+            regions[0].stats.collectives += 1
+        words = self._own_words() if regions else [int(one) for one in said]  # type: ignore[arg-type]
+        self._size = len(words)
+        self._names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
         sizes = tuple((one.num_bytes, one.unit) for one in regions)
+        device = regions[0].device if regions else _device_of(restorer.group)
         # A share may wait on the host.
-        given = {name: one.memory.to(one.device) for name, one in zip(names, regions, strict=True)}
-        device, group = regions[0].device, self.group
-        handle = engine.start(
-            _plan(self.ranks, names, sizes),
+        given = {
+            name: one.memory.to(one.device) for name, one in zip(self._names, regions, strict=True)
+        }
+        given[WORDS] = torch.tensor(words, dtype=torch.int64).to(device)
+        self._handle = engine.start(
+            _plan(self._ranks, self._names, sizes, len(words)),
             given,
-            group=group,
+            group=restorer.group,
             device=device,
             timeout=timeout,
             _thread=ahead,
         )
-        return _Coming(regions, (handle, names), [])
 
+    def _own_words(self) -> list[int]:
+        """The numbers of the regions, and of those that are expected after them."""
+        next_ones = [one.number for one in self._following]
+        filled = next_ones + [0] * (MOST_AHEAD - len(next_ones))
+        return [one.number for one in self.regions] + filled
 
-class _Coming:
-    """Regions that are on their way."""
+    def words(self) -> list[list[int]]:
+        """What each rank has said."""
+        moved = self._handle.wait()[WORDS].tolist()
+        return [moved[at : at + self._size] for at in range(0, len(moved), self._size)]
 
-    def __init__(self, regions: list[Region], handle: Any, brought: list[Any]) -> None:
-        self._regions = regions
-        self._handle = handle
-        self._brought = brought
-
-    def arrive(self) -> None:
-        """Wait for them."""
-        if self._handle is None:
-            found = [one() for one in self._brought]
-        else:
-            handle, names = self._handle
-            moved = handle.wait()
-            found = [moved[name] for name in names]
-        for region, whole in zip(self._regions, found, strict=True):
+    def arrive(self) -> list[Region]:
+        """Wait for the regions; gives those that all ranks expect next."""
+        said = self.words()
+        count = len(self.regions)
+        self._check([words[:count] for words in said])
+        moved = self._handle.wait()
+        for region, name in zip(self.regions, self._names, strict=True):
             # Views that have gone in the meantime do not ask for it any more.
-            region.whole = whole if region.uses else None
+            region.whole = moved[name] if region.num_views else None
+        same = all(words[count:] == said[0][count:] for words in said)
+        return self._following if same else []
+
+    def _check(self, numbers: list[list[int]]) -> None:
+        odd = [rank for rank, own in zip(self._ranks, numbers, strict=True) if own != numbers[0]]
+        if odd:
+            raise DisagreementError(
+                f"ranks ask for different tensors, rank {self._ranks[0]} for those of numbers "
+                f'{numbers[0]} and ranks {odd} for others, from "{self.regions[0].label}" on: all '
+                "ranks go backward through the same graphs in the same order, in one thread"
+            )
+
+
+def _device_of(group: Group) -> torch.device:
+    from reshard.sharded.making import home_of
+
+    return home_of(group)
 
 
 @lru_cache(maxsize=1024)
 def _plan(
-    ranks: tuple[int, ...], names: tuple[str, ...], sizes: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...],
+    names: tuple[str, ...],
+    sizes: tuple[tuple[int, int], ...],
+    num_words: int,
 ) -> Plan:
-    """From a share on each rank to the whole on all."""
+    """From a share on each rank to the whole on all; and words from each to all."""
     mesh = Mesh(tp=len(ranks), ranks=ranks)
-    want = Layout(mesh, "-")
-    pairs = list(zip(names, sizes, strict=True))
-    have = {
-        name: TensorSpec((size,), "uint8", Layout(mesh, f"tp*{unit}" if unit > 1 else "tp"))
-        for name, (size, unit) in pairs
-    }
-    return plan(have, {name: TensorSpec((size,), "uint8", want) for name, (size, _) in pairs})
+    have, want = {}, {}
+    for name, (size, unit) in zip(names, sizes, strict=True):
+        cut = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
+        have[name] = TensorSpec((size,), "uint8", cut)
+        want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
+    shape = (len(ranks) * num_words,)
+    have[WORDS] = TensorSpec(shape, "int64", Layout(mesh, "tp"))
+    want[WORDS] = TensorSpec(shape, "int64", Layout(mesh, "-"))
+    return plan(have, want)
 
 
 _restorers: weakref.WeakKeyDictionary[Group, Restorer] = weakref.WeakKeyDictionary()

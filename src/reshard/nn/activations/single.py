@@ -8,8 +8,9 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.nn.activations.keeping import Keeper, Options, SavedTensor, SavedView
-from reshard.nn.activations.known import Known, Owned, Source, axis_along
+from reshard.nn.activations.known import Known, Source, axis_along, is_simple
 from reshard.nn.activations.meeting import Meeting, group_of
+from reshard.nn.activations.owned import Owned
 from reshard.nn.activations.restoring import restorer_of
 
 __all__ = ["pack_activation", "unpack_activation"]
@@ -21,9 +22,9 @@ def pack_activation(
     """What to keep of a tensor that is equal on all ranks: a share, where it can be cut."""
     keeper = Keeper(restorer_of(group_of(mesh_or_group)), Options())
     ranks = keeper.restorer.ranks
-    sources = [] if isinstance(tensor, DTensor) else [Source.of(tensor, "a tensor")]
-    known = Known(sources, ranks, Owned(None))
-    kept = keeper.kept(tensor, known, "pack_activation") if len(ranks) > 1 else None
+    simple = is_simple(tensor) and tensor.numel() > 0
+    known = Known([Source.of(tensor, "a tensor")] if simple else [], ranks, Owned(None))
+    kept = keeper.kept(tensor, known, "pack_activation", 0) if len(ranks) > 1 else None
     return SavedTensor(tensor) if kept is None else kept
 
 
