@@ -348,6 +348,32 @@ def test_each_byte_is_read_once_in_the_whole_job(pool: Pool, tmp_path: Path) -> 
         assert max(read) <= 1.3 * unique / 8
 
 
+def pipeline(rank: int, folder: str) -> None:
+    """Each rank has its own layer, and the last two an expert between them."""
+    group = pool_group(4)
+    state = {f"layers.{rank}": numbers(rank), "step": torch.tensor(rank // 4)}
+    spec = sharded.LayoutShardingSpec(Layout(Mesh(r=2, ranks=[2, 3]), "r -"))
+    state["expert"] = sharded.zeros(spec, *SIZE, process_group=group)
+    for part in state["expert"]._content.parts:
+        part.copy_(numbers(9).chunk(2)[rank - 2])
+    checkpoint.save(state, folder, group=group)
+    other = 3 - rank
+    into = {f"layers.{other}": torch.zeros(SIZE), "step": torch.tensor(5)}
+    into["expert"] = torch.zeros(SIZE)
+    report = checkpoint.load(folder, into=into, group=group)
+    assert report.bytes_read == report.unique_bytes
+    assert torch.equal(into[f"layers.{other}"], numbers(other))
+    assert torch.equal(into["expert"], numbers(9))
+    assert into["step"] == 0
+
+
+def test_ranks_may_have_different_tensors(pool: Pool, tmp_path: Path) -> None:
+    pool.run(pipeline, str(tmp_path / "ckpt"), ranks=range(4))
+    found = checkpoint.inspect(tmp_path / "ckpt")
+    assert found.ok
+    assert found.num_tensors == 6
+
+
 def into_of(*names: str, dtype: torch.dtype = torch.float32) -> State:
     return {name: torch.full(SIZE, -1, dtype=dtype) for name in names}
 

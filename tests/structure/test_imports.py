@@ -22,6 +22,7 @@ TORCH_FREE = [
     ),
     *("run.simulate", "show", "cli"),
     *("checkpoint", "checkpoint.inspect", "checkpoint.formats"),
+    *("checkpoint.convert", "checkpoint.verify", "checkpoint.diff"),
 ]
 MAX_CPU_SECONDS = 0.15
 

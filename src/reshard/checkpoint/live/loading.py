@@ -67,11 +67,10 @@ def load(
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
     Names must be the same on both sides, unless ``strict=False``; dtypes too, unless ``cast=True``.
     Digests are compared where the checkpoint has some, unless ``check=False``. No rank stages more
-    than ``memory``. Whatever is wrong is raised on all ranks alike; what can be known before any
-    tensor is changed is raised before.
+    than ``memory``, or waits for another longer than ``timeout`` seconds. Whatever is wrong is
+    raised on all ranks alike; what can be known before any tensor is changed is raised before.
     """
     began = time.monotonic()
-    share = _share_of(memory)
     circle = Circle(group, timeout)
     entries, want = _wanted(circle, into, {"path": str(path), "strict": strict, "cast": cast,
                                            "check": check, "memory": str(memory)})  # fmt: skip
@@ -80,11 +79,12 @@ def load(
     outline = Outline.from_data(data)
     chosen = chosen_of(want, outline, strict, cast)
     wishes = {name: _wish(outline, spec, name) for name, spec in chosen.items()}
+    limits = Limits.of(_share_of(memory), len(circle.ranks))
     with _opened(circle, path) as storage:
         fetcher = Fetcher(storage, outline.catalog, wishes, circle.rank, outline.digests)
         placer = Placer(circle, wishes, chosen, entries.tensors, parse_bytes(memory) // 4)
         run = _Run(circle, fetcher, placer, outline, sums[0] if sums else None)
-        for batch in batches_of(wishes, circle.ranks, Limits.of(share, len(circle.ranks))):
+        for batch in batches_of(wishes, circle.ranks, limits):
             run.do(batch)
     return _report(run, chosen, entries, time.monotonic() - began, want)
 
@@ -106,6 +106,7 @@ def _wanted(
     found = []
 
     def describe() -> list[Any]:
+        _share_of(options["memory"])
         found.append(entries_of(into))
         return [specs_to_text(found[0].specs()), options]
 
@@ -247,7 +248,7 @@ def _report(
         source=outline.catalog.root,
         format=outline.catalog.format,
         num_tensors=len(chosen),
-        unique_bytes=sum(outline.catalog.tensors[name].num_bytes for name in chosen),
+        unique_bytes=sum(wish.num_bytes for wish in run.fetcher.wishes.values()),
         bytes_read=run.bytes_read,
         bytes_moved=run.placer.bytes_moved,
         seconds=seconds,

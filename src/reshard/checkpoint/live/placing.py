@@ -33,7 +33,7 @@ class Placer:
         self.bytes_moved = 0
         self._circle, self._wishes, self._specs, self._memory = circle, wishes, specs, memory
         self._views = {
-            name: views_of(tensors[name], spec, circle.rank)
+            name: views_of(tensors[name], spec.shape, circle.rank)
             for name, spec in specs.items()
             if name in tensors
         }

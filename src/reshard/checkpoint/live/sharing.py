@@ -72,13 +72,19 @@ class Wish:
     is_whole: bool
     """Whether to read all of it, also what no rank wants: its digest needs that."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Stored bytes that any rank wants, each once."""
+        listed = listed_of(self.layout, self.transfer.shape)
+        wanted = int((listed.stops - listed.starts).prod(axis=1).sum())
+        return wanted * itemsize(self.transfer.have)
+
     def windows(self, limit: int) -> Iterator[Box]:
         """What is wanted, in boxes of at most so many bytes."""
         shape, size = self.transfer.shape, itemsize(self.transfer.have)
-        listed = listed_of(self.layout, shape)
-        wanted = int((listed.stops - listed.starts).prod(axis=1).sum())
         regions: Iterable[Box] = [Box.whole(shape)]
-        if wanted < prod(shape) and not self.is_whole:
+        if self.num_bytes < prod(shape) * size and not self.is_whole:
+            listed = listed_of(self.layout, shape)
             rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
             regions = (Box(tuple(low), tuple(high)) for low, high in rows)
         for region in regions:

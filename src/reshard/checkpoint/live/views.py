@@ -10,8 +10,7 @@ import torch
 from reshard.box import Box
 from reshard.layout import BoxLayout, Layout
 from reshard.pieces import Piece
-from reshard.spec import TensorSpec
-from reshard.tensors.reading import parts_of
+from reshard.tensors.reading import layout_of, parts_of
 
 __all__ = ["boxes_of", "part_of", "views_of"]
 
@@ -20,26 +19,31 @@ View = tuple[Box, torch.Tensor]
 
 @lru_cache(maxsize=1024)
 def boxes_of(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
-    """The boxes of every rank, in the order of its views; ranks with none are left out."""
+    """The boxes of every rank, in rising order; ranks with none are left out."""
     found = {rank: _boxes(layout, rank, shape) for rank in layout.ranks}
     return {rank: boxes for rank, boxes in found.items() if boxes}
 
 
 def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return tuple(piece.box for piece in layout.pieces(rank, shape) if piece.box.size)
+    return tuple(sorted(piece.box for piece in layout.pieces(rank, shape) if piece.box.size))
 
 
-def views_of(tensor: torch.Tensor, spec: TensorSpec, rank: int) -> list[View]:
-    """The boxes that this rank holds and the memory of each; writing to it changes the tensor."""
-    parts = [part.detach() for part in parts_of(tensor)]
-    layout = spec.layout
+def views_of(tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[View]:
+    """The boxes that this rank holds, in rising order, and the memory of each.
+
+    Writing to that changes the tensor. How it lies is asked of the tensor itself: what all ranks
+    together say of it may be said in other words.
+    """
+    parts, layout = [part.detach() for part in parts_of(tensor)], layout_of(tensor)
     if isinstance(layout, BoxLayout):
         pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
-        return [(box, part) for box, part in pairs if box.size]
-    if not parts:
-        return []
-    pieces = [piece for piece in layout.pieces(rank, spec.shape) if piece.box.size]
-    return [(piece.box, _view(parts[0], piece)) for piece in pieces]
+        found = [(box, part) for box, part in pairs if box.size]
+    elif parts:
+        pieces = [piece for piece in layout.pieces(rank, shape) if piece.box.size]
+        found = [(piece.box, _view(parts[0], piece)) for piece in pieces]
+    else:
+        found = []
+    return sorted(found, key=lambda view: view[0])
 
 
 def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:

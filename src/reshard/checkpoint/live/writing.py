@@ -131,7 +131,7 @@ class Writer:
     def _boxes(self, name: str) -> Iterator[_Write]:
         spec, pieces = self._job.specs[name], self._job.output.tensors[name].pieces
         mine = {start for start, _, rank in self._job.owned[name] if rank == self._rank}
-        views = views_of(self._tensors[name], spec, self._rank) if mine else []
+        views = views_of(self._tensors[name], spec.shape, self._rank) if mine else []
         size = itemsize(spec.dtype)
         for row, start in enumerate(map(tuple, pieces.starts.tolist())):
             at, whole = int(pieces.offsets[row]), pieces.box(row)
