@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 from reshard.bytesize import format_bytes
 from reshard.nn import input_reshard, resharding_of
 from reshard.nn.activations.keeping import Keeper
-from reshard.nn.activations.region import Form, Region
+from reshard.nn.activations.region import Region
 
 RANKS, HIDDEN, LAYERS = 4, 512, 4
 
@@ -219,11 +219,11 @@ def watch(keeper: Keeper) -> Callable[[], int]:
     def counted(region: Region) -> torch.Tensor:
         nonlocal peak
         found = bring(region)
-        if region.form is not Form.WHOLE:  # else it is counted among what is kept
+        if not region.is_here:  # else it is counted among what is kept
             whole.append((StorageWeakRef(found.untyped_storage()), found.numel()))
         alive = {ref.cdata: size for ref, size in whole if not ref.expired()}
-        assert keeper.ledger is not None
-        peak = max(peak, keeper.ledger.kept + sum(alive.values()))
+        assert keeper.budget is not None
+        peak = max(peak, keeper.budget.kept + sum(alive.values()))
         return found
 
     keeper._bring = counted  # type: ignore[method-assign]

@@ -71,7 +71,8 @@ class Budget:
         self._count = _Count([], [])
         self._plan: tuple[tuple[int, bool], ...] = ()
         """Size, and whether it stays whole, of each equal tensor of the last forward."""
-        self._kept = 0
+        self.kept = 0
+        """Bytes on the device since the last backward, as if nothing of it were gone."""
         self.is_in_backward = False
         """Whether a backward has begun since the last tensor was kept."""
         self.is_counted = False
@@ -92,7 +93,7 @@ class Budget:
     @property
     def room(self) -> int:
         """Bytes that are left for what is made whole before its time."""
-        return self.limit - self._kept - 2 * max(self._count.sizes, default=0)
+        return self.limit - self.kept - 2 * max(self._count.sizes, default=0)
 
     def stays_whole(self, size: int, share: int) -> bool:
         """Count one more tensor that is equal on all ranks; whether it is not cut."""
@@ -101,7 +102,7 @@ class Budget:
         self._count.sizes.append(size)
         self._count.shares.append(share)
         whole = number < len(self._plan) and self._plan[number] == (size, True)
-        self._kept += size if whole else share
+        self.kept += size if whole else share
         return whole
 
     def goes_away(self, size: int, can_offload: bool) -> bool:
@@ -110,7 +111,7 @@ class Budget:
         if can_offload and size > self.room:
             return True
         self._count.beside += size
-        self._kept += size
+        self.kept += size
         return False
 
     def learn(self, beside: int) -> None:
@@ -134,4 +135,4 @@ class Budget:
     def _begin(self) -> None:
         if self.is_counted:
             self.is_in_backward = self.is_counted = False
-            self._count, self._kept = _Count([], []), 0
+            self._count, self.kept = _Count([], []), 0
