@@ -120,6 +120,9 @@ def group_of(size: int) -> Any:
         return pool_group(size)
     if size not in _groups:
         _groups[size] = dist.new_group(range(size))
+        if size < dist.get_world_size():
+            # torch names groups by how many a rank has: the others get one more as well.
+            _groups[-size] = dist.new_group(range(size, dist.get_world_size()))
     return _groups[size]
 
 

@@ -19,7 +19,7 @@ from tests.ranks.rank import pool_group
 from tests.soak import cases
 
 FOUR = range(4)
-VOCABULARY, HIDDEN, STEPS = 96, 64, cases(5, 20)
+VOCABULARY, HIDDEN, STEPS = 96, 64, cases(2, 20)
 
 
 def llama(attention: str, tied: bool) -> tuple[Any, Any]:

@@ -11,10 +11,11 @@ from hypothesis import HealthCheck, given, seed, settings
 from tests import strategies
 from tests.cases import Case
 from tests.checks import check_case
+from tests.soak import cases
 from tests.state_cases import StateCase, check_state
 
 PAIRS = settings(
-    max_examples=250,
+    max_examples=cases(100, 250),
     derandomize=True,
     deadline=None,
     print_blob=False,
