@@ -17,6 +17,9 @@ from reshard.nn.activations.stats import Stats
 __all__ = ["Region", "bytes_between", "share_of"]
 
 
+WORD, SAMPLES = 8, 4
+
+
 def bytes_between(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
     """Bytes of the storage that a tensor lies in; not a copy."""
     view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
@@ -33,6 +36,17 @@ def share_of(num_bytes: int, unit: int, place: int, num_ranks: int) -> tuple[int
     count = num_bytes // unit
     most = -(-count // num_ranks)
     return min(place * most, count) * unit, min((place + 1) * most, count) * unit
+
+
+def _sample_of(memory: torch.Tensor) -> torch.Tensor:
+    """A few of the bytes, from the first to the last, as whole numbers."""
+    last = max(memory.numel() - WORD, 0)
+    places = [last * number // (SAMPLES - 1) for number in range(SAMPLES)]
+    found = memory.new_zeros(SAMPLES, WORD)
+    for row, place in zip(found, places, strict=True):
+        part = memory[place : place + WORD]
+        row[: len(part)] = part
+    return found.view(torch.int64).flatten()
 
 
 class Region:
@@ -55,9 +69,17 @@ class Region:
         """Saved tensors that may still be asked for."""
         self.number = 0
         """Its place among all that were kept on this group; the same on all ranks."""
+        self._sample = _sample_of(memory)
         self.stats = stats
         stats.bytes_seen += self.num_bytes
         stats.bytes_kept += self.num_bytes
+
+    @property
+    def identity(self) -> list[int]:
+        """Numbers that are the same on all ranks, and others for another region: some of its bytes
+        are among them, because threads may number theirs in any order.
+        """
+        return [self.number, *self._sample.tolist()]
 
     @property
     def is_here(self) -> bool:

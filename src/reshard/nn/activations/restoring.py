@@ -163,10 +163,10 @@ class _Exchange:
         )
 
     def _own_words(self) -> list[int]:
-        """The numbers of the regions, and of those that are expected after them."""
+        """Which regions these are, and the numbers of those that are expected after them."""
         next_ones = [one.number for one in self._following]
         filled = next_ones + [0] * (MOST_AHEAD - len(next_ones))
-        return [one.number for one in self.regions] + filled
+        return [word for one in self.regions for word in one.identity] + filled
 
     def words(self) -> list[list[int]]:
         """What each rank has said."""
@@ -176,7 +176,7 @@ class _Exchange:
     def arrive(self) -> list[Region]:
         """Wait for the regions; gives those that all ranks expect next."""
         said = self.words()
-        count = len(self.regions)
+        count = self._size - MOST_AHEAD
         self._check([words[:count] for words in said])
         moved = self._handle.wait()
         for region, name in zip(self.regions, self._names, strict=True):
@@ -189,9 +189,10 @@ class _Exchange:
         odd = [rank for rank, own in zip(self._ranks, numbers, strict=True) if own != numbers[0]]
         if odd:
             raise DisagreementError(
-                f"ranks ask for different tensors, rank {self._ranks[0]} for those of numbers "
-                f'{numbers[0]} and ranks {odd} for others, from "{self.regions[0].label}" on: all '
-                "ranks go backward through the same graphs in the same order, in one thread"
+                f"ranks ask for different tensors, or one that is not the same on all, beginning "
+                f'with "{self.regions[0].label}": ranks {odd} differ from rank {self._ranks[0]}; '
+                "all ranks must have the same inputs, and go backward through the same graphs in "
+                "the same order, in one thread"
             )
 
 
