@@ -42,7 +42,7 @@ _given_up: deque[TCPStore] = deque(maxlen=4)
 """Stores of teams that were not made: others may still ask them, and should hear an answer."""
 
 
-TELL_SECONDS = 0.3
+TELL_SECONDS = 1.5
 """How long one who gives up may take to say why: others see at once that it is gone."""
 
 
@@ -174,11 +174,17 @@ class _Making:
             ) from None
         except PeerLostError as error:
             with contextlib.suppress(dist.DistNetworkError):
-                time.sleep(TELL_SECONDS)
-                self._look_up()
+                self._hear_why()
             if "(on rank" in str(error):
                 raise
             raise PeerLostError(f"{error}, before {self.what} {self._status}") from None
+
+    def _hear_why(self) -> None:
+        """Give one who left the making of the team a moment to say why, and raise that."""
+        end = time.monotonic() + min(TELL_SECONDS, self.timeout)
+        while time.monotonic() < end:
+            self._look_up()
+            time.sleep(0.05)
 
     @property
     def _status(self) -> str:
