@@ -39,14 +39,17 @@ def test_the_first_forward_cuts_all_and_later_ones_what_they_must() -> None:
     assert [budget.stays_whole(4, 1) for _ in range(4)] == [False] * 4
     assert not budget.goes_away(2, False)
     assert (budget.needed, budget.beside) == (4 + 2 + 8, 2)
-    budget.learn(2)
+    budget.learn(2, True)
     budget.is_counted = True
     assert [budget.stays_whole(4, 1) for _ in range(5)] == [True] * 4 + [False]
-    budget.learn(2)
+    budget.learn(2, True)
     budget.is_counted = True
     assert [budget.stays_whole(4, 1) for _ in range(5)] == [True] * 5
     budget.is_counted = True
     assert [budget.stays_whole(8, 2) for _ in range(2)] == [False] * 2  # another forward
+    budget.learn(2, False)
+    budget.is_counted = True
+    assert [budget.stays_whole(8, 2) for _ in range(2)] == [False] * 2  # ranks were not alike
 
 
 def test_what_a_rank_has_for_itself_goes_to_the_host_in_time() -> None:

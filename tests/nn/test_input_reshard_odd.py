@@ -10,11 +10,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError
 from reshard.nn import input_reshard, mark_replicated, resharding_of
 from tests.nn.blocks import MLP
-from tests.nn.test_input_reshard import FOUR, HIDDEN, check_same, checkpointed, gradients, numbers
+from tests.nn.test_input_reshard import (
+    FOUR,
+    HIDDEN,
+    check_same,
+    checkpointed,
+    gradients,
+    mesh_of,
+    numbers,
+)
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
 
@@ -109,6 +118,58 @@ def two_threads(rank: int) -> None:
 def test_two_threads_are_never_mixed_up() -> None:
     with fresh_ranks(4) as ranks:
         ranks.run(two_threads)
+
+
+def memory_of_others(rank: int) -> None:
+    """A saved tensor is gone, and the next one has its place: they are not the same."""
+    mesh = mesh_of(4)
+
+    class Many(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            total = x.sum() * 0
+            for factor in range(1, 13):
+                spread = DTensor.from_local(x * factor, mesh, [Replicate()])
+                total = total + (spread * spread).to_local().sum()
+                del spread
+            return total
+
+    check_same(Many, lambda one: input_reshard(one, mesh, 0), numbers(6, 8))
+    check_same(Many, lambda one: input_reshard(one, mesh, 0, budget="1MiB"), numbers(6, 8))
+
+
+def test_memory_that_is_given_to_others(pool: Pool) -> None:
+    pool.run(memory_of_others, ranks=FOUR)
+
+
+def forwards_without_backward(rank: int) -> None:
+    """What was saved for nothing, and is gone, does not count against a budget."""
+    model = Cube()
+    size = 16 * 8 * 4
+    input_reshard(model, pool_group(4), 0, budget=4 * size)
+    for _ in range(20):
+        model(numbers(16, 8).requires_grad_())
+    x = numbers(16, 8).requires_grad_()
+    model(x).sum().backward()
+    torch.testing.assert_close(x.grad, 3 * x.detach() ** 2)
+
+
+def test_forwards_without_a_backward_do_not_count(pool: Pool) -> None:
+    pool.run(forwards_without_backward, ranks=FOUR)
+
+
+def marked_for_long(rank: int) -> None:
+    from reshard.nn.activations.known import _marked
+
+    before, kept = len(_marked), numbers(4, 8)
+    for _ in range(50):
+        mark_replicated(kept)
+        mark_replicated(numbers(4, 8))
+    assert len(_marked) <= before + 3
+    assert len(_marked[kept.untyped_storage()._cdata]) == 1
+
+
+def test_marks_do_not_pile_up(pool: Pool) -> None:
+    pool.run(marked_for_long, ranks=[0])
 
 
 def filled_again(rank: int) -> None:

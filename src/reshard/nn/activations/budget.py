@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from zlib import crc32
 
 from reshard.bytesize import format_bytes
 from reshard.errors import MemoryCapError
@@ -114,14 +115,24 @@ class Budget:
         self.kept += size
         return False
 
-    def learn(self, beside: int) -> None:
-        """Backward begins, and no rank keeps more than this for itself: decide what comes next."""
-        if self.is_in_backward:
-            return
+    @property
+    def signature(self) -> int:
+        """A number that ranks have in common if they have kept equal tensors of the same sizes."""
+        return crc32(repr(self._count.sizes).encode())
+
+    def learn(self, beside: int, alike: bool) -> None:
+        """Backward begins, and no rank keeps more than this for itself: decide what comes next.
+
+        Where ranks have not kept ``alike``, all that is equal is cut again.
+        """
         self.is_in_backward, self.is_first = True, False
         count = self._count
         whole = kept_whole(count.sizes, count.shares, beside, self.limit)
-        self._plan = tuple(zip(count.sizes, whole, strict=True))
+        self._plan = tuple(zip(count.sizes, whole, strict=True)) if alike else ()
+
+    def forget(self) -> None:
+        """Count anew: nothing of it is there any more."""
+        self._count, self.kept = _Count([], []), 0
 
     def check(self, needed: int) -> None:
         """Raise if it was not enough, with the smallest that is."""
@@ -135,4 +146,4 @@ class Budget:
     def _begin(self) -> None:
         if self.is_counted:
             self.is_in_backward = self.is_counted = False
-            self._count, self.kept = _Count([], []), 0
+            self.forget()

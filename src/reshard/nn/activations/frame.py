@@ -78,6 +78,8 @@ class Frame:
     def __enter__(self) -> Frame:
         outer = _stack.frames[-1] if _stack.frames else None
         self._call = next(_calls) if outer is None else outer._call
+        if outer is None:
+            self._keeper.begin()
         self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
         handed_on = outer is not None and outer._is_checkpointed
         self._is_checkpointed = handed_on or _is_of_checkpoint(self._below)

@@ -105,7 +105,7 @@ class Resharded:
 
     @not_compiled
     def _is_idle(self) -> bool:
-        """Whether there is nothing to look after, or nobody may: in torch.func, in an export."""
+        """Whether there is nothing to look after, or nobody may: as in torch.func."""
         forbidden = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message()
         alone = len(self.handle.keeper.restorer.ranks) == 1
         return alone or not torch.is_grad_enabled() or forbidden is not None

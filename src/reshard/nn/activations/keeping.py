@@ -88,7 +88,7 @@ class SavedView:
         self.region, self._lie, self._bring = region, lie, bring
         self._witness = Witness(saved)
         self._rebuild = _rebuilder(saved) if isinstance(saved, DTensor) else None
-        region.num_views += 1
+        region.views.add(id(self))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, made whole."""
@@ -97,7 +97,7 @@ class SavedView:
         return found if self._rebuild is None else self._rebuild(found)
 
     def __del__(self) -> None:
-        self.region.drop_view()
+        self.region.drop_view(id(self))
 
 
 def _rebuilder(saved: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -166,7 +166,8 @@ class Keeper:
         found = self._regions.get(key)
         if found is None:
             memory = _memory_of(local, lie, extent.start, extent.stop)
-            found = Region(label, memory, _unit_of(memory, unit), is_equal, self.stats)
+            unit = _unit_of(memory, unit)
+            found = Region(label, memory, unit, source.storage, is_equal, self.stats)
             self._regions[key] = found
             self._choose(found)
         return found, lie
@@ -202,10 +203,15 @@ class Keeper:
         budget.is_counted = True
         if budget.is_in_backward or not is_equal:
             return
-        beside = max(
-            words[0] for words in self.restorer.tell([budget.beside], self.options.timeout)
-        )
-        budget.learn(beside)
+        words = [budget.beside, budget.signature]
+        told = self.restorer.tell(words, self.options.timeout)
+        alike = len({signature for _, signature in told}) == 1
+        budget.learn(max(beside for beside, _ in told), alike)
+
+    def begin(self) -> None:
+        """Before a call: what was saved for no backward, and is gone, does not count."""
+        if self.budget is not None and self.budget.is_first and not len(self._regions):
+            self.budget.forget()
 
     def finish(self) -> None:
         """After a call: in the first forward, is the budget enough, on all ranks?"""

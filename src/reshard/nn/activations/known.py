@@ -85,7 +85,9 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
             if all(source.is_gone for source in sources):
                 _marked.pop(address, None)
         source = Source.of(tensor, label)
-        _marked.setdefault(source.address, []).append(source)
+        before = _marked.get(source.address, ())
+        valid = [one for one in before if one.version == source.version and one != source]
+        _marked[source.address] = [*valid, source]
     return tensor
 
 

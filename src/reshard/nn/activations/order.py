@@ -71,4 +71,4 @@ class Order:
 
 
 def _is_to_come(region: Region) -> bool:
-    return region.is_cut and region.whole is None and region.num_views > 0
+    return region.is_cut and region.whole is None and bool(region.views)

@@ -11,13 +11,15 @@ Saved views of one input share one region:
 from __future__ import annotations
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from reshard.nn.activations.stats import Stats
 
 __all__ = ["Region", "bytes_between", "share_of"]
 
 
-WORD, SAMPLES = 8, 4
+SAMPLED = 32
+"""Bytes of a region that tell it from others; a multiple of 8."""
 
 
 def bytes_between(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -40,22 +42,27 @@ def share_of(num_bytes: int, unit: int, place: int, num_ranks: int) -> tuple[int
 
 def _sample_of(memory: torch.Tensor) -> torch.Tensor:
     """A few of the bytes, from the first to the last, as whole numbers."""
-    last = max(memory.numel() - WORD, 0)
-    places = [last * number // (SAMPLES - 1) for number in range(SAMPLES)]
-    found = memory.new_zeros(SAMPLES, WORD)
-    for row, place in zip(found, places, strict=True):
-        part = memory[place : place + WORD]
-        row[: len(part)] = part
-    return found.view(torch.int64).flatten()
+    last = memory.numel() - 1
+    places = torch.arange(SAMPLED, device=memory.device) * last // (SAMPLED - 1)
+    return memory[places].view(torch.int64)
 
 
 class Region:
     """Memory that is kept until it is needed again: whole, or this rank's share, here or away."""
 
     def __init__(
-        self, label: str, memory: torch.Tensor, unit: int, is_equal: bool, stats: Stats
+        self,
+        label: str,
+        memory: torch.Tensor,
+        unit: int,
+        origin: StorageWeakRef,
+        is_equal: bool,
+        stats: Stats,
     ) -> None:
         self.label, self.is_equal = label, is_equal
+        # While this is there, no other storage has the address of the one it was taken from: what
+        # is saved next may not be taken for the same memory, though the first is gone by then.
+        self._origin = origin
         self.num_bytes, self.unit, self.device = memory.numel(), unit, memory.device
         self.memory = memory
         """The bytes that are kept."""
@@ -65,11 +72,11 @@ class Region:
         """Whether they wait on the host."""
         self.whole: torch.Tensor | None = None
         """All bytes, while they are used."""
-        self.num_views = 0
-        """Saved tensors that may still be asked for."""
+        self.views: set[int] = set()
+        """Saved tensors that may still be asked for; a set, because several threads drop them."""
         self.number = 0
         """Its place among all that were kept on this group; the same on all ranks."""
-        self._sample = _sample_of(memory)
+        self._sample: torch.Tensor | None = None
         self.stats = stats
         stats.bytes_seen += self.num_bytes
         stats.bytes_kept += self.num_bytes
@@ -79,6 +86,7 @@ class Region:
         """Numbers that are the same on all ranks, and others for another region: some of its bytes
         are among them, because threads may number theirs in any order.
         """
+        assert self._sample is not None  # only what was cut is asked for
         return [self.number, *self._sample.tolist()]
 
     @property
@@ -89,13 +97,14 @@ class Region:
     def cut(self, place: int, num_ranks: int) -> None:
         """Keep only this rank's share."""
         low, high = share_of(self.num_bytes, self.unit, place, num_ranks)
+        self._sample = _sample_of(self.memory)
         self.memory, self.is_cut = self.memory[low:high].clone(), True
         self.stats.bytes_kept += high - low - self.num_bytes
 
-    def drop_view(self) -> None:
+    def drop_view(self, view: int) -> None:
         """A saved tensor is gone; once all are, the whole is not needed any more."""
-        self.num_views -= 1
-        if not self.num_views:
+        self.views.discard(view)
+        if not self.views:
             self.whole = None
 
     def __repr__(self) -> str:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 import torch
@@ -22,6 +23,7 @@ from reshard.nn.activations.order import MOST_AHEAD, Order
 from reshard.nn.activations.region import Region
 from reshard.planning.plan import Plan, plan
 from reshard.run.live import engine
+from reshard.sharded.making import home_of
 from reshard.spec import TensorSpec
 
 __all__ = ["Restorer", "restorer_of"]
@@ -67,11 +69,8 @@ class Restorer:
         """All bytes of a region; ``room`` bounds what is brought before its time."""
         with self._lock:
             began = time.perf_counter()
-            try:
+            with self._counted_anew():
                 self._bring(region, timeout, room)
-            except LiveError:
-                self._start_anew()
-                raise
             region.stats.seconds_waiting += time.perf_counter() - began
             found = region.whole
             assert found is not None
@@ -80,9 +79,8 @@ class Restorer:
 
     def tell(self, words: Sequence[int], timeout: float) -> list[list[int]]:
         """Numbers of each rank, for all; all ranks call this with equally many."""
-        with self._lock:
-            exchange = _Exchange(self, [], list(words), timeout, False)
-            return exchange.words()
+        with self._lock, self._counted_anew():
+            return _Message(self, [], list(words), timeout, False).words()
 
     def _bring(self, region: Region, timeout: float, room: int | None) -> None:
         if region.whole is None and self._coming is not None:
@@ -121,40 +119,39 @@ class Restorer:
             one.whole = None
         del self._whole[:-most]
 
-    def _start_anew(self) -> None:
+    @contextmanager
+    def _counted_anew(self) -> Iterator[None]:
         """After a failure ranks may have kept and asked for different things: count again."""
-        self._order, self._coming = Order(), None
-        self._expected, self._ahead, self._tail = [], [], 0
+        try:
+            yield
+        except LiveError:
+            self._order, self._coming = Order(), None
+            self._expected, self._ahead, self._tail = [], [], 0
+            raise
 
 
-class _Exchange:
-    """Regions that are on their way, and what ranks say with them."""
+class _Message:
+    """Shares of regions that are on their way to all ranks, and numbers with them."""
 
     def __init__(
         self,
         restorer: Restorer,
-        regions: list[Region],
-        said: Sequence[Region] | Sequence[int],
+        regions: Sequence[Region],
+        words: list[int],
         timeout: float,
         ahead: bool,
     ) -> None:
-        self.regions = regions
-        self._following = [one for one in said if isinstance(one, Region)]
-        self._ranks = restorer.ranks
-        if regions:
-            regions[0].stats.collectives += 1
-        words = self._own_words() if regions else [int(one) for one in said]  # type: ignore[arg-type]
-        self._size = len(words)
+        self._num_words = len(words)
         self._names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
         sizes = tuple((one.num_bytes, one.unit) for one in regions)
-        device = regions[0].device if regions else _device_of(restorer.group)
+        device = regions[0].device if regions else home_of(restorer.group)
         # A share may wait on the host.
         given = {
             name: one.memory.to(one.device) for name, one in zip(self._names, regions, strict=True)
         }
         given[WORDS] = torch.tensor(words, dtype=torch.int64).to(device)
         self._handle = engine.start(
-            _plan(self._ranks, self._names, sizes, len(words)),
+            _plan(restorer.ranks, self._names, sizes, len(words)),
             given,
             group=restorer.group,
             device=device,
@@ -162,26 +159,43 @@ class _Exchange:
             _thread=ahead,
         )
 
-    def _own_words(self) -> list[int]:
-        """Which regions these are, and the numbers of those that are expected after them."""
-        next_ones = [one.number for one in self._following]
-        filled = next_ones + [0] * (MOST_AHEAD - len(next_ones))
-        return [word for one in self.regions for word in one.identity] + filled
-
     def words(self) -> list[list[int]]:
         """What each rank has said."""
-        moved = self._handle.wait()[WORDS].tolist()
-        return [moved[at : at + self._size] for at in range(0, len(moved), self._size)]
+        said = self._handle.wait()[WORDS].tolist()
+        return [said[at : at + self._num_words] for at in range(0, len(said), self._num_words)]
+
+    def wholes(self) -> list[torch.Tensor]:
+        """All bytes of each region."""
+        moved = self._handle.wait()
+        return [moved[name] for name in self._names]
+
+
+class _Exchange:
+    """Regions that are on their way, and those that this rank expects after them."""
+
+    def __init__(
+        self,
+        restorer: Restorer,
+        regions: list[Region],
+        following: list[Region],
+        timeout: float,
+        ahead: bool,
+    ) -> None:
+        self.regions, self._following, self._ranks = regions, following, restorer.ranks
+        regions[0].stats.collectives += 1
+        identities = [word for one in regions for word in one.identity]
+        self._num_identities = len(identities)
+        expected = [one.number for one in following]
+        words = identities + expected + [0] * (MOST_AHEAD - len(expected))
+        self._message = _Message(restorer, regions, words, timeout, ahead)
 
     def arrive(self) -> list[Region]:
         """Wait for the regions; gives those that all ranks expect next."""
-        said = self.words()
-        count = self._size - MOST_AHEAD
+        said, count = self._message.words(), self._num_identities
         self._check([words[:count] for words in said])
-        moved = self._handle.wait()
-        for region, name in zip(self.regions, self._names, strict=True):
+        for region, whole in zip(self.regions, self._message.wholes(), strict=True):
             # Views that have gone in the meantime do not ask for it any more.
-            region.whole = moved[name] if region.num_views else None
+            region.whole = whole if region.views else None
         same = all(words[count:] == said[0][count:] for words in said)
         return self._following if same else []
 
@@ -194,12 +208,6 @@ class _Exchange:
                 "all ranks must have the same inputs, and go backward through the same graphs in "
                 "the same order, in one thread"
             )
-
-
-def _device_of(group: Group) -> torch.device:
-    from reshard.sharded.making import home_of
-
-    return home_of(group)
 
 
 @lru_cache(maxsize=1024)
