@@ -21,6 +21,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
 from reshard.checkpoint.checksums import load
 from reshard.checkpoint.cutting import Cut
+from reshard.checkpoint.direct import MOST_COPIED
 from reshard.checkpoint.estimating import predicted_seconds
 from reshard.checkpoint.jobs import Job, plan_job
 from reshard.checkpoint.journal import read_journals
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
 
 __all__ = ["convert"]
+
+COPIERS = 4
+"""Threads that copy, on any number of cores: some wait for the disk while others reckon."""
 
 
 def convert(
@@ -129,10 +133,10 @@ class _Request:
 
     def settings(self, storage: Storage) -> Settings:
         """How to build within the memory that is given."""
-        if self.workers is None:
+        if self.workers is None and not storage.is_local:
             budget = Budget.for_reading(self.memory, storage)
         else:
-            budget = Budget.of(self.memory, self.workers)
+            budget = Budget.of(self.memory, self.workers or COPIERS)
         return Settings(
             workers=budget.workers,
             window=budget.window,
@@ -246,8 +250,11 @@ def _finish_publishing(place: Workplace, job: Job, request: _Request) -> bool:
 
 
 def worker_bytes(window: int, casts: bool) -> int:
-    """What one worker takes: its buffers, a reply of a server, and what hashes and casts need."""
-    return buffer_bytes(window, casts) + window + window // 2 + min(window, 2 << 20)
+    """What one worker takes: its buffers, a reply of a server, and what hashes, casts and writes
+    need.
+    """
+    own = window // 2 + min(window, 2 << 20) + min(window, MOST_COPIED)
+    return buffer_bytes(window, casts) + window + own
 
 
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:

@@ -14,7 +14,7 @@ from reshard.checkpoint.checksums import CHUNK, Checker, checksum
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Chunk, Transfer
-from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill
+from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.zero_copy import zero_copy
 
 __all__ = ["Copier", "Done", "SourceFiles", "copy_all"]
@@ -129,10 +129,12 @@ class Copier:
     def _copy_window(
         self, which: int, transfer: Transfer, window: Box, buffers: Buffers, writes: _Writes
     ) -> None:
-        array = fill(transfer, window, buffers, self.source)
+        lead = lead_of(transfer, window)
+        casts = transfer.have != transfer.want
+        array = fill(transfer, window, buffers, self.source, 0 if casts else lead)
         if self.compare_replicas and len(transfer.replicas):
             compare(transfer, window, array, buffers, self.source)
-        array = cast(transfer, window, array, buffers)
+        array = cast(transfer, window, array, buffers, lead)
         if self.checksums:
             with _ONE_DIGEST:
                 value = digest.part(array, window, transfer.shape, transfer.want)

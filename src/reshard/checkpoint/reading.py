@@ -184,7 +184,7 @@ class StoredReader:
     def replicas(self, box: Box, buffers: Buffers) -> Iterator[Replica]:
         """What is stored again of a box, one copy at a time."""
         scratch = buffers.scratch
-        for group in readable(self._transfer.replicas.within(box), len(scratch)):
+        for group in readable(self._transfer.replicas.within(box), buffers.num_bytes):
             extent, parts = group.extent, group.parts
             span = scratch[: extent.num_bytes]
             self.source.read_into(extent.file, extent.start, span.data)

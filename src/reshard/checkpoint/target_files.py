@@ -9,10 +9,12 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
 from reshard.bytesize import format_bytes
+from reshard.checkpoint import direct
 from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import TargetError, UnfinishedError
 
@@ -28,6 +30,21 @@ take six times as long as the writing itself."""
 _START = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
 
 
+@dataclass(slots=True)
+class _Open:
+    """A file that is open."""
+
+    descriptor: int
+    direct: int | None
+    """A second descriptor, for direct writes, where these can be."""
+    users: int = 0
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+        if self.direct is not None:
+            os.close(self.direct)
+
+
 class TargetFiles:
     """Files below a folder, each written by ranges; safe to use from several threads."""
 
@@ -35,7 +52,7 @@ class TargetFiles:
         self.folder = folder
         self.files = tuple(files)
         self._lock = threading.Lock()
-        self._open: OrderedDict[int, list[int]] = OrderedDict()
+        self._open: OrderedDict[int, _Open] = OrderedDict()
 
     def allocate(self) -> None:
         """Make all files at their full size, so that a full disk is noticed before any work."""
@@ -55,20 +72,15 @@ class TargetFiles:
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of a file."""
-        left, start = data, offset
-        with self.using(file) as descriptor:
-            while left:
-                try:
-                    count = os.pwrite(descriptor, left[:AT_ONCE], offset)
-                except OSError as error:
-                    raise UnfinishedError(
-                        f"{self.folder / self.files[file].path}: bytes {offset} to "
-                        f"{offset + len(left)} cannot be written: {error.strerror}; "
-                        "when that is mended, --resume goes on"
-                    ) from None
-                left, offset = left[count:], offset + count
-            if len(data) >= WORTH_STARTING:
-                start_writeback(descriptor, start, len(data))
+        with self._used(file) as entry:
+            try:
+                _write(entry, offset, data)
+            except OSError as error:
+                raise UnfinishedError(
+                    f"{self.folder / self.files[file].path}: bytes {offset} to "
+                    f"{offset + len(data)} cannot be written: {error.strerror}; "
+                    "when that is mended, --resume goes on"
+                ) from None
 
     def sync(self) -> None:
         """Put what was written to all files on disk."""
@@ -90,32 +102,59 @@ class TargetFiles:
     @contextmanager
     def using(self, file: int) -> Iterator[int]:
         """A descriptor that nobody closes meanwhile."""
+        with self._used(file) as entry:
+            yield entry.descriptor
+
+    @contextmanager
+    def _used(self, file: int) -> Iterator[_Open]:
         with self._lock:
             entry = self._open.get(file) or self._opened(file)
             self._open.move_to_end(file)
-            entry[1] += 1
+            entry.users += 1
         try:
-            yield entry[0]
+            yield entry
         finally:
             with self._lock:
-                entry[1] -= 1
+                entry.users -= 1
 
     def close(self) -> None:
         """Close all files."""
         with self._lock:
-            for descriptor, _ in self._open.values():
-                os.close(descriptor)
+            for entry in self._open.values():
+                entry.close()
             self._open.clear()
 
-    def _opened(self, file: int) -> list[int]:
+    def _opened(self, file: int) -> _Open:
         """Open a file, and close one that nobody uses if there are many; call with the lock."""
         if len(self._open) >= MAX_OPEN:
-            idle = next((at for at, (_, users) in self._open.items() if not users), None)
+            idle = next((at for at, entry in self._open.items() if not entry.users), None)
             if idle is not None:
-                os.close(self._open.pop(idle)[0])
-        descriptor = os.open(self.folder / self.files[file].path, os.O_RDWR | os.O_CLOEXEC)
-        entry = self._open[file] = [descriptor, 0]
+                self._open.pop(idle).close()
+        path = self.folder / self.files[file].path
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        entry = self._open[file] = _Open(descriptor, direct.open_direct(path))
         return entry
+
+
+def _write(entry: _Open, offset: int, data: memoryview) -> None:
+    """Write the whole blocks directly, if they are worth it, and the rest through the cache."""
+    low, high = direct.whole_blocks(offset, len(data))
+    if entry.direct is None or high - low < direct.WORTH_IT:
+        _write_cached(entry.descriptor, offset, data)
+        return
+    _write_cached(entry.descriptor, offset, data[:low])
+    # What the system does not take this way, it takes in the other.
+    rest = low + direct.write(entry.direct, offset + low, data[low:high])
+    _write_cached(entry.descriptor, offset + rest, data[rest:])
+
+
+def _write_cached(descriptor: int, offset: int, data: memoryview) -> None:
+    start, left = offset, data
+    while left:
+        count = os.pwrite(descriptor, left[:AT_ONCE], offset)
+        left, offset = left[count:], offset + count
+    if len(data) >= WORTH_STARTING:
+        start_writeback(descriptor, start, len(data))
 
 
 def start_writeback(descriptor: int, offset: int, length: int) -> None:

@@ -14,8 +14,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reshard.box import Box
+from reshard.box import Box, row_major
 from reshard.checkpoint.casting import cast_into
+from reshard.checkpoint.direct import BLOCK, aligned
 from reshard.checkpoint.located import Extent, Located, extents
 from reshard.checkpoint.transfers import Transfer
 from reshard.dtypes import itemsize
@@ -23,6 +24,7 @@ from reshard.errors import DamageError, quoted
 
 __all__ = [
     "Buffers", "Reads", "Writes", "bits_differ", "buffer_bytes", "compare", "drain", "fill",
+    "lead_of",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -53,17 +55,38 @@ class Writes(Protocol):
 
 
 class Buffers:
-    """What one worker holds in memory: a window, a scratch buffer, and one to cast into."""
+    """What one worker holds in memory: a window, a scratch buffer, and one to cast into.
+
+    Each has a block to spare, so that what it holds can begin in its block as in the file.
+    """
 
     def __init__(self, num_bytes: int, casts: bool) -> None:
-        self.window = np.empty(num_bytes, dtype=np.uint8)
-        self.scratch = np.empty(num_bytes, dtype=np.uint8)
-        self.cast = np.empty(num_bytes, dtype=np.uint8) if casts else self.window
+        self.num_bytes = num_bytes
+        self.window = aligned(num_bytes + BLOCK)
+        self.scratch = aligned(num_bytes + BLOCK)
+        self.cast = aligned(num_bytes + BLOCK) if casts else self.window
 
 
 def buffer_bytes(num_bytes: int, casts: bool) -> int:
     """How much a worker's buffers take for windows of so many bytes."""
-    return num_bytes * (3 if casts else 2)
+    return (num_bytes + 2 * BLOCK) * (3 if casts else 2)
+
+
+def lead_of(transfer: Transfer, window: Box) -> int:
+    """Where in its block a window had better begin: there it can be written as it lies."""
+    parts = transfer.target.within(window)
+    if not len(parts):
+        return 0
+    size = itemsize(transfer.want)
+    first = zip(parts.starts[0].tolist(), window.start, row_major(window.shape), strict=True)
+    place = sum((low - start) * stride for low, start, stride in first)
+    return _lead(int(parts.offsets[0]) - place * size, size)
+
+
+def _lead(offset: int, size: int) -> int:
+    """Where in its block an offset lies; 0 if elements would lie across their own places there."""
+    lead = offset % BLOCK
+    return lead if lead % size == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,12 +108,12 @@ class Group:
         return int(self.parts.num_bytes[self.extent.rows].sum()) == self.extent.num_bytes
 
 
-def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads) -> Array:
-    """Read a window into the buffer."""
-    array = shaped(buffers.window, window, itemsize(transfer.have))
+def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads, lead: int = 0) -> Array:
+    """Read a window into the buffer, ``lead`` bytes behind its start."""
+    array = shaped(buffers.window[lead:], window, itemsize(transfer.have))
     if transfer.is_padded:
         array[...] = 0
-    for group in readable(transfer.source.within(window), len(buffers.scratch)):
+    for group in readable(transfer.source.within(window), buffers.num_bytes):
         views = [(row, _view(array, window, group.parts, row)) for row in group.extent.rows]
         if all(_is_direct(group.parts, row, view) for row, view in views):
             for row, view in views:
@@ -104,7 +127,7 @@ def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads) -> Arr
 
 def compare(transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads) -> None:
     """Read what the source holds of a window a second time, and refuse what differs."""
-    for group in readable(transfer.replicas.within(window), len(buffers.scratch)):
+    for group in readable(transfer.replicas.within(window), buffers.num_bytes):
         _read_extent(group, buffers.scratch, reads)
         for row in group.extent.rows:
             view = _view(array, window, group.parts, row)
@@ -122,26 +145,27 @@ def bits_differ(left: Array, right: Array) -> Array:
     return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
 
 
-def cast(transfer: Transfer, window: Box, array: Array, buffers: Buffers) -> Array:
-    """The window in the dtype of the output."""
+def cast(transfer: Transfer, window: Box, array: Array, buffers: Buffers, lead: int = 0) -> Array:
+    """The window in the dtype of the output, ``lead`` bytes behind the start of its buffer."""
     if transfer.have == transfer.want:
         return array
-    result = shaped(buffers.cast, window, itemsize(transfer.want))
+    result = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
     cast_into(array, transfer.have, result, transfer.want)
     return result
 
 
 def drain(transfer: Transfer, window: Box, array: Array, buffers: Buffers, writes: Writes) -> None:
     """Write a window to all target pieces that meet it."""
-    for group in writable(transfer.target.within(window), len(buffers.scratch)):
+    for group in writable(transfer.target.within(window), buffers.num_bytes):
         views = [(row, _view(array, window, group.parts, row)) for row in group.extent.rows]
         if all(_is_direct(group.parts, row, view) for row, view in views):
             for row, view in views:
                 writes.write(group.extent.file, int(group.parts.offsets[row]), _bytes(view))
             continue
+        lead = _lead(group.extent.start, group.parts.itemsize)
+        filled = buffers.scratch[lead : lead + group.extent.num_bytes]
         for row, view in views:
-            _in_scratch(buffers.scratch, group, row)[...] = view
-        filled = buffers.scratch[: group.extent.num_bytes]
+            _in_scratch(filled, group, row)[...] = view
         writes.write(group.extent.file, group.extent.start, filled.data)
 
 

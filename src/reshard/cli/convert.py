@@ -35,9 +35,7 @@ UNFINISHED = 3
 @click.option("--from-mesh", help="The mesh that files of ranks were cut for.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help="Of files of full.")
 @click.option("--memory", default="256MiB", show_default=True, help="The most memory for buffers.")
-@click.option(
-    "--workers", type=click.IntRange(1, 64), help="Threads; one for each core, at most 4."
-)
+@click.option("--workers", type=click.IntRange(1, 64), help="Threads; 4 if not given.")
 @click.option(
     "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
 )

@@ -33,7 +33,7 @@ class _Place(Buffers):
 
     def __init__(self, window: Array, scratch: Array) -> None:
         self.window = self.cast = window
-        self.scratch = scratch
+        self.scratch, self.num_bytes = scratch, len(scratch)
 
 
 @dataclass(frozen=True, slots=True)

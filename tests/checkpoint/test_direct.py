@@ -1,0 +1,142 @@
+"""Writes past the page cache put the same bytes in the same places, or let others do it."""
+
+from __future__ import annotations
+
+import errno
+import os
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from reshard.checkpoint import direct
+from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.direct import BLOCK, aligned, whole_blocks
+from reshard.checkpoint.target_files import TargetFiles
+from reshard.errors import UnfinishedError
+from tests.soak import cases
+
+SIZE = 40 * BLOCK + 123
+
+
+def new_files(folder: Path) -> TargetFiles:
+    files = TargetFiles(folder, [StoredFile("a.bin", SIZE)])
+    files.allocate()
+    return files
+
+
+def written(files: TargetFiles) -> bytes:
+    files.sync()
+    files.close()
+    return (files.folder / "a.bin").read_bytes()
+
+
+def in_memory(data: bytes, shift: int) -> memoryview:
+    """The bytes at an address that is so many bytes behind a multiple of a block."""
+    memory = aligned(len(data) + BLOCK)[shift : shift + len(data)]
+    memory[...] = np.frombuffer(data, np.uint8)
+    return memory.data
+
+
+@given(st.integers(0, 10**7), st.integers(0, 10**6))
+def test_whole_blocks_are_all_there_are(offset: int, length: int) -> None:
+    low, high = whole_blocks(offset, length)
+    assert 0 <= low <= high <= length
+    blocks = {at // BLOCK for at in range(-(-offset // BLOCK) * BLOCK, offset + length, BLOCK)}
+    whole = {block for block in blocks if (block + 1) * BLOCK <= offset + length}
+    assert high - low == len(whole) * BLOCK
+    assert not whole or ((offset + low) % BLOCK, (offset + high) % BLOCK) == (0, 0)
+
+
+@settings(max_examples=cases(40, 500), deadline=None)
+@given(
+    ends=st.lists(st.integers(1, SIZE - 1), max_size=6, unique=True),
+    shift=st.one_of(st.none(), st.integers(0, BLOCK - 1)),
+    seed=st.integers(0, 99),
+    most_copied=st.sampled_from([BLOCK, 3 * BLOCK, 1 << 20]),
+)
+def test_ranges_in_any_order_make_the_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    ends: list[int],
+    shift: int | None,
+    seed: int,
+    most_copied: int,
+) -> None:
+    """In memory as in the file (None), or anywhere else; by several threads."""
+    data, bounds = np.random.default_rng(seed).bytes(SIZE), [0, *sorted(ends), SIZE]
+    ranges = list(pairwise(bounds))
+    np.random.default_rng(seed).shuffle(ranges)
+    files = new_files(tmp_path_factory.mktemp("direct"))
+
+    def write(bounds: tuple[int, int]) -> None:
+        start, stop = map(int, bounds)
+        place = start % BLOCK if shift is None else shift
+        files.write(0, start, in_memory(data[start:stop], place))
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
+        patch.setattr(direct, "WORTH_IT", 1)
+        patch.setattr(direct, "MOST_COPIED", most_copied)
+        list(pool.map(write, ranges))
+        assert written(files) == data
+
+
+def test_what_is_large_goes_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = new_files(tmp_path)
+    if direct.open_direct(tmp_path / "a.bin") is None:
+        pytest.skip("the file system of the temporary folder is neither ext4 nor xfs")
+    sizes = list[int]()
+    write = direct.write
+
+    def counted(descriptor: int, offset: int, data: memoryview) -> int:
+        sizes.append(write(descriptor, offset, data))
+        return sizes[-1]
+
+    monkeypatch.setattr(direct, "write", counted)
+    monkeypatch.setattr(direct, "WORTH_IT", 4 * BLOCK)
+    data = os.urandom(SIZE)
+    files.write(0, 0, memoryview(data)[:1000])
+    files.write(0, 1000, memoryview(data)[1000:])
+    assert sizes == [39 * BLOCK]
+    assert written(files) == data
+
+
+@pytest.mark.parametrize("taken", [0, 2 * BLOCK, 700])
+def test_what_the_system_does_not_take_is_written_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, taken: int
+) -> None:
+    def some(descriptor: int, offset: int, data: np.ndarray) -> int:
+        if taken == 0:
+            raise OSError(errno.EINVAL, "no")
+        return os.pwrite(descriptor, data.tobytes()[:taken], offset)
+
+    monkeypatch.setattr(direct, "_write", some)
+    monkeypatch.setattr(direct, "WORTH_IT", BLOCK)
+    monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    files, data = new_files(tmp_path), os.urandom(SIZE)
+    files.write(0, 0, memoryview(data))
+    assert written(files) == data
+
+
+def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(descriptor: int, offset: int, data: np.ndarray) -> int:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(direct, "_write", broken)
+    monkeypatch.setattr(direct, "WORTH_IT", BLOCK)
+    monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    files = new_files(tmp_path)
+    with pytest.raises(UnfinishedError, match=rf"a\.bin: bytes 0 to {SIZE} .*--resume goes on"):
+        files.write(0, 0, memoryview(bytes(SIZE)))
+    files.close()
+
+
+def test_other_file_systems_are_left_to_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a").write_bytes(b"a")
+    monkeypatch.setattr(direct, "FILE_SYSTEMS", frozenset())
+    assert direct.open_direct(tmp_path / "a") is None
