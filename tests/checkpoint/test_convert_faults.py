@@ -210,16 +210,16 @@ def test_what_exists_is_refused_or_kept_until_the_end(
     here, tensors = source
     out = here.parent / "out"
     out.mkdir()
-    (out / "precious").write_text("old")
+    (out / "precious.bin").write_text("old")
     with pytest.raises(TargetError, match="--overwrite"):
         checkpoint.convert(here, out)
     with small_windows(1024), monkeypatch.context() as patch:
         stop_after(patch, 3, OSError(5, "gone"))
         with pytest.raises(OSError, match="gone"):
             checkpoint.convert(here, out, overwrite=True)
-    assert names(out) == ["precious"]
+    assert names(out) == ["precious.bin"]
     checkpoint.convert(here, out, overwrite=True, resume=True)
-    assert "precious" not in names(out)
+    assert "precious.bin" not in names(out)
     assert names(here.parent) == ["out", "src"]
     assert_equal(out, tensors)
     (here.parent / "file").write_text("x")
@@ -239,7 +239,7 @@ def test_a_crash_while_publishing_can_be_finished(
     here, tensors = source
     out = here.parent / "out"
     out.mkdir()
-    (out / "precious").write_text("old")
+    (out / "precious.bin").write_text("old")
     real, done, exchange = Path.rename, [], publish.exchange
 
     def rename(self: Path, target: Path) -> Path:
@@ -260,7 +260,7 @@ def test_a_crash_while_publishing_can_be_finished(
             checkpoint.convert(here, out, overwrite=True)
     partial = here.parent / ".out.reshard-partial"
     assert (out / "model.safetensors").exists() or any(
-        (place / "precious").exists() for place in (out, partial / "old")
+        (place / "precious.bin").exists() for place in (out, partial / "old")
     )
     checkpoint.convert(here, out, overwrite=True, resume=True)
     assert names(here.parent) == ["out", "src"]

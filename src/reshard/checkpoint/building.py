@@ -20,7 +20,7 @@ from reshard.checkpoint.checksums import (
     sum_of,
 )
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
-from reshard.checkpoint.jobs import Job, source_stamp
+from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.publish import Workplace, replace_file
 from reshard.checkpoint.storage import Storage
@@ -54,6 +54,7 @@ def begin(place: Workplace, job: Job, settings: Settings, resume: bool) -> int:
     found = place.request()
     request = {"fingerprint": job.fingerprint, "checksums": settings.checksums}
     if found is None:
+        place.begin_anew()
         place.note_request({**request, "window": settings.window})
         return settings.window
     if not resume:
@@ -65,6 +66,11 @@ def begin(place: Workplace, job: Job, settings: Settings, resume: bool) -> int:
         raise TargetError(
             f"the unfinished conversion to {place.target} was of another source, or asked for "
             f"something else: give the same arguments, or remove {place.folder} to start again"
+        )
+    if not job.stamp.is_sure:
+        raise TargetError(
+            f"{job.catalog.root} does not say when its files change, so it may be another one than "
+            f"before: remove {place.folder} to start again"
         )
     return int(found["window"])
 
@@ -221,7 +227,7 @@ class Builder:
 
     def _check_source(self) -> None:
         """Refuse what was made of files that changed meanwhile."""
-        if source_stamp(self.job.catalog, self.storage) != self.job.stamp:
+        if Stamp.of(self.job.catalog, self.storage) != self.job.stamp:
             raise DamageError(
                 f"{self.storage.root} was changed while it was converted: nothing was published; "
                 "convert it again when nobody writes to it"

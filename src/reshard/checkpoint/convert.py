@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from reshard.bytesize import parse_bytes
 from reshard.checkpoint import formats
+from reshard.checkpoint.beside import check_beside
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
 from reshard.checkpoint.checksums import load
 from reshard.checkpoint.cutting import Cut
@@ -29,7 +30,7 @@ from reshard.checkpoint.publish import Workplace, check_places
 from reshard.checkpoint.reading import Budget
 from reshard.checkpoint.remote import Remote
 from reshard.checkpoint.reports import ConvertReport
-from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.storage import Storage, open_storage, plain_path
 from reshard.checkpoint.teams import ALONE, Team
 from reshard.checkpoint.windows import buffer_bytes
 from reshard.errors import (
@@ -85,8 +86,8 @@ def convert(
     take at most ``memory``. ``progress`` is called with bytes done and bytes in all.
     """
     request = _Request(
-        src=str(src),
-        dst=str(dst),
+        src=plain_path(src),
+        dst=plain_path(dst),
         memory=memory,
         workers=workers,
         checksums=checksums,
@@ -97,7 +98,7 @@ def convert(
     )
     cut = Cut.of(mesh, rules, layouts, dtype)
     source_cut = Cut.of(source_mesh, source_rules, None, None)
-    with open_storage(src) as storage:
+    with open_storage(request.src) as storage:
         catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
         job = plan_job(
             catalog,
@@ -160,6 +161,8 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
     place = request.place()
     settings = request.settings(storage)
     sums = load(storage) if request.checksums else None
+    if sums is not None and team.leads:
+        check_beside(storage, job.catalog, sums)
     builder = None
     with ExitStack() as stack:
         if team.leads:
@@ -229,9 +232,9 @@ def _steps(builder: Builder, request: _Request) -> None:
 
 def _check_target(request: _Request, place: Workplace) -> None:
     if request.is_remote:
-        Remote(request.dst).check_absent(request.overwrite or request.resume)
+        Remote(request.dst).check_absent(request.src, request.overwrite or request.resume)
         return
-    check_places(request.src, Path(request.dst))
+    check_places(request.src, place.target)
     if place.old.exists() and place.data.exists() and request.resume:
         return  # the old one was moved aside, and the new one is about to come
     place.check_target(request.overwrite)

@@ -19,7 +19,7 @@ from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, quoted
 
-__all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
+__all__ = ["Examined", "Problem", "digests_of", "examine", "span_of", "tensors_at"]
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
@@ -251,7 +251,7 @@ def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> lis
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             path = catalog.files[piece.file].path
-            start, stop = _span(piece, tensor.dtype)
+            start, stop = span_of(piece, tensor.dtype)
             at = bisect_right(ends, (path, start)) if path in hit else len(ends)
             while at < len(ends) and damaged[at][0] == path and damaged[at][1].start < stop:
                 if names[at][-1:] != [tensor.name]:
@@ -260,7 +260,7 @@ def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> lis
     return names
 
 
-def _span(piece: StoredPiece, dtype: str) -> tuple[int, int]:
+def span_of(piece: StoredPiece, dtype: str) -> tuple[int, int]:
     """The first byte of a piece and the one past its last."""
     pairs = zip(piece.box.shape, piece.strides, strict=True)
     last = sum((length - 1) * stride for length, stride in pairs) if piece.box.size else -1

@@ -4,25 +4,42 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.cutting import Cut, wanted_of
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
 from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError
 from reshard.planning.names import Names
 
-__all__ = ["COMMITTED", "Job", "plan_job", "source_stamp"]
+__all__ = ["Job", "Stamp", "plan_job"]
 
-COMMITTED = "_RESHARD_COMMITTED"
-"""The file that is written last where folders cannot be renamed."""
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """Which files of which source, as they are now."""
+
+    text: str
+    """A hash of where the source lies, and of the names, sizes and versions of its files."""
+    is_sure: bool
+    """Whether every file has a version, so that no change of it goes unseen."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
+        """Ask for the stamp of a source."""
+        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
+        hasher = hashlib.blake2b(root.encode(), digest_size=16)
+        files = (*catalog.files, *catalog.others)
+        versions = storage.versions([file.path for file in files])
+        for file, version in zip(files, versions, strict=True):
+            hasher.update(json.dumps([file.path, file.size, version]).encode())
+        return cls(hasher.hexdigest(), None not in versions)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -38,8 +55,8 @@ class Job:
     """Files that are copied as they are, and their numbers in the output."""
     fingerprint: str
     """Changes with the source and with what is asked for."""
-    stamp: str
-    """Changes with the files of the source."""
+    stamp: Stamp
+    """The source as it was planned from."""
 
     @property
     def unique_bytes(self) -> int:
@@ -96,8 +113,8 @@ def plan_job(
     )
     transfers = tuple(_transfers(catalog, output, have, names))
     output, others = _with_others(output, catalog)
-    stamp = source_stamp(catalog, storage)
-    fingerprint = _fingerprint(stamp, output, names)
+    stamp = Stamp.of(catalog, storage)
+    fingerprint = _fingerprint(stamp.text, output, names, transfers)
     return Job(catalog, format, output, transfers, others, fingerprint, stamp)
 
 
@@ -116,30 +133,39 @@ def _transfers(
 def _with_others(
     output: Output, catalog: Catalog
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the files of the source that hold no tensors."""
+    """The output with the files of the source that hold no tensors.
+
+    Files of tensors that are no part of the source would be taken for a part of the output.
+    """
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
-    kept = [file for file in catalog.others if file.path not in ours]
+    strays = tuple(file.path for file in catalog.others if _is_of_tensors(file.path))
+    kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
     files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
-    return replace(output, files=files), tuple(zip(kept, range(first, len(files)), strict=True))
+    copied = tuple(zip(kept, range(first, len(files)), strict=True))
+    return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
 
 
-def source_stamp(catalog: Catalog, storage: Storage) -> str:
-    """A hash of the names, sizes and times of the source's files."""
-    hasher = hashlib.blake2b(digest_size=16)
-    root = Path(catalog.root)
-    for file in (*catalog.files, *catalog.others):
-        changed: Any = None
-        if storage.is_local:
-            changed = (root if root.is_file() else root / file.path).stat().st_mtime_ns
-        hasher.update(json.dumps([file.path, file.size, changed]).encode())
-    return hasher.hexdigest()
+def _is_of_tensors(path: str) -> bool:
+    """Whether a reader of checkpoints would look for tensors there.
+
+    >>> [*map(_is_of_tensors, ("a/consolidated.safetensors", ".metadata", "tokenizer.json"))]
+    [True, True, False]
+    """
+    indexes = (".safetensors.index.json", ".bin.index.json")
+    named = path.endswith((*TENSOR_FILES, ".distcp", *indexes))
+    return named or path.rpartition("/")[2] == ".metadata"
 
 
-def _fingerprint(stamp: str, output: Output, names: Names) -> str:
-    """A hash of the source's stamp and of everything that is known of the output."""
+def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:
+    """A hash of the source's stamp, of what is read from where, and of all files to be written."""
     hasher = hashlib.blake2b(stamp.encode(), digest_size=16)
     hasher.update(repr(sorted(names.items(), key=lambda item: item[0])).encode())
+    for transfer in transfers:
+        hasher.update(repr((transfer.name, transfer.shape, transfer.have, transfer.want)).encode())
+        for side in (transfer.source, transfer.target):
+            for table in (side.files, side.offsets, side.starts, side.stops, side.strides):
+                hasher.update(table.tobytes())
     for made in output.files:
         hasher.update(json.dumps([made.path, made.size]).encode())
     for literal in output.literals:

@@ -85,14 +85,22 @@ def boot_id() -> str:
 
 
 def _reliable(records: list[Record]) -> Iterator[Record]:
-    """Records of this boot, and those of others that were synced."""
-    here, boot = boot_id(), None
-    synced = max((record["synced"] for record in records if "synced" in record), default=0)
+    """Records of this boot, and those of others that were synced before the machine went down.
+
+    What was not synced then is lost, whatever a later boot has synced.
+    """
+    here, boot, waiting = boot_id(), None, list[tuple[int, Record]]()
     for at, record in enumerate(records):
-        boot = record.get("boot", boot)
-        is_data = "boot" not in record and "synced" not in record
-        if is_data and (boot == here or at < synced):
-            yield record
+        if "boot" in record:
+            waiting = waiting if record["boot"] == boot else []
+            boot = record["boot"]
+        elif "synced" in record:
+            yield from (one for place, one in waiting if place < record["synced"])
+            waiting = [each for each in waiting if each[0] >= record["synced"]]
+        else:
+            waiting.append((at, record))
+    if boot == here:
+        yield from (one for _, one in waiting)
 
 
 def _line(record: Record) -> bytes:

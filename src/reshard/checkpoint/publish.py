@@ -11,6 +11,9 @@ Beside the target lies, while a conversion runs or waits to be resumed,
 and when all is written, ``data`` is renamed to the target. With ``overwrite`` the two are exchanged
 in one step where the system can; else the old one is moved to ``old`` and the new one in its place.
 Until then the old one is as it was, and a crash at any point can be finished by ``resume``.
+
+What is done with goes at once, by a rename to ``.NAME.reshard-gone-...``, and is deleted then: a
+crash in the middle of that leaves nothing that could be taken for a conversion to be resumed.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import glob
 import json
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Mapping
@@ -27,6 +32,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES
 from reshard.errors import TargetError, UnfinishedError
 
 __all__ = ["Workplace", "check_places", "replace_file"]
@@ -58,7 +65,9 @@ class Workplace:
     @classmethod
     def beside(cls, target: Path) -> Workplace:
         """The workplace of a target."""
-        target = Path(os.path.abspath(target))  # noqa: PTH100 - links stay as they are
+        # A link at the target itself stays one; those on the way to it lead where the system goes.
+        is_named = target.name not in ("", "..")
+        target = target.parent.resolve() / target.name if is_named else target.resolve()
         return cls(target, target.parent / f".{target.name}.reshard-partial")
 
     @property
@@ -72,19 +81,30 @@ class Workplace:
         return self.folder / "old"
 
     def check_target(self, overwrite: bool) -> None:
-        """Refuse what stands at the target, unless it may be overwritten."""
-        if self.target.is_dir() and not any(self.target.iterdir()):
+        """Refuse what stands at the target, unless it is a checkpoint that may be overwritten."""
+        if not os.path.lexists(self.target):
             return
-        if os.path.lexists(self.target) and not self.target.is_dir():
+        if not self.target.is_dir():
             raise TargetError(f"{self.target} is not a folder: choose another target")
-        if os.path.lexists(self.target) and not overwrite:
+        if not any(self.target.iterdir()):
+            if self.target.is_symlink():
+                raise TargetError(f"{self.target} is a link: give the folder that it leads to")
+            return
+        if not overwrite:
             raise TargetError(
                 f"{self.target} exists: choose another target, or give --overwrite "
                 "(overwrite=True); the old one is kept until the new one is complete"
             )
+        if not _holds_tensors(self.target):
+            raise TargetError(
+                f"{self.target} holds no checkpoint, and only a checkpoint is overwritten: choose "
+                "another target, or move the folder away"
+            )
 
     def enter(self) -> None:
         """Make the folder and take its lock; a second conversion is refused at once."""
+        if self.folder.is_symlink() or self.data.is_symlink():
+            raise TargetError(f"{self.folder} leads elsewhere by a link: remove it")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
@@ -102,6 +122,22 @@ class Workplace:
         if not (self.folder / "lock").exists():  # the one before us finished just now
             self.leave()
             self.enter()
+        for gone in self.target.parent.glob(f"{glob.escape(self._gone)}*"):
+            shutil.rmtree(gone, ignore_errors=True)
+
+    @property
+    def _gone(self) -> str:
+        """How the name of a folder begins that waits to be deleted."""
+        return f".{self.target.name}.reshard-gone-"
+
+    def begin_anew(self) -> None:
+        """Remove whatever lies here, of which nobody knows what it was."""
+        self._keep_old()
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
 
     def is_held(self) -> bool:
         """Whether some process works here; also where locks cannot tell."""
@@ -139,11 +175,23 @@ class Workplace:
 
     def discard(self) -> None:
         """Remove all that was built here."""
+        self._keep_old()
+        self._remove()
+
+    def _keep_old(self) -> None:
         if self.old.exists():
             raise UnfinishedError(
                 f"{self.old} holds what stood at {self.target}: move it to a safe place first"
             )
-        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _remove(self) -> None:
+        """Let all go in one step, and then delete it."""
+        gone = self.folder.with_name(f"{self._gone}{secrets.token_hex(4)}")
+        try:
+            self.folder.rename(gone)
+        except OSError:
+            gone = self.folder
+        shutil.rmtree(gone, ignore_errors=True)
         self.leave()
 
     def publish(self, overwrite: bool, note: Callable[[dict[str, Any]], None]) -> None:
@@ -178,8 +226,17 @@ class Workplace:
     def finish(self) -> None:
         """Make the rename durable and clean up; the old output, if any, goes now."""
         _sync_folder(self.target.parent)
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.leave()
+        self._remove()
+
+
+def _holds_tensors(folder: Path) -> bool:
+    """Whether some file of a folder is of a checkpoint, finished or not."""
+    ours = (SIDECAR, COMMITTED, ".metadata")
+    return any(
+        name.endswith((*TENSOR_FILES, ".distcp")) or name in ours
+        for _, _, names in os.walk(folder)
+        for name in names
+    )
 
 
 def _locked(lock: int) -> bool:

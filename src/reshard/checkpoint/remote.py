@@ -15,8 +15,8 @@ from typing import Any
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.jobs import COMMITTED
 from reshard.checkpoint.publish import Workplace
+from reshard.checkpoint.storage import COMMITTED
 from reshard.errors import CheckpointError, TargetError, UnfinishedError
 
 __all__ = ["Remote"]
@@ -42,8 +42,14 @@ class Remote:
         name = hashlib.blake2b(self.address.encode(), digest_size=8).hexdigest()
         return Workplace.beside(Path(tempfile.gettempdir()) / f"reshard-{name}")
 
-    def check_absent(self, overwrite: bool) -> None:
-        """Refuse an address at which something is: there it cannot be replaced in one step."""
+    def check_absent(self, source: str, overwrite: bool) -> None:
+        """Refuse the source's address, or one at which something is: it cannot be replaced."""
+        mine, other = f"{self.address}/", f"{source.rstrip('/')}/"
+        if mine.startswith(other) or other.startswith(mine):
+            raise TargetError(
+                f"{self.address} and the source {source} lie in each other: "
+                "choose a target outside of the source"
+            )
         if not self._ask("exists", self._base) or not self._ask("find", self._base):
             return
         advice = "remove it first, or choose another address"
@@ -58,6 +64,7 @@ class Remote:
         paths = [file.path for file in files]
         paths += [SIDECAR] if (place.data / SIDECAR).exists() else []
         sizes = {path: (place.data / path).stat().st_size for path in paths}
+        self._check_strangers(paths)
         for path, size in sizes.items():
             self._ask("put_file", str(place.data / path), f"{self._base}/{path}")
             found = self._ask("size", f"{self._base}/{path}")
@@ -69,6 +76,16 @@ class Remote:
         text = json.dumps({"reshard": 1, "files": sizes}).encode()
         self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
         place.finish()
+
+    def _check_strangers(self, paths: Sequence[str]) -> None:
+        """Refuse files at the address that would be read together with ours."""
+        found = self._ask("find", self._base) if self._ask("exists", self._base) else []
+        names = {str(name).removeprefix(self._base).lstrip("/") for name in found}
+        if strange := sorted(names - {*paths, COMMITTED}):
+            raise UnfinishedError(
+                f"{self.address}/{strange[0]} is there and not of this checkpoint: remove it and "
+                "give --resume"
+            )
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""

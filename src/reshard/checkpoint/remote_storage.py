@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.storage import (
@@ -19,8 +19,16 @@ from reshard.errors import CheckpointError, DamageError
 
 __all__ = ["RemoteStorage"]
 
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+
 MAX_REQUESTS = 32
 """Small reads that a server is asked for at the same time."""
+VERSIONS = (
+    "ETag", "etag", "md5Hash", "generation", "VersionId", "version_id",
+    "mtime", "LastModified", "last_modified", "updated", "modified", "created",
+)  # fmt: skip
+"""What servers call that by which one sees that a file was written again."""
 
 
 class RemoteStorage(Storage):
@@ -65,6 +73,19 @@ class RemoteStorage(Storage):
             return known
         return self._remember(path, self._ask(self.where(path), "info", self._full(path)))
 
+    def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
+        self._files.invalidate_cache()
+        listed = {} if self.is_file else self._ask(self.root, "find", self._base, detail=True)
+        known = {str(name).removeprefix(self._base).lstrip("/"): listed[name] for name in listed}
+        told = [_version(known.get(path, {})) for path in paths]
+        silent = [path for path, version in zip(paths, told, strict=True) if version is None]
+
+        def ask(path: str) -> str | None:
+            return _version(self._ask(self.where(path), "info", self._full(path)))
+
+        asked = dict(zip(silent, self._at_once(ask, silent), strict=True))
+        return [asked.get(path) or version for path, version in zip(paths, told, strict=True)]
+
     def read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length)
         if not length:
@@ -86,12 +107,16 @@ class RemoteStorage(Storage):
         return found
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        return self._at_once(lambda wanted: self.read(*wanted), ranges)
+
+    def _at_once(self, ask: Callable[[Asked], Answer], things: Sequence[Asked]) -> Sequence[Answer]:
+        """Ask many small things at the same time."""
         from concurrent.futures import ThreadPoolExecutor
 
-        if len(ranges) < 2:
-            return [self.read(*wanted) for wanted in ranges]
-        with ThreadPoolExecutor(min(len(ranges), MAX_REQUESTS)) as pool:
-            return [*pool.map(lambda wanted: self.read(*wanted), ranges)]
+        if len(things) < 2:
+            return [ask(thing) for thing in things]
+        with ThreadPoolExecutor(min(len(things), MAX_REQUESTS)) as pool:
+            return [*pool.map(ask, things)]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")
@@ -128,6 +153,12 @@ class RemoteStorage(Storage):
         except Exception as error:
             kind = type(error).__name__
             raise CheckpointError(f"{where}: {method} failed: {kind}: {_one_line(error)}") from None
+
+
+def _version(info: Mapping[str, Any]) -> str | None:
+    """What a server says of a file that changes when the file does."""
+    told = {key: str(info[key]) for key in VERSIONS if info.get(key) is not None}
+    return f"{info.get('size')} {told}" if told else None
 
 
 def _one_line(error: BaseException) -> str:

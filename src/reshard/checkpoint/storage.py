@@ -28,13 +28,15 @@ from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import CheckpointError, DamageError, quoted
 
 __all__ = [
-    "MAX_FILES", "OURS", "TENSOR_FILES", "LocalStorage", "Range", "Storage", "check_path",
-    "open_storage",
+    "COMMITTED", "MAX_FILES", "OURS", "TENSOR_FILES", "LocalStorage", "Range", "Storage",
+    "check_path", "open_storage", "plain_path",
 ]  # fmt: skip
 
 OURS = ".reshard"
 """Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
 
+COMMITTED = "_RESHARD_COMMITTED"
+"""The file that is written last where folders cannot be renamed."""
 TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")
 """How a single file that holds tensors may be called."""
 MAX_FILES = 1 << 20
@@ -53,14 +55,24 @@ def open_storage(root: str | Path) -> Storage:
 
     What has no ``://`` is local. Nothing is opened yet, but what is absent is an error at once.
     """
-    text = str(root)
-    for local in ("file://", "local://"):
-        text = text.removeprefix(local)
+    text = plain_path(root)
     if "://" not in text:
         return LocalStorage(text)
     from reshard.checkpoint.remote_storage import RemoteStorage
 
     return RemoteStorage(text)
+
+
+def plain_path(address: str | Path) -> str:
+    """The path of a local address, and any other address as it is.
+
+    >>> plain_path("file:///ckpt"), plain_path("s3://bucket/ckpt")
+    ('/ckpt', 's3://bucket/ckpt')
+    """
+    text = str(address)
+    for local in ("file://", "local://"):
+        text = text.removeprefix(local)
+    return text
 
 
 def check_path(path: str) -> str:
@@ -95,6 +107,10 @@ class Storage(ABC):
     @abstractmethod
     def size(self, path: str) -> int:
         """How many bytes a file has."""
+
+    @abstractmethod
+    def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
+        """What changes when a file is written again, asked anew; None where nothing tells."""
 
     @abstractmethod
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
@@ -174,6 +190,10 @@ class LocalStorage(Storage):
     def size(self, path: str) -> int:
         with self.using(path) as file:
             return file.size
+
+    def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
+        found = [(self._folder / check_path(path)).stat() for path in paths]
+        return [f"{status.st_size} {status.st_mtime_ns}" for status in found]
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         with self.using(path) as file:
