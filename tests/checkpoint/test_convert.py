@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from reshard import checkpoint
 from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.cli.names import read_names
 from reshard.errors import (
     CoverageError,
     DamageError,
@@ -32,6 +31,7 @@ from reshard.errors import (
     TargetError,
 )
 from reshard.planning.names import join, stack, take
+from reshard.planning.names_table import read_names
 from tests.checkpoint.converting import (
     Tensors,
     assert_equal,

@@ -14,7 +14,7 @@ import numpy as np
 from reshard.errors import DtypeError
 from reshard.run.numpy_dtypes import cast, storage_dtype
 
-__all__ = ["cast_into", "check_cast"]
+__all__ = ["cast_into", "check_cast", "is_float"]
 
 Array = np.ndarray[Any, Any]
 
@@ -30,16 +30,41 @@ _FLOAT8 = {
 }
 
 
-def check_cast(have: str, want: str) -> None:
-    """Refuse a cast that cannot be done or means nothing.
+def is_float(dtype: str) -> bool:
+    """Whether a dtype is for real numbers, of which a cast keeps about the same.
+
+    >>> is_float("bfloat16"), is_float("complex64"), is_float("int8")
+    (True, False, False)
+    """
+    return dtype.startswith(("float", "bfloat"))
+
+
+def check_cast(have: str, want: str, what: str = "") -> None:
+    """Refuse a cast that cannot be done or would not keep values; ``what`` is cast.
 
     >>> check_cast("float32", "bfloat16")
     """
-    for dtype in (have, want) if have != want else ():
-        if dtype in ("float8_e8m0fnu", "complex32"):
-            raise DtypeError(f"{have} cannot be cast to {want}: {dtype} is only moved as it is")
-    if have.startswith("complex") and not want.startswith("complex"):
-        raise DtypeError(f"{have} cannot be cast to {want}: the imaginary parts would be lost")
+    reason = None if have == want else _objection(have, want)
+    if reason is not None:
+        of = f"{what}: " if what else ""
+        raise DtypeError(f"{of}{have} cannot be cast to {want}: {reason}")
+
+
+def _objection(have: str, want: str) -> str | None:
+    """Why elements are not cast so; None if they may be."""
+    alone = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
+    if alone:
+        return f"{alone[0]} is only moved as it is"
+    if have.startswith("complex"):
+        kept = want.startswith("complex")
+        return None if kept else "the imaginary parts would be lost; use a complex dtype"
+    if want.startswith("complex"):
+        return "real numbers stay real; use a floating-point dtype"
+    if is_float(have):
+        return None if is_float(want) else "fractions would be lost; use a floating-point dtype"
+    if is_float(want) or np.can_cast(have, want, "safe"):
+        return None
+    return f"{want} does not hold every value of {have}; use a wider one"
 
 
 def cast_into(source: Array, have: str, target: Array, want: str) -> None:

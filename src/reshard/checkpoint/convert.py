@@ -81,9 +81,10 @@ def convert(
     ``format`` is full (Hugging Face), sharded (safetensors that torch's reader loads), distcp, or
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
     pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
-    dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``. ``source_mesh`` and
-    ``source_rules`` are for files of ranks that do not say how they were cut. All buffers together
-    take at most ``memory``. ``progress`` is called with bytes done and bytes in all.
+    dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
+    rules' own are taken. ``source_mesh`` and ``source_rules`` are for files of ranks that do not
+    say how they were cut. All buffers together take at most ``memory``. ``progress`` is called with
+    bytes done and bytes in all.
     """
     request = _Request(
         src=plain_path(src),

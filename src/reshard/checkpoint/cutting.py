@@ -8,25 +8,31 @@ cut as that parameter is, by its name:
 'model.w'
 >>> params.followed_by("optim.state.w.exp_avg", (8, 4)), params.followed_by("other", (8, 4))
 ('model.w', None)
+
+A change of dtype is for parameters alone, and what looks like another one may be one itself:
+
+>>> params.is_state("optim.state.model.w.step"), params.is_state("layers.0.model.w")
+(True, False)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.casting import check_cast
+from reshard.checkpoint.casting import check_cast, is_float
 from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.given import as_mesh
 from reshard.checkpoint.outputs import Wanted
 from reshard.checkpoint.renaming import Outline
 from reshard.checkpoint.storage import Storage
 from reshard.dtypes import canonical_dtype
-from reshard.errors import LayoutError, ReshardError, RulesError, quoted
+from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError, quoted
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.models import numbers_of
@@ -36,6 +42,9 @@ __all__ = ["Cut", "Parameters", "wanted_of"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """What a change of dtype for all tensors is about; all else stays as it is."""
+
+_OPTIMIZER = re.compile(r"optim(izer)?s?(_states?(_dict)?)?|opt_states?")
+_STATE = re.compile(r"states?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +65,13 @@ class Cut:
         dtype: object,
     ) -> Cut:
         """Read what a caller may write."""
-        kept = dtype if isinstance(dtype, Mapping) else dtype and canonical_dtype(dtype)
+        given = dtype is not None and not isinstance(dtype, Mapping)
+        kept = canonical_dtype(dtype) if given else dtype
+        if isinstance(kept, str) and not is_float(kept):
+            raise DtypeError(
+                f"dtype {kept} is not floating-point: it is for all floating-point parameters; "
+                "use float32, bfloat16, float16 or another float"
+            )
         found = rules if isinstance(rules, Rules) or rules is None else Rules.load(rules)
         return cls(as_mesh(mesh), found, layouts or {}, kept)  # type: ignore[arg-type]
 
@@ -109,6 +124,27 @@ class Parameters:
                 if found is not None and found != name and self.shapes[found] == shape:
                     return found
         return None
+
+    def is_state(self, name: str) -> bool:
+        """Whether a name is that of what an optimizer keeps, and not of a parameter.
+
+        It says so itself, or begins with all of a parameter's name (below a parameter a model has
+        nothing), or has "state" before one. That it ends as a parameter does tells nothing: of
+        "norm.weight" and "layers.0.norm.weight" both are parameters.
+        """
+        words = name.split(".")
+        starts = (".".join(words[:stop]) for stop in range(1, len(words)))
+        if any(map(_OPTIMIZER.fullmatch, words[:-1])) or any(
+            start in self.shapes for start in starts
+        ):
+            return True
+        places = (at for at, word in enumerate(words[:-1], 1) if _STATE.fullmatch(word))
+        return any(self._begins(words[at:], name) for at in places)
+
+    def _begins(self, words: Sequence[str], name: str) -> bool:
+        """Whether words begin with the name of another tensor, or with the end of one."""
+        stops = range(1, len(words) + 1)
+        return any(self._ends.get(".".join(words[:stop])) not in (None, name) for stop in stops)
 
 
 def wanted_of(outlines: Mapping[str, Outline], cut: Cut, whole: bool) -> dict[str, Wanted]:
@@ -189,12 +225,12 @@ def _dtype(name: str, outline: Outline, cut: Cut, parameters: Parameters) -> str
     """The dtype of an output tensor; states of an optimizer keep theirs unless they are named."""
     match cut.dtype:
         case str() as dtype:
-            follows = parameters.followed_by(name, outline.shape) is not None
-            want = dtype if outline.dtype in FLOATS and not follows else outline.dtype
+            is_cast = outline.dtype in FLOATS and not parameters.is_state(name)
+            want = dtype if is_cast else outline.dtype
         case None:
             return outline.dtype
         case patterns:
             keys = (key for key in patterns if key == name or fnmatchcase(name, key))
             want = next((canonical_dtype(patterns[key]) for key in keys), outline.dtype)
-    check_cast(outline.dtype, want)
+    check_cast(outline.dtype, want, f"tensor {quoted(name)}")
     return want

@@ -17,6 +17,7 @@ from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError
 from reshard.planning.names import Names
+from reshard.planning.names_table import names_of
 
 __all__ = ["Job", "Stamp", "plan_job"]
 
@@ -99,7 +100,8 @@ def plan_job(
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
-    names = names or {}
+    if names is None:
+        names = names_of(cut.rules.names) if cut.rules is not None else {}
     is_whole = format == "full" or (format == "distcp" and not is_cut)
     wanted = wanted_of(outlines_of(have, names), cut, is_whole)
     output = plan_output(
@@ -112,7 +114,7 @@ def plan_job(
         max_shard_size=max_shard_size,
     )
     transfers = tuple(_transfers(catalog, output, have, names))
-    output, others = _with_others(output, catalog)
+    output, others = _with_others(output, catalog, format)
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
     return Job(catalog, format, output, transfers, others, fingerprint, stamp)
@@ -131,14 +133,15 @@ def _transfers(
 
 
 def _with_others(
-    output: Output, catalog: Catalog
+    output: Output, catalog: Catalog, format: str
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
     """The output with the files of the source that hold no tensors.
 
-    Files of tensors that are no part of the source would be taken for a part of the output.
+    Files of tensors that are no part of the source might be taken for a part of the output.
     """
+    misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
-    strays = tuple(file.path for file in catalog.others if _is_of_tensors(file.path))
+    strays = tuple(file.path for file in catalog.others if _is_one_of(misleading, file.path))
     kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
     files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))
@@ -146,14 +149,14 @@ def _with_others(
     return replace(output, files=files, left_out=(*output.left_out, *strays)), copied
 
 
-def _is_of_tensors(path: str) -> bool:
-    """Whether a reader of checkpoints would look for tensors there.
+def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
+    """Whether a file of tensors, or an index of such files, ends so, or is of a .distcp folder.
 
-    >>> [*map(_is_of_tensors, ("a/consolidated.safetensors", ".metadata", "tokenizer.json"))]
-    [True, True, False]
+    >>> [_is_one_of((".bin",), path) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
+    [True, True, True, False]
     """
-    indexes = (".safetensors.index.json", ".bin.index.json")
-    named = path.endswith((*TENSOR_FILES, ".distcp", *indexes))
+    indexes = tuple(f"{ending}.index.json" for ending in endings)
+    named = path.endswith((*endings, *indexes, ".distcp"))
     return named or path.rpartition("/")[2] == ".metadata"
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 from reshard.box import Box
 from reshard.errors import NamesError, PlanError, quoted
@@ -25,6 +26,9 @@ __all__ = ["Outline", "feeds_for", "outlines_of"]
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ANYWHERE = Layout(Mesh(), "...")
 
+MAX_ELEMENTS = 1 << 56
+"""Elements of one tensor: bytes and strides of more do not fit into 64 bits."""
+
 
 @dataclass(frozen=True, slots=True)
 class Outline:
@@ -37,10 +41,17 @@ class Outline:
 def outlines_of(have: Mapping[str, Outline], names: Names) -> dict[str, Outline]:
     """All tensors of the output: those that names speaks of, and the others as they are."""
     found: dict[str, Outline] = {}
+    made_by: dict[str, str] = {}
     used: set[str] = set()
     for key, source in names.items():
         for name, parts in _filled_in(key, source, have):
+            if name in found:
+                raise NamesError(
+                    f"names makes {quoted(name)} twice, as {quoted(made_by[name])} and as "
+                    f"{quoted(key)}: give one of the two another name"
+                )
             found[name] = _outline(name, source, [have[part] for part in parts])
+            made_by[name] = key
             used |= set(parts)
     kept = {name: outline for name, outline in have.items() if name not in used}
     double = next((name for name in kept if name in found), None)
@@ -79,51 +90,93 @@ def _filled_in(
     key: str, source: Source, have: Mapping[str, Outline]
 ) -> Iterator[tuple[str, list[str]]]:
     """The output names behind a key, each with the source names that it is made of."""
-    places, templates = _PLACE.findall(key), _parts(source)
-    matches = 0
-    for values in _captures(templates[0], places, have):
-        parts = [_fill(template, values) for template in templates]
-        if isinstance(source, Stacked) and len(parts) == 1 and _PLACE.search(parts[0]):
-            parts = list(_counted(parts[0], have))
+    templates = _parts(source)
+    template, free = _leading(key, source, templates)
+    captured = _captures(template, free, have)
+    if not captured:
+        raise NamesError(f"names has {quoted(key)}, whose source {quoted(template)} is absent")
+    for values, numbers in captured:
+        name, parts = _fill(key, values), [_fill(one, values) for one in templates]
+        if free is not None:
+            parts = _counted(name, parts[0], free, numbers)
         missing = [part for part in parts if part not in have]
         if missing:
             raise NamesError(
-                f"{quoted(_fill(key, values))} needs {', '.join(missing[:3])}, "
-                "which the source lacks"
+                f"{quoted(name)} needs {', '.join(missing[:3])}, which the source lacks"
             )
-        matches += 1
-        yield _fill(key, values), parts
-    if not matches:
-        raise NamesError(f"names has {quoted(key)}, whose source {quoted(templates[0])} is absent")
+        yield name, parts
+
+
+def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, str | None]:
+    """The source name that says which numbers there are, and the place over which a stack counts.
+
+    >>> from reshard.planning.names import stack
+    >>> _leading("layers.{i}.w", stack("layers.{i}.expert.{e}.w"), ["layers.{i}.expert.{e}.w"])
+    ('layers.{i}.expert.{e}.w', 'e')
+    """
+    if not templates:
+        raise NamesError(f"names has {quoted(key)}, which is made of nothing: give it a source")
+    places = set(_PLACE.findall(key))
+    free = {place for one in templates for place in _PLACE.findall(one)} - places
+    counts = isinstance(source, Stacked) and len(templates) == 1 and len(free) == 1
+    if free and not counts:
+        raise NamesError(
+            f"names has {quoted(key)} without the {{{min(free)}}} of its source "
+            f"{quoted(templates[0])}: use the same {{name}}s on both sides"
+        )
+    leading = next((one for one in templates if places <= set(_PLACE.findall(one))), None)
+    if leading is None:
+        lacking = min(places - set(_PLACE.findall(templates[0])))
+        raise NamesError(
+            f"names has {quoted(key)}, and its source {quoted(templates[0])} has no "
+            f"{{{lacking}}}: use the same {{name}}s on both sides"
+        )
+    return leading, min(free, default=None)
 
 
 def _captures(
-    template: str, places: Sequence[str], have: Mapping[str, Outline]
-) -> list[dict[str, str]]:
-    """The numbers for which the source has a name that fits, each once."""
-    texts = _PLACE.split(template)
-    free = [place for place in texts[1::2] if place not in places]
-    pattern = "".join(
-        re.escape(text) if at % 2 == 0 else r"\d+" if text in free else rf"(?P<{text}>\d+)"
-        for at, text in enumerate(texts)
-    )
-    matches = (re.fullmatch(pattern, name) for name in have)
-    found = {tuple(sorted(match.groupdict().items())) for match in matches if match}
-    return [dict(values) for values in sorted(found, key=lambda v: [(k, int(n)) for k, n in v])]
+    template: str, free: str | None, have: Mapping[str, Outline]
+) -> list[tuple[dict[str, str], set[str]]]:
+    """The numbers for which the source has a name that fits, each once, with those of a stack."""
+    pattern = _pattern(template)
+    found: dict[tuple[tuple[str, str], ...], set[str]] = {}
+    for match in filter(None, map(pattern.fullmatch, have)):
+        values = match.groupdict()
+        number = values.pop(free) if free is not None else ""
+        found.setdefault(tuple(sorted(values.items())), set()).add(number)
+    order = sorted(found, key=lambda values: [(place, int(n)) for place, n in values])
+    return [(dict(values), found[values]) for values in order]
+
+
+def _pattern(template: str) -> re.Pattern[str]:
+    """What fits a source name; a place that stands there twice is the same number twice."""
+    texts, seen = _PLACE.split(template), set[str]()
+    parts = []
+    for at, text in enumerate(texts):
+        if at % 2 == 0:
+            parts.append(re.escape(text))
+        else:
+            parts.append(rf"(?P={text})" if text in seen else rf"(?P<{text}>\d+)")
+            seen.add(text)
+    return re.compile("".join(parts))
 
 
 def _fill(template: str, values: Mapping[str, str]) -> str:
     return _PLACE.sub(lambda place: values.get(place[1], place[0]), template)
 
 
-def _counted(template: str, have: Mapping[str, Outline]) -> Iterator[str]:
-    """The names of a stack, from 0 on."""
-    place = _PLACE.search(template)
-    assert place is not None
-    number = 0
-    while (name := template.replace(place[0], str(number))) in have:
-        yield name
-        number += 1
+def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[str]:
+    """The names of a stack, from 0 on without a gap."""
+    expected = [str(number) for number in range(len(numbers))]
+    missing = next((number for number in expected if number not in numbers), None)
+    if missing is not None:
+        beyond = max(numbers.difference(expected), key=int)
+        raise NamesError(
+            f"{quoted(name)} stacks {len(numbers)} tensors from 0 on, and the source has "
+            f"{quoted(_fill(template, {place: beyond}))} and no "
+            f"{quoted(_fill(template, {place: missing}))}: give stack a list of names"
+        )
+    return [_fill(template, {place: number}) for number in expected]
 
 
 def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
@@ -141,6 +194,11 @@ def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
         case Stacked():
             _check_dim(name, source.dim, len(first.shape))
             shape = (*first.shape[: source.dim], len(parts), *first.shape[source.dim :])
+    if prod(shape) > MAX_ELEMENTS:
+        raise PlanError(
+            f"{quoted(name)} would have shape {shape}, and at most {MAX_ELEMENTS} elements can be "
+            "counted: check the sizes in names"
+        )
     return Outline(shape, first.dtype)
 
 
@@ -150,6 +208,12 @@ def _check_dim(name: str, dim: int, last: int) -> None:
 
 
 def _taken(source: Take, shape: tuple[int, ...]) -> tuple[int, ...]:
+    for dim, (low, high) in source.crop:
+        if not (0 <= dim < len(shape) and 0 <= low <= high <= shape[dim]):
+            raise PlanError(
+                f"{low} to {high} of dim {dim} is taken of {quoted(source.name)}, which has shape "
+                f"{shape}: stay inside it"
+            )
     cropped = {dim: high - low for dim, (low, high) in source.crop}
     gone = {dim for dim, _ in source.index}
     sizes = [cropped.get(dim, size) for dim, size in enumerate(shape) if dim not in gone]
@@ -157,6 +221,11 @@ def _taken(source: Take, shape: tuple[int, ...]) -> tuple[int, ...]:
         if not 0 <= dim < len(sizes):
             raise PlanError(
                 f"{quoted(source.name)} is padded in dim {dim} and has {len(sizes)} dims"
+            )
+        if size < sizes[dim]:
+            raise PlanError(
+                f"{quoted(source.name)} is padded in dim {dim} to {size} and is {sizes[dim]} long "
+                "there: crop it, or give a larger size"
             )
         sizes[dim] = size
     return tuple(sizes)

@@ -36,7 +36,9 @@ class ConvertReport:
     """How long it took; in a dry run how long it will take, as far as a short probe can tell."""
     checksums: bool
     left_out: tuple[str, ...] = ()
-    """Entries that are no tensors and have no place in the format."""
+    """Entries and values that have no place in the format, and files of tensors that are no part of
+    the source.
+    """
     notes: tuple[str, ...] = ()
     """What a reader should know about the source."""
     rank: int = 0
@@ -81,8 +83,7 @@ class ConvertReport:
         lines += self._time()
         if self.left_out:
             some = ", ".join(self.left_out[:5]) + (" ..." if len(self.left_out) > 5 else "")
-            verb = "have" if len(self.left_out) > 1 else "has"
-            lines.append(f"  left out {some}: {verb} no place in this format")
+            lines.append(f"  left out {some}: no place in this format, or no part of the source")
         return lines + [f"  note     {note}" for note in self.notes[:5]]
 
     def _resumed(self) -> str:

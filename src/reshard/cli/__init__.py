@@ -29,6 +29,9 @@ __all__ = ["main", "run"]
 
 BAD_INPUT = 2
 INTERRUPTED = 130
+TRACEBACK = "RESHARD_TRACEBACK"
+"""The variable of the environment that asks for the lines of code behind an internal error."""
+MOST_SAID = 300
 
 _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
 
@@ -90,11 +93,23 @@ def _invoke(arguments: list[str]) -> int:
         return _complain(error.format_message())
     except ReshardError as error:
         return _complain(str(error))
-    except BrokenPipeError:
+    except (BrokenPipeError, click.Abort):
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror or error}")
+    except Exception as error:
+        return _complain(_ours(error))
+
+
+def _ours(error: Exception) -> str:
+    """What to say of an error that nobody foresaw; where it came from only if that is asked for."""
+    if os.environ.get(TRACEBACK):
+        import traceback
+
+        traceback.print_exception(error)
+    what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
+    return f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
 
 
 def _protect(argument: str) -> str:

@@ -82,8 +82,8 @@ def _convert(
 ) -> int:
     from reshard.checkpoint.convert import convert as run
     from reshard.cli.meter import byte_meter
-    from reshard.cli.names import read_names
     from reshard.cli.output import print_json
+    from reshard.planning.names_table import read_names
 
     names = words.pop("names")
     with byte_meter("convert", quiet=quiet or not team.leads) as progress:

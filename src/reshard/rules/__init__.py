@@ -95,6 +95,11 @@ class Rules:
         """The numbers of the model; None where one has not been given."""
         return dict(self.document.model)
 
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """Tensors that are called otherwise, or joined, in what is converted; as written."""
+        return self.document.names
+
     def layout(
         self, name: str, mesh: Mesh | None = None, shape: Sequence[int] | None = None
     ) -> Layout:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from reshard.errors import ReshardError, RulesError
 from reshard.mesh import Mesh
@@ -58,6 +59,8 @@ class Document:
     factors: tuple[Factor, ...] = ()
     rules: tuple[Rule, ...] = ()
     """The most specific first."""
+    names: Mapping[str, Any] = field(default_factory=dict)
+    """Tensors that have other names elsewhere, or are joined there; as written."""
 
     def extended(self, own: Document) -> Document:
         """This document with what another one adds or says differently."""
@@ -72,6 +75,7 @@ class Document:
             counts={**counts, **own.counts},
             factors=tuple(factors.values()),
             rules=tuple(sorted(rules.values(), key=lambda rule: rule.pattern.rank, reverse=True)),
+            names={**self.names, **own.names},
         )
 
     def with_numbers(self, numbers: Mapping[str, int]) -> Document:

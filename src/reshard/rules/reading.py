@@ -28,7 +28,7 @@ __all__ = ["MAX_BYTES", "families", "read", "read_family"]
 
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
-_KEYS = ("extends", "mesh", "axes", "fsdp", "model", "factor", "tensors")
+_KEYS = ("extends", "mesh", "axes", "fsdp", "model", "factor", "tensors", "names")
 _FOLDER = resources.files("reshard.rules") / "families"
 
 
@@ -62,6 +62,7 @@ def read(text: str) -> Document:
         counts=_counts(_table(data, "model")),
         factors=tuple(_factor(*item) for item in _table(data, "factor").items()),
         rules=tuple(_rule(*item) for item in _table(data, "tensors").items()),
+        names=_table(data, "names"),
     )
     document = base.extended(own)
     _check(document)

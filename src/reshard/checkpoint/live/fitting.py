@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from reshard.checkpoint.casting import check_cast
 from reshard.checkpoint.live.outline import Outline
 from reshard.errors import CheckpointError, NamesError, quoted
 from reshard.spec import TensorSpec
@@ -45,6 +46,7 @@ def _check_one(name: str, spec: TensorSpec, outline: Outline, cast: bool) -> Non
             f"tensor {quoted(name)} is {have.dtype} in {root} and {spec.dtype} in the state dict: "
             "cast=True rounds while loading"
         )
+    check_cast(have.dtype, spec.dtype, f"tensor {quoted(name)} of {root}")
 
 
 def _listed(what: str, names: Sequence[str]) -> str:

@@ -30,11 +30,12 @@ from reshard.checkpoint.live.entries import Entries, entries_of
 from reshard.checkpoint.live.merging import merged_specs
 from reshard.checkpoint.live.owning import main_mesh, on_mesh, owners_of
 from reshard.checkpoint.live.reports import SaveReport
+from reshard.checkpoint.live.views import boxes_of
 from reshard.checkpoint.live.writing import Job, Writer, writers_of
 from reshard.checkpoint.outputs import Wanted, plan_output
 from reshard.checkpoint.publish import Workplace, replace_file
 from reshard.checkpoint.target_files import TargetFiles
-from reshard.errors import CheckpointError, TargetError, UnfinishedError, quoted
+from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
 from reshard.sharded.content import Group
 from reshard.spec import TensorSpec
 from reshard.tensors.texts import specs_from_text, specs_to_text
@@ -125,7 +126,9 @@ def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[s
 
     said = circle.all_do(describe)
     circle.check_alike({rank: one[3] for rank, one in said.items()}, "save")
-    specs = merged_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
+    described = {rank: specs_from_text(one[0]) for rank, one in said.items()}
+    specs = merged_specs(described)
+    _check_present(specs, described)
     others: dict[str, tuple[int, int]] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
     for rank, (_, sizes, paths, _) in said.items():
@@ -135,6 +138,7 @@ def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[s
     both = sorted(others.keys() & specs.keys())
     if both:
         raise CheckpointError(f"{quoted(both[0])} is a tensor on some ranks and none on others")
+    _check_some(request, len(specs), len(others))
     return _Saved(found[0][0], found[0][1], specs, others, keys)
 
 
@@ -148,6 +152,34 @@ def _check_request(request: Mapping[str, Any]) -> None:
             f"{request['path']} is no folder of this machine: save to one, and upload it then, or "
             "let reshard convert write it there"
         )
+
+
+def _check_some(request: Mapping[str, Any], num_tensors: int, num_others: int) -> None:
+    """Refuse to save what nobody could load, before it takes the place of something else."""
+    if num_tensors or (num_others and request["format"] == "distcp"):
+        return
+    plural = "ies" if num_others > 1 else "y"
+    others = f' and {num_others} other entr{plural}, for format="distcp"' if num_others else ""
+    raise CheckpointError(
+        f"nothing to save to {request['path']}: the state dict has 0 tensors{others}: is it the "
+        "right one?"
+    )
+
+
+def _check_present(
+    specs: Mapping[str, TensorSpec], said: Mapping[int, Mapping[str, TensorSpec]]
+) -> None:
+    """Refuse a tensor that lies on a rank without it: nobody could write that rank's part."""
+    for name, spec in specs.items():
+        absent = [rank for rank in spec.layout.ranks if name not in said.get(rank, ())]
+        held = boxes_of(spec.layout, spec.shape) if absent else {}
+        for rank in absent:
+            if rank in held:
+                takes_part = "has no tensor" if rank in said else "does not save, but has a part of"
+                raise DisagreementError(
+                    f"rank {rank} {takes_part} {quoted(name)}, which is cut over it "
+                    f"({quoted(spec.layout)}): give it on all {len(held)} ranks that hold it"
+                )
 
 
 def _bytes(name: str, value: Any) -> bytes:

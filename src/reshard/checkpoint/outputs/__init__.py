@@ -43,7 +43,7 @@ def plan_output(
     """The files of a checkpoint in one of the formats; entries it cannot hold are listed."""
     match format:
         case "distcp":
-            return distcp(tensors, objects, nesting)
+            return replace(distcp(tensors, objects, nesting), left_out=_said(metadata))
         case "full":
             output = full(tensors, metadata, max_shard_size)
         case "sharded":
@@ -53,3 +53,11 @@ def plan_output(
         case _:
             raise CheckpointError(unknown_format(format))
     return replace(output, left_out=tuple(entry.name for entry in objects))
+
+
+def _said(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """What the files of the source say beside the tensors and entries.
+
+    That they are torch's is said again by whatever is made of a .distcp.
+    """
+    return tuple(key for key, text in metadata.items() if (key, text) != ("format", "pt"))

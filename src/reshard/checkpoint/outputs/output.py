@@ -76,7 +76,7 @@ class Output:
     literals: tuple[Literal, ...]
     objects: tuple[ObjectCopy, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Names of entries that the format has no place for."""
+    """Names of entries, values and files of the source that are not in the output."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -25,7 +25,7 @@ from reshard.checkpoint.outputs.output import (
     owned_boxes,
 )
 from reshard.dtypes import itemsize
-from reshard.errors import LayoutError, TargetError, quoted
+from reshard.errors import CheckpointError, LayoutError, TargetError, quoted
 from reshard.layout import BoxLayout, Layout
 from reshard.pieces import Piece
 
@@ -131,6 +131,7 @@ def _assembled(
 ) -> Output:
     """The headers of the files, and the place of every piece behind them."""
     kept = {key: text for key, text in metadata.items() if key not in (KEY, SHARDING)}
+    _check_texts(tensors, kept)
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
     stored, literals = [], []
     for number, file in enumerate(files):
@@ -149,6 +150,17 @@ def _assembled(
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
     made = {name: _tensor(name, tensors[name], found) for name, found in pieces.items()}
     return Output(tuple(stored), made, tuple(literals), metadata=kept)
+
+
+def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> None:
+    """Refuse what UTF-8, and with it a header, cannot hold: one half of a pair of surrogates."""
+    said = ((f"metadata {quoted(key)}", key + text) for key, text in metadata.items())
+    for what, text in (*((f"tensor {quoted(name)}", name) for name in tensors), *said):
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise CheckpointError(
+                f"{what} has a lone surrogate, which no safetensors file can hold: rename it, or "
+                "write distcp"
+            )
 
 
 def _tensor(name: str, wanted: Wanted, pieces: list[StoredPiece]) -> OutputTensor:

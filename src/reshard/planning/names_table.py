@@ -1,4 +1,6 @@
-"""A TOML file of renamed and joined tensors, read into what ``plan`` and ``convert`` take.
+"""A table of renamed and joined tensors as TOML has it, read into what ``plan`` takes.
+
+It is a file of its own (``--names``), or the table ``[names]`` of a rules file:
 
 "layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
 "layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
@@ -12,16 +14,15 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from reshard.errors import FormatError, quoted
+from reshard.errors import FormatError, ReshardError, quoted
+from reshard.planning.names import Join, Source, join, stack, take
 
-if TYPE_CHECKING:
-    from reshard.planning.names import Source
-
-__all__ = ["parse_names", "read_names"]
+__all__ = ["names_of", "parse_names", "read_names"]
 
 MAX_FILE = 1 << 24
+MAX_NUMBER = (1 << 63) - 1
 
 
 def read_names(path: str) -> dict[str, Source]:
@@ -31,7 +32,9 @@ def read_names(path: str) -> dict[str, Source]:
         raise FormatError(f"{path} is larger than {MAX_FILE} bytes: is it a file of names?")
     try:
         return parse_names(file.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except ReshardError:
+        raise
+    except (ValueError, RecursionError) as error:  # tomllib also lets errors of int() through
         raise FormatError(f"{path} is not TOML: {' '.join(str(error).split())}") from None
 
 
@@ -41,17 +44,22 @@ def parse_names(text: str) -> dict[str, Source]:
     >>> parse_names('"a" = { stack = "b.{e}", dim = 1 }')
     {'a': Stacked(names=('b.{e}',), dim=1)}
     """
-    return {name: _source(name, value) for name, value in tomllib.loads(text).items()}
+    return names_of(tomllib.loads(text))
+
+
+def names_of(table: Mapping[str, Any]) -> dict[str, Source]:
+    """Read a table."""
+    return {name: _source(name, value) for name, value in table.items()}
 
 
 def _source(name: str, value: object) -> Source:
-    from reshard.planning.names import join, stack, take
-
     match value:
         case str():
             return value
-        case {"join": str(source), "rows": dict(rows), **rest} if _numbers(rows):
-            return join(dim=_dim(name, rest), source=source, **rows)
+        case {"join": str(source), "rows": dict(rows), **rest} if _counts(rows):
+            # Not by join(**rows): parts may be called as its own arguments are.
+            parts = tuple(source.replace("{part}", part) for part in rows)
+            return Join(parts, _dim(name, rest), tuple(rows.values()))
         case {"join": list(parts), **rest} if _texts(parts):
             return join(*parts, dim=_dim(name, rest))
         case {"stack": str(part), **rest}:
@@ -66,13 +74,14 @@ def _source(name: str, value: object) -> Source:
                 pad=_by_dim(name, rest.get("pad", {}), _number),
             )
     raise FormatError(
-        f"{quoted(name)} in the names: give a name, or a table with join, stack or take"
+        f"{quoted(name)} in the names: give a name, or a table with join (and rows above 0), stack "
+        "or take"
     )
 
 
 def _dim(name: str, rest: Mapping[Any, object]) -> int:
-    dim = rest.get("dim", 0)
-    if set(rest) - {"dim"} or not isinstance(dim, int) or isinstance(dim, bool):
+    dim = _number(rest.get("dim", 0))
+    if set(rest) - {"dim"} or dim is None:
         raise FormatError(f"{quoted(name)} in the names: beside join or stack only dim is known")
     return dim
 
@@ -87,18 +96,22 @@ def _by_dim(name: str, table: object, read: Callable[[object], Any]) -> dict[int
 
 
 def _number(value: object) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else None
+    """A whole number that 64 bits hold; TOML has larger ones."""
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER:
+        return value
+    return None
 
 
 def _range(value: object) -> tuple[int, int] | None:
     match value:
-        case [int(low), int(high)]:
+        case [int(low), int(high)] if None not in (_number(low), _number(high)):
             return low, high
     return None
 
 
-def _numbers(table: Mapping[str, object]) -> bool:
-    return all(_number(value) is not None for value in table.values())
+def _counts(table: Mapping[str, object]) -> bool:
+    numbers = [_number(value) for value in table.values()]
+    return bool(numbers) and all(number is not None and number > 0 for number in numbers)
 
 
 def _texts(values: list[object]) -> bool:
