@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from safetensors.torch import save_file
 from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -55,6 +55,7 @@ from reshard.tensors.describe import tensors_in
 from tests import generate
 from tests.checkpoint.converting import random_cuts, random_tensors
 from tests.ranks.live import local_of, tensor_of
+from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.soak import cases
@@ -215,19 +216,6 @@ class Block(torch.nn.Module):
         self.up = torch.nn.Linear(48, 96)
         self.down = torch.nn.Linear(96, 48)
         self.norm = torch.nn.LayerNorm(48)
-
-
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def mesh_of(*sizes: int) -> DeviceMesh:
-    """A mesh of the first ranks, or of all eight on two axes; made once."""
-    if sizes not in _meshes:
-        if len(sizes) == 1:
-            _meshes[sizes] = DeviceMesh.from_group(pool_group(sizes[0]), "cpu")
-        else:
-            _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-    return _meshes[sizes]
 
 
 def parallel_block(mesh: DeviceMesh) -> State:

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -34,6 +34,7 @@ from reshard.nn import (
     unpack_activation,
 )
 from tests.nn.blocks import MLP, Attention, Block
+from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 from tests.soak import cases
@@ -158,19 +159,6 @@ class Parallel(nn.Module):
         for pair in self.net:
             x = x + pair["down"](F.gelu(pair["up"](x)))
         return x
-
-
-_meshes: dict[tuple[int, ...], DeviceMesh] = {}
-
-
-def mesh_of(*sizes: int) -> DeviceMesh:
-    """A mesh of the first ranks, or of all eight on two axes; made once."""
-    if sizes not in _meshes:
-        if len(sizes) == 1:
-            _meshes[sizes] = DeviceMesh.from_group(pool_group(sizes[0]), "cpu")
-        else:
-            _meshes[sizes] = init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
-    return _meshes[sizes]
 
 
 def dtensor_layers(rank: int, size: int) -> None:

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError
 from reshard.nn import input_reshard, resharding_of
 from tests.nn.blocks import MLP
-from tests.nn.test_input_reshard import FOUR, HIDDEN, check_same, mesh_of, numbers
+from tests.nn.test_input_reshard import FOUR, HIDDEN, check_same, numbers
+from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 

@@ -11,7 +11,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from reshard.nn import input_reshard, resharding_of
-from tests.nn.test_input_reshard import FOUR, mesh_of, same
+from tests.nn.test_input_reshard import FOUR, same
+from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.soak import cases
 
