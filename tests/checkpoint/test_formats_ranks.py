@@ -352,7 +352,7 @@ def test_whole_tensors_of_torch_save(tmp_path: Path) -> None:
     torch.save(state, tmp_path / "pytorch_model.bin")
     torch.save({"x": Namespace()}, tmp_path / "training_args.bin")
     catalog, found = read(tmp_path, None, None)
-    assert catalog.notes == ('"training_args.bin": kept as it is, its tensors were not read',)
+    assert catalog.notes == ('"training_args.bin": its tensors were not read',)
     assert found == {
         "model.a": bytes_of(storage[3:9]), "model.b": bytes_of(storage[9:]),
         "model.tied": bytes_of(storage[3:5]),

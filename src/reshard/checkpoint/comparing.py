@@ -1,4 +1,7 @@
-"""Where do two tensors differ, and by how much? Read side by side, window by window."""
+"""Where do two tensors differ, and by how much? Read side by side, window by window.
+
+Entries that are no tensors are bytes that nobody interprets: they are equal or not.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ import numpy as np
 
 from reshard.box import Box
 from reshard.checkpoint.casting import cast_into
-from reshard.checkpoint.reading import Budget, StoredReader, in_order
+from reshard.checkpoint.checksums import sum_of
+from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
 
-__all__ = ["Difference", "between", "difference", "is_number"]
+__all__ = ["Difference", "between", "difference", "differing_objects", "is_number"]
 
 Array = np.ndarray[Any, Any]
 
@@ -138,3 +142,26 @@ def _as_float(array: Array, dtype: str) -> Array:
     result = np.empty(array.shape, want)
     cast_into(array, dtype, result, want)
     return result
+
+
+def differing_objects(left: Source, right: Source) -> Iterator[str]:
+    """Entries that are no tensors and differ, or that one side lacks.
+
+    Only two checkpoints that have any are compared: most formats have no place for them.
+    """
+    mine, theirs = left.catalog.objects, right.catalog.objects
+    if not mine or not theirs:
+        return
+    for name in sorted({*mine, *theirs}):
+        if name not in mine or name not in theirs or not _same_object(left, right, name):
+            yield name
+
+
+def _same_object(left: Source, right: Source, name: str) -> bool:
+    one, two = left.catalog.objects[name], right.catalog.objects[name]
+    return one.size == two.size and _object_sum(left, name) == _object_sum(right, name)
+
+
+def _object_sum(side: Source, name: str) -> bytes:
+    entry = side.catalog.objects[name]
+    return sum_of(side.storage, side.name(entry.file), entry.offset, entry.offset + entry.size)

@@ -2,7 +2,8 @@
 
 Most tensors are cut into a regular grid, which is seen at once. Others are swept slab by slab:
 between two neighbouring edges of a dim the boxes that are present do not change, so the question
-is the same one with a dim less.
+is the same one with a dim less. Where the boxes that span all that is left decide the count, no
+dim is looked at any more.
 
     dim 0   0     2     5     6         slab [0:2]  boxes A, B    dim 1: A B cover it
             +--A--+--C--+     |         slab [2:5]  box C         dim 1: C covers a part
@@ -14,28 +15,43 @@ is the same one with a dim less.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
-from math import prod
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from math import inf, prod
+from operator import lt
 
 from reshard.box import Box
+from reshard.errors import CheckpointError
 
 __all__ = ["doubled_in", "grid_of", "holes_of"]
 
 Edges = tuple[tuple[int, ...], tuple[int, ...]]
+
+MOST_STEPS = 24_000_000
+"""About two seconds. Boxes can say any logical formula, and no method is quick for all of those; a
+tensor that a job has cut takes a few hundred steps for each box."""
+MOST_PAIRS = 1 << 20
+"""Pairs of boxes that are compared to see whether any two overlap."""
+MOST_DOUBLED = 1000
+"""Regions with replicas that are listed: a hundred boxes that all overlap have millions."""
+ENTERED = 32
+"""The steps that a slab takes beside those for its boxes."""
 
 
 def holes_of(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[Box, ...]:
     """What no box covers of a tensor of this shape, as disjoint boxes."""
     whole = Box.whole(shape)
     present = {box for box in boxes if box.size}
-    if not whole.size or whole in present or _fills(present, whole):
+    if not whole.size or whole in present or _fills(present, whole) or _tiles(present, whole):
         return ()
-    return _regions(whole, present, lambda count: count == 0)
+    return _regions(_Sweep(whole, len(present), 0, 0), present)
 
 
 def doubled_in(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[Box, ...]:
     """What several boxes cover, as disjoint boxes: replicas, which should be equal.
+
+    There is at least one wherever there are replicas; after a thousand the rest is left out.
 
     >>> doubled_in((4,), [Box((0,), (3,)), Box((2,), (4,))])
     (Box((2,), (3,)),)
@@ -44,7 +60,9 @@ def doubled_in(shape: Sequence[int], boxes: Iterable[Box]) -> tuple[Box, ...]:
     present = [box for box in boxes if box.size]
     if len(present) < 2 or (_fills(set(present), whole) and len(set(present)) == len(present)):
         return ()
-    return _regions(whole, present, lambda count: count > 1)
+    if _tiles(present, whole):
+        return ()
+    return _regions(_Sweep(whole, len(present), 2, inf, MOST_DOUBLED), present)
 
 
 def grid_of(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
@@ -78,27 +96,88 @@ def _fills(boxes: set[Box], whole: Box) -> bool:
     return all(dim[0] == low and dim[-1] == high for dim, low, high in limits)
 
 
-def _regions(whole: Box, boxes: Iterable[Box], wanted: Callable[[int], bool]) -> tuple[Box, ...]:
+def _tiles(boxes: Collection[Box], whole: Box) -> bool:
+    """Whether boxes of any sizes are all of it, each element once; False also if that takes long.
+
+    Boxes that do not overlap and have as many elements as the tensor leave nothing out.
+    """
+    if not whole.start or sum(box.size for box in boxes) != whole.size:
+        return False
+    dim = max(range(len(whole.start)), key=lambda dim: len({box.start[dim] for box in boxes}))
+    present: list[Box] = []
+    pairs = 0
+    for box in sorted(boxes, key=lambda box: box.start[dim]):
+        present = [other for other in present if other.stop[dim] > box.start[dim]]
+        pairs += len(present)
+        if pairs > MOST_PAIRS or any(_meet(box, other) for other in present):
+            return False
+        present.append(box)
+    return True
+
+
+def _meet(one: Box, two: Box) -> bool:
+    return all(map(lt, one.start, two.stop)) and all(map(lt, two.start, one.stop))
+
+
+def _regions(sweep: _Sweep, boxes: Iterable[Box]) -> tuple[Box, ...]:
     """The regions that a wanted number of boxes cover."""
-    return tuple(Box(*edges) for edges in _sweep(whole, [*boxes], 0, wanted))
+    return tuple(Box(*edges) for edges in islice(sweep.regions([*boxes], 0), sweep.limit))
 
 
-def _sweep(
-    whole: Box, boxes: Sequence[Box], dim: int, wanted: Callable[[int], bool]
-) -> Iterator[Edges]:
-    """The regions within the dims from ``dim`` on, as starts and stops of those dims."""
-    if dim == len(whole.start):
-        if wanted(len(boxes)):
-            yield (), ()
-        return
-    begin: int | None = None
-    end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
-    for low, high, present in _slabs(whole, boxes, dim):
-        if begin is None or not _same(present, before):
-            yield from _within(begin, end, inner)
-            begin, before, inner = low, present, [*_sweep(whole, present, dim + 1, wanted)]
-        end = high
-    yield from _within(begin, end, inner)
+@dataclass(slots=True)
+class _Sweep:
+    """A tensor that is being swept for regions with a wanted number of boxes."""
+
+    whole: Box
+    num_boxes: int
+    least: float
+    """The boxes that must cover a region, and the most that may."""
+    most: float
+    limit: int | None = None
+    """Regions that are wanted."""
+    steps: int = 0
+
+    def regions(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:
+        """The regions within the dims from ``dim`` on, as starts and stops of those dims."""
+        low, high = self.whole.start[dim:], self.whole.stop[dim:]
+        self._spend(8 * len(boxes))
+        spanning = sum(box.start[dim:] == low and box.stop[dim:] == high for box in boxes)
+        if spanning > self.most or len(boxes) < self.least:
+            return
+        if spanning >= self.least and len(boxes) <= self.most:
+            yield low, high
+            return
+        begin: int | None = None
+        end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
+        for start, stop, present in self._slabs(boxes, dim):
+            if begin is None or not _same(present, before):
+                yield from _within(begin, end, inner)
+                begin, before = start, present
+                inner = [*islice(self.regions(present, dim + 1), self.limit)]
+            end = stop
+        yield from _within(begin, end, inner)
+
+    def _slabs(self, boxes: Sequence[Box], dim: int) -> Iterator[tuple[int, int, list[Box]]]:
+        """A dim from edge to edge, with the boxes that span it there."""
+        low, high = self.whole.start[dim], self.whole.stop[dim]
+        edges = {low, high, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)}
+        waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
+        present: list[Box] = []
+        for start, stop in pairwise(sorted(edge for edge in edges if low <= edge <= high)):
+            self._spend(len(present))
+            present = [box for box in present if box.stop[dim] > start]
+            while waiting and waiting[-1].start[dim] <= start:
+                present.append(waiting.pop())
+            yield start, stop, present
+
+    def _spend(self, count: int) -> None:
+        self.steps += count + ENTERED
+        if self.steps > MOST_STEPS:
+            raise CheckpointError(
+                f"a tensor of shape {self.whole.stop} is stored in {self.num_boxes} boxes that "
+                f"overlap so irregularly that {MOST_STEPS} steps do not tell what is missing: save "
+                "it again with fewer or disjoint boxes"
+            )
 
 
 def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
@@ -108,16 +187,3 @@ def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edg
 
 def _same(some: Sequence[Box], others: Sequence[Box]) -> bool:
     return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
-
-
-def _slabs(whole: Box, boxes: Sequence[Box], dim: int) -> Iterator[tuple[int, int, list[Box]]]:
-    """A dim from edge to edge, with the boxes that span it there."""
-    low, high = whole.start[dim], whole.stop[dim]
-    edges = {low, high, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)}
-    waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
-    present: list[Box] = []
-    for start, stop in pairwise(sorted(edge for edge in edges if low <= edge <= high)):
-        present = [box for box in present if box.stop[dim] > start]
-        while waiting and waiting[-1].start[dim] <= start:
-            present.append(waiting.pop())
-        yield start, stop, present

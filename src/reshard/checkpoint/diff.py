@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.box import Box
 from reshard.checkpoint.catalog import StoredTensor
-from reshard.checkpoint.comparing import Difference, difference, is_number
+from reshard.checkpoint.comparing import (
+    Difference,
+    difference,
+    differing_objects,
+    is_number,
+)
 from reshard.checkpoint.examining import Problem, digests_of
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader, opened
 from reshard.errors import DamageError, quoted
@@ -201,7 +206,7 @@ def diff(
             changed=tuple(changed),
             num_equal=len(equal),
             num_recut=sum(_cut(mine[name]) != _cut(theirs[name]) for name in equal),
-            objects=tuple(_objects(left, right)),
+            objects=tuple(differing_objects(left, right)),
         )
 
 
@@ -249,25 +254,3 @@ def _compared(left: Source, right: Source, name: str, budget: Budget) -> Iterato
     yield TensorDiff(
         name, shapes, dtypes, found.count, found.first, found.box, found.largest, places
     )
-
-
-def _objects(left: Source, right: Source) -> Iterator[str]:
-    """Entries that are no tensors: only two checkpoints that have any are compared."""
-    mine, theirs = left.catalog.objects, right.catalog.objects
-    if not mine or not theirs:
-        return
-    for name in sorted({*mine, *theirs}):
-        if name not in mine or name not in theirs or not _same_object(left, right, name):
-            yield name
-
-
-def _same_object(left: Source, right: Source, name: str) -> bool:
-    from reshard.checkpoint.checksums import sum_of
-
-    sums, sizes = [], []
-    for side in (left, right):
-        entry = side.catalog.objects[name]
-        path = side.name(entry.file)
-        sizes.append(entry.size)
-        sums.append(sum_of(side.storage, path, entry.offset, entry.offset + entry.size))
-    return sizes[0] == sizes[1] and sums[0] == sums[1]

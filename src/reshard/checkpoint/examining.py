@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from reshard.box import Box
 from reshard.checkpoint import digest
-from reshard.checkpoint.catalog import Catalog, StoredPiece
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
 from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, CoverageError, quoted
+from reshard.errors import CheckpointError, quoted
 
 __all__ = ["Examined", "Problem", "digests_of", "examine", "span_of", "tensors_at"]
 
@@ -32,8 +33,8 @@ class Problem:
     """One thing that is wrong."""
 
     kind: str
-    """``damage``, ``unreadable``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype`` or
-    ``values``."""
+    """``damage``, ``unreadable``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype``,
+    ``values``, or ``object`` for an entry that is no tensor."""
     message: str
     tensor: str | None = None
     file: str | None = None
@@ -87,12 +88,24 @@ def examine(
 def _readers(source: Source, found: Examined) -> Iterator[StoredReader]:
     for tensor in source.catalog.tensors.values():
         try:
-            yield StoredReader(source, tensor)
-        except CoverageError as error:
-            hole = holes_of(tensor.shape, (piece.box for piece in tensor.pieces))[0]
-            found.add(Problem("hole", f"{source.storage.root}: {error}", tensor.name, box=hole))
+            # First, because it ends soon whatever the pieces are.
+            holes = holes_of(tensor.shape, (piece.box for piece in tensor.pieces))
+            if holes:
+                found.add(_hole(source, tensor, holes))
+            else:
+                yield StoredReader(source, tensor)
         except CheckpointError as error:
             found.add(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
+
+
+def _hole(source: Source, tensor: StoredTensor, holes: Sequence[Box]) -> Problem:
+    missing, total = sum(hole.size for hole in holes), prod(tensor.shape)
+    message = (
+        f"{source.storage.root}: tensor {quoted(tensor.name)} of shape {tensor.shape}: no file "
+        f"holds {holes[0]}, {missing} of its {total} elements are missing: is a file of the "
+        "checkpoint missing?"
+    )
+    return Problem("hole", message, tensor.name, box=holes[0])
 
 
 def digests_of(

@@ -25,10 +25,11 @@ import numpy as np
 
 from reshard.box import Box, uncovered
 from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.located import Located, joined, slabs
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
-from reshard.errors import CoverageError, DamageError, PlanError, quoted
+from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
 from reshard.listed import join_boxes
 from reshard.planning.names import Feed
 
@@ -36,6 +37,8 @@ __all__ = ["Chunk", "Fed", "Transfer", "chunks_of", "source_of", "transfer_of"]
 
 WORTH_A_REGION = 1 << 20
 """Bytes below which a target piece is not given windows of its own."""
+MOST_PARTS = 4096
+"""Parts of one stored box that none before it holds: a job that saves each element once has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +139,7 @@ def source_of(
     chosen, replicas = _without_replicas(pieces, prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
     if missing:
-        holes = uncovered(Box.whole(shape), [*chosen.boxes(), *zeros])
+        holes = holes_of(shape, [*chosen.boxes(), *zeros])
         raise CoverageError(
             f"tensor {quoted(name)} of shape {shape}: no file holds {holes[0]}, {missing} of its "
             f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
@@ -168,10 +171,23 @@ def _apart(chosen: Located, left: Ints, right: Ints, replicas: Located) -> tuple
     kept, doubled = [chosen[np.array(alone, dtype=np.int64)]], [replicas]
     for row, others in before.items():
         box = chosen.box(row)
-        new = uncovered(box, [chosen.box(other) for other in others])
+        new = _rest(box, [chosen.box(other) for other in others])
         kept += [_part(chosen, row, part) for part in new]
-        doubled += [_part(chosen, row, part) for part in uncovered(box, new)]
+        doubled += [_part(chosen, row, part) for part in _rest(box, new)]
     return joined(kept), joined(doubled)
+
+
+def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
+    """What is left of a box, as disjoint boxes; boxes that overlap in a wild way are refused."""
+    rest: tuple[Box, ...] = (box,)
+    for cover in covers:
+        rest = tuple(part for left in rest for part in uncovered(left, [cover]))
+        if len(rest) > MOST_PARTS:
+            raise CheckpointError(
+                f"{box} is overlapped by {len(covers)} boxes so irregularly that more than "
+                f"{MOST_PARTS} parts of it are left: save it again with disjoint boxes"
+            )
+    return rest
 
 
 def _part(pieces: Located, row: int, box: Box) -> Located:

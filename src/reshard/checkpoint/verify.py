@@ -3,7 +3,8 @@
 Alone, a checkpoint is compared with what was written: every byte of every file with its checksum,
 every tensor with its digest; nothing may be missing, and copies must agree. Two are compared by
 digests, which are made of the bytes of both and not taken from what lies beside them. Tensors whose
-digests differ are then read side by side, to say where.
+digests differ are then read side by side, to say where. Entries that are no tensors are compared
+byte by byte where both have such.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
-from reshard.checkpoint.comparing import Difference, difference
+from reshard.checkpoint.comparing import Difference, difference, differing_objects
 from reshard.checkpoint.crcs import check_crcs
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.given import as_mesh, as_rules
@@ -221,6 +222,20 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
     for name, tensor in mine.items():
         if name in theirs:
             yield from _difference(left, right, tensor, theirs[name], budget)
+    if left.is_known and right.is_known:
+        for name in differing_objects(left.source, right.source):
+            yield _object(left, right, name)
+
+
+def _object(left: _Side, right: _Side, name: str) -> Problem:
+    """An entry that is no tensor and not the same on both sides."""
+    for here, there in ((left, right), (right, left)):
+        if name not in there.source.catalog.objects:
+            where = f"is in {here.storage.root} and not in {there.storage.root}"
+            return Problem("object", f"entry {quoted(name)} {where}")
+    sizes = [side.source.catalog.objects[name].size for side in (left, right)]
+    where = f"{sizes[0]} bytes in {left.storage.root}, {sizes[1]} in {right.storage.root}"
+    return Problem("object", f"entry {quoted(name)}, which is no tensor, differs: {where}")
 
 
 def _difference(

@@ -244,5 +244,5 @@ def _disagreement(
     return DamageError(
         f"tensor {quoted(transfer.name)} {where}: {one} and {reads.name(group.extent.file)} hold "
         f"different values, and both should hold the same ({len(at)} elements differ): one of them "
-        "is damaged or from another step; --no-compare takes the first"
+        "is damaged or from another step; --no-compare (compare_replicas=False) takes the first"
     )

@@ -53,7 +53,7 @@ def _note_unread(catalog: Catalog, findings: Findings) -> None:
     unread = [file.path for file in catalog.others if file.path.endswith(TENSOR_FILES)]
     if unread:
         more = f" and {len(unread) - 1} more" if len(unread) > 1 else ""
-        findings.note(f"{quoted(unread[0])}{more}: kept as it is, its tensors were not read")
+        findings.note(f"{quoted(unread[0])}{more}: its tensors were not read")
 
 
 def _kind(root: str, listed: Sequence[StoredFile]) -> str:

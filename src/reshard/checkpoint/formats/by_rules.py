@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 
 from reshard.box import row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile
@@ -45,8 +44,9 @@ def read_by_rules(
     layouts = rules.fit(examples).layouts(examples, mesh)
     values: dict[str, str] = {}
     nesting: dict[str, tuple[str | int, ...]] = {}
-    for content in contents.values():
-        values, nesting = {**content.values, **values}, {**content.nesting, **nesting}
+    for content in contents.values():  # the first file's word, where they differ
+        values |= {name: text for name, text in content.values.items() if name not in values}
+        nesting |= {name: keys for name, keys in content.nesting.items() if name not in nesting}
     return Catalog(
         storage.root,
         "per-rank",
@@ -150,8 +150,9 @@ def _contents(
         if not file.path.endswith(".safetensors"):
             with findings.noting():
                 contents[file.path] = read_torch_file(storage, file, findings)
-    metadata = common_metadata(headed)
-    return {path: replace(c, values={**metadata, **c.values}) for path, c in contents.items()}
+    for first in [*contents.values()][:1]:
+        first.values = {**common_metadata(headed), **first.values}
+    return contents
 
 
 def _headed_tensors(one: HeadedFile) -> dict[str, LocalTensor]:

@@ -33,18 +33,20 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     >>> checked_shape([4, 2], "a.safetensors", "w")
     (4, 2)
     """
-    shape = whole_numbers(values)
-    if shape is not None and len(shape) <= MAX_DIMS:
+    # Thousands of tensors may refer to one list of millions: what is too long is not gone through.
+    too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
+    shape = None if too_long else whole_numbers(values)
+    if shape is not None:
         count = 1
         for size in shape:
             count *= size or 1
         if count <= MAX_ELEMENTS:
             return shape
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if shape is None:
+    if shape is None and not too_long:
         raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
     raise DamageError(
-        f"{about} has the shape {shown(shape)}: no tensor has that many dims or elements"
+        f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"
     )
 
 
@@ -55,8 +57,9 @@ def shown(value: object) -> str:
     ('[2, "x"]', 'a list', '2.5')
     """
     if isinstance(value, list | tuple):
-        if all(isinstance(part, _PLAIN) for part in value):
-            inner = ", ".join(map(shown, value[:MAX_SHOWN]))
+        first = value[:MAX_SHOWN]
+        if all(isinstance(part, _PLAIN) for part in first):
+            inner = ", ".join(map(shown, first))
             more = ", ..." if len(value) > MAX_SHOWN else ""
             return f"[{inner}{more}]" if isinstance(value, list) else f"({inner}{more})"
         return f"a {type(value).__name__}"

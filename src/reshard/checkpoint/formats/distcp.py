@@ -43,6 +43,13 @@ MAX_PICKLE = 1 << 16
 """Bytes of the pickle of one tensor, which has a few hundred, and of the archive's directory."""
 BATCH = 1024
 """Archives whose ends are in memory at the same time."""
+CHUNK_BYTES = 16
+"""Bytes of the metadata that a chunk takes at least, unless many tensors share a list of chunks."""
+MAX_PATH = 1 << 12
+MAX_KEYS = 64
+"""Keys that lead to an entry of a nested state dict."""
+KNOWN_PICKLES = 1 << 12
+"""Pickles that are kept because the next archive may have the same; a model has a few shapes."""
 
 _DCP = "torch.distributed.checkpoint."
 _RECORDS = {
@@ -82,23 +89,30 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     metadata = _metadata(storage, where)
     placed = _placed(_dict(metadata, "storage_data", where), where)
     sizes = {file.path: file.size for file in listed}
-    _check_ranges(storage.root, placed.values(), sizes, findings)
+    shared = _check_ranges(storage.root, placed.values(), sizes, findings)
     named = {path for path, _, _ in placed.values()}
     files = tuple(file for file in listed if file.path in named)
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
+    left = most = storage.size(METADATA) // CHUNK_BYTES
     for name, entry in _dict(metadata, "state_dict_metadata", where).items():
         with findings.noting():
             found = _entry(name, entry, placed, where)
             if isinstance(found, StoredTensor):
                 tensors[name] = found
+                left -= _num_chunks(entry)
+                if left < 0:
+                    raise DamageError(
+                        f"{where}: up to {quoted(name)} its tensors have {most - left} chunks, and "
+                        f"so many bytes have at most {most}: many share one list"
+                    )
                 chunks += _chunks(found, entry, placed, where)
             elif found[0] in numbers:
                 objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
     _check_used(placed, tensors, objects, where, findings)
-    readable = [chunk for chunk in chunks if _fits(chunk.range, sizes)]
+    readable = [c for c in chunks if _fits(c.range, sizes) and c.range not in shared]
     pieces, crcs = _pieces(storage, readable, numbers, findings)
     tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
     others = _others(listed, named, findings)
@@ -165,6 +179,8 @@ def _range(info: Record, where: str) -> Range:
     path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
     if not isinstance(path, str) or whole_numbers((offset, length)) is None:
         raise DamageError(f"{where} is stored in no range of a file")
+    if len(path) > MAX_PATH:
+        raise DamageError(f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read")
     if info.field("transform_descriptors"):
         raise CheckpointError(f"{where} is stored compressed or transformed: not supported")
     return check_path(path), offset, length
@@ -177,8 +193,12 @@ def _fits(found: Range, sizes: Mapping[str, int]) -> bool:
 
 def _check_ranges(
     root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
-) -> None:
-    """Every range lies in a file that is there, and shares no byte with another."""
+) -> set[Range]:
+    """Every range lies in a file that is there, and shares no byte with another; those that do.
+
+    One range that thousands of entries name would be read as often.
+    """
+    shared: set[Range] = set()
     by_file: dict[str, list[tuple[int, int]]] = {}
     for path, offset, length in ranges:
         by_file.setdefault(path, []).append((offset, offset + length))
@@ -195,9 +215,13 @@ def _check_ranges(
                 f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is cut "
                 f"short, {lost} of {len(spans)} entries are lost"
             )
-        for (_, stop), (start, _) in pairwise(spans):
-            if start < stop:
-                findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}")
+        pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
+        shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
+        if pairs:
+            (_, stop), (start, _) = pairs[0]
+            more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
+            findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
+    return shared
 
 
 def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
@@ -218,9 +242,16 @@ def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTen
     return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
 
 
+def _num_chunks(entry: object) -> int:
+    chunks = entry.field("chunks") if isinstance(entry, Record) else None
+    return len(chunks) if isinstance(chunks, list) else 0
+
+
 def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> Iterator[_Chunk]:
+    """The chunks of a tensor; what is listed twice, as empty ones of several ranks are, once."""
     chunks = entry.field("chunks")
     where = f"{where}: {quoted(tensor.name)}"
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chunk in chunks if isinstance(chunks, list) else ():
         if not isinstance(chunk, Record):
             raise DamageError(f"{where} has a chunk that is none")
@@ -233,7 +264,9 @@ def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> 
             )
         if (tensor.name, start) not in placed:
             raise DamageError(f"{where}: its chunk at {start} is stored nowhere")
-        yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+        if (start, stop) not in seen:
+            seen.add((start, stop))
+            yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
 
 
 def _check_used(
@@ -287,7 +320,9 @@ def _piece(chunk: _Chunk, archive: Archive, file: int, pickles: dict[bytes, Any]
     where = f"{archive.where}: {quoted(chunk.tensor)}"
     record = pickles.get(archive.pickle)
     if record is None:  # archives of one shape have the same pickle
-        record = pickles[archive.pickle] = unpickle(archive.pickle, allow_tensors, where)
+        record = unpickle(archive.pickle, allow_tensors, where)
+        if len(pickles) < KNOWN_PICKLES:
+            pickles[archive.pickle] = record
     if not is_tensor(record):
         raise DamageError(f"{where} is no tensor")
     local = tensor_of(record, archive, where)
@@ -303,7 +338,8 @@ def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
     """Where a nested state dict keeps each entry."""
     paths = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
-        plain = isinstance(path, tuple) and all(type(part) in (str, int) for part in path)
-        if isinstance(name, str) and plain:
+        if not isinstance(name, str) or not isinstance(path, tuple) or len(path) > MAX_KEYS:
+            continue
+        if all(type(part) in (str, int) for part in path):
             paths[name] = path
     return paths

@@ -3,7 +3,8 @@
 A pickle is a program for a small stack machine, and Python's own runs whatever the program names.
 This one knows the instructions that build numbers, texts and containers; where a pickle would call
 a function or make an object, it leaves a ``Record`` that says which, with what. A caller says which
-names may occur, so nothing is imported, called or allocated beyond the size of the input.
+names may occur, so nothing is imported or called. What a short input could repeat without end (a
+copy of a long list, a long key) is counted, so time and memory are those of the input's size.
 
 >>> import pickle, datetime
 >>> print(unpickle(pickle.dumps({"w": [1, 2.5, None]}), allow_none, "a.pkl"))
@@ -26,6 +27,16 @@ __all__ = ["Global", "Record", "allow_none", "unpickle"]
 MAX_INTEGER = 256
 """Bytes of an integer; longer ones take long to print and mean nothing here."""
 
+MAX_NAME = 1 << 10
+"""Characters of a module's name, and of a name in it."""
+COPIES = 4
+"""Elements that may be copied for each byte of the input; what torch writes needs none."""
+FREE_COPIES = 1 << 12
+MAX_KEY = 1 << 60
+"""Larger numbers can be chosen to fall all on one place of a dict, which then takes for ever."""
+MAX_TUPLE_KEYS = 1 << 13
+"""Keys that are tuples, of which the same is true whatever is in them."""
+
 Allowed = Callable[[str, str], bool]
 """Whether a pickle may name this (module, name)."""
 
@@ -33,30 +44,39 @@ Allowed = Callable[[str, str], bool]
 class Global:
     """A name that a pickle refers to; it stands for nothing but itself."""
 
-    __slots__ = ("module", "name", "path")
+    __slots__ = ("module", "name")
 
     def __init__(self, module: str, name: str) -> None:
         self.module = module
         self.name = name
-        self.path = f"{module}.{name}"
+
+    @property
+    def path(self) -> str:
+        """Both together; made when asked for, because thousands of names may share one module."""
+        return f"{self.module}.{self.name}"
 
     def __repr__(self) -> str:
         return f"<{self.path}>"
 
 
 class Record:
-    """What a pickle would have made by calling ``kind`` with ``args``, and the state it would get.
+    """What a pickle would have made by calling ``maker`` with ``args``, and the state it would get.
 
-    ``kind`` is ``persistent`` for what a pickle takes from outside of itself (a storage).
+    ``maker`` is None for what a pickle takes from outside of itself (a storage).
     """
 
-    __slots__ = ("args", "items", "kind", "state")
+    __slots__ = ("args", "items", "maker", "state")
 
-    def __init__(self, kind: str, args: tuple[Any, ...]) -> None:
-        self.kind = kind
+    def __init__(self, maker: Global | None, args: tuple[Any, ...]) -> None:
+        self.maker = maker
         self.args = args
         self.state: Any = None
         self.items: list[Any] = []
+
+    @property
+    def kind(self) -> str:
+        """The path of what would have been called, or ``persistent``."""
+        return "persistent" if self.maker is None else self.maker.path
 
     def field(self, name: str) -> Any:
         """One attribute of the object, None if it was not pickled with it."""
@@ -82,10 +102,15 @@ def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
         machine.fail("the pickle is cut short")
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
         machine.fail("the pickle makes no sense")
+    except MemoryError:
+        machine.fail("the pickle takes more memory than there is")
 
 
 class _Machine:
-    __slots__ = ("allowed", "at", "data", "globals", "marks", "memo", "stack", "where")
+    __slots__ = (
+        "allowed", "at", "copied", "data", "globals", "marks", "memo", "stack", "tuple_keys",
+        "where",
+    )  # fmt: skip
 
     def __init__(self, data: bytes, allowed: Allowed, where: str) -> None:
         self.data = data
@@ -96,6 +121,8 @@ class _Machine:
         self.globals: dict[tuple[str, str], Global] = {}
         self.allowed = allowed
         self.where = where
+        self.copied = 0
+        self.tuple_keys = 0
 
     def run(self) -> Any:
         data, steps = self.data, _STEPS
@@ -123,8 +150,17 @@ class _Machine:
     def number(self, width: int) -> int:
         return int.from_bytes(self.take(width), "little")
 
+    def spend(self, count: int) -> None:
+        """Count elements that are gone through or copied although the input has them only once."""
+        self.copied += count
+        most = COPIES * len(self.data) + FREE_COPIES
+        if self.copied > most:
+            self.fail(f"it copies {self.copied} elements, at most {most} for a pickle of its size")
+
     def line(self) -> str:
-        end = self.data.index(b"\n", self.at)
+        end = self.data.find(b"\n", self.at, self.at + 4 * MAX_NAME)
+        if end < 0:
+            self.fail(f"a name without an end, or of more than {MAX_NAME} characters")
         text = self.data[self.at : end].decode("utf-8")
         self.at = end + 1
         return text
@@ -145,6 +181,9 @@ class _Machine:
     def find(self, module: object, name: object) -> Global:
         if not isinstance(module, str) or not isinstance(name, str):
             self.fail("a name that is no text")
+        if max(len(module), len(name)) > MAX_NAME:
+            longest = max(len(module), len(name))
+            self.fail(f"a name of {longest} characters, at most {MAX_NAME} are read")
         known = self.globals.get((module, name))
         if known is None:
             if not self.allowed(module, name):
@@ -255,10 +294,20 @@ def _update(machine: _Machine, target: Any, pairs: list[Any]) -> None:
 
 def _key(machine: _Machine, key: Any) -> Any:
     """A key that hashes in no time: tuples within tuples would take time without end."""
-    if type(key) not in _SIMPLE:
-        parts = key if type(key) is tuple else (key,)
-        if not all(type(part) in _SIMPLE for part in parts):
+    if type(key) is str:
+        return key
+    parts = (key,)
+    if type(key) is tuple:
+        parts = key
+        machine.spend(len(parts))
+        machine.tuple_keys += 1
+        if machine.tuple_keys > MAX_TUPLE_KEYS:
+            machine.fail(f"more than {MAX_TUPLE_KEYS} keys of dicts are tuples")
+    for part in parts:
+        if type(part) not in _SIMPLE:
             machine.fail(f"a {type(key).__name__} as the key of a dict")
+        if type(part) is int and abs(part) >= MAX_KEY:
+            machine.fail(f"a number of {part.bit_length()} bits as the key of a dict")
     return key
 
 
@@ -286,6 +335,7 @@ def _reduce(machine: _Machine) -> None:
 def _new_with_keywords(machine: _Machine) -> None:
     keywords = machine.stack.pop()
     args = machine.pop_tuple()
+    machine.spend(len(args))
     machine.stack.append(_record(machine, machine.stack.pop(), (*args, keywords)))
 
 
@@ -293,11 +343,15 @@ def _record(machine: _Machine, kind: Any, args: tuple[Any, ...]) -> Any:
     """What a call gives: tuples and dicts for torch's sizes and ordered dicts, else a record."""
     if type(kind) is not Global:
         machine.fail("a call of what is no name")
-    if kind.path == "torch.Size" and len(args) == 1 and type(args[0]) in (tuple, list):
-        return tuple(args[0])
-    if kind.path == "collections.OrderedDict" and not args:
+    if kind.module == "torch" and kind.name == "Size" and len(args) == 1:
+        if type(args[0]) is list:
+            machine.spend(len(args[0]))
+            return tuple(args[0])
+        if type(args[0]) is tuple:
+            return args[0]
+    if kind.module == "collections" and kind.name == "OrderedDict" and not args:
         return {}
-    return Record(kind.path, args)
+    return Record(kind, args)
 
 
 def _build(machine: _Machine) -> None:
@@ -360,7 +414,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine], None]] = {
     "a": _append, "e": _appends, "\x90": _appends, "s": _set_item, "u": _set_items,
     "c": _global, "\x93": _stack_global,
     "R": _reduce, "\x81": _reduce, "\x92": _new_with_keywords, "b": _build,
-    "Q": _push(lambda machine: Record("persistent", (machine.stack.pop(),))),
+    "Q": _push(lambda machine: Record(None, (machine.stack.pop(),))),
     "h": _get, "j": _push(lambda machine: machine.memo[machine.number(4)]),
     "q": _put(1), "r": _put(4), "\x94": _memoize,
 }  # fmt: skip

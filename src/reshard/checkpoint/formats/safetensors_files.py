@@ -179,7 +179,8 @@ def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
     """What the files say beside their tensors; the first file's word where they differ."""
     merged: dict[str, str] = {}
     for one in headed:
-        merged = {**one.header.metadata, **merged}
+        for key, text in one.header.metadata.items():
+            merged.setdefault(key, text)
     ours = (KEY, SHARDING, "DCP_VERSION")
     return {key: text for key, text in merged.items() if key not in ours}
 

@@ -180,8 +180,8 @@ def _named(where: str, entry: Entry) -> str:
 
 
 def _tensor(name: str, found: _Gathered) -> StoredTensor:
-    shape = found.extent() if found.shape is None else found.shape
     reach = found.extent()
+    shape = checked_shape(reach, found.where, name) if found.shape is None else found.shape
     if len(reach) != len(shape) or any(map(gt, reach, shape)):
         raise DamageError(
             f"{found.where}: tensor {quoted(name)} has a box that reaches to {reach}, outside of "

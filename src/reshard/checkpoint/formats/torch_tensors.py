@@ -8,8 +8,11 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
+from reshard.box import row_major
+from reshard.bytesize import format_bytes
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.pickle_machine import Global, Record
 from reshard.checkpoint.formats.torch_zip import Archive
@@ -31,6 +34,12 @@ _TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild")
 """How the names of all functions begin that make tensors, of kinds that we do not know too."""
 
 MAX_WRAPPED = 8
+MAX_ARGS = 16
+"""Arguments of a call that makes a tensor, and flags of a tensor; torch gives at most eight."""
+EXPANDED = 64
+SMALL = 1 << 20
+"""A tensor may be so many times larger than its storage (expanded along a dim), or have so many
+bytes: enough for masks and positions, and too little for a small file to stand for terabytes."""
 
 _HARMLESS = {
     "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
@@ -86,7 +95,7 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     """Where a tensor's record says that its bytes are, checked against the archive."""
     record = _plain(record, where)
     dtype: str | None = None
-    match record.kind.removeprefix(_REBUILD), record.args:
+    match record.kind.removeprefix(_REBUILD), record.args[:MAX_ARGS]:
         case "_v2", (storage, start, size, stride, _, _, *extra):
             pass
         case "_v3", (storage, start, size, stride, _, _, kind, *extra):
@@ -96,12 +105,30 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     _check_plain(extra, where)
     key, dtype, length = _storage(storage, dtype, where)
     shape = checked_shape(size, where)
-    strides = whole_numbers(stride)
-    if strides is None or len(strides) != len(shape) or type(start) is not int or start < 0:
+    fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
+    strides = whole_numbers(stride) if fits else None
+    if strides is None or type(start) is not int or start < 0:
         raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
+    start, strides = _used(shape, start, strides)
     offset = _place(archive, key, length, where) + start * itemsize(dtype)
     _check_inside(shape, strides, start, length // itemsize(dtype), where)
+    _check_size(prod(shape) * itemsize(dtype), length, where)
     return LocalTensor(dtype, shape, strides, offset, key)
+
+
+def _used(
+    shape: tuple[int, ...], start: int, strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """Start and strides without those that lead to no element, which may be any number.
+
+    >>> _used((1, 4), 2, (10**30, 1)), _used((0, 4), 10**30, (7, 7))
+    ((2, (4, 1)), (0, (4, 1)))
+    """
+    usual = row_major(shape)
+    if 0 in shape:
+        return 0, usual
+    steps = zip(shape, strides, usual, strict=True)
+    return start, tuple(least if length == 1 else stride for length, stride, least in steps)
 
 
 def _plain(record: Record, where: str) -> Record:
@@ -111,7 +138,7 @@ def _plain(record: Record, where: str) -> Record:
             case Record(kind=kind, args=(Record() as inner, *_)) if kind in _PARAMETERS:
                 record = inner
             case Record(kind=kind, args=(Global() as make, _, tuple(args), _)) if kind == _SUBCLASS:
-                record = Record(make.path, args)
+                record = Record(make, args)
             case _:
                 return record
     raise DamageError(f"{where}: a tensor wrapped without end")
@@ -120,7 +147,7 @@ def _plain(record: Record, where: str) -> Record:
 def _check_plain(extra: list[Any], where: str) -> None:
     """A tensor whose values are to be conjugated or negated when used is not what its bytes say."""
     flags = extra[0] if extra else None
-    if isinstance(flags, Mapping) and any(flags.values()):
+    if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
         raise CheckpointError(
             f"{where}: a lazily conjugated or negated tensor is not supported: "
             "save x.resolve_conj().resolve_neg()"
@@ -166,4 +193,12 @@ def _check_inside(
     if last >= count:
         raise DamageError(
             f"{where}: its last element is number {last} of a storage of {count} elements"
+        )
+
+
+def _check_size(size: int, length: int, where: str) -> None:
+    if size > max(SMALL, EXPANDED * length):
+        raise DamageError(
+            f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
+            f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
         )

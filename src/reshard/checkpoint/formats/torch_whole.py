@@ -39,7 +39,8 @@ def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Finding
                 box = Box.whole(local.shape)
                 piece = StoredPiece(box, number, local.offset, local.strides)
                 tensors[name] = StoredTensor(name, local.shape, local.dtype, (piece,))
-            values = {**content.values, **values}
+            for name, text in content.values.items():
+                values.setdefault(name, text)
             nesting |= content.nesting
     used = {file.path for file in files}
     others = tuple(file for file in listed if file.path not in used)

@@ -1,4 +1,8 @@
-"""A rank reads its share of a batch into memory, and sums what it read for the digests."""
+"""A rank reads its share of a batch into memory, and sums what it read for the digests.
+
+Where there is no digest it reads what is stored a second time too, and compares. Each element is
+in one rank's share, so that also is read once in the whole job.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +18,18 @@ from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.copying import SourceFiles
 from reshard.checkpoint.live.sharing import Batch, Share, Wish
+from reshard.checkpoint.located import slabs
 from reshard.checkpoint.reading import in_order
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.windows import Buffers, fill
+from reshard.checkpoint.transfers import Transfer
+from reshard.checkpoint.windows import Buffers, compare, fill
 
 __all__ = ["Fetched", "Fetcher"]
 
 LOCAL_WORKERS = 2
 REMOTE_WORKERS = 16
 SCRATCH = 1 << 20
-"""Bytes that a worker has for pieces that are not stored in row-major order."""
+"""Bytes that a worker has for replicas, and for pieces not stored in row-major order."""
 
 Array = np.ndarray[Any, Any]
 
@@ -96,5 +102,16 @@ class Fetcher:
 
     def _read(self, task: tuple[Fetched, Box, torch.Tensor], scratch: Array) -> Array:
         one, box, part = task
-        room = part.reshape(-1).view(torch.uint8).numpy()
-        return fill(self.wishes[one.share.name].transfer, box, _Place(room, scratch), self.source)
+        transfer = self.wishes[one.share.name].transfer
+        place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
+        array = fill(transfer, box, place, self.source)
+        if len(transfer.replicas):
+            self._compare(transfer, box, array, place)
+        return array
+
+    def _compare(self, transfer: Transfer, box: Box, array: Array, place: _Place) -> None:
+        """Refuse what is stored again and differs, in parts that fit into the scratch buffer."""
+        for part in slabs(box, len(place.scratch) // array.itemsize):
+            limits = zip(part.start, part.stop, box.start, strict=True)
+            here: Any = (*(slice(low - at, high - at) for low, high, at in limits), ...)
+            compare(transfer, part, array[here], place, self.source)

@@ -58,6 +58,7 @@ def load(
     strict: bool = True,
     cast: bool = False,
     check: bool = True,
+    compare_replicas: bool = True,
     memory: int | str = "256MiB",
     timeout: float = 60.0,
 ) -> LoadReport:
@@ -66,19 +67,22 @@ def load(
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
     Names must be the same on both sides, unless ``strict=False``; dtypes too, unless ``cast=True``.
-    Digests are compared where the checkpoint has some, unless ``check=False``. No rank stages more
-    than ``memory``, or waits for another longer than ``timeout`` seconds. Whatever is wrong is
-    raised on all ranks alike; what can be known before any tensor is changed is raised before.
+    Digests are compared where the checkpoint has some, unless ``check=False``; where it has none,
+    what is stored twice is read twice and must be equal, unless ``compare_replicas=False`` takes
+    the first. No rank stages more than ``memory``, or waits for another longer than ``timeout``
+    seconds. Whatever is wrong is raised on all ranks alike; what can be known before any tensor is
+    changed is raised before.
     """
     began = time.monotonic()
     circle = Circle(group, timeout)
-    entries, want = _wanted(circle, into, {"path": str(path), "strict": strict, "cast": cast,
-                                           "check": check, "memory": str(memory)})  # fmt: skip
+    options = {"path": str(path), "strict": strict, "cast": cast, "check": check,
+               "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
+    entries, want = _wanted(circle, into, options)
     sums: list[Checksums | None] = []
     data = circle.first_does(lambda: _survey(path, want, rules, mesh, check, sums).to_data())
     outline = Outline.from_data(data)
     chosen = chosen_of(want, outline, strict, cast)
-    wishes = {name: _wish(outline, spec, name) for name, spec in chosen.items()}
+    wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
     limits = Limits.of(_share_of(memory), len(circle.ranks))
     with _opened(circle, path) as storage:
         fetcher = Fetcher(storage, outline.catalog, wishes, circle.rank, outline.digests)
@@ -130,11 +134,16 @@ def _survey(
         return Outline.of(catalog, want.keys(), sums[0].digests if sums[0] else {})
 
 
-def _wish(outline: Outline, spec: TensorSpec, name: str) -> Wish:
-    """Where a tensor is stored; CoverageError if a part of it is stored nowhere."""
+def _wish(outline: Outline, spec: TensorSpec, name: str, compare_replicas: bool) -> Wish:
+    """Where a tensor is stored; CoverageError if a part of it is stored nowhere.
+
+    Replicas are forgotten where nobody compares them: a digest tells more, of what is taken.
+    """
     stored = outline.catalog.tensors[name]
     source, replicas = source_of(name, stored.shape, [Fed(stored, Feed(name))])
     none = Located.none(len(stored.shape), itemsize(stored.dtype))
+    if name in outline.digests or not compare_replicas:
+        replicas = none
     transfer = Transfer(
         name, stored.shape, stored.dtype, spec.dtype, source, replicas, none, regions=()
     )
