@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["CHUNK", "SIDECAR", "Checker", "Checksums", "Chunk", "FileSums", "Recorder", "load"]
 
 SIDECAR = "reshard-checksums.json"
-VERSION = 1
+VERSION = 2
 CHUNK = 4 << 20
 """The longest chunk that is written; a reader that is not aligned re-reads at most two of them."""
 WIDTH = 16

@@ -20,11 +20,6 @@ from reshard.checkpoint.zero_copy import zero_copy
 __all__ = ["Copier", "Done", "SourceFiles", "copy_all"]
 
 
-# A digest is many short calls of numpy. Two threads at it hand the interpreter's lock to and fro so
-# often that together they are slower than one; the others had better read and write meanwhile.
-_ONE_DIGEST = threading.Lock()
-
-
 @dataclass(slots=True)
 class SourceFiles:
     """The files of the source by number, with a count of what was read."""
@@ -136,8 +131,7 @@ class Copier:
             compare(transfer, window, array, buffers, self.source)
         array = cast(transfer, window, array, buffers, lead)
         if self.checksums:
-            with _ONE_DIGEST:
-                value = digest.part(array, window, transfer.shape, transfer.want)
+            value = digest.part(array, window, transfer.shape, transfer.want)
             parts = writes.done.parts
             parts[which] = (parts.get(which, 0) + value) % digest.MODULUS
         drain(transfer, window, array, buffers, writes)

@@ -1,8 +1,8 @@
 """The digest of a tensor: are two tensors equal, bit by bit, however each of them is cut?
 
-``docs/digest.md`` is the specification. A tensor is a row of words of at most 16 bits, and its
-value is the polynomial ``sum(word[i] * G**i) % MODULUS``. Each box of it has a part of that sum,
-which needs nothing of the others:
+``docs/digest.md`` is the specification. The bytes of a tensor, in row-major order, are the digits
+of one large whole number, ``sum(byte[i] * 256**i)``; its value is what is left of that number
+modulo ``MODULUS``. Each box of a tensor has a part of the sum, which needs nothing of the others:
 
 >>> w = np.arange(12, dtype=np.float32).reshape(3, 4)
 >>> whole = part(w, Box.whole((3, 4)), (3, 4), "float32")
@@ -10,10 +10,13 @@ which needs nothing of the others:
 >>> right = part(w[:, 1:], Box((0, 1), (3, 4)), (3, 4), "float32")
 >>> combine([right, left]) == whole
 True
+>>> whole == int.from_bytes(w.tobytes(), "little") % MODULUS
+True
 
-How it is fast: a word is below 2**16 and a power of ``G`` modulo a prime, counted from the middle,
-is at most 2**28 large, so 512 products add up to less than 2**53, which float64 holds exactly. The
-first and only costly step is therefore a matrix product in float64, which numpy leaves to BLAS.
+How it is fast: ``MODULUS`` is a product of primes below 2**13. Four bytes make a word below 2**32,
+and a power of 256 modulo a prime, counted from the middle, is less than 2**12 large, so 512
+products add up to less than 2**53, which float64 holds exactly. The first and only costly step is
+therefore a matrix product in float64, which numpy leaves to BLAS.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from math import prod
+from math import gcd, prod
 from typing import Any
 
 import numpy as np
@@ -29,30 +32,29 @@ import numpy as np
 from reshard.box import Box, row_major
 from reshard.dtypes import itemsize
 
-__all__ = ["MODULUS", "VERSION", "G", "combine", "finish", "part"]
+__all__ = ["MODULUS", "VERSION", "combine", "finish", "part"]
 
-VERSION = 1
-PRIMES = (536870723, 536870627, 536870267, 536870219)
-"""The four largest safe primes below 2**29."""
+VERSION = 2
+PRIMES = (8147, 8039, 7823, 7727, 7703, 7643, 7607, 7559)
+"""The eight largest safe primes below 2**13."""
 MODULUS = prod(PRIMES)
-G = 0x243F6A8885A308D313198A2E03724
-"""A primitive root of all four, from the digits of pi."""
 
+WORD = 4
+"""Bytes that are multiplied at once; fewer where memory is not cut so."""
 COLUMNS = 512
-"""Words of one dot product: ``COLUMNS * 2**16 * 2**28 <= 2**53``."""
+"""Words of one dot product: ``COLUMNS * 2**32 * 2**12 <= 2**53``."""
 BLOCK = 1 << 16
-"""Words that are widened to float64 at a time: they stay in the cache of a core."""
-HALF = 1 << 14
-"""Powers for the sums of rows are split here, so that products with remainders stay small."""
+"""Words that are widened to float64 at a time: they stay in the cache of a core, and OpenBLAS
+multiplies up to 128 rows without copying them first."""
 EVEN = 16
 """Groups below which they are made equal, lest what is left over costs as much as they do. More of
 them are of one size whatever the tensor, so that few weights serve all."""
 ROWS = 2048
-"""Sums that are added up at a time: ``ROWS * 2**28 * HALF <= 2**53``."""
+"""Sums that are added up at a time: ``ROWS * 2**12 * 2**12`` is far below 2**53."""
 
 Array = np.ndarray[Any, Any]
 Dims = tuple[tuple[int, int], ...]
-"""The length of each dim, and how far apart its words are in the whole tensor."""
+"""The length of each dim, and how many bytes apart its words are in the whole tensor."""
 
 _PRIMES = np.array(PRIMES, dtype=np.float64)[:, np.newaxis]
 _INVERSES = 1 / _PRIMES
@@ -66,13 +68,14 @@ def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
     ``data`` is the box as an array (any strides, elements of the right size), or its bytes in
     row-major order.
     """
-    words, num_words = _words(data, box.shape, dtype)
-    steps = tuple(stride * num_words for stride in row_major(shape))
+    array = _array(data, box.shape, dtype)
+    steps = tuple(stride * array.itemsize for stride in row_major(shape))
     start = sum(low * step for low, step in zip(box.start, steps, strict=True))
-    if words.size == 0:
+    if array.size == 0:
         return 0
-    array, dims = _merged(words, tuple(zip(words.shape, (*steps, 1), strict=True)))
-    return _value(array, dims) * pow(G, start, MODULUS) % MODULUS
+    numbers = array[..., np.newaxis].view(np.uint8)
+    merged = _merged(numbers, tuple(zip(numbers.shape, (*steps, 1), strict=True)))
+    return _of_bytes(*merged) * pow(256, start, MODULUS) % MODULUS
 
 
 def combine(parts: Iterable[int]) -> int:
@@ -87,24 +90,23 @@ def finish(value: int, shape: Sequence[int], dtype: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _words(data: Any, shape: tuple[int, ...], dtype: str) -> tuple[Array, int]:
-    """The box as words, with a last dim for the words of an element; and how many these are."""
+def _array(data: Any, shape: tuple[int, ...], dtype: str) -> Array:
+    """The box as an array of its elements."""
     width = itemsize(dtype)
-    if not isinstance(data, np.ndarray):
-        data = np.frombuffer(data, dtype=f"V{width}").reshape(shape)
-    if data.shape != shape or data.itemsize != width:
+    given = isinstance(data, np.ndarray)
+    array: Array = data if given else np.frombuffer(data, dtype=f"V{width}").reshape(shape)
+    if array.shape != shape or array.itemsize != width:
         raise ValueError(
             f"a box of shape {shape} of {dtype} needs elements of {width} bytes, and the array "
-            f"has shape {data.shape} and elements of {data.itemsize} bytes"
+            f"has shape {array.shape} and elements of {array.itemsize} bytes"
         )
-    word = "<u2" if width > 1 else "u1"
-    return data[..., np.newaxis].view(word), max(width // 2, 1)
+    return array
 
 
-def _merged(words: Array, dims: Dims) -> tuple[Array, Dims]:
+def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
     """Join neighbouring dims that count on without a jump, in the tensor and in memory."""
-    sizes, steps = list(words.shape), [step for _, step in dims]
-    strides = list(words.strides)
+    sizes, steps = list(numbers.shape), [step for _, step in dims]
+    strides = list(numbers.strides)
     for dim in reversed(range(len(sizes) - 1)):
         after = sizes[dim + 1]
         counts_on = (
@@ -115,13 +117,38 @@ def _merged(words: Array, dims: Dims) -> tuple[Array, Dims]:
             steps[dim], strides[dim] = steps[kept], strides[kept]
             sizes[dim] *= after
             del sizes[dim + 1], steps[dim + 1], strides[dim + 1]
-    return words.reshape(sizes), tuple(zip(sizes, steps, strict=True))
+    return numbers.reshape(sizes), tuple(zip(sizes, steps, strict=True))
+
+
+def _of_bytes(numbers: Array, dims: Dims) -> int:
+    """The value of an array of bytes whose first byte is byte 0 of the tensor."""
+    if numbers.ndim > 1 or numbers.strides[0] != 1:
+        return _value(*_as_words(numbers, dims))
+    # One run: its ends, shorter than a word, are arrays of their own, so that words are aligned.
+    length = len(numbers)
+    low = min(-numbers.ctypes.data % WORD, length)
+    high = low + (length - low) // WORD * WORD
+    total = 0
+    for start, stop in ((0, low), (low, high), (high, length)):
+        if start < stop:
+            value = _value(*_as_words(numbers[start:stop], ((stop - start, 1),)))
+            total += value * pow(256, start, MODULUS)
+    return total % MODULUS
+
+
+def _as_words(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
+    """Read bytes of the last dim that lie side by side as words, as long ones as can be."""
+    (length, step), strides = dims[-1], numbers.strides
+    if strides[-1] != 1:
+        return numbers, dims
+    width = gcd(length, numbers.ctypes.data, *strides[:-1], WORD)
+    return numbers.view(f"<u{width}"), (*dims[:-1], (length // width, step * width))
 
 
 def _value(words: Array, dims: Dims) -> int:
     """The value of an array of words whose first word is word 0 of the tensor.
 
-    The last dims, up to 256 words of them, become the columns of a matrix; the first dim that does
+    The last dims, up to 512 words of them, become the columns of a matrix; the first dim that does
     not fit is cut into groups that do. What is left over of that dim is an array of its own.
     """
     first, inner = len(dims), 1
@@ -144,7 +171,7 @@ def _value(words: Array, dims: Dims) -> int:
     if main < length:
         rest = words[(*at, slice(main, length))]
         tail = _value(rest, (*before, (length - main, step), *after))
-        value += tail * pow(G, main * step, MODULUS)
+        value += tail * pow(256, main * step, MODULUS)
     return value % MODULUS
 
 
@@ -161,7 +188,7 @@ def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
     for at in range(0, length, most):
         part = words[at : at + most]
         value = _sum_of_rows(part, ((len(part), step), *dims[1:]), num_rows)
-        total += value * pow(G, at * step, MODULUS)
+        total += value * pow(256, at * step, MODULUS)
     return total % MODULUS
 
 
@@ -202,14 +229,14 @@ def _blocks(words: Array, num_rows: int, most: int) -> Iterator[Array]:
 def _contracted(sums: Array, rows: Dims) -> int:
     """Multiply the sums of the rows with the powers of their places, and add up.
 
-    All numbers stay whole and at most 2**53 large, so float64 is exact here too.
+    All numbers stay whole and below 2**53, so float64 is exact here too.
     """
     times = sums * _INVERSES
     np.rint(times, out=times)
     times *= _PRIMES
-    rest = np.subtract(sums, times, out=times)  # at most half a prime, on either side of 0
-    pairs = np.matmul(rest[:, np.newaxis], _row_weights(rows))[:, 0].tolist()
-    return _joined([int(high) * HALF + int(low) for high, low in pairs])
+    rest = np.subtract(sums, times, out=times)  # about half a prime at most, on either side of 0
+    rest *= _row_weights(rows)
+    return _joined([int(lane) for lane in rest.sum(axis=1).tolist()])
 
 
 def _joined(lanes: Sequence[int]) -> int:
@@ -219,34 +246,28 @@ def _joined(lanes: Sequence[int]) -> int:
 
 def _column_weights(dims: Dims) -> Array:
     """The powers at the places of the columns: primes x columns."""
-    if len(dims) == 1:  # the first of those for a longer dim
-        [(length, step)] = dims
-        return _all_column_weights(((COLUMNS, step),))[:, :length]
-    return _all_column_weights(dims)
+    return _first_weights(dims, COLUMNS)
 
 
 def _row_weights(dims: Dims) -> Array:
-    """The powers at the places of the rows, as multiples of HALF and what is left of them."""
-    if len(dims) == 1:
+    """The powers at the places of the rows: primes x rows."""
+    return _first_weights(dims, ROWS)
+
+
+def _first_weights(dims: Dims, most: int) -> Array:
+    if len(dims) == 1:  # the first of those for a longer dim
         [(length, step)] = dims
-        return _all_row_weights(((ROWS, step),))[:, :length]
-    return _all_row_weights(dims)
+        return _all_weights(((most, step),))[:, :length]
+    return _all_weights(dims)
 
 
-@lru_cache(maxsize=64)
-def _all_column_weights(dims: Dims) -> Array:
+@lru_cache(maxsize=96)
+def _all_weights(dims: Dims) -> Array:
     return np.array([_weights(prime, dims) for prime in PRIMES])
 
 
-@lru_cache(maxsize=32)
-def _all_row_weights(dims: Dims) -> Array:
-    weights = np.array([_weights(prime, dims) for prime in PRIMES])
-    high = np.rint(weights / HALF)
-    return np.stack([high, weights - high * HALF], axis=-1)
-
-
 def _weights(prime: int, dims: Dims) -> Array:
-    """The powers of G at all places of these dims, in row-major order, as float64.
+    """The powers of 256 at all places of these dims, in row-major order, as float64.
 
     They are counted from the middle: at most half the prime large, on either side of 0.
     """
@@ -258,9 +279,9 @@ def _weights(prime: int, dims: Dims) -> Array:
 
 
 def _powers(prime: int, step: int, length: int) -> Array:
-    """The powers 0, step, 2 step, ... of G modulo a prime."""
+    """The powers 0, step, 2 step, ... of 256 modulo a prime."""
     powers = np.ones(length, dtype=np.int64)
-    done, factor = 1, pow(G, step, prime)
+    done, factor = 1, pow(256, step, prime)
     while done < length:
         more = min(done, length - done)
         powers[done : done + more] = powers[:more] * pow(factor, done, prime) % prime
