@@ -122,7 +122,7 @@ def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
 
 def _of_bytes(numbers: Array, dims: Dims) -> int:
     """The value of an array of bytes whose first byte is byte 0 of the tensor."""
-    if numbers.ndim > 1 or numbers.strides[0] != 1:
+    if numbers.ndim > 1 or not _is_run(numbers, dims):
         return _value(*_as_words(numbers, dims))
     # One run: its ends, shorter than a word, are arrays of their own, so that words are aligned.
     length = len(numbers)
@@ -138,11 +138,16 @@ def _of_bytes(numbers: Array, dims: Dims) -> int:
 
 def _as_words(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
     """Read bytes of the last dim that lie side by side as words, as long ones as can be."""
-    (length, step), strides = dims[-1], numbers.strides
-    if strides[-1] != 1:
+    if not _is_run(numbers, dims):
         return numbers, dims
-    width = gcd(length, numbers.ctypes.data, *strides[:-1], WORD)
-    return numbers.view(f"<u{width}"), (*dims[:-1], (length // width, step * width))
+    length = dims[-1][0]
+    width = gcd(length, numbers.ctypes.data, *numbers.strides[:-1], WORD)
+    return numbers.view(f"<u{width}"), (*dims[:-1], (length // width, width))
+
+
+def _is_run(numbers: Array, dims: Dims) -> bool:
+    """Whether bytes of the last dim lie side by side, in memory and in the tensor."""
+    return numbers.strides[-1] == 1 and dims[-1][1] == 1
 
 
 def _value(words: Array, dims: Dims) -> int:
