@@ -7,6 +7,7 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
@@ -14,11 +15,17 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.ranks.pool import Pool
 from tests.soak import soaking
 
+# The usual run has the same cases each time, and no test fails because the machine is busy.
+hypothesis.settings.register_profile("ours", derandomize=not soaking(), deadline=None)
+hypothesis.settings.load_profile("ours")
+
 ONE_WORKER = {
     "tests/ranks/": "engine",
     "tests/sharded/": "sharded",
     "tests/nn/": "sharded",
+    "tests/checkpoint/test_load_replicas.py": "sharded",
     "tests/checkpoint/test_load_save.py": "sharded",
+    "tests/checkpoint/test_odd_requests.py": "sharded",
 }
 """Folders and files whose tests share a pool of ranks, and the piece of work that they are."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
