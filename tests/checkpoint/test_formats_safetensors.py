@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from reshard.checkpoint import formats
+from reshard.checkpoint import convert, formats
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
 from reshard.checkpoint.formats.safetensors_header import (
@@ -286,6 +286,20 @@ def test_a_middle_shard_that_is_missing(sharded: Path) -> None:
         catalog_of(sharded)
     damage = inspect(sharded).damage
     assert any("no file holds [2:4, 0:4] of tensor" in line for line in damage)
+
+
+def test_a_last_shard_that_is_missing_with_a_mesh(sharded: Path, tmp_path: Path) -> None:
+    """Torch's files do not count themselves; who says on how many ranks they were saved does."""
+    mesh = "x=4"
+    assert inspect(sharded, mesh=mesh).ok
+    assert not inspect(sharded, mesh=mesh).notes
+    last = sorted(sharded.glob("shard-*.safetensors"))[-1]
+    last.unlink()
+    [line] = inspect(sharded, mesh=mesh).damage
+    assert "shard 4 of 4 is missing (3 of 4 are there)" in line
+    with pytest.raises(DamageError, match="shard 4 of 4 is missing"):
+        convert(sharded, tmp_path / "out", source_mesh=mesh)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_last_shard_that_is_missing_with_a_config(sharded: Path, tmp_path: Path) -> None:

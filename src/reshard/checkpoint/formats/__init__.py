@@ -104,4 +104,4 @@ def _read(
         return read_torch(storage, listed, findings)
     from reshard.checkpoint.formats.safetensors_kinds import read_safetensors
 
-    return read_safetensors(storage, listed, findings)
+    return read_safetensors(storage, listed, findings, mesh)

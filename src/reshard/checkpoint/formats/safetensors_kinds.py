@@ -21,11 +21,14 @@ from reshard.checkpoint.formats.safetensors_files import (
 from reshard.checkpoint.formats.sharded_safetensors import check_counts, own_of, read_sharded
 from reshard.checkpoint.storage import Storage
 from reshard.errors import CheckpointError, quoted
+from reshard.mesh import Mesh
 
 __all__ = ["read_safetensors"]
 
 
-def read_safetensors(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
+def read_safetensors(
+    storage: Storage, listed: Sequence[StoredFile], findings: Findings, mesh: Mesh | None = None
+) -> Catalog:
     """The catalog of a folder of safetensors files, or of one such file."""
     index = find_index(listed)
     mapped = {} if index is None else index_files(storage, index)
@@ -34,13 +37,13 @@ def read_safetensors(storage: Storage, listed: Sequence[StoredFile], findings: F
     if index is not None:
         check_index(storage, index, headed, findings)
     own = own_of(headed, findings)
-    check_counts(storage.root, files, own, findings)
+    check_counts(storage.root, files, own, mesh, findings)
     if any(said.rank is not None and said.mesh is not None for said in own.values()):
         from reshard.checkpoint.formats.by_rules import read_own_ranks
 
         return read_own_ranks(storage, listed, headed, own, findings)
     if any(SHARDING in one.header.metadata for one in headed):
-        catalog = read_sharded(storage, listed, headed, own, findings)
+        catalog = read_sharded(storage, listed, headed, own, mesh, findings)
         if not own:
             check_expected(storage, catalog, findings)
         return catalog

@@ -2,7 +2,8 @@
 
 Each file says in its metadata where its tensors begin in the global ones. Torch does not say how
 large those are: then a tensor reaches as far as its furthest box, and a last file that is missing
-cannot be noticed from the files alone. Files that reshard writes say it (see ``own_metadata``).
+cannot be noticed from the files alone, but by who knows the mesh. Files that reshard writes say it
+(see ``own_metadata``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from reshard.checkpoint.formats.safetensors_files import HeadedFile, common_meta
 from reshard.checkpoint.formats.safetensors_header import Entry, read_json
 from reshard.checkpoint.storage import Storage
 from reshard.errors import DamageError, quoted
+from reshard.mesh import Mesh
 
 __all__ = ["check_counts", "own_of", "read_sharded"]
 
@@ -57,7 +59,11 @@ def own_of(headed: Sequence[HeadedFile], findings: Findings) -> dict[str, OwnMet
 
 
 def check_counts(
-    root: str, files: Sequence[StoredFile], own: Mapping[str, OwnMetadata], findings: Findings
+    root: str,
+    files: Sequence[StoredFile],
+    own: Mapping[str, OwnMetadata],
+    mesh: Mesh | None,
+    findings: Findings,
 ) -> None:
     """Notice files that are missing: reshard's are counted, torch's are numbered by rank."""
     counts = {said.files: path for path, said in own.items()}
@@ -70,7 +76,7 @@ def check_counts(
     if not own:
         matches = [_SHARD.match(file.path) for file in files]
         numbers = {int(match[1]) for match in matches if match}
-        total = max(numbers, default=0)
+        total = max(max(numbers), mesh.num_ranks if mesh else 0) if numbers else 0
     absent = islice((n for n in range(1, total + 1) if n not in numbers), 4)
     named = ", ".join(map(str, absent))
     if named:
@@ -83,6 +89,7 @@ def read_sharded(
     listed: Sequence[StoredFile],
     headed: Sequence[HeadedFile],
     own: Mapping[str, OwnMetadata],
+    mesh: Mesh | None,
     findings: Findings,
 ) -> Catalog:
     """The catalog of files whose metadata places their tensors."""
@@ -100,10 +107,11 @@ def read_sharded(
     for name, found in gathered.items():
         with findings.noting():
             tensors[name] = _tensor(name, found)
-    if any(found.shape is None for found in gathered.values()):
+    if mesh is None and any(found.shape is None for found in gathered.values()):
         findings.note(
             "the files do not say how large their tensors are: shapes reach as far as the boxes "
-            "found, so a last shard that is missing would not be noticed"
+            "found, so a last shard that is missing would not be noticed; it is with the mesh that "
+            "saved them (--mesh, in convert --from-mesh)"
         )
     used = {one.file.path for one in headed}
     others = tuple(file for file in listed if file.path not in used)
