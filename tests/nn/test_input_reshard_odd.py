@@ -248,7 +248,7 @@ class Fails(torch.autograd.Function):
 def failing_backward(rank: int) -> None:
     """A backward that fails on one rank, while others may have had all they need, and go on."""
     box = nn.ModuleDict({name: Cube() for name in "abcd"})
-    input_reshard(box, pool_group(4), 0, modules="*", timeout=3)
+    input_reshard(box, pool_group(4), 0, modules="*", timeout=20)
 
     def step(fails: bool) -> None:
         y = x = numbers(4, 8).mul(0.5).requires_grad_()
