@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from reshard.checkpoint import building, convert, inspect, journal, publish, save, verify
+from reshard.checkpoint import beside, building, convert, inspect, journal, publish, save, verify
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
@@ -191,7 +191,11 @@ def changed(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new))
 
 
-def test_changes_beside_tensors_are_not_carried_on(ours: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("at_once", [1, beside.MOST_BYTES])
+def test_changes_beside_tensors_are_not_carried_on(
+    ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    monkeypatch.setattr(beside, "MOST_BYTES", at_once)
     changed(ours / "config.json", b"32000", b"32008")
     with pytest.raises(DamageError, match=r"config\.json: bytes 0 to 21 changed"):
         convert(ours, tmp_path / "again")

@@ -8,6 +8,7 @@ import json
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import click
 import numpy as np
@@ -209,8 +210,8 @@ OF_TORCH = {"training_args.bin", "__3_0.distcp.bin", "pytorch_model.bin.index.js
 @pytest.mark.parametrize("form", ["full", "sharded", "distcp", "ranks"])
 def test_files_of_other_tensors_are_not_copied(tmp_path: Path, form: str) -> None:
     here = indexed(tmp_path / "a")
-    cut = {} if form == "full" else {"mesh": "x=2", "layouts": {"*": "x"}}
-    report = checkpoint.convert(here, tmp_path / "b", format=form, **cut)  # type: ignore[arg-type]
+    cut: dict[str, Any] = {} if form == "full" else {"mesh": "x=2", "layouts": {"*": "x"}}
+    report = checkpoint.convert(here, tmp_path / "b", format=form, **cut)
     strays = STRAYS | OF_TORCH if form == "ranks" else STRAYS
     assert set(report.left_out) == strays
     assert "left out" in str(report)

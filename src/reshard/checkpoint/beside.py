@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.checksums import CHUNK, SIDECAR, Checksums, Chunk, checksum, damage, sum_of
-from reshard.checkpoint.examining import span_of
+from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, checksum, damage, sum_of
 from reshard.checkpoint.storage import Storage
 from reshard.errors import DamageError, quoted
 
@@ -40,12 +39,9 @@ def check_beside(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
     for path, file in sums.files.items():
         _check_size(storage, path, file.size, present.get(path))
     for some in _batches(_chunks(catalog, sums)):
-        ranges = [(path, chunk.start, chunk.stop - chunk.start) for path, chunk in some]
-        for (path, chunk), data in zip(some, storage.read_many(ranges), strict=True):
-            _compare(storage, path, chunk, checksum(data))
-    for path, chunk in _chunks(catalog, sums):
-        if chunk.stop - chunk.start > CHUNK:  # longer than we write, so not all at once
-            _compare(storage, path, chunk, sum_of(storage, path, chunk.start, chunk.stop))
+        for (path, chunk), found in zip(some, _sums_of(storage, some), strict=True):
+            if found != chunk.sum:
+                raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
 
 
 def _check_size(storage: Storage, path: str, size: int, found: int | None) -> None:
@@ -78,7 +74,7 @@ def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
     found: dict[int, list[tuple[int, int]]] = {}
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
-            found.setdefault(piece.file, []).append(span_of(piece, tensor.dtype))
+            found.setdefault(piece.file, []).append(piece.span(tensor.dtype))
     spans = {}
     for file, pairs in found.items():
         table = np.array(sorted(pairs), dtype=np.int64)
@@ -87,20 +83,23 @@ def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
 
 
 def _batches(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[list[tuple[str, Chunk]]]:
-    """Chunks of usual length, a few MiB of them at a time."""
+    """A few MiB of chunks at a time; one that is longer than we write is alone."""
     some, size = list[tuple[str, Chunk]](), 0
     for path, chunk in chunks:
         length = chunk.stop - chunk.start
-        if length > CHUNK:
-            continue
-        if len(some) == AT_ONCE or size + length > MOST_BYTES:
+        if some and (len(some) == AT_ONCE or size + length > MOST_BYTES):
             yield some
             some, size = [], 0
         some.append((path, chunk))
         size += length
-    yield some
+    if some:
+        yield some
 
 
-def _compare(storage: Storage, path: str, chunk: Chunk, found: bytes) -> None:
-    if found != chunk.sum:
-        raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+def _sums_of(storage: Storage, chunks: list[tuple[str, Chunk]]) -> list[bytes]:
+    """The checksums that chunks have now."""
+    path, first = chunks[0]
+    if first.stop - first.start > MOST_BYTES:
+        return [sum_of(storage, path, first.start, first.stop)]
+    ranges = [(path, chunk.start, chunk.stop - chunk.start) for path, chunk in chunks]
+    return [checksum(data) for data in storage.read_many(ranges)]

@@ -58,6 +58,12 @@ class StoredPiece:
         """Bytes of the elements of the box."""
         return self.box.size * itemsize(dtype)
 
+    def span(self, dtype: str) -> tuple[int, int]:
+        """The first byte of the piece in its file, and the one past its last."""
+        pairs = zip(self.box.shape, self.strides, strict=True)
+        last = sum((length - 1) * stride for length, stride in pairs) if self.box.size else -1
+        return self.offset, self.offset + (last + 1) * itemsize(dtype)
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:

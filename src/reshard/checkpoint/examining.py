@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.box import Box
 from reshard.checkpoint import digest
-from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
 from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
@@ -20,7 +20,7 @@ from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, quoted
 
-__all__ = ["Examined", "Problem", "digests_of", "examine", "span_of", "tensors_at"]
+__all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
@@ -264,20 +264,13 @@ def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> lis
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             path = catalog.files[piece.file].path
-            start, stop = span_of(piece, tensor.dtype)
+            start, stop = piece.span(tensor.dtype)
             at = bisect_right(ends, (path, start)) if path in hit else len(ends)
             while at < len(ends) and damaged[at][0] == path and damaged[at][1].start < stop:
                 if names[at][-1:] != [tensor.name]:
                     names[at].append(tensor.name)
                 at += 1
     return names
-
-
-def span_of(piece: StoredPiece, dtype: str) -> tuple[int, int]:
-    """The first byte of a piece and the one past its last."""
-    pairs = zip(piece.box.shape, piece.strides, strict=True)
-    last = sum((length - 1) * stride for length, stride in pairs) if piece.box.size else -1
-    return piece.offset, piece.offset + (last + 1) * itemsize(dtype)
 
 
 def _check_digests(source: Source, changed: Mapping[str, tuple[str, str]], found: Examined) -> None:
