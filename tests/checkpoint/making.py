@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
 from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Recorder
@@ -119,3 +120,16 @@ def overlapping_boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> list[Box]:
         stop = tuple(draw(st.integers(low, size)) for low, size in zip(start, shape, strict=True))
         boxes.append(Box(start, stop))
     return draw(st.permutations(boxes))
+
+
+def write_counting(
+    folder: Path, *names: str, shape: tuple[int, ...] = (4, 2), dtype: str = "f4"
+) -> Path:
+    """A folder with one file of tensors of these names: numbers that count up, from others each."""
+    folder.mkdir()
+    count = int(np.prod(shape))
+    arrays = {
+        name: np.arange(count, dtype=dtype).reshape(shape) + at for at, name in enumerate(names)
+    }
+    save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
