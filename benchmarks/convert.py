@@ -105,28 +105,53 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
+@dataclass(frozen=True)
+class Commands:
+    """How sources are made and converted in one run of the benchmark."""
+
+    args: argparse.Namespace
+    folder: Path
+    shapes: making.Shapes
+
+    def convert(
+        self, mesh: str, dim_of: making.DimOf, *options: str, of: making.Shapes | None = None
+    ) -> Command:
+        """Our command, with a rules file that cuts the model, or other tensors, so."""
+        shapes = of or self.shapes
+        rules = self.folder / f"{dim_of.__name__}-{len(shapes)}.toml"
+        rules.write_text(making.rules_text(dim_of, shapes))
+        return ours(self.args, "--mesh", mesh, "--rules", str(rules), *options)
+
+    def source(self, dim_of: making.DimOf) -> Callable[[Path], None]:
+        """Writes the model as 4 ranks save it."""
+        return lambda path: making.write(path, self.shapes, dim_of)
+
+    def distcp(self, path: Path) -> None:
+        """Writes the model as a .distcp of 4 ranks."""
+        plain = path.with_name("plain")
+        making.write(plain, self.shapes, making.by_rows)
+        run(self.convert("tp=4", making.by_rows, "--format", "distcp")(plain, path))
+        shutil.rmtree(plain)
+
+
 def cases(args: argparse.Namespace, folder: Path) -> Iterator[Case]:
     if args.quick:
         args.size, args.rounds = parse_bytes("256MB"), 1
-    shapes = making.model(args.size)
+    commands = Commands(args, folder, making.model(args.size))
+    yield from to_other_ranks(commands)
+    yield from to_full(commands)
+    large = making.one_tensor(4 << 30 if args.size >= JUDGED else args.size)
+    yield Case(
+        f"one tensor of {format_bytes(making.size_of(large))}, Shard(0) 4 to Shard(1) 2",
+        lambda path: making.write(path, large, making.by_rows),
+        {OURS: commands.convert("tp=2", making.by_columns, of=large), CP: copied},
+        read_at_most=1.05,
+    )
+
+
+def to_other_ranks(commands: Commands) -> Iterator[Case]:
     rows, heads, columns = making.by_rows, making.by_heads, making.by_columns
-
-    def convert(
-        mesh: str, dim_of: making.DimOf, *options: str, of: making.Shapes = shapes
-    ) -> Command:
-        rules = folder / f"{dim_of.__name__}-{len(of)}.toml"
-        rules.write_text(making.rules_text(dim_of, of))
-        return ours(args, "--mesh", mesh, "--rules", str(rules), *options)
-
-    def source(dim_of: making.DimOf) -> Callable[[Path], None]:
-        return lambda path: making.write(path, shapes, dim_of)
-
-    def distcp(path: Path) -> None:
-        plain = path.with_name("plain")
-        making.write(plain, shapes, rows)
-        run(convert("tp=4", rows, "--format", "distcp")(plain, path))
-        shutil.rmtree(plain)
-
+    convert, source = commands.convert, commands.source
     dcp2, dcp4 = "DCP load and save, 2 ranks", "DCP load and save, 4 ranks"
     yield Case(
         "Shard(0), 4 to 2",
@@ -151,26 +176,22 @@ def cases(args: argparse.Namespace, folder: Path) -> Iterator[Case]:
         at_most=2.5,
         read_at_most=1.05,
     )
-    full = ours(args, "--format", "full")
+
+
+def to_full(commands: Commands) -> Iterator[Case]:
+    full = ours(commands.args, "--format", "full")
     yield Case(
         "sharded to full safetensors",
-        source(rows),
+        commands.source(making.by_rows),
         {OURS: full, CP: copied, "consolidate_safetensors_files": peer("consolidate")},
         at_most=1.6,
     )
     yield Case(
         ".distcp to full safetensors",
-        distcp,
+        commands.distcp,
         {OURS: full, CP: copied, "dcp_to_torch_save": peer("to_torch")},
         at_most=1.6,
         check=False,
-    )
-    large = making.one_tensor(4 << 30 if args.size >= JUDGED else args.size)
-    yield Case(
-        f"one tensor of {format_bytes(making.size_of(large))}, Shard(0) 4 to Shard(1) 2",
-        lambda path: making.write(path, large, rows),
-        {OURS: convert("tp=2", columns, of=large), CP: copied},
-        read_at_most=1.05,
     )
 
 
