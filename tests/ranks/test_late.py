@@ -7,10 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard as rs
+from reshard.run.live.teams import teams
 from tests.ranks.faults import (
+    COLUMNS,
     FOUR,
+    ROWS,
     TRANSPORTS,
     Tried,
     check_same,
@@ -51,6 +55,35 @@ def test_a_rank_that_is_too_late(pool: Pool, transport: str) -> None:
     check_same(outcomes, "MoveTimeoutError", "rank 3 has not called within 1 s", '"tensor"')
     for rank, one in enumerate(outcomes):
         assert one.seconds < within(1.0 if rank == LATE else 2.0), one
+
+
+def come_late_after_hearing(rank: int, options: dict[str, Any]) -> Tried:
+    """The late rank has heard that all others have called, and not that they have given up."""
+    group, plan = pool_group(4), plan_of((16, 40))
+    local = source_of(plan, rank)["tensor"]
+
+    def move(**more: Any) -> None:
+        rs.move(local, ROWS, COLUMNS, shape=(16, 40), group=group, **more)
+
+    move()
+    move()
+    dist.barrier(group)
+    if rank == LATE:
+        time.sleep(0.5)
+        for team in teams(group):
+            team.mailbox.step(0.0)
+        time.sleep(2.0)
+    outcome = tried(lambda: move(**options if rank == LATE else {"timeout": 1.0}))
+    moves_well(rank, group)
+    return outcome
+
+
+@pytest.mark.parametrize("options", [{}, {"timeout": 30.0}], ids=["prepared", "any"])
+def test_a_late_rank_learns_that_the_others_have_given_up(
+    pool: Pool, options: dict[str, Any]
+) -> None:
+    outcomes = pool.run(come_late_after_hearing, options, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 3 has not called within 1 s", '"tensor"')
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

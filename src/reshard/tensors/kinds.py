@@ -54,6 +54,8 @@ def is_laid_out(value: object) -> TypeGuard[LaidOut]:
 
 def knows_layout(value: object) -> bool:
     """Whether a tensor says itself how it is cut."""
+    if type(value) is torch.Tensor:
+        return False
     return is_dtensor(value) or is_sharded_tensor(value) or is_laid_out(value)
 
 

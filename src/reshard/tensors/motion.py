@@ -18,6 +18,7 @@ from reshard.planning.plan import ONE, Plan, plan
 from reshard.run.live import engine, swift
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
+from reshard.tensors.kinds import knows_layout
 from reshard.tensors.way_back import WayBack, attached
 
 __all__ = ["Grad", "Motion", "plan_of"]
@@ -125,10 +126,11 @@ class Motion:
 
     def place(self, into: Tensor) -> Place:
         """Where the result goes, if that lies as it should."""
-        try:
-            check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, "to move into")
-        except TensorError as error:
-            engine.refuse(self.plan, error, group=self.group, **self.options)
+        if knows_layout(into):
+            try:
+                check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, "to move into")
+            except TensorError as error:
+                engine.refuse(self.plan, error, group=self.group, **self.options)
         return place_of(into)
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:

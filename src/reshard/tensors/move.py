@@ -9,6 +9,7 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -73,7 +74,7 @@ def move(
         if quick is not None:
             return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
-    motion = Motion(
+    motion = _motion(
         have,
         target if isinstance(target, Layout) else _layout(target, sizes),
         sizes,
@@ -82,9 +83,9 @@ def move(
         _bytes(memory),
         # Replicas of a DTensor have one gradient.
         grad if isinstance(target, Layout) else "replicated",
-        group,
-        options,
     )
+    if options or group is not None:
+        motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
     if isinstance(target, Layout):
         moved = motion.run(source(), place.local, device)
@@ -119,6 +120,10 @@ def backward(moved: Any) -> None:
     if not moved.requires_grad:
         raise TensorError("this result carries no gradients: nothing that was moved requires them")
     torch.autograd.backward(moved, torch.zeros_like(moved))
+
+
+_motion = lru_cache(maxsize=4096)(Motion)
+"""Kept as the plans are, because training makes the same move in every step."""
 
 
 @lru_cache(maxsize=64)

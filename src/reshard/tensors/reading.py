@@ -62,6 +62,8 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
+    if type(tensor) is torch.Tensor:
+        return (tensor,)
     if is_dtensor(tensor):
         from reshard.tensors.dtensors import dtensor_local
 

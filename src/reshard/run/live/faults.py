@@ -109,6 +109,8 @@ class Watch:
         """
         began = time.monotonic()
         self._what = what
+        if self.is_meeting:
+            self.team.mailbox.step(0.0)  # those who called long ago may have given up since
         while left := missing():
             self.check_lost(left, what)
             self._check_aborted()

@@ -67,14 +67,13 @@ class Board:
         """Whether a call has failed over there."""
         return int(self._failed[call % SLOTS]) == call + 1
 
-    @contextlib.contextmanager
-    def writing(self, call: int) -> Iterator[None]:
-        """Say that this rank writes into the memory of others, as long as it does."""
+    def begin_writing(self, call: int) -> None:
+        """Say that this rank writes into the memory of others, until it says that it does not."""
         self._writing[call % SLOTS] = call + 1
-        try:
-            yield
-        finally:
-            self._writing[call % SLOTS] = 0
+
+    def end_writing(self, call: int) -> None:
+        """Say that it does not any more."""
+        self._writing[call % SLOTS] = 0
 
     def is_writing(self, call: int) -> bool:
         """Whether the rank over there writes into the memory of others, for this call."""

@@ -14,6 +14,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -32,6 +33,11 @@ MESSAGE_BYTES = _FORM.size
 MOST_TEXT = 6 * MOST_CHARACTERS + 256
 """Bytes of text that may follow a message: a cause, of which JSON may spend 6 on a character."""
 
+MOST_BYTES = MESSAGE_BYTES + MOST_TEXT + 1
+"""What is asked for at a time: one byte more than any message has."""
+
+_ROOM_FOR_FDS = socket.CMSG_LEN(4 * struct.calcsize("i"))
+
 FAR = 1024
 """How many calls another rank may be ahead: one that is further is broken."""
 
@@ -42,6 +48,7 @@ class Kind(IntEnum):
     HELLO = 1
     """I have entered this call; ``a``: where my table of addresses is, ``b``: its length.
 
+    A text, if there is one, is the table itself.
     ``c``: 1 if my part of the first round is there too, plus the number of its arena; ``d``: where
     in the arena. ``e``: how many of my first calls are over: I read nothing of them any more.
     """
@@ -83,11 +90,12 @@ class Message(NamedTuple):
 
     @classmethod
     def unpack(cls, data: bytes) -> Message | None:
-        """Read what ``pack`` wrote; None for anything else."""
-        if len(data) != _FORM.size or data[:4] != _MAGIC:
+        """Read what ``pack`` wrote, before any text; None for anything else."""
+        if len(data) < _FORM.size:
             return None
-        _, kind, call, digest, *numbers = _FORM.unpack(data)
-        return cls(_KINDS[kind], call, digest, *numbers) if kind in _KINDS else None
+        magic, kind, *others = _FORM.unpack_from(data)
+        known = magic == _MAGIC and kind in _KINDS
+        return cls._make([_KINDS[kind], *others]) if known else None
 
 
 def packed(*parts: object) -> bytes:
@@ -96,6 +104,15 @@ def packed(*parts: object) -> bytes:
 
 
 _KINDS = {int(kind): kind for kind in Kind}
+
+
+def _fds(extra: list[tuple[int, int, bytes]]) -> list[int]:
+    """The descriptors that came with a message."""
+    found = array("i")
+    for level, kind, data in extra:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(data[: len(data) - len(data) % found.itemsize])
+    return found.tolist()
 
 
 @dataclass(eq=False, slots=True)
@@ -167,7 +184,8 @@ class Mailbox:
         self.num_over = 0
         """How many of the first calls are over."""
         self._polling = threading.Lock()
-        self._came = threading.Condition()
+        self._lock = threading.RLock()
+        self._came = threading.Condition(self._lock)
         self._peers = {link.fileno(): peer for peer, link in self.links.items()}
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -178,13 +196,13 @@ class Mailbox:
 
     def open(self, call: int) -> Inbox:
         """The messages of a call, which begins."""
-        with self._came:
+        with self._lock:
             self._next_call = max(self._next_call, call + 1)
             return self._open.setdefault(call, Inbox())
 
     def close(self, call: int) -> None:
         """Forget a call; late messages to it are dropped."""
-        with self._came:
+        with self._lock:
             closed = self._open.pop(call, None)
             if closed is not None:
                 closed.arenas.clear()
@@ -195,7 +213,7 @@ class Mailbox:
 
     def lend(self, arena: Arena, peer: int, call: int) -> None:
         """Keep an arena from being used again until a peer says that a call is over for it."""
-        with self._came:
+        with self._lock:
             if (peer, call, arena.number) not in self._lent:
                 self._lent[peer, call, arena.number] = arena
                 arena.lent += 1
@@ -219,11 +237,17 @@ class Mailbox:
                 self._lose(peer)
 
     def step(self, seconds: float) -> None:
-        """Wait for messages, at most so long, and file them."""
+        """Wait for messages, at most so long, and file all that have come.
+
+        All, because what a peer said last may be that the call has failed.
+        """
         if self._polling.acquire(blocking=False):
             try:
-                for fd, event in self._poll.poll(seconds * 1000):
-                    self._receive(fd, event)
+                found = self._poll.poll(seconds * 1000)
+                while found:
+                    for fd, event in found:
+                        self._receive(fd, event)
+                    found = self._poll.poll(0)
             finally:
                 self._polling.release()
             with self._came:
@@ -247,41 +271,45 @@ class Mailbox:
         if event & select.POLLNVAL:
             self._lose(peer)
             return
-        while peer not in self.lost:
-            try:
-                data, fds, _, _ = socket.recv_fds(self.links[peer], _FORM.size + MOST_TEXT + 1, 4)
-            except BlockingIOError:
-                return
-            except OSError:
-                data, fds = b"", []
-            if not data:
-                self._lose(peer)
-                return
-            self._file(peer, data, fds)
+        if peer in self.lost:
+            return
+        # One message each time: asking for one that is not there costs as much as taking one that
+        # is, and the next poll says it of all peers together.
+        try:
+            data, extra, _, _ = self.links[peer].recvmsg(MOST_BYTES, _ROOM_FOR_FDS)
+        except BlockingIOError:
+            return
+        except OSError:
+            data, extra = b"", []
+        if data:
+            self._file(peer, data, _fds(extra) if extra else [])
+        else:
+            self._lose(peer)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
-        message, text = Message.unpack(data[: _FORM.size]), data[_FORM.size :]
+        message, text = Message.unpack(data), data[_FORM.size :]
         if message is None or len(text) > MOST_TEXT:
             for fd in fds:
                 os.close(fd)
             self._lose(peer)
             return
-        if not self._map(peer, message.arena, fds) or message.call > self._next_call + FAR:
+        number = message.arena
+        if not self._map(peer, number, fds) or message.call > self._next_call + FAR:
             self._lose(peer)
             return
         if message.kind is Kind.GONE:
             self._forget(peer, message.a)
             return
-        with self._came:
-            if message.kind is Kind.HELLO:
+        with self._lock:
+            if self._lent and message.kind is Kind.HELLO:
                 for key in [key for key in self._lent if key[0] == peer and key[1] < message.e]:
                     self._give_back(key)
             if message.call >= self._next_call and message.call not in self._open:
                 self._open[message.call] = Inbox()
             inbox = self._open.get(message.call)
         if inbox is not None:
-            if (peer, message.arena) in self.arenas:
-                inbox.arenas[peer, message.arena] = self.arenas[peer, message.arena]
+            if (peer, number) in self.arenas:
+                inbox.arenas[peer, number] = self.arenas[peer, number]
             if text or message.kind is Kind.WAITS:
                 inbox.texts[peer, message.kind] = text
             inbox.put(peer, message)
@@ -310,7 +338,7 @@ class Mailbox:
         if peer in self.lost:
             return
         self.lost.add(peer)
-        with self._came:
+        with self._lock:
             for key in [key for key in self._lent if key[0] == peer]:
                 self._give_back(key)
         with contextlib.suppress(KeyError, OSError, ValueError):

@@ -85,13 +85,16 @@ class Stretches:
         return np.stack([self.address, self.length], axis=1)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Portion:
     """The operands of one call: pieces here and pieces there, of equally many bytes."""
 
-    own: Array
-    theirs: Array
-    num_bytes: int
+    __slots__ = ("num_bytes", "operands", "own", "theirs")
+
+    def __init__(self, own: Array, theirs: Array, num_bytes: int) -> None:
+        self.own = own
+        self.theirs = theirs
+        self.num_bytes = num_bytes
+        self.operands = (own.ctypes.data, len(own), theirs.ctypes.data, len(theirs), 0)
 
 
 def whole_at(address: int, into: Array) -> Portion:
@@ -195,8 +198,7 @@ def write_to(pid: int, portion: Portion) -> None:
 
 
 def _transfer(call: Callable[..., int], pid: int, portion: Portion) -> None:
-    own, theirs = portion.own, portion.theirs
-    done = call(pid, own.ctypes.data, len(own), theirs.ctypes.data, len(theirs), 0)
+    done = call(pid, *portion.operands)
     if done == portion.num_bytes:
         return
     number = ctypes.get_errno() if done < 0 else errno.EFAULT

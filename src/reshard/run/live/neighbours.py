@@ -30,7 +30,7 @@ from reshard.run.live.lots import HAVE, WANT, End, Lot, Program
 from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.memory import Route
 from reshard.run.live.passage import Passage
-from reshard.run.live.reach import Act, Reach
+from reshard.run.live.reach import Act, Reach, short_table
 from reshard.run.live.ways import Way
 
 __all__ = ["Neighbours"]
@@ -71,7 +71,7 @@ class Neighbours:
         self.early: set[int] = set()
         """Peers that have been given their message of the first round already."""
         self.staged = 0
-        self.reach = Reach(watch)
+        self.reach = Reach(self.team, watch.call, watch.inbox, lambda: watch)
 
     def name(self, peer: int) -> str:
         """How a peer is reached, for the report."""
@@ -87,7 +87,7 @@ class Neighbours:
 
     def greet(self) -> None:
         """Say that this rank has entered the call, where its tensors are, and small things."""
-        address, count = int(self.table.ctypes.data), len(self.table)
+        address, count, told = int(self.table.ctypes.data), len(self.table), short_table(self.table)
         sends = self.program.round(0).sends if self.program.num_rounds else {}
         mine = {peer: lots for peer, lots in sends.items() if peer in self.peers}
         early = {peer: lots for peer, lots in mine.items() if self._is_early(peer, lots)}
@@ -101,7 +101,7 @@ class Neighbours:
             over = self.team.mailbox.num_over
             more = (self.watch.word, address, count, arena, at, over)
             fd = self.arena.fd_for(peer) if self.arena is not None and arena > 1 else None
-            self._send(peer, Kind.HELLO, *more, fd=fd)
+            self._send(peer, Kind.HELLO, *more, fd=fd, text=told)
 
     def has_greeted(self, early: frozenset[int]) -> None:
         """Go on after greetings that were said elsewhere; early peers have their message."""
@@ -125,7 +125,8 @@ class Neighbours:
     def _table(self, peer: int) -> Ints:
         """Where the tensors of a peer are: read out of its own memory, once a call."""
         if peer not in self.tables:
-            self.tables[peer] = self.reach.table(peer, len(self.table))
+            said = self.reach.table(peer, len(self.table))
+            self.tables[peer] = np.frombuffer(said, dtype=np.int64)
         return self.tables[peer]
 
     def put(self, number: int, sends: dict[int, list[Lot]]) -> int:
@@ -303,9 +304,11 @@ class Neighbours:
     def _arena_number(self) -> int:
         return 0 if self.arena is None else self.arena.number
 
-    def _send(self, peer: int, kind: Kind, *numbers: int, fd: int | None = None) -> None:
+    def _send(
+        self, peer: int, kind: Kind, *numbers: int, fd: int | None = None, text: bytes = b""
+    ) -> None:
         watch = self.watch
-        self.team.mailbox.send(peer, Message(kind, watch.call, watch.digest, *numbers), fd)
+        self.team.mailbox.send(peer, Message(kind, watch.call, watch.digest, *numbers), fd, text)
 
     def close(self, well: bool) -> None:
         """Keep the arena for the next call; after a failure peers may still read what is in it."""

@@ -38,6 +38,9 @@ class SwiftCall(ABC):
         self.number = team.next_call()
         self.inbox = team.mailbox.open(self.number)
         self.round = -1
+        self.touched: object = None
+        """What other processes may write into, until they know that the call has failed."""
+        self._has_met = False
         self._watch: Watch | None = None
 
     @abstractmethod
@@ -66,13 +69,19 @@ class SwiftCall(ABC):
                 word=self.word,
                 move=f'the move of "{self.swift.want.name}"',
             )
+            self._watch.touched = self.touched
+            if self._has_met:
+                self._watch.has_met()
         return self._watch
 
     def run(self) -> None:
         """Do all of it; on any error everyone is told."""
         try:
             self._greet()
+            # Those who called long ago may have given up since.
+            self.team.mailbox.step(0.0)
             self._wait(self._unmet, self._meet_slowly)
+            self._has_met = True
             self._exchange()
         except BaseException:
             self._give_up()
@@ -84,9 +93,11 @@ class SwiftCall(ABC):
             else:
                 self._watch.close()
 
-    def _send(self, peer: int, kind: Kind, *numbers: int, fd: int | None = None) -> None:
+    def _send(
+        self, peer: int, kind: Kind, *numbers: int, fd: int | None = None, text: bytes = b""
+    ) -> None:
         filled = (*numbers, 0, 0, 0, 0, 0, 0)[:6]
-        data = packed(kind, self.number, self.swift.digest, *filled)
+        data = packed(kind, self.number, self.swift.digest, *filled) + text
         self.team.mailbox.send_bytes(peer, data, fd)
 
     def _await_ready(self, peers: tuple[int, ...], number: int) -> None:

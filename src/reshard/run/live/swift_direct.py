@@ -6,7 +6,8 @@ peer whose tensor cannot be touched wants or has its message packed: then the or
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import struct
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ from reshard.run.live.call import Call
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import HAVE, WANT, Lot, Program
 from reshard.run.live.mailbox import Kind
-from reshard.run.live.memory import Route
+from reshard.run.live.memory import Portion, Route
 from reshard.run.live.reach import Reach
 from reshard.run.live.report import RunReport
 from reshard.run.live.swift_call import SwiftCall
@@ -33,11 +34,18 @@ if TYPE_CHECKING:
 
 __all__ = ["Direct", "DirectCall", "direct_of"]
 
+TABLE = struct.Struct("=2q")
+"""Where this rank's two tensors begin."""
+
 MOST_BYTES = 512 << 20
 """Of more per rank, what is around the copies does not matter, and a progress bar does."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+Calls = Sequence[tuple[int, Sequence[Portion]]]
+"""By peer, the copies between its memory and this rank's."""
+
+
+@dataclass(eq=False, slots=True)
 class Direct:
     """What one rank does."""
 
@@ -47,15 +55,36 @@ class Direct:
     """Whose tensors this rank writes to."""
     pulls: Sequence[tuple[int, Route]]
     """Whose tensors this rank reads."""
+    touched: tuple[int, ...]
+    """All of these."""
     writers: tuple[int, ...]
     """Who writes to this rank's."""
     readers: tuple[int, ...]
     """Who reads them."""
+    made: tuple[object, tuple[Calls, Calls] | None] = (None, None)
+    """The copies of the last call, and where tensors were then."""
 
-    def is_reachable(self, own: Ints, tables: dict[int, Ints]) -> bool:
-        """Whether all tensors that another process touches are ordinary memory."""
-        wants = all(tables[peer][WANT] for peer, _ in self.pushes)
-        return wants and all(tables[peer][HAVE] for peer, _ in self.pulls)
+    def calls(self, own: bytes, theirs: Sequence[bytes]) -> tuple[Calls, Calls] | None:
+        """What is written and what is read, for tensors where these tables say.
+
+        None unless all that another process touches is ordinary memory.
+        """
+        if (own, theirs) != self.made[0]:
+            tables = dict(zip(self.touched, map(_addresses, theirs), strict=True))
+            self.made = (own, theirs), self._calls(_addresses(own), tables)
+        return self.made[1]
+
+    def _calls(self, own: Ints, tables: Mapping[int, Ints]) -> tuple[Calls, Calls] | None:
+        found = []
+        for mine, theirs, routes in ((HAVE, WANT, self.pushes), (WANT, HAVE, self.pulls)):
+            if not all(tables[peer][theirs] for peer, _ in routes):
+                return None
+            found.append([(p, r.calls_at(own[mine:], tables[p][theirs:])) for p, r in routes])
+        return found[0], found[1]
+
+
+def _addresses(table: bytes) -> Ints:
+    return np.frombuffer(table, dtype=np.int64)
 
 
 def direct_of(program: Program, direct: Iterable[int]) -> Direct | None:
@@ -71,12 +100,15 @@ def direct_of(program: Program, direct: Iterable[int]) -> Direct | None:
     if not all(lot.as_is for lot in made.copies):
         return None
     sent, got = ways
-    pushes = [(p, _route(made.sends[p][0], True)) for p, way in sent.items() if way is Way.PUSH]
+    # Each begins with another peer: several that write to one get in each other's way.
+    turn = sorted(sent, key=lambda peer: (peer < program.rank, peer))
+    pushes = [(p, _route(made.sends[p][0], True)) for p in turn if sent[p] is Way.PUSH]
     pulls = [(p, _route(made.receives[p][0], False)) for p, way in got.items() if way is Way.PULL]
     writers = tuple(peer for peer, way in got.items() if way is Way.PUSH)
     readers = tuple(peer for peer, way in sent.items() if way is Way.PULL)
     copies = [step for lot in made.copies for step in kept_steps(lot)]
-    return Direct(program, copies, pushes, pulls, writers, readers)
+    touched = tuple(peer for peer, _ in (*pushes, *pulls))
+    return Direct(program, copies, pushes, pulls, touched, writers, readers)
 
 
 def _way(lots: Sequence[Lot]) -> Way:
@@ -107,39 +139,42 @@ class DirectCall(SwiftCall):
         super().__init__(swift, team, word)
         self.direct = direct
         self.tensors = tensors
-        self.table = np.array([tensor.data_ptr() for tensor in tensors], dtype=np.int64)
-        # Others may write into these until they know that the call has failed.
-        self.watch.touched = (tensors, self.table)
+        self.addresses = tuple(tensor.data_ptr() for tensor in tensors)
+        self.table = TABLE.pack(*self.addresses)
+        self.touched = tensors
 
     def _greet(self) -> None:
-        address, over = int(self.table.ctypes.data), self.team.mailbox.num_over
+        readers, over = self.direct.readers, self.team.mailbox.num_over
         for peer in self.swift.peers:
             # What a peer reads for itself is there from the start.
-            early = int(peer in self.direct.readers)
-            self._send(peer, Kind.HELLO, self.word, address, len(self.table), early, 0, over)
+            early = int(peer in readers)
+            self._send(peer, Kind.HELLO, self.word, 0, 2, early, 0, over, text=self.table)
 
     def _exchange(self) -> None:
-        self.watch.has_met()
         self.round = 0
-        direct, reach = self.direct, Reach(self.watch)
-        touched = [peer for peer, _ in (*direct.pushes, *direct.pulls)]
-        tables = {peer: reach.table(peer, len(self.table)) for peer in touched}
-        if not direct.is_reachable(self.table, tables):
+        direct = self.direct
+        reach = Reach(self.team, self.number, self.inbox, lambda: self.watch)
+        part = f'its part of "{self.swift.want.name}"'
+        calls = direct.calls(self.table, [reach.table(peer, 2) for peer in direct.touched])
+        if calls is None:
             self._go_on_slowly()
             return
-        own, part = self.table, f'its part of "{self.swift.want.name}"'
-        for peer, route in direct.pushes:
-            for portion in route.calls(own[HAVE:], tables[peer][WANT:]):
+        pushes, pulls = calls
+        for peer, portions in pushes:
+            for portion in portions:
                 reach.write(peer, portion, part)
+        # In a row: between copies, which empty the caches, a message costs twice as much.
+        for peer, _ in pushes:
             self._send(peer, Kind.READY, 0)
-        run_steps(direct.copies, int(own[WANT]), int(own[HAVE]))
-        for peer, route in direct.pulls:
+        run_steps(direct.copies, self.addresses[WANT], self.addresses[HAVE])
+        for peer, portions in pulls:
             self._await_ready((peer,), 0)
-            for portion in route.calls(own[WANT:], tables[peer][HAVE:]):
+            for portion in portions:
                 reach.read(peer, portion, part)
             self._send(peer, Kind.TAKEN, 0)
         self._await_ready(direct.writers, 0)
-        self._await_taken()
+        if direct.readers:
+            self._await_taken()
 
     def _await_taken(self) -> None:
         """Wait until those who read this rank's tensor have read it."""
