@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
-from reshard.tensors.motion import Motion
+from reshard.tensors.motion import Grad, Motion
 from reshard.tensors.reading import local_of
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def move(
     group: dist.ProcessGroup | None = None,
     memory: int | str | None = None,
     into: torch.Tensor | None = None,
-    grad: Literal["sum", "replicated"] = "sum",
+    grad: Grad = "sum",
     **options: Any,
 ) -> Any:
     """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
@@ -74,16 +74,12 @@ def move(
         if quick is not None:
             return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
-    motion = _motion(
-        have,
-        target if isinstance(target, Layout) else _layout(target, sizes),
-        sizes,
-        kind,
-        kind if cast_to is None else canonical_dtype(cast_to),
-        _bytes(memory),
+    if isinstance(target, Layout):
+        motion = _motion(have, target, sizes, kind, cast_to, memory, grad)
+    else:
         # Replicas of a DTensor have one gradient.
-        grad if isinstance(target, Layout) else "replicated",
-    )
+        layout = _layout(target, sizes)
+        motion = _motion(have, layout, sizes, kind, cast_to, memory, "replicated")
     if options or group is not None:
         motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
@@ -122,18 +118,26 @@ def backward(moved: Any) -> None:
     torch.autograd.backward(moved, torch.zeros_like(moved))
 
 
-_motion = lru_cache(maxsize=4096)(Motion)
-"""Kept as the plans are, because training makes the same move in every step."""
-
-
-@lru_cache(maxsize=64)
-def _bytes(memory: int | str | None) -> int:
-    return parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+@lru_cache(maxsize=4096)
+def _motion(
+    have: Layout,
+    want: Layout,
+    shape: tuple[int, ...],
+    dtype: object,
+    cast_to: object,
+    memory: int | str | None,
+    grad: Grad,
+) -> Motion:
+    """The move itself; kept as its plan is, because training makes the same in every step."""
+    kind = canonical_dtype(dtype)
+    cast = kind if cast_to is None else canonical_dtype(cast_to)
+    cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    return Motion(have, want, shape, kind, cast, cap, grad)
 
 
 def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
-) -> tuple[Source, Layout, tuple[int, ...], str]:
+) -> tuple[Source, Layout, tuple[int, ...], object]:
     """The local tensor, for whoever asks for it, and what it is a part of."""
     if knows_layout(tensor):
         if have is not None or shape is not None:
@@ -146,10 +150,10 @@ def _source(
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: None, have, sizes, canonical_dtype(dtype)
+        return lambda: None, have, sizes, dtype
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
-    return lambda: tensor, have, sizes, canonical_dtype(tensor.dtype)
+    return lambda: tensor, have, sizes, tensor.dtype
 
 
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:

@@ -93,9 +93,9 @@ class Message(NamedTuple):
         """Read what ``pack`` wrote, before any text; None for anything else."""
         if len(data) < _FORM.size:
             return None
-        magic, kind, *others = _FORM.unpack_from(data)
-        known = magic == _MAGIC and kind in _KINDS
-        return cls._make([_KINDS[kind], *others]) if known else None
+        magic, number, *others = _FORM.unpack_from(data)
+        kind = _KINDS.get(number)
+        return cls(kind, *others) if kind is not None and magic == _MAGIC else None
 
 
 def packed(*parts: object) -> bytes:

@@ -78,8 +78,8 @@ class SwiftCall(ABC):
         """Do all of it; on any error everyone is told."""
         try:
             self._greet()
-            # Those who called long ago may have given up since.
-            self.team.mailbox.step(0.0)
+            # A look in any case: those who called long ago may have given up since.
+            self.team.mailbox.step(GLANCE_SECONDS if self._unmet() else 0.0)
             self._wait(self._unmet, self._meet_slowly)
             self._has_met = True
             self._exchange()
