@@ -45,7 +45,7 @@ def cast(array: Array, have: str, want: str) -> Array:
 
 def _to_bfloat16(array: Array) -> Array:
     """Round float32 to the nearest bfloat16, ties to even; a NaN stays one."""
-    bits = np.ascontiguousarray(array, dtype=np.float32).view(np.uint32)
+    bits = np.asarray(array, dtype=np.float32).view(np.uint32)
     rounded = (bits + np.uint32(0x7FFF) + ((bits >> 16) & np.uint32(1))) >> 16
     return np.where(np.isnan(array), np.uint16(0x7FC0), rounded.astype(np.uint16))
 

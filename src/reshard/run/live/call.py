@@ -242,8 +242,7 @@ class Call:
     def _add_up(self, number: int, made: Round, part: RoundReport, sums: dict[int, Sum]) -> None:
         largest = 0
         for one in sums.values():
-            largest = max(largest, one.num_bytes)
-            one.run(self._source_place, self._target_place)
+            largest = max(largest, one.run(self._source_place, self._target_place))
         part.bytes_staged += largest
         for peer, lots in made.receives.items():
             if any(lot.addend >= 0 for lot in lots):

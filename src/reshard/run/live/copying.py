@@ -18,7 +18,7 @@ from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.run.live.memory import Array, array_at
 
-__all__ = ["RAW", "Copies", "Spot", "packed_strides", "tensor_at"]
+__all__ = ["RAW", "Copies", "Spot", "arrays_of", "packed_strides", "tensor_at"]
 
 RAW = {
     size: np.dtype(kind)
@@ -55,7 +55,7 @@ class Copies:
         self.raw: list[tuple[Array, Array]] = []
         self.cast: list[tuple[torch.Tensor, torch.Tensor]] = []
         if isinstance(target, Spot) and isinstance(source, Spot) and target.dtype == source.dtype:
-            self.raw = list(zip(_arrays(width, target), _arrays(width, source), strict=True))
+            self.raw = list(zip(arrays_of(width, target), arrays_of(width, source), strict=True))
         else:
             pairs = zip(_tensors(width, target), _tensors(width, source), strict=True)
             self.cast = [(into, _real(out, into)) for into, out in pairs]
@@ -76,18 +76,18 @@ def _real(out: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     return out.real if out.is_complex() and not into.is_complex() else out
 
 
-def _arrays(width: Ints, spot: Spot) -> Iterator[Array]:
+def arrays_of(width: Ints, spot: Spot, kind: np.dtype[Any] | None = None) -> Iterator[Array]:
+    """The blocks at a spot; without a kind they are only good to be copied."""
     size = itemsize(spot.dtype)
-    raw = RAW[size]
     strides = (spot.strides * size).tolist()
     for at, shape, steps in zip(spot.address.tolist(), width.tolist(), strides, strict=True):
-        yield array_at(at, shape, raw, steps)
+        yield array_at(at, shape, kind or RAW[size], steps)
 
 
 def _tensors(width: Ints, place: Place) -> Iterable[torch.Tensor]:
     if not isinstance(place, Spot):
         return place
-    return (_as_torch(array, place.dtype) for array in _arrays(width, place))
+    return (_as_torch(array, place.dtype) for array in arrays_of(width, place))
 
 
 def _as_torch(array: Array, dtype: str) -> torch.Tensor:

@@ -14,13 +14,14 @@ import torch
 
 from reshard.columns import Ints, distinct
 from reshard.dtypes import accumulator
+from reshard.run.live.adding import TORCH_OPS
 from reshard.run.live.addresses import own_offsets, own_views, view_of
 from reshard.run.live.copying import packed_strides
 from reshard.run.live.device_copy import CopyTable
 from reshard.run.live.device_table import CopyBlocks
 from reshard.run.live.holding import Held
 from reshard.run.live.lots import WANT, Lot
-from reshard.run.live.summing import TORCH_OPS, Line, Sum, stretches
+from reshard.run.live.summing import Line, Sum, stretches
 
 __all__ = ["DeviceSum"]
 

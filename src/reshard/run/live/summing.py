@@ -1,8 +1,10 @@
 """Add up the addends of a pending reduction, in the order of the addends, always.
 
-The parts that a rank adds up lie one after the other on a line, and every addend brings all of
-them: from one sender or several, in messages; or from the rank's own tensor. So a round is one
-addition per addend and stretch, whatever the tensors look like.
+Where every addend comes in the same blocks, as it does most of the time, they are added up block by
+block, straight into the destination. Otherwise the parts that a rank adds up lie one after the
+other on a line, and every addend brings all of them: from one sender or several, in messages; or
+from the rank's own tensor. So a round is one addition per addend and stretch, whatever the tensors
+look like.
 """
 
 from __future__ import annotations
@@ -15,13 +17,17 @@ import torch
 
 from reshard.columns import Ints
 from reshard.dtypes import accumulator, itemsize
-from reshard.run.live.copying import Copies, Place, Spot, packed_strides, tensor_at
+from reshard.run.live.adding import ADDED, OPS, TORCH_OPS, add_up
+from reshard.run.live.copying import Copies, Place, Spot, arrays_of, packed_strides, tensor_at
 from reshard.run.live.lots import Lot
 from reshard.run.live.memory import Array
 from reshard.run.live.ways import run_lengths
 from reshard.run.numpy_dtypes import storage_dtype
 
-__all__ = ["OPS", "TORCH_OPS", "Line", "Sum", "stretches"]
+__all__ = ["Line", "Sum", "are_alike", "stretches"]
+
+LEAST_BYTES = 4096
+"""Of a block, on the average: smaller ones are quicker along a line."""
 
 Places = Callable[[Lot], Place]
 
@@ -53,14 +59,25 @@ class Sum:
         first = min(lot.addend for lot in lots)
         return [lot for lot in lots if lot.addend == first]
 
-    def run(self, source: Places, target: Places) -> None:
-        """Add up, and put the sums into the destination tensors."""
+    def run(self, source: Places, target: Places) -> int:
+        """Add up, and put the sums into the destination tensors; gives the bytes it took."""
+        addends = [(lot, at) for lot, at in self.arrived] + [(lot, 0) for lot in self.own]
+        addends.sort(key=lambda pair: pair[0].addend)
+        blocks = _straight(self.op, addends, source, target)
+        if blocks is None:
+            self._run_along_a_line(addends, source, target)
+            return self.num_bytes
+        for total, arrays in blocks:
+            add_up(self.op, addends[0][0].dtype, total, arrays)
+        return 0
+
+    def _run_along_a_line(
+        self, addends: Sequence[tuple[Lot, int]], source: Places, target: Places
+    ) -> None:
         lots = self._of_first_addend()
         line = Line(lots)
         dtype = lots[0].stack.have.dtype
         total = _Total(self.op, dtype, line.length)
-        addends = [(lot, at) for lot, at in self.arrived] + [(lot, 0) for lot in self.own]
-        addends.sort(key=lambda pair: pair[0].addend)
         for lot, address in addends:
             places = line.places(lot)
             first = lot.addend == lots[0].addend
@@ -71,6 +88,48 @@ class Sum:
         total.finish(self.num_addends, lots[0].stack.want.dtype)
         for lot in lots:
             Copies(lot.width, target(lot), total.spot(lot, line.places(lot))).run()
+
+
+def are_alike(op: str, lots: Sequence[Lot]) -> bool:
+    """Whether lots bring one addend each, in its turn, in the same blocks, of a dtype for that."""
+    first = lots[0]
+    dtype, stack = first.dtype, first.stack
+    if dtype not in ADDED or not dtype == stack.have.dtype == stack.want.dtype or len(lots) < 2:
+        return False
+    if op == "avg" and dtype.startswith("int"):
+        return False
+    return all(
+        lot.addend == n
+        and np.array_equal(lot.part, first.part)
+        and np.array_equal(lot.width, first.width)
+        for n, lot in enumerate(lots)
+    )
+
+
+def _straight(
+    op: str, addends: Sequence[tuple[Lot, int]], source: Places, target: Places
+) -> Iterator[tuple[Array, Sequence[Array]]] | None:
+    """Block by block, where the sum goes and what is added up; None where it cannot be so."""
+    first = addends[0][0]
+    if first.num_bytes < LEAST_BYTES * len(first.width):
+        return None
+    if not are_alike(op, [lot for lot, _ in addends]):
+        return None
+    into, spots = target(first), [_place(lot, address, source) for lot, address in addends]
+    kind, columns = storage_dtype(first.dtype), []
+    for place in (into, *spots):
+        if not isinstance(place, Spot) or place.dtype != first.dtype:
+            return None
+        columns.append(arrays_of(first.width, place, kind))
+    return ((total, arrays) for total, *arrays in zip(*columns, strict=True))
+
+
+def _place(lot: Lot, address: int, source: Places) -> Place:
+    """Where the blocks of an addend lie: in a message, or in this rank's own tensor."""
+    if not address:
+        return source(lot)
+    at = address + lot.at * lot.stack.itemsize
+    return Spot(at, packed_strides(lot.width), lot.dtype)
 
 
 class Line:
@@ -148,12 +207,15 @@ class _Total:
         if first:
             torch.from_numpy(total).copy_(addend)
         elif self.wide != self.dtype:
-            TORCH_OPS[self.op](torch.from_numpy(total), addend.to(getattr(torch, self.wide)))
+            # torch widens halves as it adds, but knows no sum of a float8 and a float32.
+            wide = addend.to(getattr(torch, self.wide)) if addend.itemsize == 1 else addend
+            TORCH_OPS[self.op](torch.from_numpy(total), wide)
         else:
             op = (
                 np.logical_or if total.dtype == bool and self.op in ("sum", "avg") else OPS[self.op]
             )
-            op(total, addend.numpy(), out=total)
+            with np.errstate(all="ignore"):
+                op(total, addend.numpy(), out=total)
 
     def finish(self, count: int, want: str) -> None:
         """Divide, for a mean; and round to the source's dtype, if the destination is wider."""
@@ -169,15 +231,3 @@ class _Total:
         """Where the sums of a lot's blocks are."""
         size = self.values.itemsize
         return Spot(self._address + places * size, packed_strides(lot.width), self.wide)
-
-
-OPS = {
-    "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
-}  # fmt: skip
-TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "sum": lambda total, addend: total.add_(addend),
-    "avg": lambda total, addend: total.add_(addend),
-    "prod": lambda total, addend: total.mul_(addend),
-    "max": lambda total, addend: torch.maximum(total, addend, out=total),
-    "min": lambda total, addend: torch.minimum(total, addend, out=total),
-}

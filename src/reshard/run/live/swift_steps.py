@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.dtypes import accumulator, itemsize
+from reshard.dtypes import itemsize
+from reshard.run.live.adding import add_up
 from reshard.run.live.copying import RAW, packed_strides
 from reshard.run.live.lots import End, Lot, Program, Round
 from reshard.run.live.memory import array_at
-from reshard.run.live.summing import OPS
+from reshard.run.live.summing import are_alike
 from reshard.run.live.ways import run_lengths
 from reshard.run.numpy_dtypes import storage_dtype
 
@@ -21,9 +22,6 @@ __all__ = ["Addresses", "Script", "Stage", "Step", "kept_steps", "run_steps", "s
 
 MOST_BLOCKS = 64
 """Blocks of one round; with more, what is around them does not matter."""
-
-ADDED = {"float32", "float64", "int32", "int64"}
-"""Dtypes whose addends are added up here."""
 
 Addresses = tuple[int, int]
 """Where the source tensor and the destination tensor begin."""
@@ -42,27 +40,21 @@ Operand = tuple[int, int, Sequence[int]]
 class Addition:
     """A block whose addends are added up in the order of the addends."""
 
+    op: str
+    dtype: str
     shape: Sequence[int]
-    kind: np.dtype[Any]
-    op: Any
-    divisor: int
-    """By how much the sum is divided; 0 where it is not."""
     into: tuple[int, Sequence[int]]
     operands: Sequence[Operand]
 
     def run(self, addresses: Addresses, found: Mapping[int, int]) -> None:
         """Add up, straight into the destination tensor."""
-        shape, kind = self.shape, self.kind
+        shape, kind = self.shape, storage_dtype(self.dtype)
         total = array_at(addresses[1] + self.into[0], shape, kind, self.into[1])
         arrays = [
             array_at((found[peer] if peer >= 0 else addresses[0]) + at, shape, kind, strides)
             for peer, at, strides in self.operands
         ]
-        self.op(arrays[0], arrays[1], out=total)
-        for array in arrays[2:]:
-            self.op(total, array, out=total)
-        if self.divisor:
-            np.divide(total, self.divisor, out=total)
+        add_up(self.op, self.dtype, total, arrays)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -222,24 +214,15 @@ def _additions(arrived: Sequence[tuple[Lot, int, int]]) -> list[Addition] | None
         return []
     arrived = sorted(arrived, key=lambda one: one[0].addend)
     first = arrived[0][0]
-    reduce, dtype = first.stack.have.layout.reduce, first.stack.have.dtype
+    reduce, dtype = first.stack.have.layout.reduce, first.dtype
     op = reduce[0] if reduce else "sum"
-    alike = all(
-        lot.addend == n
-        and np.array_equal(lot.part, first.part)
-        and np.array_equal(lot.width, first.width)
-        for n, (lot, _, _) in enumerate(arrived)
-    )
-    fit = dtype in ADDED and accumulator(dtype) == dtype == first.stack.want.dtype
-    if not alike or not fit or len(arrived) < 2 or (op == "avg" and dtype.startswith("int")):
+    if not are_alike(op, [lot for lot, _, _ in arrived]):
         return None
-    kind, size = storage_dtype(dtype), itemsize(dtype)
-    divisor = len(arrived) if op == "avg" else 0
-    found = []
+    size, found = itemsize(dtype), []
     for n, shape in enumerate(first.width.tolist()):
         into = (int(first.target.offset[n]) * size, _bytes(first.target.strides[n], size))
         operands = [_operand(lot, peer, at, n, size) for lot, peer, at in arrived]
-        found.append(Addition(shape, kind, OPS[op], divisor, into, operands))
+        found.append(Addition(op, dtype, shape, into, operands))
     return found
 
 

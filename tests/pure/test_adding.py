@@ -1,0 +1,61 @@
+"""Addends of any shape, strides and dtype: the same bits as added up whole, one after the other."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from reshard.run.live import adding
+from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
+
+OPS = ("sum", "avg", "prod", "max", "min")
+Array = np.ndarray
+
+
+def some(rng: np.random.Generator, shape: list[int], order: list[int], dtype: str) -> Array:
+    """Values of a dtype, laid out in memory with dims in another order."""
+    values = np.asarray(rng.uniform(-3, 3, [shape[dim] for dim in order]), "float32")
+    bits = cast(values, "float32", dtype).astype(storage_dtype(dtype)).reshape(values.shape)
+    return bits.transpose([order.index(dim) for dim in range(len(order))])
+
+
+@given(
+    shape=st.lists(st.integers(0, 7), max_size=3),
+    dtype=st.sampled_from(sorted(adding.ADDED)),
+    op=st.sampled_from(OPS),
+    count=st.integers(2, 5),
+    slice_bytes=st.sampled_from([1, 16, 64, 1 << 18]),
+    data=st.data(),
+)
+def test_slices_add_up_to_the_whole(
+    shape: list[int], dtype: str, op: str, count: int, slice_bytes: int, data: st.DataObject
+) -> None:
+    if op == "avg" and dtype.startswith("int"):
+        op = "sum"
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    orders = [data.draw(st.permutations(range(len(shape)))) for _ in range(count + 1)]
+    addends = [some(rng, shape, order, dtype) for order in orders[1:]]
+    kept = [addend.copy() for addend in addends]
+    total = some(rng, shape, orders[0], dtype)
+    with mock.patch.object(adding, "SLICE_BYTES", slice_bytes):
+        adding.add_up(op, dtype, total, addends)
+    assert np.array_equal(total, reduce_in_order(op, kept, dtype))
+    assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
+
+
+@pytest.mark.parametrize("dtype", sorted(d for d in adding.ADDED if not d.startswith("int")))
+def test_what_is_not_a_number_is_no_error(dtype: str) -> None:
+    """As in torch: numpy would warn, which some turn into an error."""
+    values = cast(np.array([np.nan, np.inf, 1.0], "float32"), "float32", dtype)
+    other = cast(np.array([1.0, -np.inf, 2.0], "float32"), "float32", dtype)
+    for op in ("sum", "max", "min"):
+        total = np.zeros_like(values)
+        adding.add_up(op, dtype, total, [other, values])
+        found = cast(total, dtype, "float32")
+        assert np.isnan(found[0])
+        assert np.isnan(found[1]) == (op == "sum")
+        assert found[2] == {"sum": 3.0, "max": 2.0, "min": 1.0}[op]
