@@ -42,9 +42,27 @@ def test_slices_add_up_to_the_whole(
     kept = [addend.copy() for addend in addends]
     total = some(rng, shape, orders[0], dtype)
     with mock.patch.object(adding, "SLICE_BYTES", slice_bytes):
-        adding.add_up(op, dtype, total, addends)
+        took = adding.add_up(op, dtype, total, addends)
+    assert took <= max(2 * slice_bytes, 8)  # halves are twice as wide, and one element is one
     assert np.array_equal(total, reduce_in_order(op, kept, dtype))
     assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_nothing_but_sums_is_written(op: str, count: int) -> None:
+    """Whoever reads the same sums meanwhile, from a tied tensor, reads sums."""
+    addends = [np.full((3, 4), 2.0 + n, "float32") for n in range(count)]
+    total = reduce_in_order(op, addends, "float32")
+    expected, act = total.copy(), adding.OPS[op]
+
+    def watched(one: Array, other: Array, out: Array) -> None:
+        act(one, other, out=out)
+        assert np.array_equal(total, expected)
+
+    with mock.patch.dict(adding.OPS, {op: watched}):
+        adding.add_up(op, "float32", total, addends)
+    assert np.array_equal(total, expected)
 
 
 @pytest.mark.parametrize("dtype", sorted(d for d in adding.ADDED if not d.startswith("int")))

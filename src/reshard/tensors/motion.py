@@ -82,6 +82,7 @@ class Motion:
 
     def run(self, local: Tensor | None, into: Tensor | None, device: Any) -> Tensor | None:
         """Move, and attach the way back if gradients are wanted anywhere."""
+        device = device if local is None else local.device
         enabled = torch.is_grad_enabled()
         # A rank without input cannot know, unless it refuses.
         wanted = None if local is None and enabled else enabled and _requires_grad(local)
@@ -91,17 +92,15 @@ class Motion:
         if at_rest is not None:
             if not wanted or self.grad == "replicated":
                 return at_rest
-            return attached(local, at_rest.detach(), self.way_back, _device_of(local, device))
-        # Without a device it is the source's.
-        moved, wanted = self.moved(local, into, device if local is None else None, wanted)
+            return attached(local, at_rest.detach(), self.way_back, device)
+        moved, wanted = self.moved(local, into, device, wanted)
         if not wanted:
             return moved if into is None else into
         if into is not None:
             raise TensorError(NOT_INTO)
         if moved is None:
-            where = _device_of(local, device)
-            moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=where)
-        return attached(local, moved, self.way_back, _device_of(local, device))
+            moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
+        return attached(local, moved, self.way_back, device)
 
     def moved(
         self, local: Tensor | None, into: Tensor | None, device: Any, wanted: bool | None
@@ -187,11 +186,6 @@ class Motion:
             self.want, unreduced(self.have), self.shape, kind, self.memory, self.grad == "sum"
         )
         return WayBack(back, scale, self.group, self.options)
-
-
-def _device_of(local: Tensor | None, device: Any) -> Any:
-    """Where the result goes: with the source, if there is one."""
-    return device if local is None else local.device
 
 
 def _requires_grad(local: Tensor | None) -> bool:

@@ -74,12 +74,13 @@ def move(
         if quick is not None:
             return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
+    cast_dtype = None if cast_to is None else canonical_dtype(cast_to)
     if isinstance(target, Layout):
-        motion = _motion(have, target, sizes, kind, cast_to, memory, grad)
+        motion = _motion(have, target, sizes, kind, cast_dtype, memory, grad)
     else:
         # Replicas of a DTensor have one gradient.
         layout = _layout(target, sizes)
-        motion = _motion(have, layout, sizes, kind, cast_to, memory, "replicated")
+        motion = _motion(have, layout, sizes, kind, cast_dtype, memory, "replicated")
     if options or group is not None:
         motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
@@ -118,26 +119,26 @@ def backward(moved: Any) -> None:
     torch.autograd.backward(moved, torch.zeros_like(moved))
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=4096, typed=True)
 def _motion(
     have: Layout,
     want: Layout,
     shape: tuple[int, ...],
-    dtype: object,
-    cast_to: object,
+    dtype: torch.dtype | str,
+    cast_to: str | None,
     memory: int | str | None,
     grad: Grad,
 ) -> Motion:
     """The move itself; kept as its plan is, because training makes the same in every step."""
     kind = canonical_dtype(dtype)
-    cast = kind if cast_to is None else canonical_dtype(cast_to)
+    cast = kind if cast_to is None else cast_to
     cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
     return Motion(have, want, shape, kind, cast, cap, grad)
 
 
 def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
-) -> tuple[Source, Layout, tuple[int, ...], object]:
+) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
     """The local tensor, for whoever asks for it, and what it is a part of."""
     if knows_layout(tensor):
         if have is not None or shape is not None:
@@ -150,7 +151,7 @@ def _source(
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: None, have, sizes, dtype
+        return lambda: None, have, sizes, canonical_dtype(dtype)
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     return lambda: tensor, have, sizes, tensor.dtype

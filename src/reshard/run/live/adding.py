@@ -7,6 +7,7 @@ are added up in float32, of which there is never more than a slice.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -35,29 +36,40 @@ TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 
-def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> None:
+def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     """Add up two addends or more in their order, all of the same shape as ``total``.
+
+    Nothing but sums is ever written to ``total``: others may be reading the same sums there, from a
+    tied tensor. Gives the bytes that it took besides.
 
     >>> total = np.zeros(3, "float32")
     >>> add_up("avg", "float32", total, [np.full(3, n, "float32") for n in (1, 2, 6)])
+    12
     >>> total.tolist()
     [3.0, 3.0, 3.0]
     """
-    add = _add if accumulator(dtype) == dtype else _add_halves
+    add, most = _add if accumulator(dtype) == dtype else _add_halves, 0
     with np.errstate(all="ignore"):  # infinite gradients are no news to those who scale losses
-        for at in _slices(total):
-            add(op, dtype, total[at], [addend[at] for addend in addends])
+        for at in _slices(total.shape, total.itemsize):
+            most = max(most, add(op, dtype, total[at], [addend[at] for addend in addends]))
+    return most
 
 
-def _add(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> None:
-    OPS[op](addends[0], addends[1], out=total)
+def _add(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
+    if len(addends) == 2 and op != "avg":
+        OPS[op](addends[0], addends[1], out=total)
+        return 0
+    sums = np.empty(total.shape, total.dtype)
+    OPS[op](addends[0], addends[1], out=sums)
     for addend in addends[2:]:
-        OPS[op](total, addend, out=total)
+        OPS[op](sums, addend, out=sums)
     if op == "avg":
-        np.divide(total, len(addends), out=total)
+        np.divide(sums, len(addends), out=sums)
+    total[...] = sums
+    return sums.nbytes
 
 
-def _add_halves(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> None:
+def _add_halves(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     """The same for what numpy may not know, of which arrays have only the bits."""
     kind: torch.dtype = getattr(torch, dtype)
     sums = np.empty(total.shape, "float32")
@@ -68,15 +80,19 @@ def _add_halves(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> 
     if op == "avg":
         np.divide(sums, len(addends), out=sums)
     torch.from_numpy(total).view(kind).copy_(wide)
+    return sums.nbytes
 
 
-def _slices(array: Array) -> Iterator[tuple[Any, ...]]:
-    """Where the slices of an array are: along the first dim that can be cut."""
-    dim = next((n for n, size in enumerate(array.shape) if size > 1), None)
-    if dim is None:
+def _slices(shape: Sequence[int], itemsize: int) -> Iterator[tuple[Any, ...]]:
+    """Where the slices of an array are: cut along the first dims, as far as it takes."""
+    dim = next((n for n, size in enumerate(shape) if size > 1), None)
+    num_bytes = prod(shape) * itemsize
+    if dim is None or num_bytes <= SLICE_BYTES:
         yield (...,)
         return
-    size = array.shape[dim]
-    step = max(SLICE_BYTES * size // max(array.nbytes, 1), 1)
-    for first in range(0, size, step):
-        yield (slice(None),) * dim + (slice(first, first + step),)
+    step = max(SLICE_BYTES * shape[dim] // num_bytes, 1)
+    for first in range(0, shape[dim], step):
+        last = min(first + step, shape[dim])
+        for rest in _slices((last - first, *shape[dim + 1 :]), itemsize):
+            inner = rest[1:] if rest != (...,) else (...,)
+            yield (*[slice(None)] * dim, slice(first, last), *inner)

@@ -17,6 +17,7 @@ from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.crossing import Crossing
+from reshard.run.live.links import who_gave_up
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.team import ASK_SECONDS, INTERRUPTED, Team, skip_calls
 
@@ -109,14 +110,16 @@ class Watch:
         """
         began = time.monotonic()
         self._what = what
-        if self.is_meeting and not missing():
-            self.team.mailbox.step(0.0)  # those who called long ago may have given up since
-        while left := missing():
+        left = missing()
+        while left:
             self.check_lost(left, what)
             self._check_aborted()
             self._grow_impatient(left, began)
             self.team.mailbox.step(min(pause, LOOK_EVERY, self.timeout / 4))
             pause *= PAUSE_GROWTH
+            left = missing()
+        if self.is_meeting:
+            self.check_given_up()
         self._check_aborted()
         if self._posted:
             self._unpost()
@@ -148,6 +151,14 @@ class Watch:
         if found is not None:
             skip_calls(self._crossing.given_up, self.team.others)
             self.fail(Cause("disagree", found))
+
+    def check_given_up(self) -> None:
+        """Fail if a rank of this host that called long ago has given up since.
+
+        Its word of that may be unread, and its greeting, with all of its part, read.
+        """
+        for peer in who_gave_up(self.team.links, self.call):
+            self.failed_at(peer, "its part")
 
     def has_met(self) -> None:
         """All have called: from now on they only wait for each other's parts."""

@@ -24,7 +24,7 @@ from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.arena import Arena
 from reshard.run.live.memory import Stretches, allow_others, array_at, pair_up, read_from
 
-__all__ = ["Door", "Link"]
+__all__ = ["Door", "Link", "who_gave_up"]
 
 BROKEN = (OSError, ValueError, TypeError, IndexError)
 """What it is like to talk to somebody who is gone, or talks nonsense."""
@@ -89,6 +89,11 @@ class Link:
     direct: bool
     """Whether both may read and write each other's memory."""
     board: Board
+
+
+def who_gave_up(links: Mapping[int, Link], call: int) -> list[int]:
+    """The ranks of this host for which a call has failed; found without any message."""
+    return [peer for peer, link in links.items() if link.board.is_closed(call)]
 
 
 class Door:

@@ -233,6 +233,8 @@ class Mailbox:
                 return
             except BlockingIOError:
                 self.step(0.01)
+            except ConnectionError:
+                return  # it has left; whoever reads its last words will notice
             except OSError:
                 self._lose(peer)
 
@@ -277,8 +279,8 @@ class Mailbox:
         # is, and the next poll says it of all peers together.
         try:
             data, extra, _, _ = self.links[peer].recvmsg(MOST_BYTES, _ROOM_FOR_FDS)
-        except BlockingIOError:
-            return
+        except (BlockingIOError, ConnectionResetError):
+            return  # what a peer said before it left without hearing us is read after this
         except OSError:
             data, extra = b"", []
         if data:

@@ -135,9 +135,10 @@ class Route:
         """The calls, for tensors that begin at these addresses; those of last time are kept."""
         bases = zip(self._touched, (own, theirs), strict=True)
         key = b"".join(base[touched].tobytes() for touched, base in bases)
-        if self._kept[0] != key:
-            self._kept = (key, self.calls_at(own, theirs))
-        return self._kept[1]
+        kept = self._kept  # another thread may replace it meanwhile
+        if kept[0] != key:
+            kept = self._kept = (key, self.calls_at(own, theirs))
+        return kept[1]
 
     def calls_at(self, own: Ints | None, theirs: Ints | None) -> list[Portion]:
         """The calls, with addresses filled in; without any, offsets are from the start."""

@@ -67,9 +67,8 @@ class Sum:
         if blocks is None:
             self._run_along_a_line(addends, source, target)
             return self.num_bytes
-        for total, arrays in blocks:
-            add_up(self.op, addends[0][0].dtype, total, arrays)
-        return 0
+        dtype = addends[0][0].dtype
+        return max(add_up(self.op, dtype, total, arrays) for total, arrays in blocks)
 
     def _run_along_a_line(
         self, addends: Sequence[tuple[Lot, int]], source: Places, target: Places

@@ -14,6 +14,7 @@ from reshard.bytesize import format_bytes
 from reshard.run.live.agreement import check_words, raise_disagreement, suspect_comparing
 from reshard.run.live.call import told
 from reshard.run.live.faults import Watch
+from reshard.run.live.links import who_gave_up
 from reshard.run.live.mailbox import Kind, packed
 from reshard.run.live.options import Options
 
@@ -78,9 +79,9 @@ class SwiftCall(ABC):
         """Do all of it; on any error everyone is told."""
         try:
             self._greet()
-            # A look in any case: those who called long ago may have given up since.
-            self.team.mailbox.step(GLANCE_SECONDS if self._unmet() else 0.0)
             self._wait(self._unmet, self._meet_slowly)
+            if who_gave_up(self.team.links, self.number):
+                self.watch.check_given_up()
             self._has_met = True
             self._exchange()
         except BaseException:

@@ -69,10 +69,11 @@ class Direct:
 
         None unless all that another process touches is ordinary memory.
         """
-        if (own, theirs) != self.made[0]:
+        where, made = (own, theirs), self.made  # another thread may replace it meanwhile
+        if made[0] != where:
             tables = dict(zip(self.touched, map(_addresses, theirs), strict=True))
-            self.made = (own, theirs), self._calls(_addresses(own), tables)
-        return self.made[1]
+            made = self.made = where, self._calls(_addresses(own), tables)
+        return made[1]
 
     def _calls(self, own: Ints, tables: Mapping[int, Ints]) -> tuple[Calls, Calls] | None:
         found = []

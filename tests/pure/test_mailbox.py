@@ -1,0 +1,67 @@
+"""Messages between processes of one host: nothing that was said is lost, whoever leaves."""
+
+from __future__ import annotations
+
+import socket
+
+from reshard.run.live.mailbox import Kind, Mailbox, Message
+
+DIGEST = b"d" * 16
+
+
+def pair() -> tuple[Mailbox, socket.socket]:
+    """A mailbox, and the socket of its only peer, which is rank 1."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    return Mailbox({1: ours}), theirs
+
+
+def test_all_that_has_come_is_filed_at_once() -> None:
+    mailbox, peer = pair()
+    inbox = mailbox.open(0)
+    peer.send(Message(Kind.HELLO, 0, DIGEST).pack() + b"a table")
+    peer.send(Message(Kind.READY, 0, DIGEST).pack())
+    peer.send(Message(Kind.ABORT, 0, DIGEST).pack() + b"{}")
+    mailbox.step(0.0)
+    assert inbox.hellos[1].call == 0
+    assert inbox.texts[1, Kind.HELLO] == b"a table"
+    assert (1, 0) in inbox.ready
+    assert inbox.aborted_by == 1
+    mailbox.shut()
+    peer.close()
+
+
+def test_last_words_of_a_peer_that_did_not_hear_us() -> None:
+    """Linux says "connection reset" before it gives what the peer has said."""
+    mailbox, peer = pair()
+    inbox = mailbox.open(0)
+    mailbox.send(1, Message(Kind.HELLO, 0, DIGEST))
+    peer.send(Message(Kind.ABORT, 0, DIGEST).pack() + b"why")
+    peer.close()
+    mailbox.step(0.0)
+    assert inbox.texts[1, Kind.ABORT] == b"why"
+    assert mailbox.lost == {1}
+    mailbox.shut()
+
+
+def test_last_words_of_a_peer_that_we_speak_to_in_vain() -> None:
+    mailbox, peer = pair()
+    inbox = mailbox.open(0)
+    peer.send(Message(Kind.ABORT, 0, DIGEST).pack() + b"why")
+    peer.close()
+    for _ in range(3):
+        mailbox.send(1, Message(Kind.HELLO, 0, DIGEST))
+    mailbox.step(0.0)
+    assert inbox.texts[1, Kind.ABORT] == b"why"
+    assert mailbox.lost == {1}
+    mailbox.shut()
+
+
+def test_a_peer_that_talks_nonsense_is_lost() -> None:
+    for nonsense in (b"x", b"rsh1" + b"\xff" * 76, b"\0" * 80, b"rsh1" * 4000):
+        mailbox, peer = pair()
+        mailbox.open(0)
+        peer.send(nonsense)
+        mailbox.step(0.0)
+        assert mailbox.lost == {1}
+        mailbox.shut()
+        peer.close()
