@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import neighbours, summing
+from reshard.run.live import engine, neighbours, summing, swift
 from reshard.run.numpy_dtypes import reduce_in_order
 from tests.ranks.live import local_of
 from tests.ranks.pool import Pool
@@ -50,7 +50,7 @@ def add_up(rank: int, dtype: str, least: int, options: dict[str, Any]) -> int:
     group = pool_group(4)
     with (
         mock.patch.object(summing, "LEAST_BYTES", least),
-        mock.patch.object(neighbours, "SMALL", 64),  # so that no prepared move takes it
+        mock.patch.object(swift, "moved", return_value=None),
         mock.patch.object(summing, "add_up", side_effect=summing.add_up) as straight,
     ):
         for have, want in PAIRS:
@@ -76,16 +76,46 @@ def test_sums_along_a_line(pool: Pool, dtype: str) -> None:
     assert not any(pool.run(add_up, dtype, 1 << 40, {}, ranks=range(4)))
 
 
-def add_up_prepared(rank: int, dtype: str) -> None:
-    """Small sums that were made before."""
+def add_up_again(rank: int, dtype: str, small: int, odd: int) -> None:
+    """Sums that were made before; one rank's tensor may be strided, and then goes the long way."""
+    group = pool_group(4)
+    long_way = AssertionError("long way")
+    with mock.patch.object(neighbours, "SMALL", small):
+        for have, want in (PAIRS[0], PAIRS[3]):  # with nothing to be passed on
+            local = local_of(addend_of(rank, dtype), have, rank)
+            rs.move(local, have, want, shape=SHAPE, group=group)
+            expected = expected_of(have, want, rank, dtype)
+            if rank == odd:
+                local = local.t().contiguous().t()
+            for _ in range(3):
+                with mock.patch.object(
+                    engine, "start", side_effect=engine.start if rank == odd else long_way
+                ):
+                    found = rs.move(local, have, want, shape=SHAPE, group=group)
+                assert np.array_equal(bits_of(found), expected), (have, want)
+
+
+@pytest.mark.parametrize("odd", [-1, 2], ids=["all", "not all"])
+@pytest.mark.parametrize("small", [64, 1 << 20], ids=["large", "small"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_prepared_sums(pool: Pool, dtype: str, small: int, odd: int) -> None:
+    pool.run(add_up_again, dtype, small, odd, ranks=range(4))
+
+
+def add_up_under_a_cap(rank: int, odd: int) -> None:
+    """Messages that are small and may not be lent, because three of them are over the cap."""
     group = pool_group(4)
     have, want = PAIRS[0]
-    local = addend_of(rank, dtype)
-    for _ in range(4):
-        found = rs.move(local, have, want, shape=SHAPE, group=group)
-        assert np.array_equal(bits_of(found), expected_of(have, want, rank, dtype))
+    plan = rs.plan(have, want, shape=SHAPE, dtype="float32", memory=60_000)
+    assert plan.summary().num_rounds == 1
+    expected = expected_of(have, want, rank, "float32")
+    local = local_of(addend_of(rank, "float32"), have, rank)
+    for turn in range(4):
+        given = local.t().contiguous().t() if rank == odd and turn else local
+        found = rs.move(given, have, want, shape=SHAPE, group=group, memory=60_000)
+        assert np.array_equal(bits_of(found), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_prepared_sums(pool: Pool, dtype: str) -> None:
-    pool.run(add_up_prepared, dtype, ranks=range(4))
+@pytest.mark.parametrize("odd", [-1, 2], ids=["all", "not all"])
+def test_prepared_sums_under_a_cap(pool: Pool, odd: int) -> None:
+    pool.run(add_up_under_a_cap, odd, ranks=range(4))

@@ -30,6 +30,9 @@ __all__ = ["moved"]
 
 AUTO = "auto"
 
+MOST_ADDED = 64 << 20
+"""Bytes of addends that are packed: of more, what is around the copies does not matter."""
+
 
 def moved(
     plan: Plan,
@@ -80,13 +83,16 @@ def _swift_of(plan: Plan, prepared: Prepared, group: dist.ProcessGroup | None) -
 
 
 def _way_of(prepared: Prepared, team: Team | None) -> Script | Direct | None:
-    """All small, or all large; a mixture is for the ordinary call."""
-    script = script_of(prepared.program)
-    if script is not None and script.largest <= neighbours.SMALL:
+    """All packed, or none; a mixture is for the ordinary call."""
+    program = prepared.program
+    script = script_of(program)
+    if script is not None and script.largest <= neighbours.SMALL and script.lends:
+        return script
+    if script is not None and script.adds and script.num_bytes <= MOST_ADDED:
         return script
     if team is None:
         return None
-    return direct_of(prepared.program, (peer for peer, link in team.links.items() if link.direct))
+    return direct_of(program, (peer for peer, link in team.links.items() if link.direct))
 
 
 def _agreed_anywhere(group: dist.ProcessGroup) -> set[tuple[bytes, str]]:

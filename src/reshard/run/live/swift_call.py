@@ -110,6 +110,18 @@ class SwiftCall(ABC):
 
         self._wait(missing, lambda: self.watch.wait(missing, self._its_part))
 
+    def _await_taken(self, peers: tuple[int, ...], number: int) -> None:
+        """Wait until these peers have read what this rank has for them in a round."""
+        if not peers:
+            return
+        taken = self.inbox.taken
+
+        def missing() -> list[int]:
+            return [peer for peer in peers if (peer, number) not in taken]
+
+        what = f'it to take its part of "{self.swift.want.name}" in {self._which()}'
+        self._wait(missing, lambda: self.watch.wait(missing, lambda peer: what))
+
     def _wait(self, missing: Callable[[], object], slowly: Callable[[], object]) -> None:
         """Wait as if nothing could go wrong, for a while."""
         mailbox, inbox = self.team.mailbox, self.inbox

@@ -174,18 +174,7 @@ class DirectCall(SwiftCall):
                 reach.read(peer, portion, part)
             self._send(peer, Kind.TAKEN, 0)
         self._await_ready(direct.writers, 0)
-        if direct.readers:
-            self._await_taken()
-
-    def _await_taken(self) -> None:
-        """Wait until those who read this rank's tensor have read it."""
-        taken, readers = self.inbox.taken, self.direct.readers
-
-        def missing() -> list[int]:
-            return [peer for peer in readers if (peer, 0) not in taken]
-
-        what = f'it to take its part of "{self.swift.want.name}" in {self._which()}'
-        self._wait(missing, lambda: self.watch.wait(missing, lambda peer: what))
+        self._await_taken(direct.readers, 0)
 
     def _go_on_slowly(self) -> None:
         """As any other call, of which the greetings are said."""

@@ -1,9 +1,14 @@
-"""A small move: pack, say hello, hear the others' hellos, unpack."""
+"""A small move, or a sum: pack, say hello, hear the others' hellos, unpack.
+
+A small message may be read after its sender has gone on: its memory is lent. For a large one the
+sender waits until it was read.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from reshard.run.live import neighbours
 from reshard.run.live.arena import Arena
 from reshard.run.live.mailbox import Kind
 from reshard.run.live.swift_call import SwiftCall
@@ -52,6 +57,15 @@ class PackedCall(SwiftCall):
         self._await_ready(tuple(peer for peer, _, _ in made.receives), number)
         found = {p: self.inbox.address_of(p, number, size) for p, size, _ in made.receives}
         made.unpack(self.addresses, found)
+        for peer, size, _ in made.receives:
+            if not self._is_lent(size):
+                self._send(peer, Kind.TAKEN, number)
+        readers = tuple(peer for peer, _, size in made.sends if not self._is_lent(size))
+        self._await_taken(readers, number)
+
+    def _is_lent(self, size: int) -> bool:
+        """Whether a message may be read after its sender has gone on; both ends say the same."""
+        return self.script.lends and size <= neighbours.SMALL
 
     def _put(self, number: int) -> None:
         """Pack what this rank passes on, and say so."""
@@ -63,11 +77,14 @@ class PackedCall(SwiftCall):
             self._send(peer, Kind.READY, number, arena.number, at, fd=arena.fd_for(peer))
 
     def _lend(self) -> None:
-        """Leave messages where they are: that peers have read them, their next hello tells."""
-        if self.arena is not None:
-            for peer in self.script.takers:
-                self.team.mailbox.lend(self.arena, peer, self.number)
-            self.team.arenas.give_back(self.arena)
+        """Leave small messages where they are: that they were read, the next hello tells."""
+        if self.arena is None:
+            return
+        for made in self.script.rounds:
+            for peer, _, size in made.sends:
+                if self._is_lent(size):
+                    self.team.mailbox.lend(self.arena, peer, self.number)
+        self.team.arenas.give_back(self.arena)
 
     def _give_up(self) -> None:
         if self.arena is not None:

@@ -1,4 +1,4 @@
-"""What a small move does on one rank, round by round, as plain numbers: offsets, sizes, strides."""
+"""What a packed move does on one rank, round by round, in plain numbers: offsets, sizes, ..."""
 
 from __future__ import annotations
 
@@ -97,8 +97,10 @@ class Script:
     """Bytes of the arena, for all rounds together."""
     largest: int
     """Bytes of the largest message, sent or received."""
-    takers: tuple[int, ...]
-    """The peers that messages are packed for."""
+    adds: bool
+    """Whether all messages are addends, which are packed whatever their size."""
+    lends: bool
+    """Whether small messages may be read after their sender has gone on."""
     greeting: Mapping[int, int]
     """Where the first message to each peer lies in the arena."""
 
@@ -115,9 +117,9 @@ def run_steps(steps: Sequence[Step], target: int, source: int) -> None:
 
 
 def script_of(program: Program) -> Script | None:
-    """The script of one rank's part of a plan of one tensor; None if it is no small move."""
+    """The script of one rank's part of a plan of one tensor; None if it is another kind of move."""
     rounds = [program.round(number) for number in range(program.num_rounds)]
-    if not program.lends or not all(map(_is_plain, rounds)):
+    if not (program.lends or len(rounds) == 1) or not all(map(_is_plain, rounds)):
         return None
     end, stages = 0, []
     for made in rounds:
@@ -125,17 +127,21 @@ def script_of(program: Program) -> Script | None:
         if stage is None:
             return None
         stages.append(stage)
-    takers = {peer for made in rounds for peer in made.sends}
     largest = [size for stage in stages for _, _, size in stage.sends]
     largest += [size for stage in stages for _, size, _ in stage.receives]
     first = {peer: at for peer, at, _ in stages[0].sends} if stages else {}
-    return Script(tuple(stages), end, max(largest, default=0), tuple(sorted(takers)), first)
+    adds = all(lot.addend >= 0 for made in rounds for lot in _travelling(made))
+    return Script(tuple(stages), end, max(largest, default=0), adds, program.lends, first)
+
+
+def _travelling(made: Round) -> Iterator[Lot]:
+    for message in (*made.sends.values(), *made.receives.values()):
+        yield from message
 
 
 def _is_plain(made: Round) -> bool:
     """Whether nothing changes its dtype, and blocks are few."""
-    messages = [*made.sends.values(), *made.receives.values()]
-    lots = [*made.copies, *(lot for message in messages for lot in message)]
+    lots = [*made.copies, *_travelling(made)]
     plain = all(lot.source.dtype == lot.dtype == lot.target.dtype for lot in lots)
     return plain and made.num_blocks <= MOST_BLOCKS
 
