@@ -33,12 +33,11 @@ test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
 soak: $(READY) ## run all tests with all their cases; takes a quarter of an hour on two cores
 	RESHARD_SOAK=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
 
-check: $(READY) ## style, types, layers, and the snippets of the docs
+check: $(READY) ## style, types and layers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(BIN)/lint-imports --no-logo
-	$(PY) -m pytest -q tests/docs
 
 docs-check: $(READY) ## run every snippet of README.md and docs/
 	$(PY) -m pytest tests/docs $(ARGS)

@@ -20,6 +20,7 @@ from reshard.run.live.teams import teams
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.soak import cases
 
 FOUR = range(4)
 TRANSPORTS = ["auto", "peer", "shared", "network"]
@@ -259,7 +260,7 @@ def use_and_destroy_groups(rank: int, transport: str) -> list[dict[str, int]]:
     told: list[dict[str, int]] = []
     plan = plan_of(SMALL)
     mine = local_of(numbered(SMALL), HAVE, rank)
-    for _ in range(6):
+    for _ in range(cases(4, 12)):
         group = dist.new_group(FOUR)
         if rank in FOUR:
             plan.run({"tensor": mine}, group=group, transport=transport)
