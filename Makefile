@@ -27,7 +27,9 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY) ## plan, prove, simulate and run a move of a real model; convert a checkpoint
 	$(PY) -m reshard demo
 
+# Tests start hundreds of processes, which would compile everything where Python may not write.
 test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
+	$(PY) -m compileall -q src tests
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
 soak: $(READY) ## run all tests with all their cases; takes a quarter of an hour on two cores

@@ -20,7 +20,7 @@ from reshard.run.live.teams import teams
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.soak import cases
+from tests.soak import cases, soaking
 
 FOUR = range(4)
 TRANSPORTS = ["auto", "peer", "shared", "network"]
@@ -277,7 +277,7 @@ def use_and_destroy_groups(rank: int, transport: str) -> list[dict[str, int]]:
     return told
 
 
-@pytest.mark.parametrize("transport", ["auto", "network"])
+@pytest.mark.parametrize("transport", ["auto", "network"] if soaking() else ["network"])
 def test_groups_that_are_destroyed_leave_nothing(pool: Pool, transport: str) -> None:
     for told in pool.run(use_and_destroy_groups, transport):
         assert told[-1]["fds"] <= told[1]["fds"], told
