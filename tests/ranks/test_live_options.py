@@ -239,3 +239,14 @@ def forced_by_environment(rank: int) -> str:
 
 def test_a_transport_forced_by_the_environment(pool: Pool) -> None:
     assert pool.run(forced_by_environment, ranks=FOUR) == ["shared memory"] * 4
+
+
+def misspelt_at_rest(rank: int) -> None:
+    """Also where nothing has to move."""
+    local = local_of(numbered((8, 8)), HAVE, rank)
+    with pytest.raises(rs.LiveError, match="no option time_out=: did you mean timeout="):
+        rs.move(local, HAVE, HAVE, shape=(8, 8), group=pool_group(4), time_out=3)
+
+
+def test_an_option_that_does_not_exist(pool: Pool) -> None:
+    pool.run(misspelt_at_rest, ranks=FOUR)

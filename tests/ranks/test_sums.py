@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 from unittest import mock
 
@@ -10,10 +12,11 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import engine, neighbours, summing, swift
+from reshard.run.live import engine, neighbours, summing, swift, swift_steps
 from reshard.run.numpy_dtypes import reduce_in_order
 from tests.ranks.live import local_of
-from tests.ranks.pool import Pool
+from tests.ranks.outcome import Died
+from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
 
 FOUR, GRID = rs.Mesh(x=4), rs.Mesh(x=2, y=2)
@@ -119,3 +122,29 @@ def add_up_under_a_cap(rank: int, odd: int) -> None:
 @pytest.mark.parametrize("odd", [-1, 2], ids=["all", "not all"])
 def test_prepared_sums_under_a_cap(pool: Pool, odd: int) -> None:
     pool.run(add_up_under_a_cap, odd, ranks=range(4))
+
+
+def die_while_adding(rank: int) -> str:
+    """Rank 2 goes before it says that it has read its messages, in a prepared sum."""
+    neighbours.SMALL = 64
+    have, want = PAIRS[0]
+    local = local_of(addend_of(rank, "float32"), have, rank)
+    rs.move(local, have, want, shape=SHAPE)
+    rs.move(local, have, want, shape=SHAPE)
+    if rank == 2:
+        swift_steps.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        rs.move(local, have, want, shape=SHAPE)
+    except rs.PeerLostError as error:
+        return str(error)
+    return "moved"
+
+
+def test_a_rank_is_killed_while_it_adds_up() -> None:
+    with fresh_ranks(4) as ranks:
+        outcomes = ranks.outcomes(die_while_adding)
+    assert isinstance(outcomes.pop(2), Died)
+    for outcome in outcomes:
+        said = getattr(outcome, "value", "")
+        assert "rank 2 is gone" in said, str(outcome)
+        assert "it to take its part" in said

@@ -16,6 +16,7 @@ from reshard.layout import Layout
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
 from reshard.run.live import engine, swift
+from reshard.run.live.options import options_of
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.kinds import knows_layout
@@ -90,6 +91,7 @@ class Motion:
             self.check_differentiable(into is not None)
         at_rest = self.at_rest(local) if into is None else None
         if at_rest is not None:
+            options_of(self.options)  # nobody else looks whether there are such options
             if not wanted or self.grad == "replicated":
                 return at_rest
             return attached(local, at_rest.detach(), self.way_back, device)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
+from operator import index
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
     Source = Callable[[], torch.Tensor | None]
 
 __all__ = ["backward", "move"]
+
+DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
 def move(
@@ -65,6 +68,8 @@ def move(
     target = want if to is None else to
     if target is None or (want is not None and to is not None):
         raise TensorError("a move needs one destination: give want=layout, or to=")
+    if not isinstance(target, Layout | tuple | list):
+        raise TensorError(f"{_quoted(target)} is no destination: {DESTINATIONS}")
     if grad not in ("sum", "replicated"):
         raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
     usual = to is not None and have is None and shape is None and dtype is None and into is None
@@ -75,6 +80,8 @@ def move(
             return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
     cast_dtype = None if cast_to is None else canonical_dtype(cast_to)
+    if not isinstance(memory, int | str | None):
+        parse_bytes(memory)  # says what is wrong with it
     if isinstance(target, Layout):
         motion = _motion(have, target, sizes, kind, cast_dtype, memory, grad)
     else:
@@ -147,7 +154,9 @@ def _source(
         return lambda: _local_with_grad(tensor), spec.layout, spec.shape, spec.dtype
     if have is None or shape is None:
         raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
-    sizes = tuple(map(int, shape))
+    if not isinstance(have, Layout):
+        raise TensorError(f"have={_quoted(have)} is no layout: write rs.Layout(mesh, words)")
+    sizes = _sizes(shape)
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
@@ -155,6 +164,23 @@ def _source(
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     return lambda: tensor, have, sizes, tensor.dtype
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        if isinstance(shape, str):
+            raise TypeError
+        return tuple(map(index, shape))
+    except TypeError:
+        raise TensorError(
+            f"shape={_quoted(shape)}: give the sizes of the whole tensor, as (8192, 4096)"
+        ) from None
+
+
+def _quoted(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:
@@ -184,8 +210,12 @@ def _gradient_of(placement: Placement) -> Placement:
 
 
 def _layout(target: tuple[DeviceMesh, Sequence[Placement]], shape: tuple[int, ...]) -> Layout:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from reshard.tensors.placements import layout_from
 
+    if len(target) != 2 or not isinstance(target[0], DeviceMesh):
+        raise TensorError(f"{_quoted(target)} is no destination: {DESTINATIONS}")
     return layout_from(target[0], target[1], shape)
 
 

@@ -33,10 +33,15 @@ from reshard.run.live.passage import Passage
 from reshard.run.live.reach import Act, Reach, short_table
 from reshard.run.live.ways import Way
 
-__all__ = ["Neighbours"]
+__all__ = ["Neighbours", "is_lent"]
 
 SMALL = 7 << 19
 """A message of at most so many bytes is packed: one wait less is worth more than one copy."""
+
+
+def is_lent(size: int, lends: bool) -> bool:
+    """Whether a packed message of so many bytes is not waited for, in a program that lends."""
+    return lends and size <= SMALL
 
 
 class Neighbours:
@@ -259,8 +264,8 @@ class Neighbours:
 
         Not where the receiver has to look up in the sender's memory that it is packed.
         """
-        small = sum(lot.num_bytes for lot in lots) <= SMALL
-        return small and self.program.lends and not self.forced
+        size = sum(lot.num_bytes for lot in lots)
+        return is_lent(size, self.program.lends) and not self.forced
 
     def _first_way(self, peer: int, lot: Lot, lots: Sequence[Lot]) -> Way:
         """How a lot of a message would go if all tensors of both were ordinary memory."""

@@ -68,7 +68,7 @@ class Sum:
             self._run_along_a_line(addends, source, target)
             return self.num_bytes
         dtype = addends[0][0].dtype
-        return max(add_up(self.op, dtype, total, arrays) for total, arrays in blocks)
+        return max((add_up(self.op, dtype, total, arrays) for total, arrays in blocks), default=0)
 
     def _run_along_a_line(
         self, addends: Sequence[tuple[Lot, int]], source: Places, target: Places

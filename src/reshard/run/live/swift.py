@@ -2,7 +2,7 @@
 
 What a small move costs is the steps around it, and they are still half of a move of a few
 megabytes. Messages are those of `Neighbours`, so that each rank chooses for itself whether it takes
-this way. There are two: small messages are packed, large ones go from tensor to tensor.
+this way. There are two: small messages and addends are packed, all others go from tensor to tensor.
 """
 
 from __future__ import annotations

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from reshard.run.live import neighbours
 from reshard.run.live.arena import Arena
 from reshard.run.live.mailbox import Kind
+from reshard.run.live.neighbours import is_lent
 from reshard.run.live.swift_call import SwiftCall
 from reshard.run.live.swift_steps import Addresses, Script
 
@@ -50,7 +50,7 @@ class PackedCall(SwiftCall):
         self._lend()
 
     def _round(self, number: int) -> None:
-        made = self.script.rounds[number]
+        made, lends = self.script.rounds[number], self.script.lends
         if number:
             self._put(number)
         made.copy(self.addresses)
@@ -58,14 +58,10 @@ class PackedCall(SwiftCall):
         found = {p: self.inbox.address_of(p, number, size) for p, size, _ in made.receives}
         made.unpack(self.addresses, found)
         for peer, size, _ in made.receives:
-            if not self._is_lent(size):
+            if not is_lent(size, lends):
                 self._send(peer, Kind.TAKEN, number)
-        readers = tuple(peer for peer, _, size in made.sends if not self._is_lent(size))
+        readers = tuple(peer for peer, _, size in made.sends if not is_lent(size, lends))
         self._await_taken(readers, number)
-
-    def _is_lent(self, size: int) -> bool:
-        """Whether a message may be read after its sender has gone on; both ends say the same."""
-        return self.script.lends and size <= neighbours.SMALL
 
     def _put(self, number: int) -> None:
         """Pack what this rank passes on, and say so."""
@@ -80,9 +76,10 @@ class PackedCall(SwiftCall):
         """Leave small messages where they are: that they were read, the next hello tells."""
         if self.arena is None:
             return
+        lends = self.script.lends
         for made in self.script.rounds:
             for peer, _, size in made.sends:
-                if self._is_lent(size):
+                if is_lent(size, lends):
                     self.team.mailbox.lend(self.arena, peer, self.number)
         self.team.arenas.give_back(self.arena)
 

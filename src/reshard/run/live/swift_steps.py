@@ -1,4 +1,4 @@
-"""What a packed move does on one rank, round by round, in plain numbers: offsets, sizes, ..."""
+"""What a move whose messages are packed does on one rank, round by round, in plain numbers."""
 
 from __future__ import annotations
 

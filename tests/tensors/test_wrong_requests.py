@@ -1,0 +1,37 @@
+"""What is wrong with a request is said in one line that says what to write."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import reshard as rs
+
+ONE = rs.Mesh(x=1)
+ROWS, COLUMNS = rs.Layout(ONE, "x -"), rs.Layout(ONE, "- x")
+WRONG = {
+    "have in words": ({"have": "x -"}, 'have="x -" is no layout: write rs.Layout'),
+    "have a dict": ({"have": {}}, "have=a dict is no layout"),
+    "want in words": ({"want": "- x"}, '"- x" is no destination: give want=rs.Layout'),
+    "to no mesh": ({"want": None, "to": (1, 2)}, "a tuple is no destination"),
+    "shape in words": ({"shape": "4x4"}, 'shape="4x4": give the sizes'),
+    "shape a number": ({"shape": 16}, "shape=16: give the sizes"),
+    "shape of halves": ({"shape": (4, 4.5)}, "give the sizes of the whole tensor"),
+    "memory a list": ({"memory": [1]}, "is not an amount of bytes: write 4096"),
+    "memory in parsecs": ({"memory": "12 parsecs"}, "is not an amount of bytes"),
+    "dtype a list": ({"tensor": None, "dtype": ["float32"]}, "is not a dtype: use one of"),
+    "cast to nothing": ({"cast_to": "float33"}, "is not a dtype: use one of"),
+    "grad": ({"grad": "mean"}, 'grad="mean": it is "sum" or "replicated"'),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_request(what: str) -> None:
+    given, said = WRONG[what]
+    request: dict[str, Any] = {"tensor": torch.ones(4, 4), "have": ROWS, "want": COLUMNS}
+    with pytest.raises(rs.ReshardError) as error:
+        rs.move(**{**request, "shape": (4, 4), **given})
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)
