@@ -17,11 +17,11 @@ def test_a_cause_comes_back_as_the_error_it_was(error: type[LiveError]) -> None:
 
 @pytest.mark.parametrize("letter", ["x", "\N{GREEK SMALL LETTER ALPHA}", "\N{PILE OF POO}", '"'])
 def test_a_long_cause_is_cut_alike_for_all(letter: str) -> None:
-    cause = Cause("tensor", letter * 100_000, guilty=3)
+    cause = Cause("tensor", letter * 100_000, tag=3)
     once = Cause.from_json(cause.to_json().encode())
     assert len(once.text) == MOST_CHARACTERS
     assert Cause.from_json(once.to_json().encode()) == once
-    assert once.guilty == 3
+    assert once.tag == 3
 
 
 @pytest.mark.parametrize("said", [b"", b"[]", b"{}", b'{"kind": 1}', b"\xff\xfe", b"null"])

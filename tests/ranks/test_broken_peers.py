@@ -14,8 +14,8 @@ import pytest
 
 from reshard.run.live import agreement, links
 from reshard.run.live.mailbox import Kind, Message
+from reshard.run.live.session import teams
 from reshard.run.live.team import Team
-from reshard.run.live.teams import teams
 from tests.ranks.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.soak import soaking, within
@@ -36,13 +36,13 @@ def say(team: Team, data: bytes, fd: int | None = None) -> None:
 
 def message(team: Team, kind: Kind, *numbers: int) -> bytes:
     digest = bytes.fromhex(plan_of((16, 52)).digest)
-    return Message(kind, team.num_calls, digest, *numbers).pack()
+    return Message(kind, team.mailbox.num_over, digest, *numbers).pack()
 
 
 NONSENSE: dict[str, Callable[[Team], None]] = {
-    "garbage": lambda team: say(team, os.urandom(80)),
+    "garbage": lambda team: say(team, os.urandom(88)),
     "a long text": lambda team: say(team, message(team, Kind.WAITS) + bytes(9000)),
-    "an unknown kind": lambda team: say(team, b"rsh1" + b"\xff" * 76),
+    "an unknown kind": lambda team: say(team, b"rsh2" + b"\xff" * 84),
     "a far call": lambda team: say(team, Message(Kind.HELLO, 1 << 60, bytes(16)).pack()),
     "memory that can shrink": lambda team: say(
         team, message(team, Kind.READY, 0, 5), unsealed(4096)

@@ -43,12 +43,12 @@ def test_the_next_move_works(pool: Pool) -> None:
 
 def forgotten(rank: int) -> None:
     """A rank that has compared a plan meets others that have not, or have forgotten."""
-    from reshard.run.live.teams import teams
+    from reshard.run.live.session import sessions
 
     run(4096)
     if rank != 1:
-        for team in teams(pool_group(4)):
-            team.agreed.clear()
+        for session in sessions(pool_group(4)):
+            session.agreed.clear()
     run(4096)
     run(4096)
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 import reshard as rs
 from reshard.run.live import lots
 from reshard.run.live.line import Line
+from reshard.run.live.session import teams
 from reshard.run.live.team import Team
-from reshard.run.live.teams import teams
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -168,20 +168,33 @@ def test_a_check_of_every_call(pool: Pool) -> None:
         assert len(set(keys)) == 1
 
 
-def always_without_messages(rank: int) -> None:
-    """A move in which nothing travels compares only if it is told to."""
-    plan = rs.plan(HAVE, HAVE, shape=SMALL)
-    mine = local_of(numbered(SMALL), HAVE, rank)
-    alone = plan.start({"tensor": mine})
-    assert torch.equal(alone.wait()["tensor"], mine)
-    assert alone.report.call == -1
-    together = plan.start({"tensor": mine}, check="always")
-    assert torch.equal(together.wait()["tensor"], mine)
-    assert together.report.call >= 0
+def asks_of_silent_calls(rank: int) -> list[int]:
+    """How often calls in which nothing travels talk to the store."""
+    shape = (8, 12)
+    plan = rs.plan(HAVE, HAVE, shape=shape)
+    mine = local_of(numbered(shape), HAVE, rank)
+    asked, counts = Line.ask, []
+
+    def counting(self: Line, question: object, seconds: float | None = None) -> object:
+        counts[-1] += 1
+        return asked(self, question, seconds)
+
+    Line.ask = counting
+    try:
+        for check in ("first", "first", "always"):
+            counts.append(0)
+            assert torch.equal(plan.run({"tensor": mine}, check=check)["tensor"], mine)
+            dist.barrier(pool_group(4))
+    finally:
+        Line.ask = asked
+    return counts
 
 
-def test_a_move_without_messages(pool: Pool) -> None:
-    pool.run(always_without_messages, ranks=FOUR)
+def test_a_move_without_messages_is_compared_once(pool: Pool) -> None:
+    for first, second, always in pool.run(asks_of_silent_calls, ranks=FOUR):
+        assert first > 0
+        assert second == 0
+        assert always > 0
 
 
 def open_things() -> dict[str, int]:

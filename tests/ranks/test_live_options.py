@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.teams import teams
+from reshard.run.live.session import teams
 from tests.ranks.live import local_of, locals_of, numbered, same_bits
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

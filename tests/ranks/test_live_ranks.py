@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.teams import teams
+from reshard.run.live.session import teams
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

@@ -61,4 +61,4 @@ def _refuse(content: Content, at: int, text: str) -> NoReturn:
     """Raise here and on the ranks that wait for this one."""
     kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
     plan = plan_of(content.layout, whole_on((at,)), content.shape, kind, kind, memory)
-    engine.refuse(plan, TensorError(text), group=content.group, tell_grad=True)
+    engine.refuse(plan, TensorError(text), content.group)

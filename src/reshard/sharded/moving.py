@@ -12,6 +12,7 @@ from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.layout import BoxLayout, Layout
 from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.run.live.session import Ticket, counted
 from reshard.sharded.alone import moved_here
 from reshard.sharded.content import Content, members
 from reshard.tensors.meshes import this_rank
@@ -55,10 +56,14 @@ def _moved(content: Content, want: Layout) -> torch.Tensor | None:
     if not dist.is_initialized():
         return moved_here(local, have, want, shape)
     motion = Motion(have, want, shape, kind, kind, MEMORY, "replicated", group)
-    at_rest = motion.at_rest(local)
-    if at_rest is not None:
-        return at_rest
-    return motion.moved(local, None, content.device, False)[0]
+
+    def move(ticket: Ticket) -> torch.Tensor | None:
+        at_rest = motion.stays(ticket, local)
+        if at_rest is not None:
+            return at_rest
+        return motion.moved(ticket, local, None, content.device, False)[0]
+
+    return counted(group, lambda: motion.plan.parties, move)
 
 
 def split(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -42,7 +42,7 @@ def exchange(
     if not dist.is_initialized():
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
     mine = json.dumps([specs_to_text(have or {}), specs_to_text(want or {})])
-    texts = everyone_says(mine, group, timeout)
+    texts = everyone_says(mine, group, timeout, "an exchange of layouts")
     sides: list[dict[int, Specs]] = [{}, {}]
     for rank, text in texts.items():
         for side, part in zip(sides, json.loads(text), strict=True):

@@ -17,6 +17,7 @@ from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
 from reshard.run.live import engine, swift
 from reshard.run.live.options import options_of
+from reshard.run.live.session import Ticket
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.kinds import knows_layout
@@ -81,7 +82,9 @@ class Motion:
         """Who sends what to whom."""
         return plan_of(self.have, self.want, self.shape, self.dtype, self.cast, self.memory)
 
-    def run(self, local: Tensor | None, into: Tensor | None, device: Any) -> Tensor | None:
+    def run(
+        self, ticket: Ticket, local: Tensor | None, into: Tensor | None, device: Any
+    ) -> Tensor | None:
         """Move, and attach the way back if gradients are wanted anywhere."""
         device = device if local is None else local.device
         enabled = torch.is_grad_enabled()
@@ -89,13 +92,12 @@ class Motion:
         wanted = None if local is None and enabled else enabled and _requires_grad(local)
         if wanted:
             self.check_differentiable(into is not None)
-        at_rest = self.at_rest(local) if into is None else None
+        at_rest = self.stays(ticket, local) if into is None else None
         if at_rest is not None:
-            options_of(self.options)  # nobody else looks whether there are such options
             if not wanted or self.grad == "replicated":
                 return at_rest
             return attached(local, at_rest.detach(), self.way_back, device)
-        moved, wanted = self.moved(local, into, device, wanted)
+        moved, wanted = self.moved(ticket, local, into, device, wanted)
         if not wanted:
             return moved if into is None else into
         if into is not None:
@@ -105,23 +107,25 @@ class Motion:
         return attached(local, moved, self.way_back, device)
 
     def moved(
-        self, local: Tensor | None, into: Tensor | None, device: Any, wanted: bool | None
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        into: Tensor | None,
+        device: Any,
+        wanted: bool | None,
     ) -> tuple[Tensor | None, bool]:
-        """The result without a way back, and whether anyone wants one."""
+        """The result without a way back, and whether any rank wants one."""
         if local is not None and wanted is not None and not self.options:
-            quick = swift.moved(self.plan, local, into, self.group, wanted)
+            quick = swift.moved(ticket, self.plan, local, into, self.group, wanted)
             if quick is not None:
                 return quick, wanted
-        handle = engine.start(
+        handle = engine.begin(
+            ticket,
             self.plan,
             {} if local is None else {ONE: local.detach()},
-            into=None if into is None else {ONE: into.detach()},
-            group=self.group,
-            device=device,
-            grad=wanted,
-            tell_grad=True,
-            _thread=False,
-            **self.options,
+            None if into is None else {ONE: into.detach()},
+            {"device": device, "grad": wanted, "tell_grad": True, **self.options},
+            thread=False,
         )
         found = handle.wait().get(ONE)
         return found, handle.grad_seen if wanted is None else wanted
@@ -132,8 +136,22 @@ class Motion:
             try:
                 check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, "to move into")
             except TensorError as error:
-                engine.refuse(self.plan, error, group=self.group, **self.options)
+                raise TensorError(str(error)) from None
         return place_of(into)
+
+    def stays(self, ticket: Ticket, local: Tensor | None) -> Tensor | None:
+        """The source itself where every rank already has what it should have, else None.
+
+        The first time the ranks compare what they were given: others may have another move.
+        """
+        found = self.at_rest(local)
+        if found is not None:
+            options_of(self.options)  # nothing else looks whether there are such options
+            if not engine.pass_silently(ticket, self.plan, self.options):
+                given = {} if local is None else {ONE: local.detach()}
+                options = {"device": found.device, **self.options}
+                engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
+        return found
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:
         """The source itself where every rank already has what it should have, else None."""
@@ -153,7 +171,7 @@ class Motion:
         """Refuse what has no gradient, on all ranks, before anything moves."""
         problem = NOT_INTO if into else self._problem(dtensors)
         if problem:
-            engine.refuse(self.plan, TensorError(problem), group=self.group, **self.options)
+            raise TensorError(problem)
 
     def _problem(self, dtensors: bool) -> str:
         op = self.have.reduce[0] if self.have.reduce else "sum"

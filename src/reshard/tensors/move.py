@@ -22,6 +22,7 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.run.live.session import Ticket, counted
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
@@ -65,6 +66,30 @@ def move(
     has to move the result shares the source's memory. Gradients flow back: see the docs. Further
     options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``, ``check``.
     """
+    given = (tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, options)
+    return counted(
+        group,
+        lambda: _ranks_of(tensor, have, want, to),
+        lambda ticket: _move(ticket, *given),
+    )
+
+
+def _move(
+    ticket: Ticket,
+    tensor: torch.Tensor | None,
+    have: Layout | None,
+    want: Layout | None,
+    to: Target | None,
+    shape: Sequence[int] | None,
+    dtype: object,
+    cast_to: object,
+    device: torch.device | str | None,
+    memory: int | str | None,
+    into: torch.Tensor | None,
+    grad: Grad,
+    options: dict[str, Any],
+) -> Any:
+    group = ticket.group
     target = want if to is None else to
     if target is None or (want is not None and to is not None):
         raise TensorError("a move needs one destination: give want=layout, or to=")
@@ -75,7 +100,7 @@ def move(
     usual = to is not None and have is None and shape is None and dtype is None and into is None
     usual = usual and cast_to is None and device is None and group is None and memory is None
     if usual and not options:
-        quick = _repeated(tensor, target)
+        quick = _repeated(ticket, tensor, target)
         if quick is not None:
             return quick
     source, have, sizes, kind = _source(tensor, have, shape, dtype)
@@ -92,16 +117,30 @@ def move(
         motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
     if isinstance(target, Layout):
-        moved = motion.run(source(), place.local, device)
+        moved = motion.run(ticket, source(), place.local, device)
     else:
-        moved = _as_dtensor(tensor, source, motion, target, place.local, device)
+        moved = _as_dtensor(ticket, tensor, source, motion, target, place.local, device)
     if into is None:
         return moved
     place.fill()
     return into
 
 
-def _repeated(tensor: torch.Tensor | None, target: Target) -> DTensor | None:
+def _ranks_of(*given: Any) -> set[int]:
+    """The ranks that the arguments of a move name, as far as they can be understood."""
+    found: set[int] = set()
+    for one in given:
+        if isinstance(one, Layout):
+            found |= {rank for rank in one.ranks if one.holds(rank) is not None}
+        elif knows_layout(one):
+            layout = spec_of(one).layout
+            found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
+        elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
+            found |= set(map(int, one[0].mesh.flatten().tolist()))
+    return found
+
+
+def _repeated(ticket: Ticket, tensor: torch.Tensor | None, target: Target) -> DTensor | None:
     """The result of a move of a DTensor that was made before, without gradients."""
     if not is_dtensor(tensor) or isinstance(target, Layout):
         return None
@@ -109,7 +148,7 @@ def _repeated(tensor: torch.Tensor | None, target: Target) -> DTensor | None:
         return None
     from reshard.tensors.repeated import repeated
 
-    return repeated(tensor, target)
+    return repeated(ticket, tensor, target)
 
 
 def backward(moved: Any) -> None:
@@ -220,6 +259,7 @@ def _layout(target: tuple[DeviceMesh, Sequence[Placement]], shape: tuple[int, ..
 
 
 def _as_dtensor(
+    ticket: Ticket,
     tensor: torch.Tensor | None,
     source: Source,
     motion: Motion,
@@ -232,9 +272,9 @@ def _as_dtensor(
     from reshard.tensors.repeated import remember
 
     if is_dtensor(tensor) and tensor.device_mesh == target[0]:
-        moved = redistribute(tensor, Redistribution(motion, target), into)
+        moved = redistribute(ticket, tensor, Redistribution(motion, target), into)
         if into is None and not moved.requires_grad:
             remember(tensor, target, motion, moved)
         return moved
-    moved = motion.run(source(), into, device or target[0].device_type)
+    moved = motion.run(ticket, source(), into, device or target[0].device_type)
     return wrapped(moved, motion, target, tensor.stride() if is_dtensor(tensor) else None)

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from reshard.run.live.session import Ticket, counted
 from reshard.tensors.describe import spec_of
 from reshard.tensors.dtensors import dtensor_local, dtensor_of
 from reshard.tensors.motion import Motion
@@ -33,12 +34,14 @@ class Redistribution:
     motion: Motion
     target: Target
 
-    def run(self, tensor: DTensor, into: torch.Tensor | None, wanted: bool) -> DTensor:
+    def run(
+        self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, wanted: bool
+    ) -> DTensor:
         """Move the values."""
         motion, local = self.motion, dtensor_local(tensor)
-        moved = motion.at_rest(local) if into is None else None
+        moved = motion.stays(ticket, local) if into is None else None
         if moved is None:
-            moved, _ = motion.moved(local, into, self.target[0].device_type, wanted)
+            moved, _ = motion.moved(ticket, local, into, self.target[0].device_type, wanted)
         kind, stride = getattr(torch, motion.cast), tensor.stride()
         return dtensor_of(moved, *self.target, motion.shape, stride=stride, dtype=kind)
 
@@ -58,12 +61,21 @@ class Redistribution:
         return self.of(gradient, kept, self.motion.dtype)
 
 
-def redistribute(tensor: DTensor, how: Redistribution, into: torch.Tensor | None = None) -> Any:
+def redistribute_back(tensor: DTensor, how: Redistribution) -> Any:
+    """Move a gradient, in a call of its own."""
+    motion = how.motion
+    ranks = lambda: motion.plan.parties  # noqa: E731
+    return counted(motion.group, ranks, lambda ticket: redistribute(ticket, tensor, how))
+
+
+def redistribute(
+    ticket: Ticket, tensor: DTensor, how: Redistribution, into: torch.Tensor | None = None
+) -> Any:
     """Move a DTensor; gradients of the result find their way back to it."""
     wanted = tensor.requires_grad and torch.is_grad_enabled()
     if wanted:
         how.motion.check_differentiable(into is not None, dtensors=True)
-    moved = how.run(tensor, into, wanted)
+    moved = how.run(ticket, tensor, into, wanted)
     # In a list, so that autograd does not take it for an input that is handed through.
     return _redistributed(tensor, [moved], how) if wanted else moved
 
@@ -78,7 +90,8 @@ class _Redistributed(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
         # Not run() but the differentiable whole, so that a gradient has a gradient.
         gradient = gradients[0]
-        return redistribute(gradient, ctx.how.back(gradient, ctx.placements)), None, None
+        back = ctx.how.back(gradient, ctx.placements)
+        return redistribute_back(gradient, back), None, None
 
 
 def wrapped(
@@ -107,7 +120,7 @@ class _Wrapped(torch.autograd.Function):
         kept = tuple(Replicate() if one.is_partial() else one for one in placements)
         if gradient.placements != kept:
             how = ctx.how.of(gradient, kept, spec_of(gradient).dtype)
-            gradient = redistribute(gradient, how)
+            gradient = redistribute_back(gradient, how)
         return gradient.to_local(grad_placements=kept), None, None
 
 

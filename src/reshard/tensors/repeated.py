@@ -16,7 +16,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.bytesize import parse_bytes
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.run.live import swift
+from reshard.run.live import engine, swift
+from reshard.run.live.session import Ticket
 from reshard.tensors.motion import Motion
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ class _Known(NamedTuple):
 _known: dict[tuple[DTensorSpec, tuple[Placement, ...]], _Known] = {}
 
 
-def repeated(tensor: DTensor, target: Target) -> DTensor | None:
+def repeated(ticket: Ticket, tensor: DTensor, target: Target) -> DTensor | None:
     """The tensor with other placements, if this move was made before; else None."""
     spec, local = tensor._spec, tensor._local_tensor
     known = _known.get((spec, tuple(target[1])))
@@ -55,8 +56,10 @@ def repeated(tensor: DTensor, target: Target) -> DTensor | None:
     if type(local) is not torch.Tensor or local.shape != known.local_shape:
         return None
     if known.is_at_rest:
+        if not engine.pass_silently(ticket, known.motion.plan, {}):
+            return None
         return _wrapped(local.detach(), known.spec)
-    moved = swift.moved(known.motion.plan, local, None, None, False)
+    moved = swift.moved(ticket, known.motion.plan, local, None, None, False)
     return None if moved is None else _wrapped(moved, known.spec)
 
 

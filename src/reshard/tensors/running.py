@@ -9,12 +9,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from reshard.errors import TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live import engine
 from reshard.run.live.engine import release
 from reshard.run.live.handle import Handle
+from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
 from reshard.tensors.describe import tensors_in
 from reshard.tensors.fitting import check_fits, joined, place_of
@@ -30,27 +32,58 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 
 
 def run(
-    plan: Plan, tensors: Mapping[Any, Any], *, into: Mapping[Any, Any] | None = None, **options: Any
+    plan: Plan,
+    tensors: Mapping[Any, Any],
+    *,
+    into: Mapping[Any, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Move this rank's tensors along a plan; gives new local tensors, or those of ``into``."""
-    return start(plan, tensors, into=into, _thread=False, **options).wait()
+    return counted(
+        group,
+        lambda: plan.parties,
+        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=False).wait(),
+    )
 
 
 def start(
-    plan: Plan, tensors: Mapping[Any, Any], *, into: Mapping[Any, Any] | None = None, **options: Any
+    plan: Plan,
+    tensors: Mapping[Any, Any],
+    *,
+    into: Mapping[Any, Any] | None = None,
+    group: dist.ProcessGroup | None = None,
+    **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors."""
+    return counted(
+        group,
+        lambda: plan.parties,
+        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=True),
+    )
+
+
+def _begin(
+    ticket: Ticket,
+    plan: Plan,
+    tensors: Mapping[Any, Any],
+    into: Mapping[Any, Any] | None,
+    options: dict[str, Any],
+    *,
+    thread: bool,
+) -> Handle:
     try:
         given = tensors if _is_plain(tensors) else _sources(plan, tensors)
         if into is None or _is_plain(into):
-            return engine.start(plan, given, into=into, **options)
+            return engine.begin(ticket, plan, given, into, options, thread=thread)
         found = _flat(into, plan.want, "to move into")
         places = {name: place_of(tensor) for name, tensor in found.items()}
     except TensorError as error:
-        options.pop("_thread", None)
-        engine.refuse(plan, TensorError(f"on rank {this_rank()}: {error}"), **options)
+        if ticket.number >= 0:
+            raise
+        raise TensorError(f"on rank {this_rank()}: {error}") from None
     targets = {name: place.local for name, place in places.items()}
-    handle = engine.start(plan, given, into=targets, **options)
+    handle = engine.begin(ticket, plan, given, targets, options, thread=thread)
 
     def finish(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for place in places.values():

@@ -34,6 +34,7 @@ class Circle:
         """Global ranks, in the order of the group."""
         self.rank = this_rank()
         self.is_alone = len(self.ranks) == 1
+        self._num_steps = 0
 
     @property
     def leads(self) -> bool:
@@ -75,7 +76,9 @@ class Circle:
                     )
 
     def _say(self, text: str) -> dict[int, str]:
-        found = everyone_says(text, self.group or dist.group.WORLD, self.timeout)
+        self._num_steps += 1
+        what = f"step {self._num_steps} of loading or saving a checkpoint"
+        found = everyone_says(text, self.group or dist.group.WORLD, self.timeout, what)
         return {rank: found[rank] for rank in self.ranks}
 
 

@@ -156,7 +156,7 @@ class _Message:
             group=restorer.group,
             device=device,
             timeout=timeout,
-            _thread=ahead,
+            thread=ahead,
         )
 
     def words(self) -> list[list[int]]:

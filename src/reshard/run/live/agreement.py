@@ -22,8 +22,10 @@ from reshard.run.live.cause import Cause
 from reshard.run.live.faults import Watch
 from reshard.run.live.mailbox import Kind, Message
 from reshard.run.live.meeting import await_keys
+from reshard.run.live.tags import AheadError, Tag, order, shown
+from reshard.run.live.team import done_key
 
-__all__ = ["Terms", "agree", "check_words", "raise_disagreement", "suspect_comparing"]
+__all__ = ["Terms", "agree", "check_tags", "check_words", "raise_disagreement", "suspect_comparing"]
 
 MOST_DETAIL = 64 << 20
 """Bytes that a description may unpack to: a peer may be broken."""
@@ -45,11 +47,14 @@ class Terms:
     """Where this rank's tensors are: ``cpu``, ``cuda``, ``both`` or ``none``; may differ."""
     word: int = 0
     """What it says about gradients; ranks that cannot know say 0."""
+    tag: Tag | None = None
+    """What the user calls this call."""
 
     def to_json(self) -> str:
         """The terms as they are compared."""
         shared = [self.plan.digest, dict(self.options)]
-        return json.dumps([*shared, self.devices, self.word], sort_keys=True)
+        code = 0 if self.tag is None else self.tag.code
+        return json.dumps([*shared, self.devices, self.word, code], sort_keys=True)
 
 
 def agree(watch: Watch, terms: Terms) -> dict[int, str]:
@@ -70,20 +75,46 @@ def agree(watch: Watch, terms: Terms) -> dict[int, str]:
     )
     found = dict(zip(keys, team.line.ask(lambda store: store.multi_get(everyone)), strict=True))
     texts = {rank: _terms_of(text) for rank, text in found.items()}
+    check_tags(watch, {rank: int(text[4]) for rank, text in texts.items()})
     if len({json.dumps(text[:2]) for text in texts.values()}) > 1:
         raise_disagreement(watch, terms)
     check_words(watch, {rank: int(text[3]) for rank, text in texts.items()})
-    team.forget(f"compared/{call}", [*everyone, _comparing(watch)], watch.timeout)
+    team.forget(watch, f"compared/{call}", [*everyone, _comparing(watch)])
     return {rank: str(text[2]) for rank, text in texts.items()}
 
 
 def _terms_of(text: bytes) -> list[Any]:
     """A peer's terms; where they cannot be read they differ from all others."""
     try:
-        digest, options, devices, word = json.loads(text)
-        return [digest, options, str(devices), int(word)]
+        digest, options, devices, word, tag = json.loads(text)
+        return [digest, options, str(devices), int(word), int(tag)]
     except (ValueError, TypeError):
-        return [repr(text[:200]), {}, "", 0]
+        return [repr(text[:200]), {}, "", 0, 0]
+
+
+def check_tags(watch: Watch, said: Mapping[int, int]) -> None:
+    """Ranks must be in calls with the same tag.
+
+    Where tags are numbers, it is the ranks with the lower one that wait in vain: their call fails.
+    A rank with the highest one left it out, and goes on to meet the others in their next call.
+    """
+    mine = watch.tag_code
+    others = {rank: code for rank, code in said.items() if code != mine}
+    if not others:
+        return
+    orders = [order(mine, code) for code in others.values()]
+    codes = {**others, watch.team.rank: mine}
+    first = min(codes.values())
+    parts = ", ".join(f"rank {rank} is in {_call_of(codes[rank])}" for rank in sorted(codes))
+    text = f"ranks are in different calls: {parts}; one of them has left out a call"
+    cause = Cause("disagree", text, first if None not in orders else 0)
+    if set(orders) == {1}:
+        raise AheadError(watch.post(cause))
+    watch.fail(cause)
+
+
+def _call_of(code: int) -> str:
+    return f"the call with {shown(code)}" if code else "a call without a tag"
 
 
 def check_words(watch: Watch, said: Mapping[int, int]) -> None:
@@ -103,11 +134,12 @@ def check_words(watch: Watch, said: Mapping[int, int]) -> None:
 def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
     """The ranks whose terms are not there; asks the store, patiently."""
     hellos = watch.inbox.hellos.items()
+    check_tags(watch, {peer: hello.tag for peer, hello in hellos})
     others = [peer for peer, hello in hellos if hello.digest != watch.digest]
     if others:
         # They compare nothing, because they run a plan that was compared before: let them know.
         for peer in others:
-            hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word)
+            hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, tag=watch.tag_code)
             watch.team.mailbox.send(peer, hello)
         raise_disagreement(watch, terms)
     left = watch.team.missing(keys)
@@ -138,7 +170,7 @@ def suspect_comparing(watch: Watch, terms: Terms) -> None:
 
     def join(store: Store) -> None:
         store.set(f"terms/{watch.call}/{watch.team.rank}", terms.to_json())
-        store.add(f"compared/{watch.call}", 1)
+        store.set(done_key(f"compared/{watch.call}", watch.team.rank), "1")
 
     line.ask(join)
 
@@ -178,6 +210,8 @@ def _describe(terms: Terms) -> dict[str, Any]:
                 layouts[key] = f'"{spec.layout}" on {spec.layout.mesh}'
             tensors[f'{side} "{name}"'] = f"{spec.dtype}{list(spec.shape)} {layouts[key]}"
     settings = {key: str(value) for key, value in terms.options.items()}
+    if terms.tag is not None:
+        settings["tag"] = terms.tag.text
     settings |= {"memory cap": format_bytes(terms.plan.memory), "plan": terms.plan.digest}
     return {"tensors": tensors, "settings": settings}
 

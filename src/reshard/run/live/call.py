@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from reshard.bytesize import format_bytes
-from reshard.errors import LiveError
+from reshard.errors import ReshardError
 from reshard.run.live.addresses import own_offsets, own_views
-from reshard.run.live.agreement import Terms, check_words, raise_disagreement
+from reshard.run.live.agreement import Terms, check_tags, check_words, raise_disagreement
 from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Place
 from reshard.run.live.faults import Watch
@@ -157,6 +157,7 @@ class Call:
 
     def _unmet(self) -> list[int]:
         hellos = self.watch.inbox.hellos
+        check_tags(self.watch, {peer: hello.tag for peer, hello in hellos.items()})
         if any(hello.digest != self.watch.digest for hello in hellos.values()):
             raise_disagreement(self.watch, self.terms)
         self._check_words()
@@ -292,18 +293,14 @@ def _arrive(sums: dict[int, Sum], lot: Lot, at: int) -> None:
 
 @contextlib.contextmanager
 def told(watch: Watch) -> Iterator[None]:
-    """Whatever is raised inside, also an interrupt, is told to the other ranks of the call."""
+    """A failure of the engine inside is told to the other ranks of the call.
+
+    Everything else that is raised, such as an interrupt, goes to the cleanup thread of sessions.
+    """
     try:
         yield
-    except LiveError as error:
+    except ReshardError as error:
         if not watch.is_over:
-            cause = Cause.of(error)
+            cause = Cause.of_any(error, watch.team.rank)
             watch.fail(Cause(cause.kind, f"{cause.text}, in {watch.move}"))
-        raise
-    except KeyboardInterrupt:
-        watch.interrupt()
-        raise
-    except BaseException as error:
-        with contextlib.suppress(LiveError):
-            watch.fail(Cause.of_any(error, watch.team.rank))
         raise

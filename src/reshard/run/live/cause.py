@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 
+from reshard import errors
 from reshard.errors import (
     DisagreementError,
     LiveError,
     MoveTimeoutError,
     PeerLostError,
+    ReshardError,
     TensorError,
 )
 
@@ -32,22 +34,22 @@ class Cause:
 
     kind: str
     text: str
-    guilty: int = -1
-    """The rank that was interrupted, in this call or the one before."""
+    tag: int = 0
+    """The code of the failed call's tag; 0 if it has none."""
 
     def to_json(self) -> str:
         """As it stands in the store, and follows a message; never longer than that may be."""
         text = self.text
         if len(text) > MOST_CHARACTERS:
             text = text[: MOST_CHARACTERS - 3] + "..."
-        return json.dumps({"kind": self.kind, "text": text, "guilty": self.guilty})
+        return json.dumps({"kind": self.kind, "text": text, "tag": self.tag})
 
     @classmethod
     def from_json(cls, text: bytes) -> Cause:
         """Read what ``to_json`` wrote; anything else is told as it is."""
         try:
             data = json.loads(text)
-            return cls(str(data["kind"]), str(data["text"]), int(data.get("guilty", -1)))
+            return cls(str(data["kind"]), str(data["text"]), int(data.get("tag", 0)))
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls("error", f"a cause that cannot be read: {text[:200]!r}")
 
@@ -64,6 +66,8 @@ class Cause:
             return cls.of(error)
         if isinstance(error, KeyboardInterrupt):
             return cls("error", f"rank {rank} was interrupted")
+        if isinstance(error, ReshardError):
+            return cls(type(error).__name__, f"rank {rank} was given a wrong request: {error}")
         return cls("error", f"rank {rank} failed with {error!r}")
 
     @classmethod
@@ -76,7 +80,10 @@ class Cause:
         earlier = "a move before it failed: "
         return Cause(self.kind, earlier + self.text.removeprefix(earlier))
 
-    def error(self, status: str) -> LiveError:
+    def error(self, status: str) -> ReshardError:
         """The exception that a rank raises, with how far it had come."""
         tail = f" ({status})" if status else ""
-        return _ERRORS.get(self.kind, LiveError)(self.text + tail)
+        kind = _ERRORS.get(self.kind) or getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, ReshardError)):
+            kind = LiveError
+        return kind(self.text + tail)

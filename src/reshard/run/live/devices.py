@@ -53,7 +53,7 @@ class Hellos:
         """Say that this rank has entered the call."""
         watch, mailbox = self.watch, self.watch.team.mailbox
         for peer in self.peers:
-            numbers = (watch.word, *self.numbers, mailbox.num_over)
+            numbers = (watch.word, *self.numbers, mailbox.num_over, watch.tag_code)
             mailbox.send(peer, Message(Kind.HELLO, watch.call, watch.digest, *numbers))
 
     def unmet(self) -> list[int]:

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LiveError, TensorError
+from reshard.errors import LiveError, ReshardError, TensorError
 from reshard.planning.plan import Plan
 from reshard.run.live.agreement import Terms, agree, suspect_comparing
 from reshard.run.live.binding import Given, check_given
@@ -38,7 +38,7 @@ from reshard.run.live.lots import HAVE, WANT
 from reshard.run.live.neighbours import Neighbours
 from reshard.run.live.network import Network
 from reshard.run.live.options import GRAD_CODES, Options, options_of
-from reshard.run.live.prepared import Prepared, find_prepared, prepared_of
+from reshard.run.live.prepared import find_prepared, prepared_of
 from reshard.run.live.progress import progress_of
 from reshard.run.live.report import RoundReport, RunReport
 from reshard.run.live.routes import (
@@ -47,10 +47,11 @@ from reshard.run.live.routes import (
     device_of,
     places_of_tensors,
 )
+from reshard.run.live.session import ABANDONED, Session, Ticket, counted, session_of, teams
+from reshard.run.live.tags import AheadError
 from reshard.run.live.team import Team
-from reshard.run.live.teams import team_of, teams
 
-__all__ = ["Handle", "Options", "check", "release", "run", "start"]
+__all__ = ["Handle", "Options", "begin", "check", "refuse", "release", "run"]
 
 
 def release(plan: Plan) -> None:
@@ -83,7 +84,11 @@ def run(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Move this rank's tensors along a plan; every rank of the two layouts calls it."""
-    return start(plan, tensors, into=into, group=group, _thread=False, **options).wait()
+    return counted(
+        group,
+        lambda: plan.parties,
+        lambda ticket: begin(ticket, plan, tensors, into, options, thread=False).wait(),
+    )
 
 
 def start(
@@ -92,117 +97,180 @@ def start(
     *,
     into: Tensors | None = None,
     group: dist.ProcessGroup | None = None,
-    _thread: bool = True,
+    thread: bool = True,
     **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
-    try:
-        return Handle(_made(plan, tensors, into, group, options), _thread)
-    except KeyboardInterrupt:
-        for team in teams(group or dist.group.WORLD):
-            team.note_interrupt(team.num_calls - 1)
-        raise
+    return counted(
+        group,
+        lambda: plan.parties,
+        lambda ticket: begin(ticket, plan, tensors, into, options, thread=thread),
+    )
 
 
-def refuse(
-    plan: Plan, error: TensorError, *, group: dist.ProcessGroup | None = None, **options: Any
-) -> NoReturn:
-    """Raise an error that was found before the move, here and on the ranks that wait for it."""
-    _made(plan, {}, None, group, options).refuse(error)
-
-
-def _made(
+def begin(
+    ticket: Ticket,
     plan: Plan,
     tensors: Tensors,
     into: Tensors | None,
-    group: dist.ProcessGroup | None,
     options: dict[str, Any],
+    *,
+    thread: bool,
+) -> Handle:
+    """Begin a call for which the caller has a ticket; it is done when this returns, or goes on in
+    a thread."""
+    return Handle(_made(ticket, plan, tensors, into, options), thread)
+
+
+def refuse(plan: Plan, error: LiveError, group: dist.ProcessGroup | None = None) -> NoReturn:
+    """Raise an error that was found before the move, here and on the ranks that wait for it."""
+
+    def fail(_: Ticket) -> NoReturn:
+        raise error
+
+    counted(group, lambda: plan.parties, fail)
+
+
+def pass_silently(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
+    """Count a call of a plan along which nothing moves, if the ranks have compared it before."""
+    prepared, group = find_prepared(plan), ticket.group or dist.group.WORLD
+    if prepared is None or not isinstance(group, dist.ProcessGroup):
+        return False
+    if len(prepared.ranks) > 1:
+        session = session_of(group, prepared.ranks)
+        transport = options.get("transport") or os.environ.get("RESHARD_TRANSPORT", "auto")
+        if (prepared.digest, transport) not in session.agreed:
+            return False
+        session.pass_by(ticket, options.get("tag"))
+    ticket.finish()
+    return True
+
+
+def _made(
+    ticket: Ticket, plan: Plan, tensors: Tensors, into: Tensors | None, options: dict[str, Any]
 ) -> Run:
     if not dist.is_initialized():
         raise LiveError(
             "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
         )
     options.setdefault("transport", os.environ.get("RESHARD_TRANSPORT", "auto"))
-    check_given(tensors, into, group)
-    group = group or dist.group.WORLD
+    check_given(tensors, into, ticket.group)
+    group = ticket.group or dist.group.WORLD
     assert group is not None
-    return Run(Given(plan, tensors, into, group, options_of(options)))
+    return Run(ticket, Given(plan, tensors, into, group, options_of(options)))
 
 
 class Run:
     """One call of ``run`` or ``start``: numbered when it is made, done when it runs."""
 
-    def __init__(self, given: Given) -> None:
-        self.given = given
+    def __init__(self, ticket: Ticket, given: Given) -> None:
+        self.ticket, self.given = ticket, given
         self.plan, self.into, self.options = given.plan, given.into, given.options
-        plan, options, group = given.plan, given.options, given.group
         self.rank = dist.get_rank()
         self.began = time.perf_counter()
-        self.report = RunReport(self.rank, -1, plan.digest, started=self.began)
+        self.report = RunReport(self.rank, -1, given.plan.digest, started=self.began)
         self.watch: Watch | None = None
         self.call: Call | None = None
-        self.prepared: Prepared | None = None
-        self.team: Team | None = None
+        self.session: Session | None = None
+        self.ranks = given.plan.parties
+        self.greetings: Greetings = {}
         self.is_first = self.compares = False
         """Whether to compare with the other ranks. All must decide alike, so it is decided here:
         calls are made in one order, but those in flight go on in any."""
-        prepared = prepared_of(plan)
-        if self.rank not in prepared.ranks:
-            return
-        given.check_member(self.rank)
-        self.prepared = prepared
-        if options.tell_grad and prepared.greetings is None:
-            prepared.greetings = greetings_of(plan)
-        self.greetings: Greetings = (options.tell_grad and prepared.greetings) or {}
-        if prepared.talks or options.check == "always" or self.greetings:
-            self.team = team_of(group, prepared.ranks, options.timeout, prepared.what)
-            self.report.call = self.team.next_call()
-            self.team.turns.enter(self.report.call)
-            self.is_first = self.team.is_new(self._terms_key())
-            self.compares = self.is_first or options.check == "always"
-            self.watch = Watch(
-                self.team,
-                self.report.call,
-                self.prepared.digest,
-                timeout=options.timeout,
-                deadline=options.deadline,
-                status=self._status,
-                word=GRAD_CODES[options.grad],
-                move=prepared.what,
-            )
+        if self.rank in self.ranks:
+            given.check_member(self.rank)
+            if len(self.ranks) > 1:
+                self.session = session_of(given.group, self.ranks)
+                self.report.call = self.session.begin(ticket, self.options.tag)
+                self.is_first = self.session.is_new(self._terms_key())
+                self.compares = self.is_first or self.options.check == "always"
 
     def run(self) -> dict[str, torch.Tensor]:
         """Do the move."""
-        if self.prepared is None:
+        self.ticket.undo = self._close
+        if self.rank not in self.ranks:
+            self.ticket.finish()
             return {}
+        prepared = self.prepared = prepared_of(self.plan)
+        if self.options.tell_grad and prepared.greetings is None:
+            prepared.greetings = greetings_of(self.plan)
+        self.greetings = (self.options.tell_grad and prepared.greetings) or {}
+        failed: BaseException | None = None
         try:
-            if self.watch is None:
+            if self.session is None or not (prepared.talks or self.compares or self.greetings):
                 return self._move(None)
-            with told(self.watch):
-                self._raise_earlier(self.watch)
-                return self._move(self.watch)
+            return self._move_together(self.session)
+        except BaseException as error:
+            failed = error
+            raise
         finally:
-            if self.watch is not None:
-                self._close(self.watch)
-            self.report.seconds = time.perf_counter() - self.began
+            # What else is raised is told to the other ranks by the cleanup thread, which closes.
+            if failed is None or isinstance(failed, ReshardError):
+                self._close()
+
+    def _move_together(self, session: Session) -> dict[str, torch.Tensor]:
+        """Do the move; a rank that left out a call which the others have given up moves up."""
+        while True:
+            team = session.connect(self.ticket, self.options.timeout, self.prepared.what)
+            watch = self.watch = self._new_watch(team)
+            self.ticket.watch_of = partial(_itself, watch)
+            team.turns.enter(watch.call)
+            try:
+                with told(watch):
+                    self._raise_earlier(watch)
+                    return self._move(watch)
+            except AheadError as ahead:
+                if not session.move_up(self.ticket):
+                    raise ahead.cause.error(self._status()) from None
+                watch.close()
+                team.turns.leave(watch.call)
+                self.report.call = self.ticket.number
+
+    def _new_watch(self, team: Team) -> Watch:
+        return Watch(
+            team,
+            self.ticket.number,
+            self.prepared.digest,
+            timeout=self.options.timeout,
+            deadline=self.options.deadline,
+            status=self._status,
+            word=GRAD_CODES[self.options.grad],
+            move=self.prepared.what,
+            tag=self.ticket.tag,
+        )
 
     def _status(self) -> str:
         """How far this rank has come, for messages."""
         return self.call.status() if self.call else f"on rank {self.rank}: no round begun"
 
     def _terms_key(self) -> tuple[bytes, str]:
-        assert self.prepared is not None
-        return self.prepared.digest, self.options.transport
+        return bytes.fromhex(self.plan.digest), self.options.transport
 
-    def _close(self, watch: Watch) -> None:
+    def _close(self) -> None:
         """The call is over; if it was the first to be compared and failed, the next one is."""
-        if self.is_first and (self.compares or watch.is_over):
-            watch.team.agreed.discard(self._terms_key())
-        watch.team.turns.leave(watch.call)
-        if self.flight is None:
-            watch.close()
-        else:
-            self.flight.close()
+        session, watch = self.session, self.watch
+        failed = watch is not None and watch.is_over
+        if session is not None and self.is_first and (self.compares or failed):
+            self._compare_again(session)
+        if watch is not None:
+            watch.team.turns.leave(watch.call)
+            if self.flight is None:
+                watch.close()
+            else:
+                self.flight.close()
+        elif session is not None:
+            session.close(self.ticket.number)
+        self.ticket.finish()
+        self.report.seconds = time.perf_counter() - self.began
+
+    def _compare_again(self, session: Session) -> None:
+        """The first call of a plan has failed on this rank, and perhaps not on others.
+
+        Where nothing is exchanged the others would not take part in another comparison.
+        """
+        cause = None if self.watch is None else self.watch.cause
+        if self.prepared.talks or (cause is not None and cause.kind in ("disagree", "tensor")):
+            session.agreed.discard(self._terms_key())
 
     @property
     def flight(self) -> Flight | None:
@@ -233,22 +301,12 @@ class Run:
             hello.round == GRAD_CODES[True] for hello in self.watch.inbox.hellos.values()
         )
 
-    def refuse(self, error: TensorError) -> NoReturn:
-        """Give up before the move has begun, and say why."""
-        if self.watch is not None:
-            try:
-                self.watch.fail(Cause("tensor", str(error)))
-            finally:
-                self._close(self.watch)
-        raise error
-
-    def interrupt(self) -> None:
+    def interrupt(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up."""
-        if self.watch is not None:
-            self.watch.interrupt()
+        ABANDONED.put((self.ticket, error))
+        self.ticket.await_cleanup()
 
     def _move(self, watch: Watch | None) -> dict[str, torch.Tensor]:
-        assert self.prepared is not None
         try:
             held, result = self.given.bind(self.prepared, self.rank)
         except TensorError as error:
@@ -258,7 +316,9 @@ class Run:
         if watch is not None:
             watch.touched = held
         options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
-        terms = Terms(self.plan, options, places_of_tensors(held, self.given.group), word)
+        terms = Terms(
+            self.plan, options, places_of_tensors(held, self.given.group), word, self.ticket.tag
+        )
         by_gpu = watch is not None and self._agree(watch, terms)
         if watch is not None:
             watch.suspect = partial(suspect_comparing, watch, terms)
@@ -297,15 +357,16 @@ class Run:
 
         Gives whether it goes from GPU to GPU; once compared it does in all calls, or in none.
         """
-        team, key = watch.team, self._terms_key()
+        team, session, key = watch.team, self.session, self._terms_key()
+        assert session is not None
         if self.compares:
             said = agree(watch, terms)
-            team.routes[key] = self.options.transport == "auto" and all_on_gpus(said)
+            session.routes[key] = self.options.transport == "auto" and all_on_gpus(said)
             self.compares = False
-        while key not in team.routes and key in team.agreed:
+        while key not in session.routes and key in session.agreed:
             watch.check()  # a call before this one is comparing
             time.sleep(0.001)
-        by_gpu = team.routes.get(key, False)
+        by_gpu = session.routes.get(key, False)
         if not by_gpu:
             team.turns.leave(watch.call)
         elif not all_on_gpus({self.rank: terms.devices, -1: GPU}):
@@ -321,7 +382,6 @@ class Run:
 
     def _carriers(self, watch: Watch, held: tuple[Held, Held]) -> list[Carrier]:
         """Who of this rank's peers is reached how."""
-        assert self.prepared is not None
         team, program, peers = watch.team, self.prepared.program, self._peers()
         near = frozenset() if self.options.transport == "network" else peers & team.links.keys()
         carriers: list[Carrier] = []
@@ -335,7 +395,6 @@ class Run:
 
     def _greeters(self, watch: Watch, held: tuple[Held, Held]) -> list[Greeter]:
         """How peers are greeted before a move from GPU to GPU."""
-        assert self.prepared is not None
         team, numbers, peers = watch.team, greeting(held), self._peers()
         near = frozenset(peers & team.links.keys())
         found: list[Greeter] = [Hellos(watch, near, numbers)] if near else []
@@ -346,7 +405,6 @@ class Run:
 
     def _peers(self) -> frozenset[int]:
         """The ranks that this one greets."""
-        assert self.prepared is not None
         program = self.prepared.program
         return program.peers[0] | program.peers[1] | self.greetings.get(self.rank, frozenset())
 
@@ -359,3 +417,7 @@ class Run:
             mine = self.into.get(name)
             if mine is not None:
                 mine.detach().copy_(tensor)
+
+
+def _itself(watch: Watch) -> Watch:
+    return watch

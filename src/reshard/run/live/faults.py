@@ -11,15 +11,17 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NoReturn
 
-from reshard.errors import LiveError, PeerLostError
+from reshard.errors import PeerLostError
 from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.crossing import Crossing
 from reshard.run.live.links import who_gave_up
 from reshard.run.live.mailbox import Inbox, Kind, Message
-from reshard.run.live.team import ASK_SECONDS, INTERRUPTED, Team, skip_calls
+from reshard.run.live.tags import AheadError, Tag, order
+from reshard.run.live.team import ASK_SECONDS, Team
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
 
@@ -56,6 +58,7 @@ class Watch:
         status: Callable[[], str],
         word: int = 0,
         move: str = "a move",
+        tag: Tag | None = None,
     ) -> None:
         self.team = team
         self.call = call
@@ -68,6 +71,8 @@ class Watch:
         """What this rank says in its greetings besides."""
         self.move = move
         """What the call does, in words."""
+        self.tag = tag
+        """What the user calls the call; all ranks must say the same."""
         self.is_meeting = True
         """Whether it is still waited for that all have called."""
         self._crossing: Crossing | None = None
@@ -149,7 +154,7 @@ class Watch:
             self._crossing = Crossing(team.home, team.rank, team.ranks, self.move, self.call)
         found = self._crossing.look(left)
         if found is not None:
-            skip_calls(self._crossing.given_up, self.team.others)
+            self.team.skip_calls(self._crossing.given_up)
             self.fail(Cause("disagree", found))
 
     def check_given_up(self) -> None:
@@ -197,8 +202,19 @@ class Watch:
             key = f"alive/{self.team.rank}"
             self.team.line.ask(lambda store: store.set(key, sign), ASK_SECONDS)
 
+    @property
+    def tag_code(self) -> int:
+        """The code of the call's tag; 0 if it has none."""
+        return 0 if self.tag is None else self.tag.code
+
     def fail(self, cause: Cause) -> NoReturn:
         """Post a cause, tell everyone, and raise what was posted first."""
+        self._raise(self.post(cause))
+
+    def post(self, cause: Cause) -> Cause:
+        """Post why the call fails on the ranks that are in it; gives what was posted first."""
+        if not cause.tag and self.tag is not None:
+            cause = replace(cause, tag=self.tag.code)
         key, text, call = f"abort/{self.call}", cause.to_json(), self.call
 
         def post(store: Store) -> Any:
@@ -210,23 +226,7 @@ class Watch:
         found = cause
         with contextlib.suppress(PeerLostError):
             found = Cause.from_json(self.team.line.ask(post, ASK_SECONDS))
-        self._raise(found)
-
-    def interrupt(self) -> None:
-        """This rank was interrupted: tell all, also those that are in the next call already."""
-        self.team.note_interrupt(self.call)
-        if not self.is_over:
-            with contextlib.suppress(LiveError):
-                rank = self.team.rank
-                self.fail(Cause("error", f"rank {rank} was interrupted", guilty=rank))
-
-    def _look_for_interrupts(self) -> None:
-        """Was a rank that is waited for interrupted at the end of a call before this one?"""
-        found = json.loads(self._get(INTERRUPTED) or b"{}")
-        rank, call = int(found.get("rank", -1)), int(found.get("call", -1))
-        others = set(self.team.ranks) - {self.team.rank}
-        if rank in others and self.team.last_failed < call <= self.call:
-            self.fail(Cause("error", f"rank {rank} was interrupted", guilty=rank))
+        return found
 
     def barrier(self, name: str) -> None:
         """Wait until every rank of the team has come this far in the call."""
@@ -234,7 +234,7 @@ class Watch:
         self.team.line.ask(lambda store: store.set(keys[self.team.rank], "1"))
 
         self.wait(lambda: self.team.missing(keys), lambda peer: "it to have all of its part")
-        self.team.forget(f"{name}/{self.call}", list(keys.values()), self.timeout)
+        self.team.forget(self, f"{name}/{self.call}", list(keys.values()))
 
     def stop(self) -> None:
         """Tell the ranks of this host that the call is over, and keep them from our memory."""
@@ -290,6 +290,8 @@ class Watch:
         )
 
     def _check_aborted(self) -> None:
+        if self.is_over and self.cause is not None:
+            raise self.cause.error(self.status())  # another thread has given the call up
         peer = self.inbox.aborted_by
         if peer is not None:
             self._raise(Cause.from_json(self.inbox.texts.get((peer, Kind.ABORT), b"")))
@@ -300,8 +302,6 @@ class Watch:
         torn = sorted(set(left) & set(self.broken))
         if gone:
             self._look(now=True)
-            if not self.call:
-                self._look_at_making()
             self._fail_without(gone[0], "its process ended", what)
         if torn and self.undone is not None:
             self.fail(self.undone.made_earlier())
@@ -330,19 +330,14 @@ class Watch:
         now = time.monotonic()
         return now - self._left_at.setdefault(peer, now) > LEAVE_SECONDS
 
-    def _look_at_making(self) -> None:
-        """A rank that could not make the team leaves it, and is about to say why."""
-        time.sleep(LOOK_EVERY)
-        found = self.team.unmade()
-        if found is not None:
-            self.fail(found)
-
     def _fail_without(self, peer: int, how: str, what: Callable[[int], str]) -> NoReturn:
         waits = f"rank {self.team.rank} waits for {what(peer)}"
         self.fail(Cause("lost", f"rank {peer} is gone ({how}) and {waits}"))
 
     def _raise(self, cause: Cause) -> NoReturn:
-        self.cause, self.team.guilty = cause, cause.guilty
+        if self.is_meeting and self.tag is not None and order(self.tag_code, cause.tag) == 1:
+            raise AheadError(cause)  # this rank left out the call that failed
+        self.cause = cause
         self.stop()
         raise cause.error(self.status())
 
@@ -363,8 +358,6 @@ class Watch:
         with contextlib.suppress(PeerLostError):
             posted = self._get(f"abort/{self.call}")
             self.suspect()
-            if posted is None and self.is_meeting:
-                self._look_for_interrupts()
         if posted is not None:
             self._raise(Cause.from_json(posted))
 

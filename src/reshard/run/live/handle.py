@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -9,8 +10,10 @@ from typing import Protocol
 
 import torch
 
+from reshard.errors import ReshardError
 from reshard.run.live.binding import Given
 from reshard.run.live.report import RunReport
+from reshard.run.live.session import Ticket
 from reshard.run.live.streams import SideStreams
 
 __all__ = ["Handle"]
@@ -23,6 +26,7 @@ class Runs(Protocol):
 
     report: RunReport
     given: Given
+    ticket: Ticket
 
     @property
     def grad_seen(self) -> bool:
@@ -37,7 +41,7 @@ class Runs(Protocol):
     def land(self) -> None:
         """Wait for that."""
 
-    def interrupt(self) -> None:
+    def interrupt(self, error: BaseException) -> None:
         """Tell the other ranks that this one gives up."""
 
 
@@ -53,27 +57,37 @@ class Handle:
         """What is done with the result before it is given, once."""
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._thread: threading.Thread | None = None
         self._beside: SideStreams | None = None
+        self._ended: _thread.LockType | None = None
+        """Locked while a thread makes the move: waiting for a thread itself breaks the thread's
+        state in Python 3.11 when a signal handler raises."""
         if thread:
             self._beside = SideStreams(run.given.gpus())
-            self._thread = threading.Thread(target=self._work, daemon=True, name="reshard-move")
-            self._thread.start()
+            self._ended = _thread.allocate_lock()
+            self._ended.acquire()
+            threading.Thread(target=self._work, daemon=True, name="reshard-move").start()
         else:
-            self._work()
+            self._result = run.run()
+            self.grad_seen = run.grad_seen
 
     def _work(self) -> None:
-        beside = self._beside
+        run, beside = self._run, self._beside
+        run.ticket.owner = None
         try:
-            with nullcontext() if beside is None else beside.used(self._run.given.all()):
-                self._result = self._run.run()
-            self.grad_seen = self._run.grad_seen
+            with nullcontext() if beside is None else beside.used(run.given.all()):
+                self._result = run.run()
+            self.grad_seen = run.grad_seen
         except BaseException as error:
             self._error = error
+            if not run.ticket.over:
+                run.ticket.settle(error)
+        finally:
+            assert self._ended is not None
+            self._ended.release()
 
     def done(self) -> bool:
         """Whether the move is over, well or badly."""
-        over = self._thread is None or not self._thread.is_alive()
+        over = self._ended is None or not self._ended.locked()
         return over and self._run.has_landed()
 
     def wait(self) -> Result:
@@ -82,13 +96,15 @@ class Handle:
         On GPUs: once all messages have come. What the current stream is given from then on finds
         the tensors complete.
         """
-        if self._thread is not None:
+        if self._ended is not None:
             try:
-                self._thread.join()
+                with self._ended:
+                    pass
                 if self._error is None:
                     self._run.land()
-            except KeyboardInterrupt:
-                self._run.interrupt()
+            except BaseException as error:
+                if not isinstance(error, ReshardError):
+                    self._run.interrupt(error)
                 raise
         if self._error is not None:
             raise self._error

@@ -7,11 +7,9 @@ calls may share the line, so a question is short: to wait for something, ask aga
 
 from __future__ import annotations
 
+import _thread
 import queue
-import threading
 from collections.abc import Callable
-from concurrent.futures import Future
-from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -27,31 +25,37 @@ END_SECONDS = 1.0
 T = TypeVar("T")
 
 
+Reply = queue.SimpleQueue[tuple[Any, BaseException | None]]
+Asked = queue.SimpleQueue[tuple[Reply, Callable[[Store], Any]] | None]
+
+
 class Line:
-    """One connection to the store, used by one thread."""
+    """One connection to the store, used by one thread.
+
+    Questions and replies go through queues written in C: an exception out of a signal handler
+    leaves them as they were, which it does not do with a `Future`.
+    """
 
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
         self._store = store
         self._leader = leader
         self.be_patient(seconds)
-        self._asked: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None]
-        self._asked = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-        self._stuck: Future[Any] | None = None
-        """A question that has waited too long for its answer."""
+        self._stuck: Reply | None = None
+        """Where the reply to a question should have come that has waited too long for it."""
         self._end: str | None = None
-        """Why nobody answers any more."""
+        """Why there are no answers any more."""
         self.has_ended: Callable[[], bool] = lambda: False
         """Whether the rank that serves the store is known to have ended."""
+        self._begin(store)
 
     def be_patient(self, seconds: float) -> None:
-        """How long the store may take to answer whoever has time."""
+        """How long the store may take to answer a call that has time."""
         self._seconds = min(seconds, MOST_SECONDS)
 
     def ask(self, question: Callable[[Store], T], seconds: float | None = None) -> T:
-        """The store's answer; an error that names who serves it when none comes.
+        """The store's answer; an error that names the rank that serves it when none comes.
 
-        Who gives only so many seconds gets no answer at all while another question is stuck.
+        With a limit in seconds there is no answer at all while another question is stuck.
         """
         if self._end is None and self.has_ended():
             # Asking it would make torch write a warning, also where all is well: the rank may have
@@ -61,43 +65,45 @@ class Line:
             raise self._lost(self._end)
         if seconds is not None and self.is_stuck:
             raise self._lost("does not answer")
-        if self._thread is None:
-            self._begin()
-        answer: Future[T] = Future()
-        self._asked.put((answer, question))
-        return self._answer(answer, self._seconds if seconds is None else seconds)
+        reply: Reply = queue.SimpleQueue()
+        self._asked.put((reply, question))
+        answer: T = self._answer(reply, self._seconds if seconds is None else seconds)
+        return answer
 
-    def _answer(self, answer: Future[T], seconds: float) -> T:
+    def _answer(self, reply: Reply, seconds: float) -> Any:
         try:
-            return answer.result(seconds)
-        except NoAnswer:
+            value, error = reply.get(timeout=seconds)
+        except queue.Empty:
             if not self.is_stuck:
-                self._stuck = answer
+                self._stuck = reply
             raise self._lost(f"has not answered for {seconds:g} s") from None
-        except RuntimeError as error:
+        if isinstance(error, RuntimeError):
             reason = f"is gone ({str(error).splitlines()[0]})"
             if isinstance(error, dist.DistNetworkError):
                 self._end = reason
             raise self._lost(reason) from None
+        if error is not None:
+            raise error
+        return value
 
     @property
     def is_stuck(self) -> bool:
         """Whether a question has waited too long for its answer, and still does."""
-        return self._stuck is not None and not self._stuck.done()
+        return self._stuck is not None and self._stuck.empty()
 
     def renew(self) -> None:
-        """If nobody answers, try another connection: the old one may be slow to notice."""
+        """If the store does not answer, try another connection: the old one may notice late."""
         if self.is_stuck:
             self._asked.put(None)
-            self._asked, self._stuck = queue.SimpleQueue(), None
-            self._begin(anew=True)
+            self._stuck = None
+            self._begin(None)
 
-    def _begin(self, anew: bool = False) -> None:
-        args = (self._asked, anew)
-        self._thread = threading.Thread(
-            target=self._serve, args=args, daemon=True, name="reshard-store"
-        )
-        self._thread.start()
+    def _begin(self, store: Store | None) -> None:
+        asked: Asked = queue.SimpleQueue()
+        ended = _thread.allocate_lock()
+        ended.acquire()
+        _thread.start_new_thread(self._serve, (asked, ended, store))
+        self._asked, self._ended = asked, ended
 
     def _lost(self, reason: str) -> PeerLostError:
         return PeerLostError(
@@ -109,24 +115,22 @@ class Line:
         """Whether all keys are there."""
         return bool(self.ask(lambda store: store.check(keys)))
 
-    def _serve(
-        self,
-        asked: queue.SimpleQueue[tuple[Future[Any], Callable[[Store], Any]] | None],
-        anew: bool,
-    ) -> None:
-        store = self._store
-        while (one := asked.get()) is not None:
-            answer, question = one
-            try:
-                if anew:
-                    store, anew = clone_of(store), False
-                answer.set_result(question(store))
-            except BaseException as error:
-                answer.set_exception(error)
-            del one, answer, question  # An idle thread must keep nothing alive.
+    def _serve(self, asked: Asked, ended: _thread.LockType, store: Store | None) -> None:
+        try:
+            while (one := asked.get()) is not None:
+                reply, question = one
+                try:
+                    if store is None:
+                        store = clone_of(self._store)
+                    reply.put((question(store), None))
+                except BaseException as error:
+                    reply.put((None, error))
+                del one, reply, question  # An idle thread must keep nothing alive.
+        finally:
+            ended.release()
 
     def close(self) -> None:
         """Let the thread end, and wait: when a process ends it must not hold the store."""
         self._asked.put(None)
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(END_SECONDS)
+        if self._ended.acquire(timeout=END_SECONDS):
+            self._ended.release()

@@ -24,7 +24,7 @@ from reshard.errors import LiveError, PeerLostError
 from reshard.run.live.arena import Arena
 from reshard.run.live.memory import Stretches, allow_others, array_at, pair_up, read_from
 
-__all__ = ["Door", "Link", "who_gave_up"]
+__all__ = ["Door", "Link", "closed_by", "who_gave_up"]
 
 BROKEN = (OSError, ValueError, TypeError, IndexError)
 """What it is like to talk to somebody who is gone, or talks nonsense."""
@@ -108,6 +108,7 @@ class Door:
         self._listener.bind("\0" + self.name)
         self._listener.listen(1024)
         self._probe = ctypes.c_uint64(secrets.randbits(64))
+        self._watched: dict[int, socket.socket] = {}
 
     def meet(
         self, doors: Mapping[int, str], seconds: float, look_up: Callable[[], None]
@@ -149,23 +150,34 @@ class Door:
             came = self._accept(doors)
             sockets |= came
             if not came:
-                self._knock({peer: doors[peer] for peer in doors if peer not in sockets})
+                absent = (peer for peer in doors if peer > self.rank and peer not in sockets)
+                self.check_alive({peer: doors[peer] for peer in absent})
             if time.monotonic() > end:
                 raise TimeoutError(f"nothing came within {seconds:g} s")
         return self._introduce(sockets, end)
 
     def close(self) -> None:
-        """Let nobody else in."""
+        """Accept no further connections."""
         self._listener.close()
+        while self._watched:
+            self._watched.popitem()[1].close()
         self.board.page.close_fd()
 
-    def _knock(self, doors: Mapping[int, str]) -> None:
-        """Is there still somebody behind the doors of those who have not come?"""
-        for peer in (peer for peer in doors if peer > self.rank):
-            with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)) as link:
+    def check_alive(self, doors: Mapping[int, str]) -> None:
+        """Raise if the process behind one of these sockets has ended.
+
+        A connection to each is kept: the kernel closes it when the process ends. A process that
+        only does not want it closes it, too, so a closed one is tried again.
+        """
+        for peer, name in doors.items():
+            link = self._watched.get(peer)
+            if link is None or _is_closed(link):
+                if link is not None:
+                    link.close()
+                self._watched[peer] = link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
                 link.setblocking(False)
                 try:
-                    link.connect("\0" + doors[peer])
+                    link.connect("\0" + name)
                     link.send(b"?")
                 except BlockingIOError:
                     pass
@@ -231,6 +243,21 @@ class Door:
                 f"rank {peer} is gone or broken ({error}) and rank {self.rank} waits to connect to "
                 "it"
             ) from None
+
+
+def _is_closed(link: socket.socket) -> bool:
+    """Whether the other end of a socket has closed it; reads nothing."""
+    try:
+        return not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def closed_by(links: Mapping[int, Link]) -> list[int]:
+    """The ranks of this host whose process has ended, as their sockets tell."""
+    return [peer for peer, link in links.items() if _is_closed(link.socket)]
 
 
 def _left(end: float) -> float:

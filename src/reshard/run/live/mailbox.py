@@ -1,12 +1,13 @@
 """Short messages between the ranks of one host, over unix sockets.
 
-Data never goes this way: a message says that data is there to be taken, or was taken. Each is 80
+Data never goes this way: a message says that data is there to be taken, or was taken. Each is 88
 bytes, carries the number of its call and the digest of its plan, and may carry the descriptor of
 shared memory. When a process dies its sockets close, so its peers know at once.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import os
 import select
@@ -15,6 +16,7 @@ import struct
 import threading
 import time
 from array import array
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
@@ -26,8 +28,8 @@ from reshard.run.live.cause import MOST_CHARACTERS
 
 __all__ = ["FAR", "MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
 
-_FORM = struct.Struct("<4sIQ16sQQQQQQ")
-_MAGIC = b"rsh1"
+_FORM = struct.Struct("<4sIQ16sQQQQQQQ")
+_MAGIC = b"rsh2"
 MESSAGE_BYTES = _FORM.size
 
 MOST_TEXT = 6 * MOST_CHARACTERS + 256
@@ -36,7 +38,10 @@ MOST_TEXT = 6 * MOST_CHARACTERS + 256
 MOST_BYTES = MESSAGE_BYTES + MOST_TEXT + 1
 """What is asked for at a time: one byte more than any message has."""
 
-_ROOM_FOR_FDS = socket.CMSG_LEN(4 * struct.calcsize("i"))
+_SIZE, _ROOM_FOR_FDS = (MOST_BYTES,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
+"""What is asked of a socket at a time, as `map` takes it."""
+
+POLLER = "poller"
 
 FAR = 1024
 """How many calls another rank may be ahead: one that is further is broken."""
@@ -78,9 +83,11 @@ class Message(NamedTuple):
     c: int = 0
     d: int = 0
     e: int = 0
+    tag: int = 0
+    """The code of the call's tag, in a HELLO; 0 if it has none."""
 
     def pack(self) -> bytes:
-        """The 80 bytes on the socket."""
+        """The 88 bytes on the socket."""
         return _FORM.pack(_MAGIC, *self)
 
     @property
@@ -171,7 +178,7 @@ class Mailbox:
     Several calls may be in flight, each in a thread: whoever needs a message polls for all.
     """
 
-    def __init__(self, links: Mapping[int, socket.socket]) -> None:
+    def __init__(self, links: Mapping[int, socket.socket], first_call: int = 0) -> None:
         self.links = dict(links)
         self.lost: set[int] = set()
         self.arenas: dict[tuple[int, int], Arena] = {}
@@ -179,13 +186,19 @@ class Mailbox:
         self._lent: dict[tuple[int, int, int], Arena] = {}
         """Arenas with messages that may not be read yet, by peer, call and number."""
         self._open: dict[int, Inbox] = {}
-        self._next_call = 0
+        self._next_call = first_call
         self._over: set[int] = set()
-        self.num_over = 0
+        self.num_over = first_call
         """How many of the first calls are over."""
-        self._polling = threading.Lock()
+        self._poller: dict[str, int] = {}
+        """The thread that polls; see `step`."""
+        self._waiting: list[_thread.LockType] = []
+        """Threads that wait for what another one receives."""
+        self._raw: dict[int, deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]]]
+        self._raw = {peer: deque() for peer in self.links}
+        """Messages that were received and not filed yet, by peer."""
+        self._unfiled = False
         self._lock = threading.RLock()
-        self._came = threading.Condition(self._lock)
         self._peers = {link.fileno(): peer for peer, link in self.links.items()}
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -242,27 +255,53 @@ class Mailbox:
         """Wait for messages, at most so long, and file all that have come.
 
         All, because what a peer said last may be that the call has failed.
+
+        A signal handler may raise between any two bytecodes here. So who polls is set by one call
+        of C that says whether it was set (a lock that was taken by a bytecode before an exception
+        would stay locked), and a message is in `_raw` when its socket has given it away.
         """
-        if self._polling.acquire(blocking=False):
-            try:
-                found = self._poll.poll(seconds * 1000)
-                while found:
-                    for fd, event in found:
-                        self._receive(fd, event)
-                    found = self._poll.poll(0)
-            finally:
-                self._polling.release()
-            with self._came:
-                self._came.notify_all()
-        else:
-            with self._came:
-                self._came.wait(seconds)
+        me = _thread.get_ident()
+        if self._poller.setdefault(POLLER, me) != me:
+            self._wait_for_poller(seconds)
+            return
+        try:
+            if self._unfiled:
+                self._file_all()
+                self._unfiled = False
+            found = self._poll.poll(seconds * 1000)
+            while found:
+                for fd, event in found:
+                    self._receive(fd, event)
+                found = self._poll.poll(0)
+        finally:
+            self._poller.pop(POLLER, None)
+        if self._waiting:
+            self._wake_waiting()
+
+    def release(self, thread: int | None) -> None:
+        """A thread that may have polled was interrupted and has left: others may poll."""
+        if self._poller.get(POLLER) == thread:
+            self._poller.pop(POLLER, None)
+
+    def _wait_for_poller(self, seconds: float) -> None:
+        gate = _thread.allocate_lock()
+        gate.acquire()
+        self._waiting.append(gate)
+        try:
+            gate.acquire(timeout=seconds)
+        finally:
+            with contextlib.suppress(ValueError):
+                self._waiting.remove(gate)
+
+    def _wake_waiting(self) -> None:
+        for gate in tuple(self._waiting):
+            with contextlib.suppress(RuntimeError):
+                gate.release()
 
     def wake(self) -> None:
         """Make a waiting ``step`` return: something else has happened."""
         os.eventfd_write(self._wake, 1)
-        with self._came:
-            self._came.notify_all()
+        self._wake_waiting()
 
     def _receive(self, fd: int, event: int) -> None:
         if fd == self._wake:
@@ -277,22 +316,35 @@ class Mailbox:
             return
         # One message each time: asking for one that is not there costs as much as taking one that
         # is, and the next poll says it of all peers together.
+        self._unfiled = True
         try:
-            data, extra, _, _ = self.links[peer].recvmsg(MOST_BYTES, _ROOM_FOR_FDS)
+            self._raw[peer].extend(map(self.links[peer].recvmsg, _SIZE, _ROOM_FOR_FDS))
         except (BlockingIOError, ConnectionResetError):
             return  # what a peer said before it left without hearing us is read after this
         except OSError:
-            data, extra = b"", []
-        if data:
-            self._file(peer, data, _fds(extra) if extra else [])
-        else:
             self._lose(peer)
+            return
+        self._file_all(peer)
+        self._unfiled = False
+
+    def _file_all(self, peer: int | None = None) -> None:
+        """File what was received, also what an exception has kept from being filed before."""
+        for one in self._raw if peer is None else (peer,):
+            raw = self._raw[one]
+            while raw:
+                data, extra, _, _ = raw[0]
+                fds = _fds(extra) if extra else []
+                if data:
+                    self._file(one, data, fds)
+                else:
+                    self._lose(one)
+                raw.popleft()
+                for fd in fds:
+                    os.close(fd)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
         message, text = Message.unpack(data), data[_FORM.size :]
         if message is None or len(text) > MOST_TEXT:
-            for fd in fds:
-                os.close(fd)
             self._lose(peer)
             return
         number = message.arena
@@ -317,13 +369,15 @@ class Mailbox:
             inbox.put(peer, message)
 
     def _map(self, peer: int, number: int, fds: list[int]) -> bool:
-        """Keep the memory that came with a message; whether it is any."""
+        """Keep the memory that came with a message; whether it is any.
+
+        The descriptors stay open until the message is filed: an exception out of a signal handler
+        may have it filed again.
+        """
         try:
-            while fds:
-                self.arenas[peer, number] = Arena.of(fds.pop(), number)
-        except (OSError, ValueError):
             for fd in fds:
-                os.close(fd)
+                self.arenas[peer, number] = Arena.of(os.dup(fd), number)
+        except (OSError, ValueError):
             return False
         return True
 

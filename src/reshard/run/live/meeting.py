@@ -1,24 +1,22 @@
-"""A team's own store: where its ranks meet, compare, and leave word of failures.
+"""A session's own store: where its ranks compare plans and post causes of failures.
 
-The caller's group only tells the address. Nothing else of the caller's is touched, so whatever goes
-wrong here cannot break it.
+The caller's group only tells its address, so a failure here cannot break the caller's group.
 """
 
 from __future__ import annotations
 
-import json
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, Protocol
 
-from reshard.errors import MoveTimeoutError, PeerLostError
+from reshard.errors import PeerLostError
 from reshard.mesh import format_ranks
-from reshard.run.live.c10d import Store, TCPStore
+from reshard.run.live.c10d import TCPStore
 from reshard.run.live.host import addresses, host_identity
 
-__all__ = ["await_keys", "not_called", "own_store", "serve_store"]
+__all__ = ["await_keys", "connect_store", "missing_keys", "not_called", "serve_store"]
 
 CONNECT_SECONDS = 10.0
 """How long a store may take to answer."""
@@ -26,8 +24,8 @@ CONNECT_SECONDS = 10.0
 CONNECT_AGAIN = 0.1
 
 
-def serve_store(caller: Store, key: str) -> TCPStore:
-    """Make the team's store on its first rank, and let the others know where it is."""
+def serve_store() -> tuple[TCPStore, dict[str, Any]]:
+    """Make the session's store on its lowest rank; gives it and where others find it."""
     # torch looks up the name of everyone who connects, and nobody is served until it has it. To a
     # socket of IPv4 the ranks of this host come as 127.0.0.1, of which no name server is asked.
     listener = socket.create_server(("", 0), backlog=1024)
@@ -40,38 +38,40 @@ def serve_store(caller: Store, key: str) -> TCPStore:
         timeout=timedelta(seconds=CONNECT_SECONDS),
         master_listen_fd=listener.detach(),
     )
-    place = {"host": host_identity(), "port": port, "addresses": addresses()}
-    caller.set(key, json.dumps(place))
-    return store
+    return store, {"port": port, "addresses": addresses()}
 
 
-def own_store(
-    caller: Store,
-    key: str,
+def connect_store(
+    place: Mapping[str, Any],
+    host: str,
     rank: int,
     leader: int,
     seconds: float,
     what: str,
-    look_up: Callable[[], None] = lambda: None,
+    look_up: Callable[[], None],
 ) -> TCPStore:
-    """Connect to the team's store, once its first rank has said where it is."""
+    """Connect to the session's store, which its lowest rank serves on a host."""
     end = time.monotonic() + seconds
-    errors: list[str] = []
-    while not await_keys(caller, [key], max(end - time.monotonic(), 0.0), look_up):
-        place = json.loads(caller.get(key))
-        store, errors = _connect(place, max(end - time.monotonic(), 1.0))
+    hosts = ["127.0.0.1"] if host == host_identity() else list(place["addresses"])
+    while True:
+        store, errors = _connect(hosts, int(place["port"]), max(end - time.monotonic(), 1.0))
         if store is not None:
             return store
+        look_up()
         if time.monotonic() > end:
-            break
+            raise PeerLostError(
+                f"rank {rank} cannot reach the store that rank {leader} serves for {what} "
+                f"({'; '.join(errors)}): if rank {leader} lives, name the network interface that "
+                f"the hosts share in GLOO_SOCKET_IFNAME (on rank {rank}: no round begun)"
+            )
         time.sleep(CONNECT_AGAIN)
-    if errors:
-        raise PeerLostError(
-            f"rank {rank} cannot reach the store that rank {leader} serves for {what} "
-            f"({'; '.join(errors)}): if rank {leader} lives, name the network interface that the "
-            f"hosts share in GLOO_SOCKET_IFNAME (on rank {rank}: no round begun)"
-        )
-    raise MoveTimeoutError(not_called([leader], seconds, rank, what))
+
+
+def missing_keys(store: Checks, keys: Mapping[int, str]) -> list[int]:
+    """The ranks whose keys are not in the store."""
+    if store.check(list(keys.values())):
+        return []
+    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 def not_called(absent: Sequence[int], seconds: float, rank: int, what: str) -> str:
@@ -85,10 +85,9 @@ def not_called(absent: Sequence[int], seconds: float, rank: int, what: str) -> s
     )
 
 
-def _connect(place: dict[str, Any], seconds: float) -> tuple[TCPStore | None, list[str]]:
+def _connect(hosts: Sequence[str], port: int, seconds: float) -> tuple[TCPStore | None, list[str]]:
     """The store, or why each of its addresses failed."""
-    hosts = ["127.0.0.1"] if place["host"] == host_identity() else place["addresses"]
-    port, limit = int(place["port"]), min(seconds, CONNECT_SECONDS) / len(hosts)
+    limit = min(seconds, CONNECT_SECONDS) / len(hosts)
     errors = []
     for host in hosts:
         try:

@@ -104,7 +104,7 @@ class Neighbours:
                 self._put(0, peer, early[peer])
                 arena, at = 1 + self._arena_number(), self.places[peer]
             over = self.team.mailbox.num_over
-            more = (self.watch.word, address, count, arena, at, over)
+            more = (self.watch.word, address, count, arena, at, over, self.watch.tag_code)
             fd = self.arena.fd_for(peer) if self.arena is not None and arena > 1 else None
             self._send(peer, Kind.HELLO, *more, fd=fd, text=told)
 

@@ -85,9 +85,10 @@ class Network:
     def greet(self) -> None:
         """Say that this rank has entered the call."""
         watch = self.watch
-        hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, *self.numbers).pack()
+        hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, *self.numbers)
+        data = hello._replace(tag=watch.tag_code).pack()
         for peer in self.peers:
-            tensor = torch.frombuffer(bytearray(hello), dtype=torch.uint8)
+            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
             self._keep.append(tensor)
             self._sent.append(self.wire.send(self._index(peer), tensor, self.tag))
             self._await_hello(peer)

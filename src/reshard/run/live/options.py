@@ -40,6 +40,9 @@ class Options:
     """Whether the lowest rank shows a bar; None: where somebody watches a terminal."""
     grad: bool | None = None
     """Whether this rank's source requires gradients; None on a rank that cannot know."""
+    tag: int | str | None = None
+    """What the user calls this call, such as the training step. Ranks that are in calls with
+    different tags raise, so a rank that left out a call is noticed."""
     tell_grad: bool = False
     """Whether every rank that gets something is told by one that knows."""
     sync: bool = False

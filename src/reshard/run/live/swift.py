@@ -19,8 +19,9 @@ from reshard.run.live.agreement import Terms
 from reshard.run.live.greeting import greetings_of
 from reshard.run.live.holding import Local
 from reshard.run.live.lots import HAVE, WANT
-from reshard.run.live.options import GRAD_CODES, Options
+from reshard.run.live.options import GRAD_CODES
 from reshard.run.live.prepared import Prepared, find_prepared
+from reshard.run.live.session import Session, Ticket, session_of
 from reshard.run.live.swift_direct import Direct, DirectCall, direct_of
 from reshard.run.live.swift_packed import PackedCall
 from reshard.run.live.swift_steps import Script, script_of
@@ -35,6 +36,7 @@ MOST_ADDED = 64 << 20
 
 
 def moved(
+    ticket: Ticket,
     plan: Plan,
     local: torch.Tensor,
     into: torch.Tensor | None,
@@ -56,7 +58,7 @@ def moved(
         prepared.returning[HAVE].see(local.data_ptr(), (local,))
         if into is not None:
             prepared.returning[WANT].see(into.data_ptr(), (into,))
-    swift.run(local, result, GRAD_CODES[wanted])
+    swift.run(ticket, local, result, GRAD_CODES[wanted])
     return result
 
 
@@ -68,18 +70,16 @@ def _swift_of(plan: Plan, prepared: Prepared, group: dist.ProcessGroup | None) -
         return None
     rank = prepared.program.rank
     more = greetings_of(plan) if prepared.greetings is None else prepared.greetings
-    team = None
-    if prepared.talks or more:
-        from reshard.run.live.teams import team_of
-
-        if (prepared.digest, AUTO) not in _agreed_anywhere(group):
-            return None
-        team = team_of(group, prepared.ranks, Options().timeout, prepared.what)
+    session = session_of(group, prepared.ranks) if len(prepared.ranks) > 1 else None
+    # Compared before: only then is it known that no GPU takes part, and the ranks are connected.
+    if session is not None and session.routes.get((prepared.digest, AUTO)) is not False:
+        return None
+    team = session.team if session is not None and (prepared.talks or more) else None
     peers = frozenset.union(*prepared.program.peers, more.get(rank, frozenset()))
     if team is not None and not peers <= team.links.keys():
         return None
     way = _way_of(prepared, team)
-    return None if way is None else Swift(plan, prepared, way, team, peers, group)
+    return None if way is None else Swift(plan, prepared, way, session, team, peers, group)
 
 
 def _way_of(prepared: Prepared, team: Team | None) -> Script | Direct | None:
@@ -95,13 +95,6 @@ def _way_of(prepared: Prepared, team: Team | None) -> Script | Direct | None:
     return direct_of(program, (peer for peer, link in team.links.items() if link.direct))
 
 
-def _agreed_anywhere(group: dist.ProcessGroup) -> set[tuple[bytes, str]]:
-    """The plans that a team of a group has compared: only then is there a team to look for."""
-    from reshard.run.live.teams import teams
-
-    return {key for team in teams(group) for key in team.routes}
-
-
 class Swift:
     """What is kept between the calls of one plan in one group."""
 
@@ -110,6 +103,7 @@ class Swift:
         plan: Plan,
         prepared: Prepared,
         way: Script | Direct,
+        session: Session | None,
         team: Team | None,
         peers: frozenset[int],
         group: dist.ProcessGroup,
@@ -123,6 +117,7 @@ class Swift:
         self.num_bytes = prepared.program.num_bytes
         self.num_rounds = prepared.program.num_rounds
         self.way = way
+        self.session = session
         self.team = team
         self.peers = tuple(sorted(peers))
         self.key = (self.digest, AUTO)
@@ -134,24 +129,31 @@ class Swift:
 
     def takes(self, local: torch.Tensor, into: torch.Tensor | None) -> bool:
         """Whether tensors are as usual, and the plan was compared on its way through the host."""
-        team = self.team
-        if team is not None and (team.routes.get(self.key) is not False or team.gpus is not None):
+        team, session = self.team, self.session
+        if session is not None and (
+            session.routes.get(self.key) is not False or self.key not in session.agreed
+        ):
+            return False
+        if team is not None and team.gpus is not None:
             return False
         if into is None:
             return _is_usual(local, self.have)
         return _is_usual(local, self.have) and _is_usual(into, self.want) and _apart(local, into)
 
-    def run(self, local: torch.Tensor, result: torch.Tensor, word: int) -> None:
+    def run(self, ticket: Ticket, local: torch.Tensor, result: torch.Tensor, word: int) -> None:
         """Move, from one tensor into the other."""
         way, addresses = self.way, (local.data_ptr(), result.data_ptr())
         if self.team is None:
             assert isinstance(way, Script)
+            if self.session is not None:
+                self.session.pass_by(ticket)
             for made in way.rounds:
                 made.copy(addresses)
+            ticket.finish()
         elif isinstance(way, Script):
-            PackedCall(self, self.team, word, way, addresses).run()
+            PackedCall(self, ticket, self.team, word, way, addresses).run()
         else:
-            DirectCall(self, self.team, word, way, (local, result)).run()
+            DirectCall(self, ticket, self.team, word, way, (local, result)).run()
 
     def terms(self, word: int) -> Terms:
         """What ranks compare if they differ."""

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from reshard.bytesize import format_bytes
-from reshard.run.live.agreement import check_words, raise_disagreement, suspect_comparing
+from reshard.errors import ReshardError
+from reshard.run.live.agreement import (
+    check_tags,
+    check_words,
+    raise_disagreement,
+    suspect_comparing,
+)
 from reshard.run.live.call import told
 from reshard.run.live.faults import Watch
 from reshard.run.live.links import who_gave_up
@@ -19,6 +25,7 @@ from reshard.run.live.mailbox import Kind, packed
 from reshard.run.live.options import Options
 
 if TYPE_CHECKING:
+    from reshard.run.live.session import Ticket
     from reshard.run.live.swift import Swift
     from reshard.run.live.team import Team
 
@@ -32,12 +39,15 @@ GLANCE_SECONDS = 0.05
 class SwiftCall(ABC):
     """One call on one rank."""
 
-    def __init__(self, swift: Swift, team: Team, word: int) -> None:
+    def __init__(self, swift: Swift, ticket: Ticket, team: Team, word: int) -> None:
         self.swift = swift
+        self.ticket = ticket
         self.team = team
         self.word = word
-        self.number = team.next_call()
+        assert swift.session is not None
+        self.number = swift.session.begin(ticket)
         self.inbox = team.mailbox.open(self.number)
+        ticket.watch_of = self.get_watch
         self.round = -1
         self.touched: object = None
         """What other processes may write into, until they know that the call has failed."""
@@ -56,8 +66,7 @@ class SwiftCall(ABC):
     def _give_up(self) -> None:
         """The call has failed."""
 
-    @property
-    def watch(self) -> Watch:
+    def get_watch(self) -> Watch:
         """Who looks after this call, once it does not go as usual."""
         if self._watch is None:
             self._watch = Watch(
@@ -75,8 +84,12 @@ class SwiftCall(ABC):
                 self._watch.has_met()
         return self._watch
 
+    watch = property(get_watch)
+
     def run(self) -> None:
-        """Do all of it; on any error everyone is told."""
+        """Do all of it. Failures of the engine are told to the other ranks here, everything else
+        that is raised by the cleanup thread of sessions."""
+        settled = False
         try:
             self._greet()
             self._wait(self._unmet, self._meet_slowly)
@@ -84,20 +97,27 @@ class SwiftCall(ABC):
                 self.watch.check_given_up()
             self._has_met = True
             self._exchange()
-        except BaseException:
+            settled = True
+        except ReshardError:
             self._give_up()
+            settled = True
             with told(self.watch):
                 raise
+        except BaseException:
+            self._give_up()
+            raise
         finally:
             if self._watch is None:
                 self.team.mailbox.close(self.number)
             else:
                 self._watch.close()
+            if settled:
+                self.ticket.finish()
 
     def _send(
         self, peer: int, kind: Kind, *numbers: int, fd: int | None = None, text: bytes = b""
     ) -> None:
-        filled = (*numbers, 0, 0, 0, 0, 0, 0)[:6]
+        filled = (*numbers, 0, 0, 0, 0, 0, 0, 0)[:7]
         data = packed(kind, self.number, self.swift.digest, *filled) + text
         self.team.mailbox.send_bytes(peer, data, fd)
 
@@ -140,6 +160,8 @@ class SwiftCall(ABC):
         """Peers that have not said hello; those that have must mean the same move."""
         hellos, digest, word = self.inbox.hellos, self.swift.digest, self.word
         for hello in hellos.values():
+            if hello.tag:
+                check_tags(self.watch, {peer: hello.tag for peer, hello in hellos.items()})
             if hello.digest != digest:
                 raise_disagreement(self.watch, self.swift.terms(word))
             if hello.round not in (0, word):

@@ -29,6 +29,7 @@ from reshard.run.live.swift_steps import Step, kept_steps, run_steps
 from reshard.run.live.ways import Way
 
 if TYPE_CHECKING:
+    from reshard.run.live.session import Ticket
     from reshard.run.live.swift import Swift
     from reshard.run.live.team import Team
 
@@ -132,12 +133,13 @@ class DirectCall(SwiftCall):
     def __init__(
         self,
         swift: Swift,
+        ticket: Ticket,
         team: Team,
         word: int,
         direct: Direct,
         tensors: tuple[torch.Tensor, torch.Tensor],
     ) -> None:
-        super().__init__(swift, team, word)
+        super().__init__(swift, ticket, team, word)
         self.direct = direct
         self.tensors = tensors
         self.addresses = tuple(tensor.data_ptr() for tensor in tensors)

@@ -15,6 +15,7 @@ from reshard.run.live.swift_call import SwiftCall
 from reshard.run.live.swift_steps import Addresses, Script
 
 if TYPE_CHECKING:
+    from reshard.run.live.session import Ticket
     from reshard.run.live.swift import Swift
     from reshard.run.live.team import Team
 
@@ -25,9 +26,15 @@ class PackedCall(SwiftCall):
     """One call on one rank."""
 
     def __init__(
-        self, swift: Swift, team: Team, word: int, script: Script, addresses: Addresses
+        self,
+        swift: Swift,
+        ticket: Ticket,
+        team: Team,
+        word: int,
+        script: Script,
+        addresses: Addresses,
     ) -> None:
-        super().__init__(swift, team, word)
+        super().__init__(swift, ticket, team, word)
         self.script = script
         self.addresses = addresses
         self.arena: Arena | None = None

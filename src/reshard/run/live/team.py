@@ -6,10 +6,7 @@ long as the group. Ranks outside the set have no part in it.
 
 from __future__ import annotations
 
-import contextlib
-import json
 import threading
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,7 +19,7 @@ from reshard.run.live.c10d import PrefixStore, Store, TCPStore, clone_of
 from reshard.run.live.cause import Cause
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
-from reshard.run.live.mailbox import FAR, Kind, Mailbox, Message
+from reshard.run.live.mailbox import Kind, Mailbox, Message
 from reshard.run.live.meeting import await_keys
 from reshard.run.live.turns import Turns
 from reshard.run.live.wire import Wire, in_short
@@ -31,10 +28,7 @@ if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
-__all__ = ["ASK_SECONDS", "INTERRUPTED", "Team", "skip_calls"]
-
-INTERRUPTED = "interrupted"
-"""The key that says which rank was interrupted last, and in which call."""
+__all__ = ["ASK_SECONDS", "Calls", "Team", "done_key"]
 
 ASK_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
@@ -46,13 +40,13 @@ KEPT = 64
 """Calls of which the store still knows which process groups they use."""
 
 
-def skip_calls(
-    calls: Iterable[tuple[tuple[int, ...], int]], teams: Mapping[tuple[int, ...], Team]
-) -> None:
-    """Calls, by the ranks of their moves, that were given up because a rank was in another move."""
-    for ranks, call in calls:
-        if ranks in teams:
-            teams[ranks].skip(call)
+Calls = Iterable[tuple[tuple[int, ...], int]]
+"""Calls by the ranks of their sessions, and their numbers there."""
+
+
+def done_key(name: str, rank: int) -> str:
+    """The key that says that a rank needs the keys of this name no more."""
+    return f"{name}/done/{rank}"
 
 
 @dataclass(eq=False)
@@ -71,32 +65,27 @@ class Team:
     """The other ranks of this host."""
     home: Store
     """The store of the caller's group."""
-    others: Mapping[tuple[int, ...], Team]
-    """The teams of the group, by their ranks."""
-    unmade: Callable[[], Cause | None]
-    """Why others could not make the team, if they could not."""
+    skip_calls: Callable[[Calls], None]
+    """Counts calls as made that were given up because ranks waited for each other in different
+    sessions."""
+    first_call: int
+    """The call that connected them."""
 
     def __post_init__(self) -> None:
-        self.mailbox = Mailbox({peer: link.socket for peer, link in self.links.items()})
+        sockets = {peer: link.socket for peer, link in self.links.items()}
+        self.mailbox = Mailbox(sockets, self.first_call)
         leader, lost = self.leader, self.mailbox.lost
         self.line.has_ended = lambda: leader in lost
         self.arenas = Arenas(self._retire)
-        self.agreed: set[tuple[bytes, str]] = set()
-        """Plans that all ranks have compared or are comparing, by digest and transport."""
-        self.routes: dict[tuple[bytes, str], bool] = {}
-        """Whether such a plan goes from GPU to GPU, for those that were compared."""
         self.turns = Turns()
         self.gpus: DeviceWires | None = None
         """What is kept for moves between GPUs."""
         self._making: dict[int, threading.Lock] = {}
         self._wires: dict[int, Wire] = {}
         """Groups for the network, by epoch."""
-        self.num_calls = 0
         self.last_failed = -1
         """The last call that this rank knows to have failed."""
         self.lock = threading.Lock()
-        self.guilty = -1
-        """The rank whose interrupt made the last call fail, if that is so."""
         self.kept: list[object] = []
         """Tensors of failed calls that a stopped process might still write into."""
 
@@ -105,73 +94,18 @@ class Team:
         """The rank that serves the store."""
         return self.ranks[0]
 
-    def next_call(self) -> int:
-        """The number of a call that begins; all ranks count alike."""
-        self.line.renew()
-        if self.guilty >= 0:
-            self._come_back(self.guilty)
-        with self.lock:
-            self.num_calls += 1
-            return self.num_calls - 1
-
-    def note_interrupt(self, call: int) -> None:
-        """This rank was interrupted, in a call or after it: others may wait for it in the next."""
-        self.guilty = self.rank
-        word = json.dumps({"rank": self.rank, "call": call})
-        with contextlib.suppress(PeerLostError):
-            self.line.ask(lambda store: store.set(INTERRUPTED, word), ASK_SECONDS)
-
-    def _come_back(self, guilty: int) -> None:
-        """After an interrupt: ranks that were further gave up the next call because of it as well.
-
-        Whoever has failed with it once does not fail again.
-        """
-        self.guilty = -1
-
-        def over(store: Store) -> bool:
-            key = f"abort/{self.num_calls}"
-            cause = Cause.from_json(store.get(key)) if store.check([key]) else None
-            return cause is not None and cause.guilty == guilty
-
-        with contextlib.suppress(PeerLostError):
-            if guilty == self.rank:
-                self.line.ask(lambda store: store.set(INTERRUPTED, "{}"))
-            while self.line.ask(over):
-                self.skip(self.num_calls)
-
-    def skip(self, call: int) -> None:
-        """Others have given up a call that this rank may never make: it counts as made."""
-        if call > self.num_calls + FAR:
-            return  # nobody can be that far: whoever says so is broken
-        with self.lock:
-            for skipped in range(self.num_calls, call + 1):
-                self.mailbox.open(skipped)
-                self.mailbox.close(skipped)
-            self.num_calls = max(self.num_calls, call + 1)
-            self.last_failed = max(self.last_failed, call)
-
-    def is_new(self, key: tuple[bytes, str]) -> bool:
-        """Whether a plan is to be compared: it never was, and no call before is doing so."""
-        with self.lock:
-            new = key not in self.agreed
-            self.agreed.add(key)
-            return new
-
-    def forget(self, name: str, keys: Sequence[str], seconds: float) -> None:
+    def forget(self, watch: Watch, name: str, keys: Sequence[str]) -> None:
         """Delete keys of the store once every rank has said that it needs them no more.
 
         The rank that serves the store waits for that: it may be about to leave.
         """
-        count = int(self.line.ask(lambda store: store.add(name, 1)))
+        done = {rank: done_key(name, rank) for rank in self.ranks}
+        self.line.ask(lambda store: store.set(done[self.rank], "1"))
         if self.rank != self.leader:
             return
-        end, pause = time.monotonic() + seconds, 0.0002
-        while count < len(self.ranks) and time.monotonic() < end and not self.mailbox.lost:
-            self.mailbox.step(pause)
-            pause = min(pause * 1.5, 0.02)
-            count = int(self.line.ask(lambda store: store.add(name, 0)))
-        if count == len(self.ranks):
-            self.line.ask(lambda store: [store.delete_key(key) for key in (*keys, name)])
+        watch.wait(lambda: self.missing(done), lambda peer: f"it to have read what {watch.move} is")
+        used = (*keys, *done.values())
+        self.line.ask(lambda store: [store.delete_key(key) for key in used])
 
     @property
     def spans_hosts(self) -> bool:
@@ -204,7 +138,7 @@ class Team:
     def _make_wire(self, watch: Watch, key: str) -> Wire:
         self.meet(watch, key, f"it to make a connection for {watch.move}")
         wire = self._connect(watch, PrefixStore(key, clone_of(self.store)))
-        self.forget(f"{key}/made", [f"{key}/{rank}" for rank in self.ranks], watch.timeout)
+        self.forget(watch, f"{key}/made", [f"{key}/{rank}" for rank in self.ranks])
         return wire
 
     def _connect(self, watch: Watch, store: Store) -> Wire:

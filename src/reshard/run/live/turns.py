@@ -7,11 +7,12 @@ all they have, or are found not to use GPUs.
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable
 
 __all__ = ["Turns"]
 
+FIRST_PAUSE = 0.00005
 LOOK_EVERY = 0.05
 
 
@@ -20,22 +21,21 @@ class Turns:
 
     def __init__(self) -> None:
         self._open: set[int] = set()
-        self._left = threading.Condition()
 
     def enter(self, call: int) -> None:
         """A call begins."""
-        with self._left:
-            self._open.add(call)
+        self._open.add(call)
 
     def leave(self, call: int) -> None:
         """A call gives nothing more; it may say so twice."""
-        with self._left:
-            self._open.discard(call)
-            self._left.notify_all()
+        self._open.discard(call)
 
     def wait(self, call: int, look_up: Callable[[], None]) -> None:
         """Wait for all calls before this one, calling ``look_up`` now and then."""
-        with self._left:
-            while any(other < call for other in self._open):
-                self._left.wait(LOOK_EVERY)
+        pause, since = FIRST_PAUSE, time.monotonic()
+        while any(other < call for other in tuple(self._open)):
+            time.sleep(pause)
+            pause = min(pause * 1.5, LOOK_EVERY)
+            if time.monotonic() - since > LOOK_EVERY:
+                since = time.monotonic()
                 look_up()
