@@ -7,9 +7,8 @@ this host, or the network) is the carrier's business.
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
 from reshard.bytesize import format_bytes
@@ -102,24 +101,26 @@ class Call:
 
     def run(self) -> None:
         """Do all of it."""
-        with self._closing():
+        well = False
+        try:
             self._begin()
             self._rounds()
+            well = True
+        finally:
+            self._close(well)
 
     def go_on(self) -> None:
         """Do what follows once all have met."""
-        with self._closing():
-            self._rounds()
-
-    @contextlib.contextmanager
-    def _closing(self) -> Iterator[None]:
         well = False
         try:
-            yield
+            self._rounds()
             well = True
         finally:
-            for carrier in self.carriers:
-                carrier.close(well)
+            self._close(well)
+
+    def _close(self, well: bool) -> None:
+        for carrier in self.carriers:
+            carrier.close(well)
 
     def _rounds(self) -> None:
         for number in range(self.program.num_rounds):
@@ -291,16 +292,21 @@ def _arrive(sums: dict[int, Sum], lot: Lot, at: int) -> None:
     sum_of(sums, lot, Sum).arrived.append((lot, at))
 
 
-@contextlib.contextmanager
-def told(watch: Watch) -> Iterator[None]:
+class told:  # noqa: N801  # reads as a statement: with told(watch)
     """A failure of the engine inside is told to the other ranks of the call.
 
     Everything else that is raised, such as an interrupt, goes to the cleanup thread of sessions.
+    Not a generator: Python would drop what a signal handler raises while one ends.
     """
-    try:
-        yield
-    except ReshardError as error:
-        if not watch.is_over:
+
+    def __init__(self, watch: Watch) -> None:
+        self.watch = watch
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        watch = self.watch
+        if isinstance(error, ReshardError) and not watch.is_over:
             cause = Cause.of_any(error, watch.team.rank)
             watch.fail(Cause(cause.kind, f"{cause.text}, in {watch.move}"))
-        raise

@@ -182,7 +182,7 @@ class Run:
             if len(self.ranks) > 1:
                 self.session = session_of(given.group, self.ranks)
                 self.report.call = self.session.begin(ticket, self.options.tag)
-                self.is_first = self.session.is_new(self._terms_key())
+                self.is_first = self.session.is_new(ticket, self._terms_key())
                 self.compares = self.is_first or self.options.check == "always"
 
     def run(self) -> dict[str, torch.Tensor]:
@@ -251,7 +251,7 @@ class Run:
         session, watch = self.session, self.watch
         failed = watch is not None and watch.is_over
         if session is not None and self.is_first and (self.compares or failed):
-            self._compare_again(session)
+            self._has_not_compared(session)
         if watch is not None:
             watch.team.turns.leave(watch.call)
             if self.flight is None:
@@ -263,14 +263,17 @@ class Run:
         self.ticket.finish()
         self.report.seconds = time.perf_counter() - self.began
 
-    def _compare_again(self, session: Session) -> None:
+    def _has_not_compared(self, session: Session) -> None:
         """The first call of a plan has failed on this rank, and perhaps not on others.
 
-        Where nothing is exchanged the others would not take part in another comparison.
+        So it is compared again. But where nothing is exchanged, ranks on which it did not fail
+        would not take part in that, so there only a difference leads to another comparison.
         """
         cause = None if self.watch is None else self.watch.cause
         if self.prepared.talks or (cause is not None and cause.kind in ("disagree", "tensor")):
             session.agreed.discard(self._terms_key())
+        else:
+            session.has_compared(self._terms_key())
 
     @property
     def flight(self) -> Flight | None:
@@ -362,8 +365,9 @@ class Run:
         if self.compares:
             said = agree(watch, terms)
             session.routes[key] = self.options.transport == "auto" and all_on_gpus(said)
+            session.has_compared(key)
             self.compares = False
-        while key not in session.routes and key in session.agreed:
+        while session.is_comparing(key):
             watch.check()  # a call before this one is comparing
             time.sleep(0.001)
         by_gpu = session.routes.get(key, False)

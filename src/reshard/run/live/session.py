@@ -164,7 +164,9 @@ class Session:
         self.lock = threading.Lock()
         self.next_number = 0
         self.agreed: set[tuple[bytes, str]] = set()
-        """Plans that all ranks have compared or are comparing, by digest and transport."""
+        """Plans that all ranks have compared, by digest and transport."""
+        self._comparing: dict[tuple[bytes, str], Ticket] = {}
+        """The calls in which such plans are being compared."""
         self.routes: dict[tuple[bytes, str], bool] = {}
         """Whether such a plan goes from GPU to GPU, for those that were compared."""
         self._tags: dict[object, int] = {}
@@ -193,12 +195,23 @@ class Session:
         if self.team is not None:
             self.team.mailbox.close(number)
 
-    def is_new(self, key: tuple[bytes, str]) -> bool:
-        """Whether a plan is to be compared: it never was, and no call before is doing so."""
+    def is_new(self, ticket: Ticket, key: tuple[bytes, str]) -> bool:
+        """Whether a call is to compare a plan: none has done so, and none in flight is doing so."""
         with self.lock:
-            new = key not in self.agreed
-            self.agreed.add(key)
-            return new
+            if key in self.agreed or self.is_comparing(key):
+                return False
+            self._comparing[key] = ticket
+            return True
+
+    def is_comparing(self, key: tuple[bytes, str]) -> bool:
+        """Whether a call that is in flight compares a plan."""
+        ticket = self._comparing.get(key)
+        return ticket is not None and not ticket.over
+
+    def has_compared(self, key: tuple[bytes, str]) -> None:
+        """A plan was compared, and is the same on all ranks."""
+        self.agreed.add(key)
+        self._comparing.pop(key, None)
 
     def _tagged(self, tag: object) -> Tag:
         """A tag, and how many calls before this one had the same."""
