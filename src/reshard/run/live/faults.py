@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError
+from reshard.mesh import format_ranks
 from reshard.run.live.c10d import Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.crossing import Crossing
@@ -136,6 +137,7 @@ class Watch:
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         longest = max(quiet, key=lambda peer: quiet[peer])
         if self.is_meeting:
+            self._check_passed(left)
             self._look_across(left)
         if self.ends is not None and now > self.ends:
             self._expire(longest, f"the deadline of {self.deadline:g} s")
@@ -146,6 +148,22 @@ class Watch:
             self._look()
         elif quiet[longest] > LOOK_EVERY and not self.team.links.keys() >= set(left):
             self._look()  # only a neighbour's word of a failure comes by itself
+
+    def _check_passed(self, left: Collection[int]) -> None:
+        """Fail if a peer is through with this call, of which it has told us nothing."""
+        passed, hellos = self.team.mailbox.passed, self.inbox.hellos
+        for peer in left:
+            if passed.get(peer, 0) > self.call and peer not in hellos:
+                self._check_aborted()
+                self.fail(
+                    Cause(
+                        "disagree",
+                        f"rank {peer} has made call {self.call} of ranks "
+                        f"{format_ranks(self.team.ranks)} without an exchange, and rank "
+                        f"{self.team.rank} waits for it to begin {self.move}: give all ranks the "
+                        "same move",
+                    )
+                )
 
     def _look_across(self, left: Collection[int]) -> None:
         """Do ranks that have not called wait for this one in another move?"""

@@ -190,6 +190,8 @@ class Mailbox:
         self._over: set[int] = set()
         self.num_over = first_call
         """How many of the first calls are over."""
+        self.passed: dict[int, int] = {}
+        """How many of its first calls each peer is through with, as its last HELLO says."""
         self._poller: dict[str, int] = {}
         """The thread that polls; see `step`."""
         self._waiting: list[_thread.LockType] = []
@@ -354,6 +356,8 @@ class Mailbox:
         if message.kind is Kind.GONE:
             self._forget(peer, message.a)
             return
+        if message.kind is Kind.HELLO:
+            self.passed[peer] = max(self.passed.get(peer, 0), message.e)
         with self._lock:
             if self._lent and message.kind is Kind.HELLO:
                 for key in [key for key in self._lent if key[0] == peer and key[1] < message.e]:
