@@ -154,7 +154,7 @@ def other_ranks(rank: int, warm: bool) -> Tried:
 @pytest.mark.parametrize("warm", [False, True], ids=["first call", "warm call"])
 def test_one_rank_moves_among_other_ranks(pool: Pool, warm: bool) -> None:
     outcomes = pool.run(other_ranks, warm, ranks=range(4))
-    check_same(outcomes, "DisagreementError", "rank 2 is in the move", "among ranks 0-2")
+    check_same(outcomes, "DisagreementError", "rank 2 is in call", "among ranks 0-2")
     check_soon(outcomes, SOON)
 
 

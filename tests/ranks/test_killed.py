@@ -15,11 +15,12 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.run.live.rendezvous import Rendezvous
 from tests.ranks.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
 from tests.ranks.outcome import Died, Returned
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell
-from tests.soak import cases, within
+from tests.soak import cases, soaking, within
 
 TIMEOUT = 4.0
 PROGRESS = re.compile(r"\(on rank \d: (no round begun|round \d+ of \d+, .* of .* done).*\)$")
@@ -100,6 +101,50 @@ def check(one: Tried, victim: int, killed: float) -> None:
     assert one.ended - killed < within(TIMEOUT + 1.0), (one.ended - killed, one)
     assert PROGRESS.search(one.message), one
     assert '"tensor"' in one.message, one
+
+
+LATE = 3
+
+
+def first_move_of_all(rank: int, port: int) -> Tried:
+    """The store of the group is served elsewhere, as torchrun does; one rank comes late."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
+    plan = plan_of((16, 24))
+    given = source_of(plan, rank)
+    announce = Rendezvous._announce
+
+    def announced(self: Rendezvous, *args: Any) -> None:
+        announce(self, *args)
+        tell("called")
+
+    Rendezvous._announce = announced  # type: ignore[method-assign]
+    dist.barrier()
+    if rank == LATE:
+        tell("called")
+        time.sleep(3.0)
+    return tried(lambda: plan.run(given, timeout=20))
+
+
+@pytest.mark.parametrize("victim", [0, 2] if not soaking() else [0, 1, 2])
+def test_a_rank_is_killed_in_the_first_call(victim: int) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with fresh_ranks(4, init=False) as ranks:
+        job = ranks.begin(first_move_of_all, store.port)
+        for rank in range(4):
+            job.hear(rank)
+        ranks.kill(victim)
+        killed = time.monotonic()
+        outcomes = job.outcomes(40)
+    for rank, outcome in enumerate(outcomes):
+        if rank == victim:
+            continue
+        assert isinstance(outcome, Returned), str(outcome)
+        one = outcome.value
+        assert one.kind == "PeerLostError", one
+        assert f"rank {victim} is gone" in one.message, one
+        # The late rank hears of it as soon as it calls.
+        assert one.ended - max(killed, one.called) < within(1.0), one
 
 
 def wait_when_stopped(rank: int, transport: str) -> tuple[Tried, Tried]:

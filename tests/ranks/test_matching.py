@@ -195,6 +195,31 @@ def test_start_returns_at_once_in_the_first_call() -> None:
     assert max(told) < within(0.3), told
 
 
+def refused_while_another_connects(rank: int) -> tuple[Tried, Tried]:
+    """Rank 1 refuses its second call before the first, in flight, has connected the session."""
+    plan = plan_of((16, 24))
+    mine = {"tensor": torch.full((4, 24), float(rank))}
+    if rank == 3:
+        time.sleep(1.0)
+    first = plan.start(mine, timeout=10)
+    second = tried_any(
+        (lambda: plan.start(mine, timeout=10, transport="pigeon"))
+        if rank == ODD
+        else (lambda: plan.run(mine, timeout=10))
+    )
+    first.wait()
+    return second, tried(lambda: plan.run(mine, timeout=10))
+
+
+def test_a_call_that_is_refused_while_another_connects() -> None:
+    with fresh_ranks(4) as ranks:
+        told = ranks.run(refused_while_another_connects)
+    assert {second.kind for second, _ in told} == {"LiveError"}
+    assert all("pigeon" in second.message for second, _ in told), told
+    check_soon([second for second, _ in told], SOON)
+    assert {third.kind for _, third in told} == {"moved"}
+
+
 def two_groups_in_two_threads(rank: int) -> list[str]:
     """Each rank begins with another group: no order between threads is the same on both."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]

@@ -44,7 +44,7 @@ class Word:
     awaits: tuple[int, ...]
     what: str
     call: int
-    """The number of the call; -1 and less for attempts to make a team."""
+    """The number of the call."""
     token: str
     """Which move of the rank it is."""
     beat: int
@@ -205,12 +205,14 @@ def _leads_to_a_circle(rank: int, words: Mapping[int, Word]) -> bool:
 
 def _describe(words: Mapping[int, Word]) -> str:
     """Who waits for whom, those in one move together."""
-    moves: dict[tuple[tuple[int, ...], str], list[int]] = {}
+    moves: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
     for rank in sorted(words):
-        moves.setdefault((words[rank].ranks, words[rank].what), []).append(rank)
+        word = words[rank]
+        moves.setdefault((word.ranks, word.call, word.what), []).append(rank)
     parts = [
         f"rank{'s' if len(waiting) > 1 else ''} {format_ranks(waiting)} "
-        f"{'are' if len(waiting) > 1 else 'is'} in {what} among ranks {format_ranks(ranks)}"
-        for (ranks, what), waiting in moves.items()
+        f"{'are' if len(waiting) > 1 else 'is'} in call {call} among ranks {format_ranks(ranks)}, "
+        f"{what}"
+        for (ranks, call, what), waiting in moves.items()
     ]
     return "ranks were given different moves and wait for each other: " + "; ".join(parts)

@@ -98,7 +98,7 @@ class Watch:
         """What other processes may write into."""
         self._what: Callable[[int], str] = lambda peer: "its part"
         self._posted = False
-        self._looked = 0.0
+        self._looked = self._looked_for_refusals = 0.0
         self._breathed = time.monotonic()
         self._signs: dict[int, bytes] = {}
         """The last sign of life in the store of each peer that was looked for."""
@@ -136,8 +136,8 @@ class Watch:
         now, heard = time.monotonic(), self.inbox.heard
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         longest = max(quiet, key=lambda peer: quiet[peer])
-        if self.is_meeting:
-            self._check_passed(left)
+        if self.is_meeting and quiet[longest] > LOOK_EVERY:
+            self._look_for_refusals()
             self._look_across(left)
         if self.ends is not None and now > self.ends:
             self._expire(longest, f"the deadline of {self.deadline:g} s")
@@ -146,6 +146,8 @@ class Watch:
         elif quiet[longest] > POST_AFTER:
             self._post(longest)
             self._look()
+            if self.is_meeting:
+                self._check_passed(left)
         elif quiet[longest] > LOOK_EVERY and not self.team.links.keys() >= set(left):
             self._look()  # only a neighbour's word of a failure comes by itself
 
@@ -164,6 +166,17 @@ class Watch:
                         "same move",
                     )
                 )
+
+    def _look_for_refusals(self) -> None:
+        """Fail if a rank gave this call up when the session was not connected yet."""
+        if time.monotonic() - self._looked_for_refusals < POST_AFTER:
+            return
+        self._looked_for_refusals = time.monotonic()
+        refused = None
+        with contextlib.suppress(PeerLostError):
+            refused = self.team.refused(self.call)
+        if refused is not None:
+            self.fail(refused)
 
     def _look_across(self, left: Collection[int]) -> None:
         """Do ranks that have not called wait for this one in another move?"""

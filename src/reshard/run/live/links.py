@@ -130,8 +130,6 @@ class Door:
             raise PeerLostError(
                 f"{whom} is gone or broken ({error}) and rank {self.rank} waits to connect to it"
             ) from None
-        finally:
-            self.close()
 
     def _meet(
         self,

@@ -9,7 +9,6 @@ same key, of which only the first value stands, so all ranks come to the same co
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
 from collections import deque
@@ -26,7 +25,7 @@ from reshard.run.live.host import host_identity
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, closed_by
 from reshard.run.live.meeting import connect_store, missing_keys, not_called, serve_store
-from reshard.run.live.team import Team
+from reshard.run.live.team import Team, outcome_key
 
 if TYPE_CHECKING:
     from reshard.run.live.session import Session
@@ -34,9 +33,6 @@ if TYPE_CHECKING:
 __all__ = ["MADE", "Rendezvous", "decide"]
 
 MADE = "made"
-
-TELL_SECONDS = 1.5
-"""How long a rank that gives up may take to say why: others see at once that it is gone."""
 
 LOOK_EVERY = 0.1
 """Seconds between two looks for ranks that are gone, while others are waited for."""
@@ -47,7 +43,7 @@ _given_up: deque[TCPStore] = deque(maxlen=4)
 
 def decide(store: Store, number: int, text: str) -> str:
     """Propose what becomes of a rendezvous; gives what was decided first: `MADE`, or a cause."""
-    found: bytes = store.compare_set(f"{number}/outcome", "", text)
+    found: bytes = store.compare_set(outcome_key(number), "", text)
     return found.decode()
 
 
@@ -61,6 +57,7 @@ class Rendezvous:
         self.store: TCPStore | None = None
         self.line: Line | None = None
         self.crossing = Crossing(session.home, self.rank, self.ranks, what, number)
+        self.door = Door(self.rank)
         self._looked = time.monotonic()
 
     def run(self) -> Team:
@@ -69,19 +66,17 @@ class Rendezvous:
         try:
             return self._connect()
         except dist.DistNetworkError as error:
-            self._give_up()
+            self.give_up()
             reason = str(error).splitlines()[0]
             raise PeerLostError(
                 f"the store of the process group does not answer ({reason}): the process that "
                 f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
         except ReshardError as error:
-            if isinstance(error, PeerLostError):
-                self._hear_why()
             outcome = decide(self.caller, self.number, Cause.of_any(error, self.rank).to_json())
             if outcome == MADE and session.candidate is not None:
                 return session.candidate
-            self._give_up()
+            self.give_up()
             self._raise(Cause.from_json(outcome.encode()))
         finally:
             self.crossing.close()
@@ -91,7 +86,10 @@ class Rendezvous:
         text = cause.text if "(on rank" in cause.text else f"{cause.text}, before {self.what}"
         raise Cause(cause.kind, text).error("" if "(on rank" in text else self._status[1:-1])
 
-    def _give_up(self) -> None:
+    def give_up(self) -> None:
+        """Close what was opened. Not before the outcome is decided: a socket that is closed without
+        an outcome means a process that has ended."""
+        self.door.close()
         if self.store is not None:
             _given_up.append(self.store)
         if self.line is not None:
@@ -102,21 +100,19 @@ class Rendezvous:
         return f"(on rank {self.rank}: no round begun)"
 
     def _connect(self) -> Team:
-        door = Door(self.rank)
-        try:
-            known = self._await_all(door)
-            store = self.store = self.store or self._connect_store(known[self.leader])
-            line = self.line = Line(store, self.leader, self.timeout)
-            hosts = {rank: str(who["host"]) for rank, who in known.items()}
-            here = [rank for rank in self.ranks if hosts[rank] == hosts[self.rank]]
-            doors = {rank: str(known[rank]["door"]) for rank in here}
-            links = door.meet(doors, self.timeout, self._look_up)
-        finally:
-            door.close()
+        door = self.door
+        known = self._await_all(door)
+        store = self.store = self.store or self._connect_store(known[self.leader])
+        line = self.line = Line(store, self.leader, self.timeout)
+        hosts = {rank: str(who["host"]) for rank, who in known.items()}
+        here = [rank for rank in self.ranks if hosts[rank] == hosts[self.rank]]
+        doors = {rank: str(known[rank]["door"]) for rank in here}
+        links = door.meet(doors, self.timeout, self._look_up)
         session = self.session
-        args = (store, line, hosts, door, links, session.home, session.skip_calls, self.number)
-        session.candidate = Team(self.rank, self.ranks, *args)
+        args = (store, line, hosts, door, links, session.home, session.skip_calls)
+        session.candidate = Team(self.rank, self.ranks, *args, self.number, self.caller)
         self._conclude(session.candidate)
+        door.close()
         return session.candidate
 
     def _announce(self, door: Door) -> None:
@@ -176,7 +172,7 @@ class Rendezvous:
 
     def _is_made(self) -> bool:
         """Whether the session is made; raises why not, once that is decided."""
-        key = f"{self.number}/outcome"
+        key = outcome_key(self.number)
         if not self.caller.check([key]):
             return False
         outcome = self.caller.get(key)
@@ -192,13 +188,6 @@ class Rendezvous:
         found = self.crossing.look(absent)
         if found is not None:
             raise DisagreementError(found)
-
-    def _hear_why(self) -> None:
-        """Give a rank that left a moment to say why."""
-        end = time.monotonic() + min(TELL_SECONDS, self.timeout)
-        with contextlib.suppress(RuntimeError):
-            while time.monotonic() < end and not self.caller.check([f"{self.number}/outcome"]):
-                time.sleep(0.05)
 
 
 def _doors_here(known: Mapping[int, Mapping[str, Any]], rank: int) -> dict[int, str]:

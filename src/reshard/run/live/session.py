@@ -161,6 +161,8 @@ class Session:
         self.team: Team | None = None
         self.candidate: Team | None = None
         """Connected here; whether all ranks are connected is decided in the store."""
+        self.rendezvous: Rendezvous | None = None
+        """The attempt to connect that is under way."""
         self.lock = threading.Lock()
         self.next_number = 0
         self.agreed: set[tuple[bytes, str]] = set()
@@ -269,7 +271,9 @@ class Session:
         if self.team is None:
             self._await_turn(ticket)
         if self.team is None:
-            self.team = Rendezvous(self, ticket.number, timeout, what).run()
+            self.rendezvous = Rendezvous(self, ticket.number, timeout, what)
+            self.team = self.rendezvous.run()
+            self.rendezvous = None
         return self.team
 
     def _await_turn(self, ticket: Ticket) -> None:
@@ -285,6 +289,8 @@ class Session:
         if ticket.watch_of is None and self.team is None:
             with contextlib.suppress(RuntimeError):
                 if decide(self.caller, number, cause.to_json()) != MADE:
+                    if self.rendezvous is not None and self.rendezvous.number == number:
+                        self.rendezvous.give_up()
                     return
             self.team = self.candidate
         if self.team is None:

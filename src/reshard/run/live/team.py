@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from reshard.run.live.device_wires import DeviceWires
     from reshard.run.live.faults import Watch
 
-__all__ = ["ASK_SECONDS", "Calls", "Team", "done_key"]
+__all__ = ["ASK_SECONDS", "Calls", "Team", "done_key", "outcome_key"]
 
 ASK_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
@@ -42,6 +42,11 @@ KEPT = 64
 
 Calls = Iterable[tuple[tuple[int, ...], int]]
 """Calls by the ranks of their sessions, and their numbers there."""
+
+
+def outcome_key(call: int) -> str:
+    """The key where it is decided whether a call has connected the session."""
+    return f"{call}/outcome"
 
 
 def done_key(name: str, rank: int) -> str:
@@ -70,12 +75,15 @@ class Team:
     sessions."""
     first_call: int
     """The call that connected them."""
+    caller: Store
+    """Our part of the store of the caller's group."""
 
     def __post_init__(self) -> None:
         sockets = {peer: link.socket for peer, link in self.links.items()}
         self.mailbox = Mailbox(sockets, self.first_call)
         leader, lost = self.leader, self.mailbox.lost
         self.line.has_ended = lambda: leader in lost
+        self._home_line: Line | None = None
         self.arenas = Arenas(self._retire)
         self.turns = Turns()
         self.gpus: DeviceWires | None = None
@@ -88,6 +96,20 @@ class Team:
         self.lock = threading.Lock()
         self.kept: list[object] = []
         """Tensors of failed calls that a stopped process might still write into."""
+
+    def refused(self, call: int) -> Cause | None:
+        """Why a rank has given up a call before it was connected, if one has."""
+        if call == self.first_call:
+            return None
+        if self._home_line is None:
+            self._home_line = Line(self.caller, self.leader, ASK_SECONDS)
+        key = outcome_key(call)
+
+        def look(store: Store) -> bytes | None:
+            return store.get(key) if store.check([key]) else None
+
+        found = self._home_line.ask(look, ASK_SECONDS)
+        return None if found is None else Cause.from_json(found)
 
     @property
     def leader(self) -> int:
@@ -215,6 +237,8 @@ class Team:
         """Let all threads end that wait for something to do."""
         self.drop_wires()
         self.line.close()
+        if self._home_line is not None:
+            self._home_line.close()
 
     def close(self) -> None:
         """Close sockets and free memory."""
