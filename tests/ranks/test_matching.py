@@ -254,7 +254,8 @@ def leave_out_a_call(rank: int, tags: bool) -> list[Any]:
     """Rank 1 leaves out iteration 2."""
     group = pool_group(4)
     seen: list[Any] = []
-    for iteration in range(6):
+    # Texts bring no rank back in step: there the rank makes up for the call at the end.
+    for iteration in range(6 if tags or rank != ODD else 7):
         if rank == ODD and iteration == 2:
             seen.append("left out")
             continue

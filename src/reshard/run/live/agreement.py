@@ -133,7 +133,7 @@ def check_words(watch: Watch, said: Mapping[int, int]) -> None:
 
 def _missing(watch: Watch, terms: Terms, keys: Mapping[int, str]) -> list[int]:
     """The ranks whose terms are not there; asks the store, patiently."""
-    hellos = watch.inbox.hellos.items()
+    hellos = tuple(watch.inbox.hellos.items())
     check_tags(watch, {peer: hello.tag for peer, hello in hellos})
     others = [peer for peer, hello in hellos if hello.digest != watch.digest]
     if others:

@@ -11,9 +11,10 @@ import ctypes
 import fcntl
 import mmap
 import os
-import threading
 from collections.abc import Callable
 from itertools import count
+
+from reshard.run.live.gate import Gate
 
 __all__ = ["Arena", "Arenas"]
 
@@ -85,8 +86,12 @@ class Arenas:
 
     def __init__(self, retire: Callable[[Arena], None]) -> None:
         self._free: list[Arena] = []
-        self._lock = threading.Lock()
+        self._lock = Gate()
         self.retire = retire
+
+    def release_for(self, thread: int | None) -> None:
+        """A thread has left its call by an exception."""
+        self._lock.open_for(thread)
 
     def take(self, num_bytes: int) -> Arena:
         """An arena of at least this size, for one call."""

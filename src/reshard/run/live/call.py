@@ -157,7 +157,7 @@ class Call:
             carrier.learn()
 
     def _unmet(self) -> list[int]:
-        hellos = self.watch.inbox.hellos
+        hellos = dict(self.watch.inbox.hellos)
         check_tags(self.watch, {peer: hello.tag for peer, hello in hellos.items()})
         if any(hello.digest != self.watch.digest for hello in hellos.values()):
             raise_disagreement(self.watch, self.terms)
@@ -165,7 +165,7 @@ class Call:
         return [peer for carrier in self.carriers for peer in carrier.unmet()]
 
     def _check_words(self) -> None:
-        words = {peer: hello.round for peer, hello in self.watch.inbox.hellos.items()}
+        words = {peer: hello.round for peer, hello in tuple(self.watch.inbox.hellos.items())}
         check_words(self.watch, {**words, self.program.rank: self.watch.word})
 
     def _first_name(self, peer: int) -> str:

@@ -113,13 +113,16 @@ class Crossing:
         if not _leads_to_a_circle(self._rank, sure):
             return None
         first = words[min(words)].token
-        calls = sorted({(word.ranks, word.call) for word in words.values()})
-        text = json.dumps({"text": _describe(words), "calls": calls})
+        calls = [(word.ranks, word.call) for word in words.values()]
+        # Of one session, the others come to the later call when they have given up the first one.
+        doomed = sorted({(ranks, min(c for r, c in calls if r == ranks)) for ranks, _ in calls})
+        text = json.dumps({"text": _describe(words), "calls": doomed})
 
         def tell(store: Store) -> None:
             found: Any = store.compare_set(f"first/{first}", "", text)
             for word in words.values():
-                store.set(f"verdict/{word.token}", found)
+                if (word.ranks, word.call) in doomed:
+                    store.set(f"verdict/{word.token}", found)
 
         self._ask(tell)
         return self._verdict()

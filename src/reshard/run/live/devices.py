@@ -106,7 +106,7 @@ class DeviceCall(Call):
             )
         self.flight = self.gpus.flights.begin(watch, self._wire)
         if not any(side.strided for side in self.held):
-            hellos = watch.inbox.hellos.items()
+            hellos = tuple(watch.inbox.hellos.items())
             self._plain = frozenset(peer for peer, hello in hellos if not hello.a)
         num_bytes = room_bytes(self.program, self._plain)
         stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
@@ -115,7 +115,8 @@ class DeviceCall(Call):
         self._among = among_of(self.held, self._room)
 
     def _check_ways(self) -> None:
-        others = [peer for peer, hello in self.watch.inbox.hellos.items() if hello.d != BY_GPU]
+        hellos = tuple(self.watch.inbox.hellos.items())
+        others = [peer for peer, hello in hellos if hello.d != BY_GPU]
         if others:
             self.watch.fail(
                 Cause(

@@ -301,7 +301,7 @@ class Run:
     def grad_seen(self) -> bool:
         """Whether a peer said in its greeting that gradients are wanted."""
         return self.watch is not None and any(
-            hello.round == GRAD_CODES[True] for hello in self.watch.inbox.hellos.values()
+            hello.round == GRAD_CODES[True] for hello in tuple(self.watch.inbox.hellos.values())
         )
 
     def interrupt(self, error: BaseException) -> None:

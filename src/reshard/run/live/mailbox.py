@@ -13,7 +13,6 @@ import os
 import select
 import socket
 import struct
-import threading
 import time
 from array import array
 from collections import deque
@@ -25,6 +24,7 @@ from typing import NamedTuple
 from reshard.errors import LiveError
 from reshard.run.live.arena import Arena
 from reshard.run.live.cause import MOST_CHARACTERS
+from reshard.run.live.gate import Gate
 
 __all__ = ["FAR", "MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
 
@@ -40,8 +40,6 @@ MOST_BYTES = MESSAGE_BYTES + MOST_TEXT + 1
 
 _SIZE, _ROOM_FOR_FDS = (MOST_BYTES,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
 """What is asked of a socket at a time, as `map` takes it."""
-
-POLLER = "poller"
 
 FAR = 1024
 """How many calls another rank may be ahead: one that is further is broken."""
@@ -127,6 +125,7 @@ class Inbox:
     """What has arrived for one call."""
 
     hellos: dict[int, Message] = field(default_factory=dict)
+    """By peer. Other threads add to it: whoever goes through it takes a copy, in one step of C."""
     ready: dict[tuple[int, int], Message] = field(default_factory=dict)
     """By peer and round."""
     taken: set[tuple[int, int]] = field(default_factory=set)
@@ -137,8 +136,6 @@ class Inbox:
     """When each peer last said something."""
     arenas: dict[tuple[int, int], Arena] = field(default_factory=dict)
     """Memory that messages lie in, by peer and number: mapped until the call is over."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    """Greetings come over sockets and over the network, each in a thread."""
 
     def address_of(self, peer: int, number: int, size: int) -> int:
         """Where a message of a round lies that a peer has packed, all of these bytes of it."""
@@ -157,9 +154,7 @@ class Inbox:
         self.heard[peer] = time.monotonic()
         match message.kind:
             case Kind.HELLO:
-                # A new dict each time: another thread may be looking through the old one.
-                with self.lock:
-                    self.hellos = {**self.hellos, peer: message}
+                self.hellos[peer] = message
                 if message.c:
                     self.ready[peer, 0] = Message(
                         Kind.READY, message.call, b"", 0, message.arena, message.d
@@ -192,15 +187,14 @@ class Mailbox:
         """How many of the first calls are over."""
         self.passed: dict[int, int] = {}
         """How many of its first calls each peer is through with, as its last HELLO says."""
-        self._poller: dict[str, int] = {}
-        """The thread that polls; see `step`."""
+        self._polling = Gate()
         self._waiting: list[_thread.LockType] = []
         """Threads that wait for what another one receives."""
         self._raw: dict[int, deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]]]
         self._raw = {peer: deque() for peer in self.links}
         """Messages that were received and not filed yet, by peer."""
         self._unfiled = False
-        self._lock = threading.RLock()
+        self._lock = Gate()
         self._peers = {link.fileno(): peer for peer, link in self.links.items()}
         self._poll = select.poll()
         self._wake = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -258,12 +252,10 @@ class Mailbox:
 
         All, because what a peer said last may be that the call has failed.
 
-        A signal handler may raise between any two bytecodes here. So who polls is set by one call
-        of C that says whether it was set (a lock that was taken by a bytecode before an exception
-        would stay locked), and a message is in `_raw` when its socket has given it away.
+        A signal handler may raise between any two bytecodes here, so a message is in `_raw` as soon
+        as its socket has given it away.
         """
-        me = _thread.get_ident()
-        if self._poller.setdefault(POLLER, me) != me:
+        if not self._polling.try_enter():
             self._wait_for_poller(seconds)
             return
         try:
@@ -276,14 +268,14 @@ class Mailbox:
                     self._receive(fd, event)
                 found = self._poll.poll(0)
         finally:
-            self._poller.pop(POLLER, None)
+            self._polling.leave()
         if self._waiting:
             self._wake_waiting()
 
     def release(self, thread: int | None) -> None:
-        """A thread that may have polled was interrupted and has left: others may poll."""
-        if self._poller.get(POLLER) == thread:
-            self._poller.pop(POLLER, None)
+        """A thread has left its call by an exception: others may do what it was at."""
+        self._polling.open_for(thread)
+        self._lock.open_for(thread)
 
     def _wait_for_poller(self, seconds: float) -> None:
         gate = _thread.allocate_lock()

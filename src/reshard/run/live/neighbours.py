@@ -158,8 +158,8 @@ class Neighbours:
             at += sum(lot.num_bytes for lot in packed)
         self._end = at
         if self.arena is not None and self.arena.num_bytes < at:
-            self.team.arenas.give_back(self.arena)
-            self.arena = None
+            small, self.arena = self.arena, None
+            self.team.arenas.give_back(small)
         if at and self.arena is None:
             rounds = self.program.num_rounds if self.program.lends else 1
             self.arena = self.team.arenas.take(max(at, rounds * self.program.peak_bytes))
@@ -317,11 +317,11 @@ class Neighbours:
 
     def close(self, well: bool) -> None:
         """Keep the arena for the next call; after a failure peers may still read what is in it."""
-        if self.arena is not None and well:
-            self.team.arenas.give_back(self.arena)
-        elif self.arena is not None:
-            self.team.arenas.retire(self.arena)
-        self.arena = None
+        arena, self.arena = self.arena, None
+        if arena is not None and well:
+            self.team.arenas.give_back(arena)
+        elif arena is not None:
+            self.team.arenas.retire(arena)
 
 
 def _in_message(lot: Lot, address: int) -> Spot:

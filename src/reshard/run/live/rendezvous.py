@@ -83,8 +83,9 @@ class Rendezvous:
             session.skip_calls(self.crossing.given_up)
 
     def _raise(self, cause: Cause) -> NoReturn:
-        text = cause.text if "(on rank" in cause.text else f"{cause.text}, before {self.what}"
-        raise Cause(cause.kind, text).error("" if "(on rank" in text else self._status[1:-1])
+        said = "(on rank" in cause.text
+        text = cause.text if said or cause.kind != "lost" else f"{cause.text}, before {self.what}"
+        raise Cause(cause.kind, text).error("" if said else self._status[1:-1])
 
     def give_up(self) -> None:
         """Close what was opened. Not before the outcome is decided: a socket that is closed without

@@ -29,6 +29,7 @@ from reshard.errors import LiveError, ReshardError
 from reshard.run.live.c10d import PrefixStore, Store
 from reshard.run.live.cause import Cause
 from reshard.run.live.faults import Watch
+from reshard.run.live.gate import Gate
 from reshard.run.live.mailbox import FAR
 from reshard.run.live.rendezvous import MADE, Rendezvous, decide
 from reshard.run.live.tags import AheadError, Tag
@@ -163,7 +164,7 @@ class Session:
         """Connected here; whether all ranks are connected is decided in the store."""
         self.rendezvous: Rendezvous | None = None
         """The attempt to connect that is under way."""
-        self.lock = threading.Lock()
+        self.lock = Gate()
         self.next_number = 0
         self.agreed: set[tuple[bytes, str]] = set()
         """Plans that all ranks have compared, by digest and transport."""
@@ -285,6 +286,8 @@ class Session:
 
     def abandon(self, ticket: Ticket, error: BaseException) -> None:
         """Tell the other ranks that this one has left a call."""
+        self.lock.open_for(ticket.owner)
+        _registering.open_for(ticket.owner)
         number, cause = self.number_of(ticket), Cause.of_any(error, self.rank)
         if ticket.watch_of is None and self.team is None:
             with contextlib.suppress(RuntimeError):
@@ -295,7 +298,7 @@ class Session:
             self.team = self.candidate
         if self.team is None:
             return
-        self.team.mailbox.release(ticket.owner)
+        self.team.release_for(ticket.owner)
         watch = self._watch(ticket, self.team)
         try:
             if not watch.is_over:
@@ -314,7 +317,7 @@ class Session:
 _sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Session]] = (
     weakref.WeakKeyDictionary()
 )
-_registering = threading.Lock()
+_registering = Gate()
 
 
 def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:

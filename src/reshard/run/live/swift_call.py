@@ -159,13 +159,13 @@ class SwiftCall(ABC):
     def _unmet(self) -> list[int]:
         """Peers that have not said hello; those that have must mean the same move."""
         hellos, digest, word = self.inbox.hellos, self.swift.digest, self.word
-        for hello in hellos.values():
+        for hello in tuple(hellos.values()):
             if hello.tag:
-                check_tags(self.watch, {peer: hello.tag for peer, hello in hellos.items()})
+                check_tags(self.watch, {peer: one.tag for peer, one in tuple(hellos.items())})
             if hello.digest != digest:
                 raise_disagreement(self.watch, self.swift.terms(word))
             if hello.round not in (0, word):
-                said = {peer: hello.round for peer, hello in hellos.items()}
+                said = {peer: one.round for peer, one in tuple(hellos.items())}
                 check_words(self.watch, {**said, self.swift.rank: word})
         return [peer for peer in self.swift.peers if peer not in hellos]
 

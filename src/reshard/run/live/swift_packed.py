@@ -88,11 +88,14 @@ class PackedCall(SwiftCall):
             for peer, _, size in made.sends:
                 if is_lent(size, lends):
                     self.team.mailbox.lend(self.arena, peer, self.number)
-        self.team.arenas.give_back(self.arena)
+        # In this order: after an exception an arena must not be given back and retired.
+        arena, self.arena = self.arena, None
+        self.team.arenas.give_back(arena)
 
     def _give_up(self) -> None:
-        if self.arena is not None:
-            self.team.arenas.retire(self.arena)
+        arena, self.arena = self.arena, None
+        if arena is not None:
+            self.team.arenas.retire(arena)
 
     def _done(self) -> int:
         rounds = self.script.rounds[: max(self.round, 0)]

@@ -17,6 +17,7 @@ from reshard.errors import PeerLostError
 from reshard.run.live.arena import Arena, Arenas
 from reshard.run.live.c10d import PrefixStore, Store, TCPStore, clone_of
 from reshard.run.live.cause import Cause
+from reshard.run.live.gate import Gate
 from reshard.run.live.line import Line
 from reshard.run.live.links import Door, Link
 from reshard.run.live.mailbox import Kind, Mailbox, Message
@@ -88,14 +89,23 @@ class Team:
         self.turns = Turns()
         self.gpus: DeviceWires | None = None
         """What is kept for moves between GPUs."""
-        self._making: dict[int, threading.Lock] = {}
+        self._making: dict[int, Gate] = {}
         self._wires: dict[int, Wire] = {}
         """Groups for the network, by epoch."""
         self.last_failed = -1
         """The last call that this rank knows to have failed."""
-        self.lock = threading.Lock()
+        self.lock = Gate()
         self.kept: list[object] = []
         """Tensors of failed calls that a stopped process might still write into."""
+
+    def release_for(self, thread: int | None) -> None:
+        """A thread has left its call by an exception: others may do what it was at."""
+        self.mailbox.release(thread)
+        self.arenas.release_for(thread)
+        for gate in (self.lock, *tuple(self._making.values())):
+            gate.open_for(thread)
+        for wire in tuple(self._wires.values()):
+            wire.lock.open_for(thread)
 
     def refused(self, call: int) -> Cause | None:
         """Why a rank has given up a call before it was connected, if one has."""
@@ -144,7 +154,7 @@ class Team:
             return None
         epoch = self.epoch(watch)
         with self.lock:
-            making = self._making.setdefault(epoch, threading.Lock())
+            making = self._making.setdefault(epoch, Gate())
         with making:
             if epoch not in self._wires:
                 self._refuse_old(watch, epoch)

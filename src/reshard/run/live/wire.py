@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from reshard.run.live.c10d import Store, Work
 from reshard.run.live.cause import Cause
+from reshard.run.live.gate import Gate
 
 __all__ = ["Awaitable", "Waiter", "Wire", "in_short"]
 
@@ -45,7 +46,7 @@ class Wire:
         """Calls that use it."""
         self.cut_because: Cause | None = None
         """Why all connections were cut, if they were."""
-        self._lock = threading.Lock()
+        self.lock = Gate()
 
     def send(self, index: int, tensor: torch.Tensor, tag: int) -> Awaitable:
         """Begin to send bytes."""
@@ -57,7 +58,7 @@ class Wire:
 
     def cut(self, cause: Cause) -> None:
         """Close all connections: what waits fails, and nothing is written into any tensor."""
-        with self._lock:
+        with self.lock:
             if self.cut_because is not None:
                 return
             self.cut_because = cause
@@ -69,13 +70,13 @@ class Wire:
 
     def waiter(self) -> Waiter:
         """A thread for one call."""
-        with self._lock:
+        with self.lock:
             self.num_calls += 1
             return self._idle.pop() if self._idle else Waiter()
 
     def give_back(self, waiter: Waiter) -> None:
         """The call is over, and nothing is waited for."""
-        with self._lock:
+        with self.lock:
             self.num_calls -= 1
             if not self._closed:
                 self._idle.append(waiter)
@@ -85,12 +86,12 @@ class Wire:
     def let_go(self, waiter: Waiter, seconds: float) -> None:
         """The call has failed; wait at most so long until it has come to nothing."""
         waiter.end(seconds)
-        with self._lock:
+        with self.lock:
             self.num_calls -= 1
 
     def close(self) -> None:
         """Let the idle threads end, and the group with the last call that uses it."""
-        with self._lock:
+        with self.lock:
             self._closed = True
             idle, self._idle = self._idle, []
         for waiter in idle:
