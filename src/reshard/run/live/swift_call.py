@@ -44,15 +44,15 @@ class SwiftCall(ABC):
         self.ticket = ticket
         self.team = team
         self.word = word
-        assert swift.session is not None
-        self.number = swift.session.begin(ticket)
-        self.inbox = team.mailbox.open(self.number)
-        ticket.watch_of = self.get_watch
         self.round = -1
         self.touched: object = None
         """What other processes may write into, until they know that the call has failed."""
         self._has_met = False
         self._watch: Watch | None = None
+        assert swift.session is not None
+        self.number = swift.session.begin(ticket)
+        self.inbox = team.mailbox.open(self.number)
+        ticket.watch_of = self.get_watch
 
     @abstractmethod
     def _greet(self) -> None:
