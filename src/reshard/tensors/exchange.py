@@ -36,15 +36,15 @@ def exchange(
 ) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
     """Both sides of a move, as all ranks of the group described them together.
 
-    Every rank of the group calls it, with what it holds, what it wants, both or neither. Ranks that
-    say different things of one tensor all get the same error.
+    Every rank of the group calls it, with what it holds, what it wants, both or neither. One name
+    is one tensor: ranks that describe it on different sub-meshes hold replicas of it. Where shapes,
+    dtypes or what a rank holds differ, all ranks get the same error.
     """
     if not dist.is_initialized():
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
     mine = json.dumps([specs_to_text(have or {}), specs_to_text(want or {})])
     texts = everyone_says(mine, group, timeout, "an exchange of layouts")
-    sides: list[dict[int, Specs]] = [{}, {}]
-    for rank, text in texts.items():
-        for side, part in zip(sides, json.loads(text), strict=True):
-            side[rank] = specs_from_text(part)
-    return merge_specs(sides[0]), merge_specs(sides[1])
+    # Many ranks say the same: each text is read once.
+    read = {text: [*map(specs_from_text, json.loads(text))] for text in set(texts.values())}
+    have_of, want_of = ({rank: read[texts[rank]][side] for rank in texts} for side in (0, 1))
+    return merge_specs(have_of), merge_specs(want_of)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reshard.errors import LayoutError, TensorError
+from reshard.fingerprint import is_part_of
 from reshard.layout import BoxLayout
 from reshard.spec import TensorSpec
 from reshard.tensors.describe import spec_of
@@ -18,9 +19,10 @@ __all__ = ["NOWHERE", "Place", "check_fits", "joined", "place_of"]
 
 
 def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, role: str) -> None:
-    """Refuse a DTensor or ShardedTensor that lies otherwise than planned.
+    """Refuse a DTensor or ShardedTensor whose ranks hold something else than planned.
 
-    Of a plain tensor only its shape and dtype can be wrong, which whoever moves it looks at.
+    The plan may have more ranks: a tensor on a sub-mesh does not know of its replicas on others.
+    Shape and dtype of plain tensors are checked where they are moved.
     """
     if not knows_layout(tensor):
         return
@@ -28,10 +30,10 @@ def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, role: str) 
         found = spec_of(tensor)
     except LayoutError as error:
         raise TensorError(f'"{name}" {role}: {error}') from None
-    if found is planned or found == planned:
+    if found is planned:
         return
     alike = (found.shape, found.dtype) == (planned.shape, planned.dtype)
-    if not alike or not found.layout.same_as(planned.layout, found.shape):
+    if not alike or not is_part_of(found.layout, planned.layout, found.shape):
         raise TensorError(
             f'"{name}" {role} is a {type(tensor).__name__} {_text(found)} and the plan says '
             f"{_text(planned)}: plan with what rs.describe says of the tensors you give"
