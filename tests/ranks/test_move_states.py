@@ -24,8 +24,9 @@ ROWS = 13
 
 
 def block() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Two layers that count, and their whole parameters."""
-    made = torch.nn.Sequential(torch.nn.Linear(8, ROWS), torch.nn.Linear(ROWS, 8))
+    """Two layers and a norm that count, and their whole parameters."""
+    layers = (torch.nn.Linear(8, ROWS), torch.nn.Linear(ROWS, 8), torch.nn.LayerNorm(8))
+    made = torch.nn.Sequential(*layers)
     with torch.no_grad():
         for number, parameter in enumerate(made.parameters()):
             parameter.copy_(numbered(*parameter.shape) + 1000 * number)
@@ -33,7 +34,7 @@ def block() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def trainer() -> tuple[torch.nn.Module | None, dict[str, torch.Tensor], DeviceMesh]:
-    """The block on six ranks, dp=3 over tp=2; None on the others."""
+    """The block on six ranks, dp=3 over tp=2, its norm on dp alone; None on the others."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3], [4, 5]], mesh_dim_names=("dp", "tp"))
     made, whole = block()
     if mesh.get_coordinate() is None:
@@ -41,6 +42,11 @@ def trainer() -> tuple[torch.nn.Module | None, dict[str, torch.Tensor], DeviceMe
     parallelize_module(made, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(made, mesh=mesh["dp"])
     return made, whole, mesh
+
+
+def replicas_of(name: str) -> rs.Layout | None:
+    """What a parameter of the norm does not know, on the dp mesh of its rank: all ranks with it."""
+    return rs.Layout(rs.Mesh(dp=3, tp=2), "dp") if name.startswith("2.") else None
 
 
 def move_parameters(rank: int) -> int:
@@ -53,22 +59,22 @@ def move_parameters(rank: int) -> int:
     rows = rs.Layout(rs.Mesh(all=6), "all ...")
     tried = 0
     for name, parameter in model.named_parameters():
-        full = whole[name]
+        full, have = whole[name], replicas_of(name)
         for placements in targets:
-            moved = rs.move(parameter, to=(mesh, placements), timeout=TIMEOUT)
+            moved = rs.move(parameter, have, to=(mesh, placements), timeout=TIMEOUT)
             assert isinstance(moved, DTensor)
             assert moved.requires_grad
             moved = moved.detach()
             wanted = cut(full, rs.layout_of(moved), rank)
             assert torch.equal(moved.to_local(), wanted), (name, placements)
             tried += 1
-        local = rs.move(parameter.detach(), to=rows, timeout=TIMEOUT)
+        local = rs.move(parameter.detach(), have, to=rows, timeout=TIMEOUT)
         assert torch.equal(local, cut(full, rows, rank)), name
     return tried
 
 
 def test_parameters_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
-    assert pool.run(move_parameters) == [20] * 6 + [0] * 2
+    assert pool.run(move_parameters) == [30] * 6 + [0] * 2
 
 
 def gradients_of_fsdp(rank: int) -> None:
@@ -77,9 +83,10 @@ def gradients_of_fsdp(rank: int) -> None:
     if model is None:
         return
     for name, parameter in model.named_parameters():
-        moved = rs.move(parameter, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
-        moved.backward(DTensor.from_local(whole[name], mesh, [Replicate(), Replicate()]))
-        found = rs.move(parameter.grad, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
+        to, have = (mesh, [Replicate(), Replicate()]), replicas_of(name)
+        moved = rs.move(parameter, have, to=to, timeout=TIMEOUT)
+        moved.backward(DTensor.from_local(whole[name], *to))
+        found = rs.move(parameter.grad, have, to=to, timeout=TIMEOUT)
         assert torch.equal(found.to_local(), whole[name]), name
 
 
@@ -91,7 +98,8 @@ def serve(rank: int) -> None:
     """From the sharded model on six ranks to tensor parallelism on two others, and back again."""
     model, whole, _ = trainer()
     servers = DeviceMesh("cpu", [6, 7])
-    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "1.bias": Replicate()}
+    cuts = dict.fromkeys(whole, Replicate())
+    cuts |= {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1)}
     mine, served = {}, {}
     if model is not None:
         mine = model.state_dict()
@@ -100,7 +108,10 @@ def serve(rank: int) -> None:
             served[name] = zeros(*full.shape, device_mesh=servers, placements=[cuts[name]])
     have, want = rs.exchange(rs.describe(mine), rs.describe(served), timeout=TIMEOUT)
     assert have.keys() == want.keys() == whole.keys()
-    plan = rs.plan(have, want)
+    # A spec by hand that says the same as ranks together do is as good.
+    by_hand = rs.TensorSpec((8,), "float32", replicas_of("2.weight"))
+    assert have["2.weight"] == by_hand
+    plan = rs.plan(have | {"2.weight": by_hand}, want)
     found = plan.run(mine, into=served, timeout=TIMEOUT)
     assert found.keys() == served.keys()
     for name, tensor in served.items():

@@ -234,7 +234,7 @@ def replicas(rng: Random) -> tuple[list[Side], tuple[int, ...]]:
     return sides, shape
 
 
-@settings(max_examples=cases(80, 5000), deadline=None)
+@settings(max_examples=cases(80, 2000), deadline=None)
 @given(drawn_by(replicas))
 def test_every_rank_holds_what_it_said(drawn: tuple[list[Side], tuple[int, ...]]) -> None:
     sides, shape = drawn
