@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 import reshard as rs
 from tests.ranks.outcome import Raised
 from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
 from tests.tensors.worlds import cut, numbered
 
 TIMEOUT = 20.0
@@ -130,6 +131,66 @@ def test_a_whole_state_dict(pool: Pool) -> None:
     pool.run(serve)
 
 
+def serve_twice(rank: int) -> None:
+    """HSDP over tensor parallelism on eight ranks, to two replicas of a tensor-parallel server."""
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("copy", "dp", "tp"))
+    servers = DeviceMesh("cpu", [[0, 5], [3, 6]], mesh_dim_names=("copy", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model, whole = block()
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["copy", "dp"])
+    mine, served = model.state_dict(), {}
+    if servers.get_coordinate() is not None:
+        server = parallelize_module(block()[0], servers["tp"], plan)
+        served = server.state_dict()
+        for tensor in served.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    have, want = rs.exchange(rs.describe(mine), rs.describe(served), timeout=TIMEOUT)
+    for spec, text in [(have["2.weight"], "dp over copy=2 dp=2 tp=2"),
+                       (want["1.weight"], "- tp over tp=2 replica=2 @ 0,3,5-6"),
+                       (want["2.weight"], "... over rank=4 @ 0,3,5-6")]:  # fmt: skip
+        assert f"{spec.layout} over {spec.layout.mesh}" == text
+    rs.plan(have, want).run(mine, into=served, timeout=TIMEOUT)
+    for name, tensor in served.items():
+        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(found, whole[name]), name
+
+
+def test_replicas_on_both_sides(pool: Pool) -> None:
+    pool.run(serve_twice)
+
+
+def exchange_wrongly(rank: int) -> list[str]:
+    """What one rank gets wrong is the same error on all ranks, and the next exchange works."""
+    mesh, said = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")), []
+    if rank > 3:
+        return said
+    norm = distribute_tensor(torch.ones(6), mesh["dp"], [Shard(0)])
+    specs = rs.describe({"norm": norm})
+    for wrong in ({"norm": norm}, [norm], rs.describe({"norm": torch.ones(6)}),
+                  rs.describe({"norm": torch.ones(3)})):  # fmt: skip
+        with pytest.raises(rs.LiveError) as error:
+            rs.exchange(have=wrong if rank == 3 else specs, group=pool_group(4), timeout=TIMEOUT)
+        said.append(str(error.value))
+        have, _ = rs.exchange(have=specs, group=pool_group(4), timeout=TIMEOUT)
+        assert have["norm"].layout == rs.Layout(rs.Mesh(dp=2, replica=2), "dp")
+    return said
+
+
+def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
+    first, *others = pool.run(exchange_wrongly)[:4]
+    assert others == [first] * 3
+    tensor, sequence, whole, shard = first
+    assert tensor == (
+        'on rank 3: have["norm"] is a DTensor: '
+        "give rs.describe(state_dict), or a dict of rs.TensorSpec"
+    )
+    assert sequence.startswith("on rank 3: have= is a list: give")
+    assert 'is float32 (6,) "dp" over "dp=2 @ 1,3" according to rank 1' in whole
+    assert "rank 3 holds [3:6] by the one and [0:6] by the other; a plain tensor counts" in whole
+    assert "float32 (3,) whole according to rank 3: shape and dtype" in shard
+
+
 PLACES = {0: [((0, 0), (2, 3)), ((5, 0), (3, 3))], 1: [((2, 0), (3, 2)), ((2, 2), (3, 1))], 2: []}
 """Shards of an (8, 3) tensor by rank: offset and sizes, several on a rank, none on another."""
 
@@ -183,8 +244,6 @@ def check_shards(tensor: ShardedTensor, full: torch.Tensor) -> None:
 
 def share(layout: rs.Layout | None) -> rs.Layout:
     """Rank 0 tells ranks 1 to 3 its layout."""
-    from tests.ranks.rank import pool_group
-
     told = [None if layout is None else layout.to_json()]
     dist.broadcast_object_list(told, src=0, group=pool_group(4))
     return rs.Layout.from_json(told[0])

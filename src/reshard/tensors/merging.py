@@ -129,10 +129,12 @@ def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
 
 def _message(names: Sequence[str], said: Said, found: _Difference) -> str:
     one, other = (_who_says(said, spec) for spec in (found.one, found.other))
-    more = f" (and {len(names) - 1} more tensors, such as {_some(names[1:])})" if names[1:] else ""
+    plural = "s" if len(names) > 2 else ""
+    more = f" (and {len(names) - 1} more tensor{plural}, such as {_some(names[1:])})"
     plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
     advice = PLAIN if plain else "describe it alike on all ranks, or give other tensors other names"
-    return f"{quoted(names[0])} is {_text(one)} and {_text(other)}{more}: {found.why}; {advice}"
+    both = f"{_text(one)} and {_text(other)}{more if names[1:] else ''}"
+    return f"{quoted(names[0])} is {both}: {found.why}; {advice}"
 
 
 def _who_says(said: Said, wanted: TensorSpec) -> Said:

@@ -46,15 +46,16 @@ def without_repeats(
     if sum(len(layout.ranks) for layout in layouts) == len(_ranks(layouts)):
         return tuple(layouts)
     by_rank: dict[int, Layout] = {}
-    kept = []
+    kept = set()
     for layout in sorted(layouts, key=lambda layout: -len(layout.ranks)):
         for rank in layout.ranks:
             other = by_rank.get(rank)
             if other is not None and not holds_alike(layout, other, rank, shape):
                 return Contradiction(other, layout, rank)
         if not by_rank.keys() >= set(layout.ranks):
-            kept.append(layout)
-            by_rank = dict.fromkeys(layout.ranks, layout) | by_rank
+            kept.add(layout)
+            for rank in layout.ranks:
+                by_rank.setdefault(rank, layout)
     return tuple(layout for layout in layouts if layout in kept)
 
 
