@@ -326,8 +326,8 @@ def test_a_shard_is_not_told_to_crop() -> None:
     with pytest.raises(rs.PlanError) as caught:
         rs.plan({"w": have((8, 2), "tp -")}, shard)
     assert str(caught.value) == (
-        '"w" gives shape (8, 2) and "w" wants (4, 2): both must be the shape of the whole tensor, '
-        "which a plain tensor counts as; describe a shard as "
+        '"w" gives shape (8, 2) and "w" wants (4, 2): both must be shapes of the whole tensor, '
+        "and a plain tensor counts as whole; describe a shard as "
         'rs.TensorSpec((8, 2), "int32", rs.Layout(mesh, words))'
     )
     # Not a shard: padding, a layout that is cut in that dim, a part that was asked for.

@@ -187,7 +187,7 @@ def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
     )
     assert sequence.startswith("on rank 3: have= is a list: give")
     assert 'is float32 (6,) "dp" over "dp=2 @ 1,3" according to rank 1' in whole
-    assert "rank 3 holds [3:6] by the one and [0:6] by the other; a plain tensor counts" in whole
+    assert "the first gives rank 3 [3:6], the second [0:6]; a plain tensor counts" in whole
     assert "float32 (3,) whole according to rank 3: shape and dtype" in shard
 
 

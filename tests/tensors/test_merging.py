@@ -151,7 +151,7 @@ PLAIN = (
     "; a plain tensor counts as the whole tensor: describe a shard as "
     "rs.TensorSpec(whole_shape, dtype, rs.Layout(mesh, words)), or give a DTensor"
 )
-ALIKE = "; describe it alike on all ranks, or give other tensors other names"
+ALIKE = "; describe it the same way on all ranks, or rename it if these are different tensors"
 SAME = "shape and dtype of a tensor must be the same"
 
 
@@ -162,14 +162,14 @@ SAME = "shape and dtype of a tensor must be the same"
         (replace(ROWS, dtype="bfloat16"), 'bfloat16 (8, 4) "tp -" over "tp=4"', SAME + ALIKE),
         (plain(3, (2, 4)), "float32 (2, 4) whole", SAME + PLAIN),
         (plain(3), "float32 (8, 4) whole",
-         "rank 3 holds [6:8, 0:4] by the one and [0:8, 0:4] by the other" + PLAIN),
+         "the first gives rank 3 [6:8, 0:4], the second [0:8, 0:4]" + PLAIN),
         (on("tp=4", "- tp"), 'float32 (8, 4) "- tp" over "tp=4"',
-         "rank 0 holds [0:2, 0:4] by the one and [0:8, 0:1] by the other" + ALIKE),
+         "the first gives rank 0 [0:2, 0:4], the second [0:8, 0:1]" + ALIKE),
         (on("dp=2 @ 3,4", "dp:1 -"), 'float32 (8, 4) "dp:1 -" over "dp=2 @ 3-4"',
-         "rank 3 holds [6:8, 0:4] by the one and [0:1, 0:4], [2:3, 0:4] and 2 more boxes by the "
-         "other" + ALIKE),
+         "the first gives rank 3 [6:8, 0:4], the second [0:1, 0:4], [2:3, 0:4] and 2 more boxes"
+         + ALIKE),
         (on("tp=4", "tp - | without 3"), 'float32 (8, 4) "tp - | without 3" over "tp=4"',
-         "rank 3 holds [6:8, 0:4] by the one and nothing by the other" + ALIKE),
+         "the first gives rank 3 [6:8, 0:4], the second nothing" + ALIKE),
     ],
 )  # fmt: skip
 def test_ranks_that_differ(odd: rs.TensorSpec, said: str, why: str) -> None:
@@ -196,7 +196,7 @@ def test_the_error_is_about_the_ranks_that_differ() -> None:
         merge_specs(said)
     assert str(caught.value).startswith(
         '"w" is float32 (8, 4) "dp -" over "dp=2 @ 2-3" according to rank 2 and float32 (8, 4) '
-        '"- dp" over "dp=2 @ 2-3" according to rank 3: rank 2 holds [0:4, 0:4] by the one'
+        '"- dp" over "dp=2 @ 2-3" according to rank 3: the first gives rank 2 [0:4, 0:4],'
     )
 
 

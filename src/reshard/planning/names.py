@@ -311,8 +311,8 @@ def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpe
         for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
     )
     if not fits:
-        said = source.crop or source.index or source.pad
-        advice = RESIZE if said else _advice(spec, want)
+        is_resized = source.crop or source.index or source.pad
+        advice = RESIZE if is_resized else _advice(spec, want)
         raise PlanError(f'"{part}" gives shape {found} and "{name}" wants {want.shape}: {advice}')
     plain = spec.shape == want.shape and not inserted and not source.crop
     return Feed(part, () if plain else moves, want_insert=inserted)
@@ -327,7 +327,7 @@ def _advice(have: TensorSpec, want: TensorSpec) -> str:
     if not all(a == b or (a and b % a == 0 and not cuts) for a, b, cuts in dims):
         return RESIZE
     return (
-        "both must be the shape of the whole tensor, which a plain tensor counts as; describe a "
+        "both must be shapes of the whole tensor, and a plain tensor counts as whole; describe a "
         f'shard as rs.TensorSpec({large.shape}, "{small.dtype}", rs.Layout(mesh, words))'
     )
 

@@ -1,7 +1,7 @@
-"""One state dict from what each rank says of its tensors, or an error that says who differs.
+"""Merge the specs that each rank gives for its state dict, or say which ranks differ.
 
-In a state dict one name is one tensor. So what ranks say of a name on sub-meshes without a rank in
-common are replicas, as are plain tensors of one name on several ranks.
+In a state dict one name is one tensor. So tensors of one name on sub-meshes that have no rank in
+common are replicas of each other, and so are plain tensors of one name on several ranks.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ NOT_JOINED = (
     "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
     "replicas of each other"
 )
+RENAME = "describe it the same way on all ranks, or rename it if these are different tensors"
 PLAIN = (
     "a plain tensor counts as the whole tensor: describe a shard as "
     "rs.TensorSpec(whole_shape, dtype, rs.Layout(mesh, words)), or give a DTensor"
 )
 
-Said = Mapping[int, TensorSpec]
-"""What each rank says of one tensor."""
+ByRank = Mapping[int, TensorSpec]
+"""The spec that each rank gives for one tensor."""
 
 
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """One spec per name from what each rank says, or a DisagreementError.
+    """One spec per name from the specs of each rank, or a DisagreementError.
 
-    Ranks must agree on shape and dtype, and on what a rank holds that several of them speak of. The
-    merged layout is in words, on a mesh of the state dict, where that is possible.
+    Ranks must agree on shape and dtype, and on the part of each rank that several of them describe.
+    The merged layout is in words, on a mesh of the state dict, where that is possible.
     """
-    said: dict[str, dict[int, TensorSpec]] = {}
+    by_name: dict[str, dict[int, TensorSpec]] = {}
     for rank in sorted(specs):
         for name, spec in specs[rank].items():
-            said.setdefault(name, {})[rank] = spec
-    merger = _Merger(said)
+            by_name.setdefault(name, {})[rank] = spec
+    merger = _Merger(by_name)
     merged, differing = {}, {}
-    for name, by_rank in said.items():
+    for name, by_rank in by_name.items():
         result = merger.merged(by_rank)
         if isinstance(result, TensorSpec):
             merged[name] = result
@@ -57,7 +58,7 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
             differing[name] = result
     if differing:
         names = list(differing)
-        raise DisagreementError(_message(names, said[names[0]], differing[names[0]]))
+        raise DisagreementError(_message(names, by_name[names[0]], differing[names[0]]))
     return merged
 
 
@@ -71,26 +72,26 @@ class _Difference:
 
 
 class _Merger:
-    """Merges tensor by tensor; equal questions are answered once."""
+    """Merges the specs of one tensor after another; equal combinations are merged once."""
 
-    def __init__(self, said: Mapping[str, Said]) -> None:
+    def __init__(self, by_name: Mapping[str, ByRank]) -> None:
         self._known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
         self._in_words: dict[tuple[Layout, ...], Layout | None] = {}
-        specs = {id(spec): spec for by_rank in said.values() for spec in by_rank.values()}
+        specs = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
         layouts = dict.fromkeys(spec.layout for spec in specs.values())
         self._meshes = dict.fromkeys(
             layout.mesh for layout in layouts if not isinstance(layout, BoxLayout)
         )
 
-    def merged(self, said: Said) -> TensorSpec | _Difference:
-        """The one spec that ranks describe together, or what they differ in."""
-        first = next(iter(said.values()))
-        if all(spec is first for spec in said.values()):
+    def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
+        """The spec that the ranks describe together, or where they differ."""
+        first = next(iter(by_rank.values()))
+        if all(spec is first for spec in by_rank.values()):
             return first
         # Equal specs are one object, unless there are very many.
-        key = tuple(map(id, said.values()))
+        key = tuple(map(id, by_rank.values()))
         if key not in self._known:
-            self._known[key] = self._merged(list({id(one): one for one in said.values()}.values()))
+            self._known[key] = self._merged([*{id(one): one for one in by_rank.values()}.values()])
         return self._known[key]
 
     def _merged(self, specs: Sequence[TensorSpec]) -> TensorSpec | _Difference:
@@ -98,16 +99,15 @@ class _Merger:
         for spec in specs:
             if (spec.shape, spec.dtype) != (first.shape, first.dtype):
                 return _Difference(first, spec, "shape and dtype of a tensor must be the same")
-        layouts = list(dict.fromkeys(spec.layout for spec in specs))
-        found = without_repeats(layouts, first.shape)
-        if isinstance(found, Contradiction):
-            why = _contradiction(found, first.shape)
-            return _Difference(_with(first, found.one), _with(first, found.other), why)
-        if found not in self._in_words:
-            self._in_words[found] = in_words(found, self._meshes)
-        layout = self._in_words[found] or in_boxes(found, first.shape)
+        layouts = without_repeats([*dict.fromkeys(spec.layout for spec in specs)], first.shape)
+        if isinstance(layouts, Contradiction):
+            why = _contradiction(layouts, first.shape)
+            return _Difference(_with(first, layouts.one), _with(first, layouts.other), why)
+        if layouts not in self._in_words:
+            self._in_words[layouts] = in_words(layouts, self._meshes)
+        layout = self._in_words[layouts] or in_boxes(layouts, first.shape)
         if layout is None:
-            return _Difference(_with(first, found[0]), _with(first, found[1]), NOT_JOINED)
+            return _Difference(_with(first, layouts[0]), _with(first, layouts[1]), NOT_JOINED)
         return _with(first, layout)
 
 
@@ -115,9 +115,9 @@ def _with(spec: TensorSpec, layout: Layout) -> TensorSpec:
     return spec if layout is spec.layout else replace(spec, layout=layout)
 
 
-def _contradiction(found: Contradiction, shape: tuple[int, ...]) -> str:
-    one, other = (_held(layout, found.rank, shape) for layout in (found.one, found.other))
-    return f"rank {found.rank} holds {one} by the one and {other} by the other"
+def _contradiction(pair: Contradiction, shape: tuple[int, ...]) -> str:
+    one, other = (_held(layout, pair.rank, shape) for layout in (pair.one, pair.other))
+    return f"the first gives rank {pair.rank} {one}, the second {other}"
 
 
 def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
@@ -127,27 +127,23 @@ def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
     return (", ".join(boxes[:MOST_BOXES]) or "nothing") + more + pending
 
 
-def _message(names: Sequence[str], said: Said, found: _Difference) -> str:
-    one, other = (_who_says(said, spec) for spec in (found.one, found.other))
+def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
+    one, other = (_ranks_with(spec, by_rank) for spec in (difference.one, difference.other))
     plural = "s" if len(names) > 2 else ""
     more = f" (and {len(names) - 1} more tensor{plural}, such as {_some(names[1:])})"
-    plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
-    advice = PLAIN if plain else "describe it alike on all ranks, or give other tensors other names"
     both = f"{_text(one)} and {_text(other)}{more if names[1:] else ''}"
-    return f"{quoted(names[0])} is {both}: {found.why}; {advice}"
+    plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
+    return f"{quoted(names[0])} is {both}: {difference.why}; {PLAIN if plain else RENAME}"
 
 
-def _who_says(said: Said, wanted: TensorSpec) -> Said:
-    """The ranks that say the same as one of them; all ranks with plain tensors say the same."""
-    rank = next(rank for rank, spec in said.items() if _equal(spec, wanted))
-    plain = _is_plain(rank, said[rank])
+def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
+    """The ranks that give a spec; all ranks with plain tensors of one shape belong together."""
+    first = next(rank for rank, spec in by_rank.items() if _equal(spec, wanted))
+    if not _is_plain(first, by_rank[first]):
+        return {rank: spec for rank, spec in by_rank.items() if _equal(spec, wanted)}
+    plain = {rank: spec for rank, spec in by_rank.items() if _is_plain(rank, spec)}
     alike = (wanted.shape, wanted.dtype)
-    return {
-        rank: spec
-        for rank, spec in said.items()
-        if _equal(spec, wanted)
-        or (plain and _is_plain(rank, spec) and (spec.shape, spec.dtype) == alike)
-    }
+    return {rank: spec for rank, spec in plain.items() if (spec.shape, spec.dtype) == alike}
 
 
 def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
@@ -157,12 +153,12 @@ def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
 
 
 def _is_plain(rank: int, spec: TensorSpec) -> bool:
-    """Whether a rank says that it holds the whole tensor, and speaks of no other rank."""
+    """Whether a rank describes the whole tensor on itself and on no other rank."""
     return spec.layout == whole_on((rank,))
 
 
-def _text(said: Said) -> str:
-    rank, spec = next(iter(said.items()))
+def _text(by_rank: ByRank) -> str:
+    rank, spec = next(iter(by_rank.items()))
     layout = spec.layout
     if _is_plain(rank, spec):
         how = "whole"
@@ -170,7 +166,7 @@ def _text(said: Said) -> str:
         how = quoted(repr(layout))
     else:
         how = f"{quoted(layout)} over {quoted(layout.mesh)}"
-    ranks = f"rank{'s' if len(said) > 1 else ''} {format_ranks(tuple(said))}"
+    ranks = f"rank{'s' if len(by_rank) > 1 else ''} {format_ranks(tuple(by_rank))}"
     return f"{spec.dtype} {spec.shape} {how} according to {ranks}"
 
 

@@ -1,7 +1,7 @@
-"""Layouts that ranks give for one tensor, each of the ranks it knows, joined into one.
+"""Join the layouts that different ranks give for one tensor into one layout.
 
-A rank knows the mesh that its tensor is on. Where FSDP shards a tensor that tensor parallelism
-leaves alone, that is a sub-mesh, and the others have replicas:
+A rank knows only the mesh that its tensor is on. Where FSDP shards a tensor that tensor parallelism
+leaves alone, that is a sub-mesh, and the ranks of the other sub-meshes have replicas:
 
     dp=2 @ 0,2   "dp -"
     dp=2 @ 1,3   "dp -"     ->     dp=2 tp=2   "dp -"
@@ -39,10 +39,7 @@ class Contradiction:
 def without_repeats(
     layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> tuple[Layout, ...] | Contradiction:
-    """The layouts that say of some rank what no other layout says.
-
-    Layouts that both speak of a rank must agree on what it holds.
-    """
+    """Drop layouts whose ranks are all described by larger ones; both must agree on each rank."""
     if sum(len(layout.ranks) for layout in layouts) == len(_ranks(layouts)):
         return tuple(layouts)
     by_rank: dict[int, Layout] = {}
@@ -60,31 +57,32 @@ def without_repeats(
 
 
 def in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | None:
-    """One layout in words, on one of the meshes if it has these sub-meshes; None if none fits.
+    """One layout in words, on one of the given meshes if it has these sub-meshes; else None.
 
-    That is possible where the layouts are whole, or the same words on sub-meshes without a rank in
-    common.
+    The layouts must be whole, or the same words on sub-meshes that have no rank in common.
     """
     if len(layouts) == 1:
         return layouts[0]
     ranks = _ranks(layouts)
     if sum(len(layout.ranks) for layout in layouts) > len(ranks):
         return None
-    near = [mesh for mesh in meshes if len(mesh.ranks) == len(ranks) and ranks >= set(mesh.ranks)]
+    candidates = [
+        mesh for mesh in meshes if len(mesh.ranks) == len(ranks) and ranks >= set(mesh.ranks)
+    ]
     if all(map(_is_whole, layouts)):
-        return Layout(near[0], "...") if near else whole_on(tuple(sorted(ranks)))
+        return Layout(candidates[0], "...") if candidates else whole_on(tuple(sorted(ranks)))
     first = layouts[0]
     if isinstance(first, BoxLayout) or first.words.without:
         return None
     if any(_signature(layout) != _signature(first) for layout in layouts):
         return None
     subs = [layout.mesh for layout in layouts]
-    mesh = next((mesh for mesh in near if _has_slices(mesh, subs)), None)
+    mesh = next((mesh for mesh in candidates if _has_slices(mesh, subs)), None)
     return Layout(mesh or _stacked(subs), first.words)
 
 
 def in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
-    """The boxes of every rank; None where boxes cannot say how a rank's local tensor is made up."""
+    """The boxes of all ranks; None where a local tensor is not its boxes, one after another."""
     by_rank = {
         rank: layout
         for layout in layouts
@@ -92,9 +90,9 @@ def in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None
         if layout.holds(rank) is not None
     }
     boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
-    made = Layout.from_boxes(shape, boxes)
-    fits = all(holds_alike(layout, made, rank, shape) for rank, layout in by_rank.items())
-    return made if fits else None
+    union = Layout.from_boxes(shape, boxes)
+    fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())
+    return union if fits else None
 
 
 def _ranks(layouts: Iterable[Layout]) -> set[int]:
