@@ -15,7 +15,7 @@ from reshard.columns import distinct, distinct_first
 from reshard.layout import Layout
 from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of, num_addends
 
-__all__ = ["fingerprint", "holds_alike", "is_part_of"]
+__all__ = ["agrees", "fingerprint", "holds_alike", "is_part_of"]
 
 
 @lru_cache(maxsize=4096)
@@ -33,11 +33,20 @@ def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
 
 
 @lru_cache(maxsize=4096)
-def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank of a layout holds the same by another one, which may have more ranks."""
+def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank that both layouts speak of holds the same by both."""
     if layout == other or layout.same_as(other, shape):
         return True
-    return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks)
+    ranks = set(other.ranks)
+    return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks if rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank of a layout holds the same by another one, which may have more ranks."""
+    return agrees(layout, other, shape) and (
+        layout == other or set(layout.ranks) <= set(other.ranks) or layout.same_as(other, shape)
+    )
 
 
 def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:
