@@ -2,9 +2,10 @@
 
     torchrun --nproc-per-node 4 examples/fsdp_tp_to_tp.py
 
-Four ranks train on a mesh dp=2 tp=2: each weight is cut by tp, and each part once more by dp. Two
-of them then serve the model by tensor parallelism alone. No rank ever holds a whole weight, and
-nothing is written to disk. At the end both models must answer alike.
+Four ranks train on a mesh dp=2 tp=2: attention and MLP are sharded by tp, and everything by dp; so
+norms, embedding and head are on the dp mesh of their rank alone, once for each tp rank. Two of the
+ranks then serve the model by tensor parallelism, with whole norms, embedding and head. Nothing is
+written to disk. At the end both models must answer alike.
 """
 
 import torch
@@ -13,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import reshard as rs
@@ -28,27 +28,27 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(WORDS, HIDDEN)
+        self.attention_norm, self.mlp_norm, self.norm = (nn.RMSNorm(HIDDEN) for _ in range(3))
         self.q, self.k, self.v = (nn.Linear(HIDDEN, HEADS * SIZE) for _ in range(3))
         self.o = nn.Linear(HEADS * SIZE, HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.head = nn.Linear(HIDDEN, WORDS)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
 
     def forward(self, words: Tensor) -> Tensor:
         x = self.embed(words)
+        y = self.attention_norm(x)
         # As many heads as this rank has: its parts of q, k and v are those of the same heads.
-        q, k, v = (linear(x).unflatten(-1, (-1, SIZE)) for linear in (self.q, self.k, self.v))
+        q, k, v = (linear(y).unflatten(-1, (-1, SIZE)) for linear in (self.q, self.k, self.v))
         seen = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in (q, k, v)))
         x = x + self.o(seen.transpose(1, 2).flatten(-2))
-        x = x + self.down(F.gelu(self.up(x)))
-        return F.log_softmax(self.head(x), dim=-1)
+        x = x + self.down(F.gelu(self.up(self.mlp_norm(x))))
+        return F.log_softmax(self.head(self.norm(x)), dim=-1)
 
 
 def model_on(tp: DeviceMesh) -> nn.Module:
-    """The model, cut over the ranks of a mesh."""
-    columns, rows, whole = ColwiseParallel(), RowwiseParallel(), Replicate()
+    """The model, its attention and MLP sharded over the ranks of a mesh."""
+    columns, rows = ColwiseParallel(), RowwiseParallel()
     how = {"q": columns, "k": columns, "v": columns, "o": rows, "up": columns, "down": rows}
-    how["embed"] = RowwiseParallel(input_layouts=whole)
-    how["head"] = ColwiseParallel(output_layouts=whole)
     return parallelize_module(Model(), tp, how)
 
 
@@ -66,7 +66,8 @@ def main() -> None:
     serving = DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",))  # all ranks take part
     served = model_on(serving) if rank in (0, 1) else None
 
-    # State dicts say how they are cut; a rank that serves nothing wants nothing.
+    # State dicts say how they are sharded; a rank that serves nothing wants nothing. What ranks say
+    # of a norm on their dp meshes, 0,2 and 1,3, exchange takes for replicas of one tensor.
     mine = trained.state_dict()
     into = {} if served is None else served.state_dict()
     have, want = rs.exchange(have=rs.describe(mine), want=rs.describe(into))

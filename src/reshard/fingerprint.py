@@ -13,9 +13,9 @@ import numpy as np
 
 from reshard.columns import distinct, distinct_first
 from reshard.layout import Layout
-from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of
+from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of, num_addends
 
-__all__ = ["fingerprint"]
+__all__ = ["agrees", "fingerprint", "holds_alike", "is_part_of"]
 
 
 @lru_cache(maxsize=4096)
@@ -30,6 +30,38 @@ def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
     else:
         _hash_pieces(hasher, layout, shape)
     return hasher.digest()
+
+
+@lru_cache(maxsize=4096)
+def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank that both layouts speak of holds the same by both."""
+    if layout == other or layout.same_as(other, shape):
+        return True
+    ranks = set(other.ranks)
+    return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks if rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank of a layout holds the same by another one, which may have more ranks."""
+    return agrees(layout, other, shape) and (
+        layout == other or set(layout.ranks) <= set(other.ranks) or layout.same_as(other, shape)
+    )
+
+
+def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:
+    """Whether a rank has the same local tensor by both layouts."""
+    pieces = layout.pieces(rank, shape)
+    if pieces != other.pieces(rank, shape) or _addend(layout, rank) != _addend(other, rank):
+        return False
+    return not pieces or layout.local_shape(rank, shape) == other.local_shape(rank, shape)
+
+
+def _addend(layout: Layout, rank: int) -> tuple[str, int, int] | None:
+    """Which addend of a pending reduction a rank holds, of how many."""
+    if layout.reduce is None or layout.holds(rank) is None:
+        return None
+    return layout.reduce[0], addend_of(layout)[rank], num_addends(layout)
 
 
 def _hash_grid(hasher: hashlib.blake2b, grid: Grid) -> None:

@@ -320,6 +320,26 @@ def test_parts_that_do_not_fit(names: dict, message: str) -> None:
         rs.plan({"a": have((6, 4), "tp -")}, {"b": want((8, 4), "tp -")}, names=names)
 
 
+def test_a_shard_is_not_told_to_crop() -> None:
+    """Every rank would get the same part of the tensor."""
+    shard = {"w": want((4, 2), "...")}
+    with pytest.raises(rs.PlanError) as caught:
+        rs.plan({"w": have((8, 2), "tp -")}, shard)
+    assert str(caught.value) == (
+        '"w" gives shape (8, 2) and "w" wants (4, 2): both must be shapes of the whole tensor, '
+        "and a plain tensor counts as whole; describe a shard as "
+        'rs.TensorSpec((8, 2), "int32", rs.Layout(mesh, words))'
+    )
+    # Not a shard: padding, a layout that is cut in that dim, a part that was asked for.
+    for source, destination, names in [
+        (have((7, 2)), want((8, 2)), {}),
+        (have((8, 2)), want((4, 2), "tp -"), {}),
+        (have((8, 2)), want((2, 2), "..."), {"w": rs.take("w", crop={0: (0, 4)})}),
+    ]:
+        with pytest.raises(rs.PlanError, match=r"shapes must agree; try take\(..., crop="):
+            rs.plan({"w": source}, {"w": destination}, names=names)
+
+
 @pytest.mark.parametrize(("names", "rows"), [((), {}), (("a",), {"q": 2}), ((), {"q": 0})])
 def test_joins_that_say_nothing(names: tuple[str, ...], rows: dict[str, int]) -> None:
     with pytest.raises(rs.PlanError, match="join"):

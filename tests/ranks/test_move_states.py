@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 import reshard as rs
 from tests.ranks.outcome import Raised
 from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
 from tests.tensors.worlds import cut, numbered
 
 TIMEOUT = 20.0
@@ -24,8 +25,9 @@ ROWS = 13
 
 
 def block() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """Two layers that count, and their whole parameters."""
-    made = torch.nn.Sequential(torch.nn.Linear(8, ROWS), torch.nn.Linear(ROWS, 8))
+    """Two layers and a norm that count, and their whole parameters."""
+    layers = (torch.nn.Linear(8, ROWS), torch.nn.Linear(ROWS, 8), torch.nn.LayerNorm(8))
+    made = torch.nn.Sequential(*layers)
     with torch.no_grad():
         for number, parameter in enumerate(made.parameters()):
             parameter.copy_(numbered(*parameter.shape) + 1000 * number)
@@ -33,7 +35,7 @@ def block() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def trainer() -> tuple[torch.nn.Module | None, dict[str, torch.Tensor], DeviceMesh]:
-    """The block on six ranks, dp=3 over tp=2; None on the others."""
+    """The block on six ranks, dp=3 over tp=2, its norm on dp alone; None on the others."""
     mesh = DeviceMesh("cpu", [[0, 1], [2, 3], [4, 5]], mesh_dim_names=("dp", "tp"))
     made, whole = block()
     if mesh.get_coordinate() is None:
@@ -41,6 +43,11 @@ def trainer() -> tuple[torch.nn.Module | None, dict[str, torch.Tensor], DeviceMe
     parallelize_module(made, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     fully_shard(made, mesh=mesh["dp"])
     return made, whole, mesh
+
+
+def replicas_of(name: str) -> rs.Layout | None:
+    """What a parameter of the norm does not know, on the dp mesh of its rank: all ranks with it."""
+    return rs.Layout(rs.Mesh(dp=3, tp=2), "dp") if name.startswith("2.") else None
 
 
 def move_parameters(rank: int) -> int:
@@ -53,22 +60,22 @@ def move_parameters(rank: int) -> int:
     rows = rs.Layout(rs.Mesh(all=6), "all ...")
     tried = 0
     for name, parameter in model.named_parameters():
-        full = whole[name]
+        full, have = whole[name], replicas_of(name)
         for placements in targets:
-            moved = rs.move(parameter, to=(mesh, placements), timeout=TIMEOUT)
+            moved = rs.move(parameter, have, to=(mesh, placements), timeout=TIMEOUT)
             assert isinstance(moved, DTensor)
             assert moved.requires_grad
             moved = moved.detach()
             wanted = cut(full, rs.layout_of(moved), rank)
             assert torch.equal(moved.to_local(), wanted), (name, placements)
             tried += 1
-        local = rs.move(parameter.detach(), to=rows, timeout=TIMEOUT)
+        local = rs.move(parameter.detach(), have, to=rows, timeout=TIMEOUT)
         assert torch.equal(local, cut(full, rows, rank)), name
     return tried
 
 
 def test_parameters_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
-    assert pool.run(move_parameters) == [20] * 6 + [0] * 2
+    assert pool.run(move_parameters) == [30] * 6 + [0] * 2
 
 
 def gradients_of_fsdp(rank: int) -> None:
@@ -77,9 +84,10 @@ def gradients_of_fsdp(rank: int) -> None:
     if model is None:
         return
     for name, parameter in model.named_parameters():
-        moved = rs.move(parameter, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
-        moved.backward(DTensor.from_local(whole[name], mesh, [Replicate(), Replicate()]))
-        found = rs.move(parameter.grad, to=(mesh, [Replicate(), Replicate()]), timeout=TIMEOUT)
+        to, have = (mesh, [Replicate(), Replicate()]), replicas_of(name)
+        moved = rs.move(parameter, have, to=to, timeout=TIMEOUT)
+        moved.backward(DTensor.from_local(whole[name], *to))
+        found = rs.move(parameter.grad, have, to=to, timeout=TIMEOUT)
         assert torch.equal(found.to_local(), whole[name]), name
 
 
@@ -87,11 +95,16 @@ def test_gradients_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
     pool.run(gradients_of_fsdp)
 
 
+def only(state: dict[str, torch.Tensor], name: str = "2.weight") -> dict[str, torch.Tensor]:
+    return {name: state[name]} if state else {}
+
+
 def serve(rank: int) -> None:
     """From the sharded model on six ranks to tensor parallelism on two others, and back again."""
     model, whole, _ = trainer()
     servers = DeviceMesh("cpu", [6, 7])
-    cuts = {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1), "1.bias": Replicate()}
+    cuts = dict.fromkeys(whole, Replicate())
+    cuts |= {"0.weight": Shard(0), "0.bias": Shard(0), "1.weight": Shard(1)}
     mine, served = {}, {}
     if model is not None:
         mine = model.state_dict()
@@ -100,13 +113,23 @@ def serve(rank: int) -> None:
             served[name] = zeros(*full.shape, device_mesh=servers, placements=[cuts[name]])
     have, want = rs.exchange(rs.describe(mine), rs.describe(served), timeout=TIMEOUT)
     assert have.keys() == want.keys() == whole.keys()
-    plan = rs.plan(have, want)
+    # A spec by hand that says the same as ranks together do is as good.
+    by_hand = rs.TensorSpec((8,), "float32", replicas_of("2.weight"))
+    assert have["2.weight"] == by_hand
+    plan = rs.plan(have | {"2.weight": by_hand}, want)
     found = plan.run(mine, into=served, timeout=TIMEOUT)
     assert found.keys() == served.keys()
     for name, tensor in served.items():
         assert found[name] is tensor
         assert torch.equal(tensor.to_local(), cut(whole[name], rs.layout_of(tensor), rank)), name
     for tensor in served.values():
+        tensor.to_local().mul_(2)
+    # Replicas that a plan does not have are not read: here those of the ranks 1, 3 and 5.
+    first = rs.TensorSpec((8,), "float32", rs.Layout(rs.Mesh(dp=3, ranks=[0, 2, 4]), "dp"))
+    norm = rs.plan({"2.weight": first}, {"2.weight": want["2.weight"]})
+    found = norm.run(only(mine), into=only(served), timeout=TIMEOUT)
+    for tensor in found.values():
+        assert torch.equal(tensor.to_local(), whole["2.weight"])
         tensor.to_local().mul_(2)
     back = rs.plan(want, have).run(served, into=mine, timeout=TIMEOUT)
     for name, tensor in back.items():
@@ -117,6 +140,66 @@ def serve(rank: int) -> None:
 
 def test_a_whole_state_dict(pool: Pool) -> None:
     pool.run(serve)
+
+
+def serve_twice(rank: int) -> None:
+    """HSDP over tensor parallelism on eight ranks, to two replicas of a tensor-parallel server."""
+    mesh = DeviceMesh("cpu", torch.arange(8).view(2, 2, 2), mesh_dim_names=("copy", "dp", "tp"))
+    servers = DeviceMesh("cpu", [[0, 5], [3, 6]], mesh_dim_names=("copy", "tp"))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    model, whole = block()
+    parallelize_module(model, mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["copy", "dp"])
+    mine, served = model.state_dict(), {}
+    if servers.get_coordinate() is not None:
+        server = parallelize_module(block()[0], servers["tp"], plan)
+        served = server.state_dict()
+        for tensor in served.values():
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).zero_()
+    have, want = rs.exchange(rs.describe(mine), rs.describe(served), timeout=TIMEOUT)
+    for spec, text in [(have["2.weight"], "dp over copy=2 dp=2 tp=2"),
+                       (want["1.weight"], "- tp over tp=2 replica=2 @ 0,3,5-6"),
+                       (want["2.weight"], "... over rank=4 @ 0,3,5-6")]:  # fmt: skip
+        assert f"{spec.layout} over {spec.layout.mesh}" == text
+    rs.plan(have, want).run(mine, into=served, timeout=TIMEOUT)
+    for name, tensor in served.items():
+        found = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        assert torch.equal(found, whole[name]), name
+
+
+def test_replicas_on_both_sides(pool: Pool) -> None:
+    pool.run(serve_twice)
+
+
+def exchange_wrongly(rank: int) -> list[str]:
+    """What one rank gets wrong is the same error on all ranks, and the next exchange works."""
+    mesh, said = DeviceMesh("cpu", [[0, 1], [2, 3]], mesh_dim_names=("dp", "tp")), []
+    if rank > 3:
+        return said
+    norm = distribute_tensor(torch.ones(6), mesh["dp"], [Shard(0)])
+    specs = rs.describe({"norm": norm})
+    for wrong in ({"norm": norm}, [norm], rs.describe({"norm": torch.ones(6)}),
+                  rs.describe({"norm": torch.ones(3)})):  # fmt: skip
+        with pytest.raises(rs.LiveError) as error:
+            rs.exchange(have=wrong if rank == 3 else specs, group=pool_group(4), timeout=TIMEOUT)
+        said.append(str(error.value))
+        have, _ = rs.exchange(have=specs, group=pool_group(4), timeout=TIMEOUT)
+        assert have["norm"].layout == rs.Layout(rs.Mesh(dp=2, replica=2), "dp")
+    return said
+
+
+def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
+    first, *others = pool.run(exchange_wrongly)[:4]
+    assert others == [first] * 3
+    tensor, sequence, whole, shard = first
+    assert tensor == (
+        'on rank 3: have["norm"] is a DTensor: '
+        "give rs.describe(state_dict), or a dict of rs.TensorSpec"
+    )
+    assert sequence.startswith("on rank 3: have= is a list: give")
+    assert 'is float32 (6,) "dp" over "dp=2 @ 1,3" according to rank 1' in whole
+    assert "the first gives rank 3 [3:6], the second [0:6]; a plain tensor counts" in whole
+    assert "float32 (3,) whole according to rank 3: shape and dtype" in shard
 
 
 PLACES = {0: [((0, 0), (2, 3)), ((5, 0), (3, 3))], 1: [((2, 0), (3, 2)), ((2, 2), (3, 1))], 2: []}
@@ -172,8 +255,6 @@ def check_shards(tensor: ShardedTensor, full: torch.Tensor) -> None:
 
 def share(layout: rs.Layout | None) -> rs.Layout:
     """Rank 0 tells ranks 1 to 3 its layout."""
-    from tests.ranks.rank import pool_group
-
     told = [None if layout is None else layout.to_json()]
     dist.broadcast_object_list(told, src=0, group=pool_group(4))
     return rs.Layout.from_json(told[0])

@@ -27,6 +27,8 @@ PRELOAD = [
     "reshard.run.live",
     "reshard.tensors",
     "tests.ranks.rank",
+    "transformers.models.llama.modeling_llama",  # two seconds, else in each of eight ranks
+    "transformers.models.mixtral.modeling_mixtral",
 ]
 # One thread each: ranks share few cores, and a process that has threads is not safe to fork.
 ENVIRONMENT = {

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import reshard as rs
+from tests.tensors.worlds import playing
 
 ONE = rs.Mesh(x=1)
 ROWS, COLUMNS = rs.Layout(ONE, "x -"), rs.Layout(ONE, "- x")
@@ -35,3 +36,20 @@ def test_a_wrong_request(what: str) -> None:
         rs.move(**{**request, "shape": (4, 4), **given})
     assert said in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_tensor_that_says_otherwise() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    with playing(0, 2):
+        rows = zeros(4, 4, device_mesh=init_device_mesh("cpu", (2,)), placements=[Shard(0)])
+        columns = rs.Layout(rs.Mesh(dp=2, tp=2), "- dp")
+        with pytest.raises(rs.TensorError) as error:
+            rs.move(rows, columns, to=columns)
+        assert str(error.value) == (
+            'have="- dp" on mesh dp=2 tp=2 and the tensor itself says "d0 -" on mesh d0=2: '
+            "leave out have=, or name with it replicas on other ranks"
+        )
+        with pytest.raises(rs.TensorError, match=r"shape=\(2, 4\) and the tensor .* \(4, 4\)"):
+            rs.move(rows, shape=(2, 4), to=columns)

@@ -19,10 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from typing import TypeAlias
 
 from reshard.box import Box, uncovered
 from reshard.errors import NamesError, PlanError, quoted
+from reshard.layout import BoxLayout
 from reshard.spec import TensorSpec
 
 __all__ = [
@@ -38,6 +40,9 @@ __all__ = [
     "take",
 ]
 
+
+RESIZE = "shapes must agree; try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
+"""What to do where the tensors of a take differ in size."""
 
 MAX_STACKED = 1 << 20
 """The most sources of a stack and groups of a join; a shape alone may not make us list more."""
@@ -306,12 +311,25 @@ def _taken(name: str, want: TensorSpec, source: Take, part: str, spec: TensorSpe
         for dim, (had, size) in enumerate(zip(found, want.shape, strict=True))
     )
     if not fits:
-        raise PlanError(
-            f'"{part}" gives shape {found} and "{name}" wants {want.shape}: shapes must agree; '
-            "try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
-        )
+        is_resized = source.crop or source.index or source.pad
+        advice = RESIZE if is_resized else _advice(spec, want)
+        raise PlanError(f'"{part}" gives shape {found} and "{name}" wants {want.shape}: {advice}')
     plain = spec.shape == want.shape and not inserted and not source.crop
     return Feed(part, () if plain else moves, want_insert=inserted)
+
+
+def _advice(have: TensorSpec, want: TensorSpec) -> str:
+    """What to do where shapes differ; a whole tensor that divides the other is likely a shard."""
+    small, large = sorted((have, want), key=lambda spec: prod(spec.shape))
+    if isinstance(small.layout, BoxLayout) or len(small.shape) != len(large.shape):
+        return RESIZE
+    dims = zip(small.shape, large.shape, small.layout.dims(small.shape), strict=True)
+    if not all(a == b or (a and b % a == 0 and not cuts) for a, b, cuts in dims):
+        return RESIZE
+    return (
+        "both must be shapes of the whole tensor, and a plain tensor counts as whole; describe a "
+        f'shard as rs.TensorSpec({large.shape}, "{small.dtype}", rs.Layout(mesh, words))'
+    )
 
 
 def _check_others(

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from reshard.errors import LiveError
+from reshard.errors import LiveError, TensorError, quoted
 from reshard.run.live.exchange import everyone_says
 from reshard.spec import TensorSpec
 from reshard.tensors.merging import merge_specs
@@ -25,6 +25,8 @@ from reshard.tensors.texts import specs_from_text, specs_to_text
 __all__ = ["exchange"]
 
 Specs = Mapping[str, TensorSpec]
+
+GIVE = "give rs.describe(state_dict), or a dict of rs.TensorSpec"
 
 
 def exchange(
@@ -36,15 +38,30 @@ def exchange(
 ) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
     """Both sides of a move, as all ranks of the group described them together.
 
-    Every rank of the group calls it, with what it holds, what it wants, both or neither. Ranks that
-    say different things of one tensor all get the same error.
+    Every rank of the group calls it, with what it holds, what it wants, both or neither. One name
+    is one tensor: ranks that describe it on different sub-meshes hold replicas of it. Where shapes,
+    dtypes or what a rank holds differ, all ranks get the same error.
     """
     if not dist.is_initialized():
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
-    mine = json.dumps([specs_to_text(have or {}), specs_to_text(want or {})])
-    texts = everyone_says(mine, group, timeout, "an exchange of layouts")
-    sides: list[dict[int, Specs]] = [{}, {}]
+    texts = everyone_says(_to_text(have, want), group, timeout, "an exchange of layouts")
+    # Many ranks say the same: each text is read once.
+    read = {text: json.loads(text) for text in set(texts.values())}
     for rank, text in texts.items():
-        for side, part in zip(sides, json.loads(text), strict=True):
-            side[rank] = specs_from_text(part)
-    return merge_specs(sides[0]), merge_specs(sides[1])
+        if isinstance(read[text], str):
+            raise TensorError(f"on rank {rank}: {read[text]}")
+    sides = {text: [*map(specs_from_text, parts)] for text, parts in read.items()}
+    have_of, want_of = ({rank: sides[texts[rank]][side] for rank in texts} for side in (0, 1))
+    return merge_specs(have_of), merge_specs(want_of)
+
+
+def _to_text(have: Specs | None, want: Specs | None) -> str:
+    """What this rank says: the specs of both sides, or what is wrong with them."""
+    for side, specs in (("have", have or {}), ("want", want or {})):
+        if not isinstance(specs, Mapping):
+            return json.dumps(f"{side}= is a {type(specs).__name__}: {GIVE}")
+        for name, spec in specs.items():
+            if not isinstance(spec, TensorSpec):
+                what = f"{side}[{quoted(name)}] is a {type(spec).__name__}"
+                return json.dumps(f"{what}: {GIVE}")
+    return json.dumps([specs_to_text(have or {}), specs_to_text(want or {})])

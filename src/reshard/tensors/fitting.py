@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from reshard.errors import LayoutError, TensorError
+from reshard.fingerprint import agrees, is_part_of
 from reshard.layout import BoxLayout
 from reshard.spec import TensorSpec
 from reshard.tensors.describe import spec_of
@@ -17,24 +18,29 @@ from reshard.tensors.reading import parts_of
 __all__ = ["NOWHERE", "Place", "check_fits", "joined", "place_of"]
 
 
-def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, role: str) -> None:
-    """Refuse a DTensor or ShardedTensor that lies otherwise than planned.
+def check_fits(tensor: torch.Tensor, planned: TensorSpec, name: str, is_source: bool) -> None:
+    """Refuse a DTensor or ShardedTensor that holds something else than planned on some rank.
 
-    Of a plain tensor only its shape and dtype can be wrong, which whoever moves it looks at.
+    A tensor on a sub-mesh does not know of its replicas, so the plan may have more ranks. Of a
+    source it may also have fewer: a replica that it does not have is not read. Shape and dtype of
+    plain tensors are checked where they are moved.
     """
     if not knows_layout(tensor):
         return
+    role = "to move" if is_source else "to move into"
     try:
         found = spec_of(tensor)
     except LayoutError as error:
         raise TensorError(f'"{name}" {role}: {error}') from None
-    if found is planned or found == planned:
+    if found is planned:
         return
+    fits = agrees if is_source else is_part_of
     alike = (found.shape, found.dtype) == (planned.shape, planned.dtype)
-    if not alike or not found.layout.same_as(planned.layout, found.shape):
+    if not alike or not fits(found.layout, planned.layout, found.shape):
         raise TensorError(
             f'"{name}" {role} is a {type(tensor).__name__} {_text(found)} and the plan says '
-            f"{_text(planned)}: plan with what rs.describe says of the tensors you give"
+            f"{_text(planned)}: plan with what rs.describe says of the tensors you give, merged by "
+            "rs.exchange"
         )
 
 

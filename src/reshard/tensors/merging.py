@@ -1,89 +1,173 @@
-"""Every rank described what it holds: is that one state dict, and which?"""
+"""Merge the specs that each rank gives for its state dict, or say which ranks differ.
+
+In a state dict one name is one tensor. So tensors of one name on sub-meshes that have no rank in
+common are replicas of each other, and so are plain tensors of one name on several ranks.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from reshard.errors import DisagreementError, quoted
-from reshard.layout import BoxLayout
+from reshard.layout import BoxLayout, Layout
 from reshard.mesh import format_ranks
 from reshard.spec import TensorSpec
 from reshard.tensors.reading import whole_on
+from reshard.tensors.replicas import Contradiction, in_boxes, in_words, without_repeats
 
 __all__ = ["merge_specs"]
 
 MOST_NAMED = 4
 """How many tensors an error names."""
 
+MOST_BOXES = 2
+"""How many boxes of a rank an error lists."""
+
+NOT_JOINED = (
+    "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
+    "replicas of each other"
+)
+RENAME = "describe it the same way on all ranks, or rename it if these are different tensors"
+PLAIN = (
+    "a plain tensor counts as the whole tensor: describe a shard as "
+    "rs.TensorSpec(whole_shape, dtype, rs.Layout(mesh, words)), or give a DTensor"
+)
+
+ByRank = Mapping[int, TensorSpec]
+"""The spec that each rank gives for one tensor."""
+
 
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
-    """One spec per name from what each rank said, or an error that names who differs.
+    """One spec per name from the specs of each rank, or a DisagreementError.
 
-    Ranks must say the same of a tensor. Plain tensors are the exception: each rank knows only its
-    own, so equal shapes and dtypes under one name are taken as replicas of one tensor.
+    Ranks must agree on shape and dtype, and on the part of each rank that several of them describe.
+    The merged layout is in words, on a mesh of the state dict, where that is possible.
     """
-    said: dict[str, dict[int, TensorSpec]] = {}
+    by_name: dict[str, dict[int, TensorSpec]] = {}
     for rank in sorted(specs):
         for name, spec in specs[rank].items():
-            said.setdefault(name, {})[rank] = spec
-    merged = {name: _merged(by_rank) for name, by_rank in said.items()}
-    differing = [name for name, spec in merged.items() if spec is None]
-    if differing:
-        raise DisagreementError(_differs(differing, said[differing[0]]))
-    return {name: spec for name, spec in merged.items() if spec is not None}
-
-
-def _merged(by_rank: Mapping[int, TensorSpec]) -> TensorSpec | None:
-    """The one spec that all ranks mean, or None."""
-    (_, first), *others = by_rank.items()
-    if all(spec is first or spec == first for _, spec in others):
-        return first
-    if _groups(by_rank)[1:]:
-        return None
-    return TensorSpec(first.shape, first.dtype, whole_on(tuple(by_rank)))
-
-
-def _groups(by_rank: Mapping[int, TensorSpec]) -> list[dict[int, TensorSpec]]:
-    """The ranks that agree with each other, together."""
-    groups: list[dict[int, TensorSpec]] = []
-    for rank, spec in by_rank.items():
-        for group in groups:
-            other_rank, other = next(iter(group.items()))
-            plain = _is_plain(spec, rank) and _is_plain(other, other_rank)
-            alike = (spec.shape, spec.dtype) == (other.shape, other.dtype)
-            if spec is other or (plain and alike) or spec == other:
-                group[rank] = spec
-                break
+            by_name.setdefault(name, {})[rank] = spec
+    merger = _Merger(by_name)
+    merged, differing = {}, {}
+    for name, by_rank in by_name.items():
+        result = merger.merged(by_rank)
+        if isinstance(result, TensorSpec):
+            merged[name] = result
         else:
-            groups.append({rank: spec})
-    return groups
+            differing[name] = result
+    if differing:
+        names = list(differing)
+        raise DisagreementError(_message(names, by_name[names[0]], differing[names[0]]))
+    return merged
 
 
-def _is_plain(spec: TensorSpec, rank: int) -> bool:
-    """Whether the rank says that it holds the whole tensor, and knows of no other."""
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Two specs of one tensor that cannot both be right, and why."""
+
+    one: TensorSpec
+    other: TensorSpec
+    why: str
+
+
+class _Merger:
+    """Merges the specs of one tensor after another; equal combinations are merged once."""
+
+    def __init__(self, by_name: Mapping[str, ByRank]) -> None:
+        self._known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
+        self._in_words: dict[tuple[Layout, ...], Layout | None] = {}
+        specs = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
+        layouts = dict.fromkeys(spec.layout for spec in specs.values())
+        self._meshes = dict.fromkeys(
+            layout.mesh for layout in layouts if not isinstance(layout, BoxLayout)
+        )
+
+    def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
+        """The spec that the ranks describe together, or where they differ."""
+        first = next(iter(by_rank.values()))
+        if all(spec is first for spec in by_rank.values()):
+            return first
+        # Equal specs are one object, unless there are very many.
+        key = tuple(map(id, by_rank.values()))
+        if key not in self._known:
+            self._known[key] = self._merged([*{id(one): one for one in by_rank.values()}.values()])
+        return self._known[key]
+
+    def _merged(self, specs: Sequence[TensorSpec]) -> TensorSpec | _Difference:
+        first = specs[0]
+        for spec in specs:
+            if (spec.shape, spec.dtype) != (first.shape, first.dtype):
+                return _Difference(first, spec, "shape and dtype of a tensor must be the same")
+        layouts = without_repeats([*dict.fromkeys(spec.layout for spec in specs)], first.shape)
+        if isinstance(layouts, Contradiction):
+            why = _contradiction(layouts, first.shape)
+            return _Difference(_with(first, layouts.one), _with(first, layouts.other), why)
+        if layouts not in self._in_words:
+            self._in_words[layouts] = in_words(layouts, self._meshes)
+        layout = self._in_words[layouts] or in_boxes(layouts, first.shape)
+        if layout is None:
+            return _Difference(_with(first, layouts[0]), _with(first, layouts[1]), NOT_JOINED)
+        return _with(first, layout)
+
+
+def _with(spec: TensorSpec, layout: Layout) -> TensorSpec:
+    return spec if layout is spec.layout else replace(spec, layout=layout)
+
+
+def _contradiction(pair: Contradiction, shape: tuple[int, ...]) -> str:
+    one, other = (_held(layout, pair.rank, shape) for layout in (pair.one, pair.other))
+    return f"the first gives rank {pair.rank} {one}, the second {other}"
+
+
+def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
+    boxes = [str(piece.box) for piece in layout.pieces(rank, shape)]
+    more = f" and {len(boxes) - MOST_BOXES} more boxes" if len(boxes) > MOST_BOXES else ""
+    pending = f" of a pending {layout.reduce[0]}" if layout.reduce else ""
+    return (", ".join(boxes[:MOST_BOXES]) or "nothing") + more + pending
+
+
+def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
+    one, other = (_ranks_with(spec, by_rank) for spec in (difference.one, difference.other))
+    plural = "s" if len(names) > 2 else ""
+    more = f" (and {len(names) - 1} more tensor{plural}, such as {_some(names[1:])})"
+    both = f"{_text(one)} and {_text(other)}{more if names[1:] else ''}"
+    plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
+    return f"{quoted(names[0])} is {both}: {difference.why}; {PLAIN if plain else RENAME}"
+
+
+def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
+    """The ranks that give a spec; all ranks with plain tensors of one shape belong together."""
+    first = next(rank for rank, spec in by_rank.items() if _equal(spec, wanted))
+    if not _is_plain(first, by_rank[first]):
+        return {rank: spec for rank, spec in by_rank.items() if _equal(spec, wanted)}
+    plain = {rank: spec for rank, spec in by_rank.items() if _is_plain(rank, spec)}
+    alike = (wanted.shape, wanted.dtype)
+    return {rank: spec for rank, spec in plain.items() if (spec.shape, spec.dtype) == alike}
+
+
+def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two specs are the same in every word, which is quicker than ``==``."""
+    mine, theirs = (spec.shape, spec.dtype), (other.shape, other.dtype)
+    return mine == theirs and spec.layout == other.layout
+
+
+def _is_plain(rank: int, spec: TensorSpec) -> bool:
+    """Whether a rank describes the whole tensor on itself and on no other rank."""
     return spec.layout == whole_on((rank,))
 
 
-def _differs(names: Sequence[str], by_rank: Mapping[int, TensorSpec]) -> str:
-    one, other = _groups(by_rank)[:2]
-    more = f" (and {len(names) - 1} more tensors, such as {_some(names[1:])})" if names[1:] else ""
-    return (
-        f"{quoted(names[0])} is {_says(one)} and {_says(other)}{more}: "
-        "every rank must describe the same tensor"
-    )
-
-
-def _says(group: Mapping[int, TensorSpec]) -> str:
-    rank, spec = next(iter(group.items()))
+def _text(by_rank: ByRank) -> str:
+    rank, spec = next(iter(by_rank.items()))
     layout = spec.layout
-    if _is_plain(spec, rank):
+    if _is_plain(rank, spec):
         how = "whole"
     elif isinstance(layout, BoxLayout):
         how = quoted(repr(layout))
     else:
         how = f"{quoted(layout)} over {quoted(layout.mesh)}"
-    ranks = f"rank{'s' if group.keys() - {rank} else ''} {format_ranks(tuple(group))}"
-    return f"{spec.dtype} {spec.shape} {how} on {ranks}"
+    ranks = f"rank{'s' if len(by_rank) > 1 else ''} {format_ranks(tuple(by_rank))}"
+    return f"{spec.dtype} {spec.shape} {how} according to {ranks}"
 
 
 def _some(names: Sequence[str]) -> str:

@@ -134,7 +134,7 @@ class Motion:
         """Where the result goes, if that lies as it should."""
         if knows_layout(into):
             try:
-                check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, "to move into")
+                check_fits(into, TensorSpec(self.shape, self.cast, self.want), ONE, is_source=False)
             except TensorError as error:
                 raise TensorError(str(error)) from None
         return place_of(into)

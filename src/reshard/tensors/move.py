@@ -20,9 +20,11 @@ import torch.distributed as dist
 from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
+from reshard.fingerprint import is_part_of
 from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.run.live.session import Ticket, counted
+from reshard.spec import TensorSpec
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
@@ -61,10 +63,12 @@ def move(
     """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
 
     ``have`` and ``shape`` say what a plain local tensor is a part of; DTensors and ShardedTensors
-    say so themselves. ``want`` (or ``to``) is where it should go: a layout, for local tensors out,
-    or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where nothing
-    has to move the result shares the source's memory. Gradients flow back: see the docs. Further
-    options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``, ``check``.
+    say so themselves, and need ``have`` only if ranks outside their mesh have replicas (FSDP2 over
+    tensor parallelism). ``want`` (or ``to``) is where it should go: a layout, for local tensors
+    out, or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where
+    nothing has to move the result shares the source's memory. Gradients flow back: see the docs.
+    Further options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``,
+    ``check``.
     """
     given = (tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, options)
     return counted(
@@ -186,15 +190,14 @@ def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
 ) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
     """The local tensor, for whoever asks for it, and what it is a part of."""
+    if not isinstance(have, Layout | None):
+        raise TensorError(f"have={_quoted(have)} is no layout: write rs.Layout(mesh, words)")
     if knows_layout(tensor):
-        if have is not None or shape is not None:
-            raise TensorError("a DTensor or ShardedTensor has a layout: leave out have= and shape=")
         spec = spec_of(cast(torch.Tensor, tensor))
-        return lambda: _local_with_grad(tensor), spec.layout, spec.shape, spec.dtype
+        _check_known(spec, have, shape)
+        return lambda: _local_with_grad(tensor), have or spec.layout, spec.shape, spec.dtype
     if have is None or shape is None:
         raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
-    if not isinstance(have, Layout):
-        raise TensorError(f"have={_quoted(have)} is no layout: write rs.Layout(mesh, words)")
     sizes = _sizes(shape)
     if tensor is None:
         if dtype is None:
@@ -203,6 +206,19 @@ def _source(
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     return lambda: tensor, have, sizes, tensor.dtype
+
+
+def _check_known(spec: TensorSpec, have: Layout | None, shape: Sequence[int] | None) -> None:
+    """Refuse a description that differs from what the tensor says itself."""
+    if shape is not None and _sizes(shape) != spec.shape:
+        raise TensorError(
+            f"shape={_sizes(shape)} and the tensor itself says {spec.shape}: leave out shape="
+        )
+    if have is not None and not is_part_of(spec.layout, have, spec.shape):
+        raise TensorError(
+            f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on mesh '
+            f"{spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
+        )
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, ...]:

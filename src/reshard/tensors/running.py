@@ -76,7 +76,7 @@ def _begin(
         given = tensors if _is_plain(tensors) else _sources(plan, tensors)
         if into is None or _is_plain(into):
             return engine.begin(ticket, plan, given, into, options, thread=thread)
-        found = _flat(into, plan.want, "to move into")
+        found = _flat(into, plan.want, is_source=False)
         places = {name: place_of(tensor) for name, tensor in found.items()}
     except TensorError as error:
         if ticket.number >= 0:
@@ -102,20 +102,21 @@ def _is_plain(tensors: Mapping[Any, Any]) -> bool:
 
 def _sources(plan: Plan, tensors: Mapping[Any, Any]) -> dict[str, torch.Tensor | None]:
     """The local tensors of a state dict, under its flattened names."""
-    flat = _flat(tensors, plan.have, "to move")
+    flat = _flat(tensors, plan.have, is_source=True)
     return {name: joined(parts_of(tensor)) for name, tensor in flat.items()}
 
 
 def _flat(
-    tensors: Mapping[Any, Any], specs: Mapping[str, TensorSpec], role: str
+    tensors: Mapping[Any, Any], specs: Mapping[str, TensorSpec], is_source: bool
 ) -> dict[str, torch.Tensor]:
     """The tensors of a state dict, if those that know how they lie lie as planned."""
     for name, value in tensors.items():
         if name in specs and not (value is None or isinstance(value, torch.Tensor)):
+            role = "to move" if is_source else "to move into"
             raise TensorError(f'"{name}" {role} is a {type(value).__name__}: give a tensor')
     found = tensors_in(tensors)
     for name, tensor in found.items():
         # A name that the plan does not have is the engine's to refuse.
         if type(tensor) not in PLAIN and name in specs:
-            check_fits(tensor, specs[name], name, role)
+            check_fits(tensor, specs[name], name, is_source)
     return found

@@ -39,7 +39,8 @@ def _check_one(name: str, spec: TensorSpec, outline: Outline, cast: bool) -> Non
     if have.shape != spec.shape:
         raise CheckpointError(
             f"tensor {quoted(name)} has shape {have.shape} in {root} and {spec.shape} in the state "
-            "dict: is it of another model?"
+            "dict: is it of another model, or a shard? A plain tensor counts as the whole tensor; "
+            "give shards as DTensors or ShardedTensors"
         )
     if have.dtype != spec.dtype and not cast:
         raise CheckpointError(

@@ -24,7 +24,6 @@ from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.entries import Entries, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
 from reshard.checkpoint.live.fitting import chosen_of
-from reshard.checkpoint.live.merging import merged_specs
 from reshard.checkpoint.live.outline import Outline
 from reshard.checkpoint.live.placing import Placer
 from reshard.checkpoint.live.reports import LoadReport
@@ -37,6 +36,7 @@ from reshard.errors import DamageError, MemoryCapError, ReshardError, quoted
 from reshard.planning.names import Feed
 from reshard.sharded.content import Group
 from reshard.spec import TensorSpec
+from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def _wanted(
 
     said = circle.all_do(describe)
     circle.check_alike({rank: one[1] for rank, one in said.items()}, "load")
-    return found[0], merged_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
+    return found[0], merge_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
 
 
 def _survey(

@@ -27,7 +27,6 @@ from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, Recorder
 from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.entries import Entries, entries_of
-from reshard.checkpoint.live.merging import merged_specs
 from reshard.checkpoint.live.owning import main_mesh, on_mesh, owners_of
 from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.views import boxes_of
@@ -38,6 +37,7 @@ from reshard.checkpoint.target_files import TargetFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
 from reshard.sharded.content import Group
 from reshard.spec import TensorSpec
+from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
 
 __all__ = ["save"]
@@ -127,7 +127,7 @@ def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[s
     said = circle.all_do(describe)
     circle.check_alike({rank: one[3] for rank, one in said.items()}, "save")
     described = {rank: specs_from_text(one[0]) for rank, one in said.items()}
-    specs = merged_specs(described)
+    specs = merge_specs(described)
     _check_present(specs, described)
     others: dict[str, tuple[int, int]] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
