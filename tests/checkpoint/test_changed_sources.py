@@ -59,7 +59,7 @@ def test_a_source_that_is_replaced_meanwhile_is_never_mixed(
         return real(self, *arguments)
 
     monkeypatch.setattr(copying.Copier, "copy", copy)
-    with pytest.raises(DamageError, match="was (replaced|changed)"):
+    with pytest.raises(DamageError, match=r"was (replaced|changed)"):
         convert(old, tmp_path / "out")
     assert {path.name for path in tmp_path.iterdir()} <= {"old", "new", "away"}
 

@@ -301,7 +301,7 @@ def _report(
         seconds=seconds,
         checksums=request.checksums,
         left_out=job.output.left_out,
-        notes=job.catalog.notes,
+        notes=job.notes,
         rank=team.rank,
         num_ranks=team.size,
     )
