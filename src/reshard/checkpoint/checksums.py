@@ -45,12 +45,14 @@ CHUNK = 4 << 20
 """The longest chunk that is written; a reader that is not aligned re-reads at most two of them."""
 WIDTH = 16
 """Bytes of one checksum."""
-MAX_SIDECAR = 256 << 20
-"""The largest sidecar that is read: enough for some 6 million chunks, 24 TiB."""
 ROOM = 32 << 20
-"""What a sidecar may always have, for names and for many small tensors."""
-PER_BYTE = 1 << 15
-"""Bytes of a checkpoint for each further byte of its sidecar, three times what chunks take."""
+"""Bytes that a sidecar may always have."""
+PER_BYTE = 4
+"""Further bytes of a sidecar for each byte of the files that it describes. A chunk takes at most 55
+bytes there, a tensor its name and 40 more. A chunk of a few bytes is a whole tensor or box, whose
+name and shape take 60 bytes and more of the header or archive of its file: 4 is more than enough."""
+MAX_ALONE = 4 << 30
+"""The largest sidecar that is read for a single file, without knowledge of the others."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -143,12 +145,26 @@ def load(storage: Storage) -> Checksums | None:
             raise
         return None  # a single file, with nothing beside it
     where = f"{storage.root}/{SIDECAR}"
-    # No more than a checkpoint of this size can need: what is read is held in memory.
     others = sum(listed.values()) - listed.get(SIDECAR, 0)
-    most = min(ROOM + others // PER_BYTE, MAX_SIDECAR)
+    most = ROOM + others * PER_BYTE if SIDECAR in listed else MAX_ALONE
     if size > most:
-        raise DamageError(f"{where} has {size} bytes, at most {most} are read: {_ADVICE}")
-    return Checksums.from_bytes(storage.read(SIDECAR, 0, size), where)
+        raise DamageError(
+            f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
+            f"{_ADVICE}"
+        )
+    return Checksums.from_bytes(_text(storage, size, where), where)
+
+
+def _text(storage: Storage, size: int, where: str) -> bytes:
+    """The sidecar, read part by part: a sparse file that claims gigabytes ends at its first hole,
+    before it takes memory.
+    """
+    parts = []
+    for at in range(0, size, CHUNK):
+        parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))
+        if b"\0" in parts[-1]:
+            raise DamageError(f"{where} has zero bytes and is no text: {_ADVICE}")
+    return b"".join(parts)
 
 
 def checksum(data: Bytes) -> bytes:

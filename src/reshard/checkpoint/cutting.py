@@ -171,8 +171,8 @@ def uncast_note(outlines: Mapping[str, Outline], cut: Cut) -> tuple[str, ...]:
     more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
     note = (
         f"{quoted(kept[0])}{more} of {outlines[kept[0]].dtype} kept this dtype: a dtype for all "
-        f"parameters casts {', '.join(FLOATS[:3])} and {FLOATS[3]}; dtype={{name: dtype}} in Python "
-        "casts others"
+        f"parameters casts {', '.join(FLOATS[:3])} and {FLOATS[3]}; dtype={{name: dtype}} of "
+        "checkpoint.convert casts others"
     )
     return (note,)
 
