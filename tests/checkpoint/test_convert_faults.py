@@ -16,10 +16,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from reshard import checkpoint
 from reshard.box import Box
-from reshard.checkpoint import building, copying, publish, target_files
+from reshard.checkpoint import building, copying, target_files
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.publish import Workplace
@@ -194,16 +195,16 @@ def test_what_exists_is_refused_or_kept_until_the_end(
     here, tensors = source
     out = here.parent / "out"
     out.mkdir()
-    (out / "precious.bin").write_text("old")
+    save_file({"old": np.zeros(3)}, out / "old.safetensors")
     with pytest.raises(TargetError, match="--overwrite"):
         checkpoint.convert(here, out)
     with small_windows(1024), monkeypatch.context() as patch:
         stop_after(patch, 3, OSError(5, "gone"))
         with pytest.raises(OSError, match="gone"):
             checkpoint.convert(here, out, overwrite=True)
-    assert names(out) == ["precious.bin"]
+    assert names(out) == ["old.safetensors"]
     checkpoint.convert(here, out, overwrite=True, resume=True)
-    assert "precious.bin" not in names(out)
+    assert "old.safetensors" not in names(out)
     assert names(here.parent) == ["out", "src"]
     assert_equal(out, tensors)
     (here.parent / "file").write_text("x")
@@ -212,47 +213,6 @@ def test_what_exists_is_refused_or_kept_until_the_end(
     (here.parent / "empty").mkdir()
     checkpoint.convert(here, here.parent / "empty")
     assert_equal(here.parent / "empty", tensors)
-
-
-@pytest.mark.parametrize("can_exchange", [True, False])
-@pytest.mark.parametrize("calls", range(4))
-def test_a_crash_while_publishing_can_be_finished(
-    source: Source, monkeypatch: pytest.MonkeyPatch, can_exchange: bool, calls: int
-) -> None:
-    """Die before or after each rename of an overwrite; the old or the new one is always whole."""
-    here, tensors = source
-    out = here.parent / "out"
-    out.mkdir()
-    (out / "precious.bin").write_text("old")
-    real, done, exchange = Path.rename, [], publish.exchange
-
-    def rename(self: Path, target: Path) -> Path:
-        if len(done) >= calls:
-            raise KeyboardInterrupt
-        done.append(1)
-        return real(self, target)
-
-    def swap(one: Path, other: Path) -> bool:
-        return can_exchange and exchange(one, other)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(publish, "exchange", swap)
-        patch.setattr(Path, "rename", rename)
-        if can_exchange or calls >= 2:
-            patch.setattr(publish.shutil, "rmtree", lambda *_, **__: interrupt())
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.convert(here, out, overwrite=True)
-    partial = here.parent / ".out.reshard-partial"
-    assert (out / "model.safetensors").exists() or any(
-        (place / "precious.bin").exists() for place in (out, partial / "old")
-    )
-    checkpoint.convert(here, out, overwrite=True, resume=True)
-    assert names(here.parent) == ["out", "src"]
-    assert_equal(out, tensors)
-
-
-def interrupt() -> None:
-    raise KeyboardInterrupt
 
 
 def test_two_conversions_into_one_target(source: Source) -> None:

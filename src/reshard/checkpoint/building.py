@@ -20,9 +20,10 @@ from reshard.checkpoint.checksums import (
     sum_of,
 )
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
+from reshard.checkpoint.durable import replace_file
 from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
-from reshard.checkpoint.publish import Workplace, replace_file
+from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.teams import Team
@@ -30,7 +31,7 @@ from reshard.checkpoint.transfers import Chunk as Work
 from reshard.checkpoint.transfers import Transfer, chunks_of
 from reshard.errors import DamageError, TargetError, UnfinishedError, quoted
 
-__all__ = ["Builder", "Settings", "begin"]
+__all__ = ["Builder", "Settings", "begin", "request_of"]
 
 BLOCK = 1 << 20
 SYNC_EVERY = 2 << 30
@@ -49,10 +50,15 @@ class Settings:
     progress: Callable[[int, int], None] | None = None
 
 
+def request_of(job: Job, checksums: bool) -> dict[str, Any]:
+    """What tells one conversion from another."""
+    return {"fingerprint": job.fingerprint, "checksums": checksums}
+
+
 def begin(place: Workplace, job: Job, settings: Settings, resume: bool) -> int:
     """Start, or go on with what an earlier run left; the size of the windows to use."""
     found = place.request()
-    request = {"fingerprint": job.fingerprint, "checksums": settings.checksums}
+    request = request_of(job, settings.checksums)
     if found is None:
         place.begin_anew()
         place.note_request({**request, "window": settings.window})
@@ -158,14 +164,17 @@ class Builder:
                 for which, value in done.parts.items():
                     values[which] = (values[which] + value) % digest.MODULUS
             self._write_sidecar(values)
+        self.place.note_result(self._request())
         self._sync_files()
         self.target.sync_folders()
         self.target.close()
 
-    def publish(self) -> None:
-        """Put the output in its place."""
-        with Journal(self.place.folder, 0) as journal:
-            self.place.publish(self.settings.overwrite, journal.append)
+    def publish(self) -> tuple[str, ...]:
+        """Put the output in its place; the names of other files there, which are kept."""
+        return self.place.publish(self.settings.overwrite, self.job.paths)
+
+    def _request(self) -> dict[str, Any]:
+        return request_of(self.job, self.settings.checksums)
 
     def _write_sidecar(self, values: list[int]) -> None:
         digests = {}
@@ -263,7 +272,8 @@ class Builder:
             for path in self.place.folder.glob("journal.*"):
                 path.unlink(missing_ok=True)
             raise UnfinishedError(
-                f"{self.place.data} cannot be put on disk: {error.strerror}; when that is mended, "
+                f"{error.filename or self.place.data} cannot be put on disk: {error.strerror}; "
+                "when that is mended, "
                 "--resume copies everything again"
             ) from None
 

@@ -50,7 +50,7 @@ ROOM = 32 << 20
 PER_BYTE = 4
 """Further bytes of a sidecar for each byte of the files that it describes. A chunk takes at most 55
 bytes there, a tensor its name and 40 more. A chunk of a few bytes is a whole tensor or box, whose
-name and shape take 60 bytes and more of the header or archive of its file: 4 is more than enough."""
+name and shape take 60 bytes and more of the header or archive of its file."""
 MAX_ALONE = 4 << 30
 """The largest sidecar that is read for a single file, without knowledge of the others."""
 

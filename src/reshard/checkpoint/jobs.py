@@ -64,6 +64,11 @@ class Job:
     """What a reader of the report should know about the source and the request."""
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all files to be written."""
+        return tuple(file.path for file in self.output.files)
+
+    @property
     def unique_bytes(self) -> int:
         """Bytes of the source that are needed, each element once."""
         return sum(int(transfer.source.num_bytes.sum()) for transfer in self.transfers)

@@ -29,13 +29,15 @@ from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import CheckpointError, DamageError, quoted
 
 __all__ = [
-    "COMMITTED", "MAX_FILES", "OURS", "TENSOR_FILES", "LocalStorage", "Range", "Storage",
-    "check_path", "open_storage", "plain_path",
+    "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "Range",
+    "Storage", "check_path", "open_storage", "plain_path",
 ]  # fmt: skip
 
 OURS = ".reshard"
 """Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
 
+REQUEST = f"{OURS}-request.json"
+"""The file that says which conversion a folder is the result of."""
 COMMITTED = "_RESHARD_COMMITTED"
 """The file that is written last where folders cannot be renamed."""
 TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")

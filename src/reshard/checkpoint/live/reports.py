@@ -83,6 +83,8 @@ class SaveReport:
     num_ranks: int = 1
     left_out: tuple[str, ...] = ()
     """Entries that are no tensors and have no place in the format."""
+    left_alone: tuple[str, ...] = ()
+    """Files and folders at the target that did not belong to the checkpoint that was replaced."""
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -99,6 +101,7 @@ class SaveReport:
             f"  time     {self.seconds:.1f} s",
         ]
         lines += [f"  left out {_some(self.left_out)}"] if self.left_out else []
+        lines += [f"  kept     {_some(self.left_alone)}"] if self.left_alone else []
         return "\n".join(lines)
 
 
