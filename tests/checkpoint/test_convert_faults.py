@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count, takewhile
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -168,6 +169,41 @@ def test_after_a_disk_failed_to_sync_everything_is_copied_again(
     assert_equal(here.parent / "out", tensors)
 
 
+@pytest.mark.parametrize("call", ["write", "fsync"])
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_errors_of_the_system_name_the_path(
+    source: Source, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    """Also those of the journal and of small files, which the system does not name."""
+    here, tensors = source
+    out, real = here.parent / "out", getattr(os, call)
+
+    def error_of(nth: int) -> str:
+        """What a conversion says whose nth call fails; nothing if there are fewer calls."""
+        calls = count()
+
+        def failing(descriptor: int, *rest: Any) -> Any:
+            if next(calls) >= nth:
+                raise OSError(code, os.strerror(code))
+            return real(descriptor, *rest)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, call, failing)
+            try:
+                checkpoint.convert(here, out, resume=True)
+            except OSError as error:
+                return str(error)
+        return ""
+
+    errors = list(takewhile(bool, map(error_of, range(30))))
+    assert len(errors) > 1
+    for text in errors:
+        assert f"{here.parent}/.out.reshard-partial" in text
+        assert os.strerror(code) in text
+    checkpoint.convert(here, out, resume=True)
+    assert_equal(out, tensors)
+
+
 def test_short_writes_are_continued(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     here, tensors = source
     real = os.pwrite
@@ -271,10 +307,9 @@ def test_killed_at_random_moments_and_resumed(tmp_path: Path) -> None:
         time.sleep(rng.random() * 0.1)
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        if not (tmp_path / "out").exists():
-            again = start(*words, "--resume")
-            _, errors = again.communicate(timeout=60)
-            assert again.returncode == 0, errors
+        again = start(*words, "--resume")  # also where it was killed after it had published
+        _, errors = again.communicate(timeout=60)
+        assert again.returncode == 0, errors
         assert checkpoint.verify(tmp_path / "src", tmp_path / "out").ok
         assert names(tmp_path) == ["out", "src"]
 
