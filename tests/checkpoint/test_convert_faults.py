@@ -198,7 +198,7 @@ def test_errors_of_the_system_name_the_path(
     errors = list(takewhile(bool, map(error_of, range(30))))
     assert len(errors) > 1
     for text in errors:
-        assert f"{here.parent}/.out.reshard-partial" in text
+        assert str(here.parent) in text
         assert os.strerror(code) in text
     checkpoint.convert(here, out, resume=True)
     assert_equal(out, tensors)

@@ -101,6 +101,8 @@ class Checksums:
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
     """The digest of each tensor."""
+    request: Mapping[str, Any] | None = None
+    """Which conversion the files are the result of, where one wrote them."""
 
     def to_bytes(self) -> bytes:
         """The sidecar: a JSON text whose last line is a checksum of all before it."""
@@ -113,6 +115,8 @@ class Checksums:
             f'"files": {_compact(files)}',
             f'"digests": {_compact(dict(sorted(self.digests.items())))}',
         ]
+        if self.request is not None:
+            lines.insert(1, f'"request": {_compact(dict(self.request))}')
         body = ("{" + ",\n".join(lines) + ",\n").encode()
         return body + _seal(body)
 
@@ -123,11 +127,12 @@ class Checksums:
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
+            request = None if data.get("request") is None else dict(data["request"])
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DamageError(
                 f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
             ) from None
-        return Checksums(files, digests)
+        return Checksums(files, digests, request)
 
 
 _ADVICE = "restore it from a copy, or delete it to go on without checksums"

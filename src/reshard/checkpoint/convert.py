@@ -10,7 +10,7 @@ Nothing is published before it is complete. What was interrupted goes on with ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,6 +63,7 @@ def convert(
     format: str | None = None,
     dtype: object = None,
     names: Names | None = None,
+    drop: Sequence[str] = (),
     source_mesh: Mesh | str | None = None,
     source_rules: Rules | str | Path | None = None,
     memory: int | str = "256MiB",
@@ -82,9 +83,11 @@ def convert(
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
     pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
     dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
-    rules' own are taken. ``source_mesh`` and ``source_rules`` are for files of ranks that do not
-    say how they were cut. All buffers together take at most ``memory``. ``progress`` is called with
-    bytes done and bytes in all.
+    rules' own are taken. Parts of tensors that no name takes are listed in the report. ``drop``
+    names tensors, by name or pattern, that are left out as far as no name takes them.
+    ``source_mesh`` and ``source_rules`` are for files of ranks that do not say how they were cut.
+    All buffers together take at most ``memory``. ``progress`` is called with bytes done and bytes
+    in all.
     """
     request = _Request(
         src=plain_path(src),
@@ -107,6 +110,7 @@ def convert(
             cut,
             format=format,
             names=names,
+            drop=drop,
             max_shard_size=parse_bytes(max_shard_size),
         )
         if dry_run:

@@ -14,11 +14,11 @@ from reshard.checkpoint.companions import base_of, is_weights
 from reshard.checkpoint.cutting import Cut, uncast_note, wanted_of
 from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
-from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
+from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError, SizeError
-from reshard.planning.names import Names
+from reshard.planning.names import Feed, Names
 from reshard.planning.names_table import names_of
 
 __all__ = ["Job", "Stamp", "plan_job"]
@@ -60,6 +60,8 @@ class Job:
     """Changes with the source and with what is asked for."""
     stamp: Stamp
     """The source as it was planned from."""
+    renamed: frozenset[str] = frozenset()
+    """Tensors of the output that are not the source tensor of the same name, as it is."""
     notes: tuple[str, ...] = ()
     """What a reader of the report should know about the source and the request."""
 
@@ -97,6 +99,7 @@ def plan_job(
     *,
     format: str | None = None,
     names: Names | None = None,
+    drop: Sequence[str] = (),
     max_shard_size: int = 5 * 10**9,
 ) -> Job:
     """Plan a conversion; holes, misfits and unknown names are errors here."""
@@ -117,7 +120,11 @@ def plan_job(
     if names is None:
         names = names_of(cut.rules.names) if cut.rules is not None else {}
     is_whole = format == "full" or (format == "distcp" and not is_cut)
-    outlines = outlines_of(have, names)
+    outlines = outlines_of(have, names, drop)
+    if not outlines and not catalog.objects:
+        raise CheckpointError(
+            f"all tensors of {catalog.root} are dropped: nothing is left to write"
+        )
     wanted = wanted_of(outlines, cut, is_whole)
     output = plan_output(
         format,
@@ -129,12 +136,16 @@ def plan_job(
         max_shard_size=max_shard_size,
         base=_base(catalog, storage),
     )
-    transfers = tuple(_transfers(catalog, output, have, names))
+    renamed = set[str]()
+    transfers = tuple(_transfers(catalog, output, have, names, renamed))
     output, others = _with_others(output, catalog, format)
+    output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
     notes = (*catalog.notes, *uncast_note(outlines, cut))
-    return Job(catalog, format, output, transfers, others, fingerprint, stamp, notes)
+    return Job(
+        catalog, format, output, transfers, others, fingerprint, stamp, frozenset(renamed), notes
+    )
 
 
 def _base(catalog: Catalog, storage: Storage) -> str:
@@ -144,12 +155,19 @@ def _base(catalog: Catalog, storage: Storage) -> str:
 
 
 def _transfers(
-    catalog: Catalog, output: Output, have: Mapping[str, Outline], names: Names
+    catalog: Catalog,
+    output: Output,
+    have: Mapping[str, Outline],
+    names: Names,
+    renamed: set[str],
 ) -> list[Transfer]:
+    """One transfer for each output tensor; names of those that names changes are added."""
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
     found = []
     for name, feeds, zeros in feeds_for(shapes, have, names):
         tensor = output.tensors[name]
+        if zeros or feeds != [Feed(name)]:
+            renamed.add(name)
         fed = feeding(catalog, feeds)
         found.append(transfer_of(name, tensor.shape, tensor.dtype, fed, tensor.pieces, zeros))
     return found

@@ -42,9 +42,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.checksums import load
 from reshard.checkpoint.durable import exchange, replace_file, sync_folder
 from reshard.checkpoint.replacing import Replaced, delete_files, move_kept, replaced_by
-from reshard.checkpoint.storage import REQUEST
+from reshard.checkpoint.storage import REQUEST, open_storage
 from reshard.errors import TargetError, UnfinishedError
 
 __all__ = ["Workplace", "check_places"]
@@ -207,17 +208,17 @@ class Workplace:
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
     def note_result(self, request: Mapping[str, Any]) -> None:
-        """Write into the output which conversion it is the result of."""
+        """Write into an output without checksums which conversion it is the result of."""
         replace_file(self.data / REQUEST, json.dumps(request).encode())
 
     def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
         """Whether the target is the result of this very conversion, with all of its files."""
         try:
-            found = json.loads((self.target / REQUEST).read_text(encoding="utf-8"))
             sizes = [(self.target / file.path).stat().st_size for file in files]
-        except (OSError, ValueError):
+            found = _request_of(self.target)
+        except (OSError, ValueError):  # damage of the checksums among them
             return False
-        return bool(found == request) and sizes == [file.size for file in files]
+        return found == request and sizes == [file.size for file in files]
 
     def discard(self) -> None:
         """Remove all that was built here."""
@@ -292,6 +293,16 @@ class Workplace:
             move_kept(old, self.target, frozenset(state["belongs"]))
             sync_folder(self.target)
         self._remove()
+
+
+def _request_of(target: Path) -> Mapping[str, Any] | None:
+    """Which conversion a folder is the result of."""
+    with open_storage(target) as storage:
+        sums = load(storage)
+    if sums is not None:
+        return sums.request
+    found = json.loads((target / REQUEST).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else None
 
 
 def _publishing(folder: Path) -> dict[str, Any] | None:

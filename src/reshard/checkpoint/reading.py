@@ -148,12 +148,13 @@ class StoredReader:
         self.source = source
         self.tensor = tensor
         fed = Fed(tensor, Feed(tensor.name))
-        have, replicas = source_of(tensor.name, tensor.shape, [fed])
+        have, replicas = source_of(tensor.name, tensor.shape, [fed], tensor.zeros)
         none = Located.none(len(tensor.shape), itemsize(tensor.dtype))
         whole = (Box.whole(tensor.shape),)
         self._transfer = Transfer(
-            tensor.name, tensor.shape, tensor.dtype, tensor.dtype, have, replicas, none, whole
-        )
+            tensor.name, tensor.shape, tensor.dtype, tensor.dtype, have, replicas, none, whole,
+            is_padded=bool(tensor.zeros),
+        )  # fmt: skip
 
     @property
     def has_replicas(self) -> bool:
@@ -164,9 +165,10 @@ class StoredReader:
         """The tensor in boxes of at most so many bytes that are quick to read.
 
         They are parts of pieces, each a run of its file. Where there are replicas they are whole
-        rows, so that all copies of an element are in memory at once.
+        rows, so that all copies of an element are in memory at once; and where some elements are
+        stored nowhere and are zero.
         """
-        if self.has_replicas:
+        if self.has_replicas or self.tensor.zeros:
             yield from self.rows(num_bytes)
             return
         limit = max(num_bytes // itemsize(self.tensor.dtype), 1)
@@ -197,6 +199,8 @@ class StoredReader:
         """The file that holds an element, and the byte at which it begins."""
         box = Box(index, tuple(at + 1 for at in index))
         held = self._transfer.source.within(box)
+        if not len(held):
+            return "(padding)", 0
         return self.source.name(int(held.files[0])), int(held.offsets[0])
 
 

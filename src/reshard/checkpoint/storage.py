@@ -37,7 +37,7 @@ OURS = ".reshard"
 """Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
 
 REQUEST = f"{OURS}-request.json"
-"""The file that says which conversion a folder is the result of."""
+"""The file that says which conversion a folder without checksums is the result of."""
 COMMITTED = "_RESHARD_COMMITTED"
 """The file that is written last where folders cannot be renamed."""
 TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")

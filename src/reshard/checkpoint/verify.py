@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,12 +25,15 @@ from reshard.checkpoint.crcs import check_crcs
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
+from reshard.checkpoint.renamed import renamed
+from reshard.checkpoint.renaming import Outline, left_over
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError, ReshardError, quoted
+from reshard.errors import DamageError, NamesError, ReshardError, quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
+    from reshard.planning.names import Names
     from reshard.rules import Rules
 
 __all__ = ["VerifyReport", "verify"]
@@ -128,12 +131,18 @@ def verify(
     mesh: Mesh | str | None = None,
     b_rules: Rules | str | None = None,
     b_mesh: Mesh | str | None = None,
+    names: Names | None = None,
+    drop: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read a checkpoint in full and say what is wrong with it, or compare two of them.
 
-    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it.
+    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it. ``names``
+    and ``drop`` are those with which the second was converted from the first: the tensors of the
+    first are compared under their new names.
     """
+    if b is None and (names is not None or drop):
+        raise NamesError("names and drop are about a conversion: give both checkpoints")
     with open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
@@ -145,6 +154,7 @@ def verify(
         with open_storage(b) as other:
             budget = Budget.for_reading(memory, storage, other)
             right = _Side(other, b_rules, b_mesh)
+            left.rename(names or {}, drop)
             meter = Meter(progress, left.num_bytes + right.num_bytes)
             left.examine(budget, meter)
             right.examine(budget, meter)
@@ -182,6 +192,22 @@ class _Side:
             self.found.add(Problem("unreadable", line))
         self.is_known = not damage
         self.source = Source(catalog, storage, checksums, Checker(checksums, storage.root))
+
+    def rename(self, names: Names, drop: Sequence[str]) -> None:
+        """Look at the tensors under other names; digests that were written are of the old ones."""
+        if not self.is_known or not (names or drop):
+            return
+        catalog, sums = self.source.catalog, self.source.checksums
+        outlines = {name: Outline(one.shape, one.dtype) for name, one in catalog.tensors.items()}
+        rest = left_over(outlines, names, drop)
+        if rest:
+            more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            self.found.notes.append(f"no name takes {rest[0]}{more} of {self.storage.root}")
+        self.source = replace(
+            self.source,
+            catalog=renamed(catalog, names, drop),
+            checksums=None if sums is None else replace(sums, digests={}),
+        )
 
     @property
     def num_bytes(self) -> int:
