@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
+from zlib import crc32
 
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.storage import Range, Storage
@@ -288,11 +289,21 @@ def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member | None]
         last = name.partition("/")[2]
         if last == "data.pkl":
             pickle = _content(storage, found, member)
+            _check_crc(found.where, name, pickle, member.crc)
         elif last == "byteorder" and _content(storage, found, member) != b"little":
             raise CheckpointError(f"{found.where} was written on a big-endian machine")
         elif last.startswith("data/"):
             storages[last.removeprefix("data/")] = member
     return Archive(found.where, pickle, storages)
+
+
+def _check_crc(where: str, name: str, data: bytes, crc: int) -> None:
+    """Compare a member with its CRC-32; 0 stands where none was computed."""
+    if crc and crc32(data) != crc:
+        raise DamageError(
+            f"{where}: {quoted(name)} changed since torch saved it: its CRC-32 is "
+            f"{crc32(data):08x} and was {crc:08x}: restore the file from a copy"
+        )
 
 
 def _content(storage: Storage, found: _Zip, member: Member) -> bytes:
