@@ -105,14 +105,9 @@ def convert(
     with open_storage(request.src) as storage:
         catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
         job = plan_job(
-            catalog,
-            storage,
-            cut,
-            format=format,
-            names=names,
-            drop=drop,
+            catalog, storage, cut, format=format, names=names, drop=drop,
             max_shard_size=parse_bytes(max_shard_size),
-        )
+        )  # fmt: skip
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)
