@@ -72,12 +72,15 @@ def test_own_files_are_kept_and_named(folders: tuple[Path, Path]) -> None:
     out.chmod(0o770)
     (out / "empty").mkdir()
     (out / "link").symlink_to("/nowhere")
+    (out / "\udcff\n").mkdir()
     report = convert(source, out, overwrite=True)
+    str(report).encode()
     assert value_of(out) == 2
     assert own_files(out) == OWN
     assert (out / "empty").is_dir()
     assert (out / "link").is_symlink()
-    assert report.left_alone == (".git/", "deep/", "empty/", "link", "logs/", "notes.txt")
+    expected = (".git/", "deep/", "empty/", "link", "logs/", "notes.txt", "\udcff\n/")
+    assert report.left_alone == expected
     assert "kept     .git/, deep/, empty/" in str(report)
     assert out.stat().st_mode & 0o777 == 0o770
     assert sorted(path.name for path in out.parent.iterdir()) == ["out", "src"]

@@ -22,12 +22,13 @@ import threading
 import zlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, Crc
-from reshard.checkpoint.formats.torch_zip import read_archives
-from reshard.errors import quoted
+from reshard.checkpoint.formats.torch_zip import archive_crcs
+from reshard.errors import CheckpointError, quoted
 
 if TYPE_CHECKING:
     from reshard.checkpoint.checksums import Bytes, Checksums
@@ -37,8 +38,6 @@ __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_o
 
 STEP = 1 << 20
 """Bytes that are read at a time where no other reader has read them."""
-BATCH = 1024
-"""Archives of entries that are looked at together."""
 
 Part = tuple[int, int, int, int]
 """Which record, the first byte of its file, past the last byte, and the CRC-32 of that range."""
@@ -48,21 +47,16 @@ Unread = Callable[[int, int, int], int]
 
 def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> tuple[Crc, ...]:
     """All that the files of torch say of their bytes, and our checksums do not: of tensors, and of
-    entries that are no tensors. An entry whose pickle has changed is damage at once.
+    entries that are no tensors.
     """
     ours = checksums.files if checksums is not None else {}
     files = {number for number, file in enumerate(catalog.files) if file.path not in ours}
     found = [crc for crc in catalog.crcs if crc.file in files]
-    objects = [entry for entry in catalog.objects.values() if entry.file in files and entry.size]
-    for first in range(0, len(objects), BATCH):
-        batch = objects[first : first + BATCH]
-        ranges = [(catalog.files[one.file].path, one.offset, one.size) for one in batch]
-        heads = storage.read_many([(path, at, min(size, 4)) for path, at, size in ranges])
-        zips = [number for number, head in enumerate(heads) if head == b"PK\x03\x04"]
-        for number, archive in zip(
-            zips, read_archives(storage, [ranges[number] for number in zips]), strict=True
-        ):
-            found += archive.crcs(batch[number].file)
+    for entry in catalog.objects.values():
+        if entry.file in files:
+            place = catalog.files[entry.file].path, entry.offset, entry.size
+            with suppress(CheckpointError):  # no archive of torch.save: there is nothing to compare
+                found += archive_crcs(storage, place, entry.file)
     return tuple(found)
 
 

@@ -80,28 +80,35 @@ class _TopLevel(LocalStorage):
 
 def _belonging(target: Path) -> frozenset[str]:
     """The files of the checkpoint in a folder."""
-    advice = "only a checkpoint is overwritten: choose another target, or move the folder away"
     with _TopLevel(str(target)) as storage:
-        try:
-            catalog, _ = formats.survey(storage)
-        except (ReshardError, OSError) as error:
-            reason = str(error).removeprefix(f"{target} ")
-            raise TargetError(f"{target} holds no checkpoint ({reason}), and {advice}") from None
-        if not catalog.tensors and not catalog.objects:
-            raise TargetError(
-                f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
-            )
-        found = {file.path for file in catalog.files} | _index_of(storage)
         sizes = _written(storage)
-        if sizes:  # reshard wrote it: other files of tensors are no part of it
-            found &= sizes.keys()
-        else:
-            _check_one(target, catalog, found)
-    found |= {path for path, size in sizes.items() if _size(target / path) == size}
-    ours = {SIDECAR, COMMITTED, REQUEST, ".metadata"}
+        found = {path for path, size in sizes.items() if _size(target / path) == size}
+        if not found or len(found) < len(sizes):
+            # Where reshard wrote it, other files of tensors are no part of it.
+            read = _read(target, storage, is_known=bool(sizes))
+            found |= read & sizes.keys() if sizes else read
+    ours = {SIDECAR, COMMITTED, REQUEST}
     stale = {path.name for path in target.iterdir() if _DISTCP.fullmatch(path.name)}
-    found |= ours | (stale if catalog.format == "distcp" else set())
+    found |= ours | (stale if ".metadata" in found else set())
     return frozenset(name for name in found if _in_way(target, name) == name)
+
+
+def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
+    """The files from which the catalog reads tensors, with their index or metadata."""
+    advice = "only a checkpoint is overwritten: choose another target, or move the folder away"
+    try:
+        catalog, _ = formats.survey(storage)
+    except (ReshardError, OSError) as error:
+        reason = str(error).removeprefix(f"{target} ")
+        raise TargetError(f"{target} holds no checkpoint ({reason}), and {advice}") from None
+    if not catalog.tensors and not catalog.objects:
+        raise TargetError(
+            f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
+        )
+    found = {file.path for file in catalog.files} | _index_of(storage)
+    if not is_known:
+        _check_one(target, catalog, found)
+    return found | ({".metadata"} if catalog.format == "distcp" else set())
 
 
 def _index_of(storage: LocalStorage) -> set[str]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.bytesize import format_bytes
+from reshard.errors import quoted
 
 __all__ = ["ConvertReport"]
 
@@ -110,4 +111,6 @@ class ConvertReport:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    """A few names, each on one line whatever is in it."""
+    shown = ", ".join(quoted(name)[1:-1] for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -191,14 +191,8 @@ class _Side:
             self.found.add(Problem("unreadable", line))
         self.is_known = not damage
         checker = Checker(checksums, storage.root)
-        self.source = Source(catalog, storage, checksums, checker, self._crcs(catalog, checksums))
-
-    def _crcs(self, catalog: Catalog, checksums: Checksums | None) -> Crcs:
-        try:
-            return Crcs(crcs_of(self.storage, catalog, checksums))
-        except DamageError as error:
-            self.found.add(Problem("damage", str(error)))
-            return Crcs(catalog.crcs)
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
+        self.source = Source(catalog, storage, checksums, checker, crcs)
 
     def rename(self, names: Names, drop: Sequence[str]) -> None:
         """Look at the tensors under other names; digests that were written are of the old ones."""

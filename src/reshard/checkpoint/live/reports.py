@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.bytesize import format_bytes
+from reshard.errors import quoted
 
 __all__ = ["LoadReport", "SaveReport"]
 
@@ -114,4 +115,5 @@ def _count(number: int, what: str) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (" ..." if len(names) > MOST_NAMED else "")
+    shown = ", ".join(quoted(name)[1:-1] for name in names[:MOST_NAMED])
+    return shown + (" ..." if len(names) > MOST_NAMED else "")
