@@ -316,7 +316,7 @@ def _report(
         was_complete=builder is None and not dry_run,
         left_out=job.output.left_out,
         left_alone=left_alone,
-        notes=job.notes,
+        notes=(*job.notes, *job.catalog.notes),
         rank=team.rank,
         num_ranks=team.size,
     )

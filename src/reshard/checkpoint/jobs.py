@@ -60,10 +60,10 @@ class Job:
     """Changes with the source and with what is asked for."""
     stamp: Stamp
     """The source as it was planned from."""
+    notes: tuple[str, ...] = ()
+    """What the report says of the request."""
     renamed: frozenset[str] = frozenset()
     """Tensors of the output that are not the source tensor of the same name, as it is."""
-    notes: tuple[str, ...] = ()
-    """What a reader of the report should know about the source and the request."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -142,9 +142,9 @@ def plan_job(
     output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    notes = (*catalog.notes, *uncast_note(outlines, cut))
+    notes = uncast_note(outlines, cut)
     return Job(
-        catalog, format, output, transfers, others, fingerprint, stamp, frozenset(renamed), notes
+        catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
     )
 
 
