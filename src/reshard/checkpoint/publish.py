@@ -37,6 +37,7 @@ import shutil
 import stat
 import time
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -251,7 +252,7 @@ class Workplace:
         replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
         try:
             if is_there:
-                self.data.chmod(stat.S_IMODE(self.target.stat().st_mode))
+                _take_after(self.data, self.target.stat())
             if not is_there:
                 self.data.rename(self.target)
             elif not exchange(self.data, self.target):
@@ -293,6 +294,13 @@ class Workplace:
             move_kept(old, self.target, frozenset(state["belongs"]))
             sync_folder(self.target)
         self._remove()
+
+
+def _take_after(folder: Path, old: os.stat_result) -> None:
+    """Give a folder the owner and the permissions of the one that it replaces."""
+    with suppress(PermissionError):
+        os.chown(folder, old.st_uid, old.st_gid)
+    folder.chmod(stat.S_IMODE(old.st_mode))
 
 
 def _request_of(target: Path) -> Mapping[str, Any] | None:

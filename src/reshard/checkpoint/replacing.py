@@ -99,8 +99,10 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
     try:
         catalog, _ = formats.survey(storage)
     except (ReshardError, OSError) as error:
-        reason = str(error).removeprefix(f"{target} ")
-        raise TargetError(f"{target} holds no checkpoint ({reason}), and {advice}") from None
+        reason = str(error).removeprefix(f"{target} ").removeprefix("is no checkpoint: ")
+        raise TargetError(
+            f"{target} holds no checkpoint directly in it ({reason}), and {advice}"
+        ) from None
     if not catalog.tensors and not catalog.objects:
         raise TargetError(
             f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
