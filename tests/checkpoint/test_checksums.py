@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
-from reshard.checkpoint import checksums
+from reshard.checkpoint import checksums, convert, verify
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, Chunk, FileSums, Recorder
 from reshard.checkpoint.storage import open_storage
 from reshard.errors import CheckpointError, DamageError
@@ -196,6 +199,35 @@ def test_any_sealed_json_is_read_or_refused(data: object) -> None:
 def test_what_is_no_json_is_refused(body: bytes) -> None:
     with pytest.raises(DamageError):
         Checksums.from_bytes(body + checksums._seal(body))
+
+
+@pytest.mark.parametrize("form", ["full", "sharded", "distcp", "ranks"])
+@pytest.mark.parametrize("shape", [(), (16, 3)])
+def test_whatever_is_written_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str, shape: tuple[int, ...]
+) -> None:
+    """Many small boxes, with names that are longer as JSON than in the header of a file."""
+    monkeypatch.setattr(checksums, "ROOM", 0)
+    tensors = {f"weight.\u00e9.{i}": np.full(shape, i, np.int8) for i in range(40)}
+    (tmp_path / "in").mkdir()
+    save_file(tensors, tmp_path / "in" / "model.safetensors")
+    layouts = {"*": "x ..." if shape else "..."}
+    cut = {} if form == "full" else {"mesh": "x=4", "layouts": layouts}
+    convert(tmp_path / "in", tmp_path / "out", format=form, **cut)
+    assert verify(tmp_path / "in", tmp_path / "out").ok
+    convert(tmp_path / "out", tmp_path / "back", format="full")
+    assert verify(tmp_path / "in", tmp_path / "back").ok
+    one = next(iter(sorted((tmp_path / "back").glob("*.safetensors"))))
+    assert verify(one).ok
+
+
+def test_a_sidecar_of_holes_takes_no_memory(tmp_path: Path) -> None:
+    """Sparse files cost nothing, however long they are."""
+    for name in (SIDECAR, "model.safetensors"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 40)
+    with open_storage(tmp_path) as storage, pytest.raises(DamageError, match="zero bytes"):
+        checksums.load(storage)
 
 
 def test_a_sidecar_without_end_is_not_read(tmp_path: Path) -> None:

@@ -416,10 +416,16 @@ def test_what_is_wrong_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     assert error("ab").startswith("DamageError")
     assert "changed since" in error("ab")
     assert error("ab", check=False) == "loaded"
+    torch.save({"a": numbers(0), "b": numbers(1)}, tmp_path / "model.pt")
+    assert error("ab", where=tmp_path / "model.pt") == "loaded"
+    damage(tmp_path, "*.pt")
+    assert error("ab", where=tmp_path / "model.pt").startswith("DamageError")
+    assert "changed since torch saved them" in error("ab", where=tmp_path / "model.pt")
+    assert error("ab", where=tmp_path / "model.pt", check=False) == "loaded"
 
 
-def damage(path: Path) -> None:
-    (file,) = path.glob("*.safetensors")
+def damage(path: Path, pattern: str = "*.safetensors") -> None:
+    (file,) = path.glob(pattern)
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)

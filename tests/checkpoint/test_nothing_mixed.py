@@ -305,6 +305,29 @@ def test_strangers_at_an_address_are_not_read_with_ours(tmp_path: Path) -> None:
     assert verify(source, "memory://strange").ok
 
 
+def test_a_commit_is_compared_with_what_is_there(tmp_path: Path) -> None:
+    """A copy of an address that lacks a file, or has one that is too short, is noticed."""
+    memory = fsspec.filesystem("memory")
+    source = write(tmp_path / "source", w=np.ones(8, np.float32))
+    (source / "tokens.txt").write_text("a b")
+    convert(source, "memory://committed", checksums=False)
+    memory.get("/committed", str(tmp_path / "copy"), recursive=True)
+    assert verify(source, tmp_path / "copy").ok
+    (tmp_path / "copy" / "tokens.txt").write_text("a")
+    with pytest.raises(DamageError, match=r"tokens\.txt has 1 byte.* _RESHARD_COMMITTED .* 3"):
+        convert(tmp_path / "copy", tmp_path / "out")
+    (tmp_path / "copy" / "tokens.txt").unlink()
+    with pytest.raises(DamageError, match=r"tokens\.txt is missing: _RESHARD_COMMITTED"):
+        convert(tmp_path / "copy", tmp_path / "out")
+    assert "is missing" in str(inspect(tmp_path / "copy"))
+    memory.rm_file("/committed/tokens.txt")
+    with pytest.raises(DamageError, match=r"tokens\.txt is missing: _RESHARD_COMMITTED"):
+        convert("memory://committed", tmp_path / "out")
+    (tmp_path / "copy" / "_RESHARD_COMMITTED").write_text("[" * 9999)
+    with pytest.raises(DamageError, match="_RESHARD_COMMITTED is not what reshard writes"):
+        convert(tmp_path / "copy", tmp_path / "out")
+
+
 def test_a_source_without_versions_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

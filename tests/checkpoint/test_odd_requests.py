@@ -51,13 +51,17 @@ def indexed(folder: Path) -> Path:
     save_file({"d": np.zeros(3)}, folder / "sub" / "stray.safetensors")
     for path in ("old.distcp.txt", "config.json", "sub/notes.md"):
         (folder / path).write_text("{}")
-    for path in ("training_args.bin", "__3_0.distcp.bin", "pytorch_model.bin.index.json"):
+    stale = STRAYS - {"consolidated.safetensors", "sub/stray.safetensors"}
+    for path in (*OF_TORCH, *stale):
         (folder / path).write_bytes(b"PK")
     return folder
 
 
-STRAYS = {"consolidated.safetensors", "sub/stray.safetensors"}
-OF_TORCH = {"training_args.bin", "__3_0.distcp.bin", "pytorch_model.bin.index.json"}
+STRAYS = {
+    "consolidated.safetensors", "sub/stray.safetensors", "pytorch_model.bin.index.json",
+    "pytorch_model-00001-of-00001.bin", "sub/consolidated.00.pth", "tf_model.h5",
+}  # fmt: skip
+OF_TORCH = {"training_args.bin", "__3_0.distcp.bin", "optimizer.pt"}
 """Beside safetensors or a .metadata nobody takes these for tensors, unless files are of ranks."""
 
 
@@ -294,3 +298,46 @@ def test_an_interrupt_stays_one(
 ) -> None:
     broken(error)
     assert cli.run(["inspect", "x"]) == 130
+
+
+@pytest.mark.parametrize("base", ["adapter_model", "diffusion_pytorch_model", "model"])
+@pytest.mark.parametrize("size", ["5GB", "40"])
+def test_full_files_keep_the_names_by_which_they_are_found(
+    tmp_path: Path, base: str, size: str
+) -> None:
+    """PEFT and diffusers load nothing else; also after a detour over files with other names."""
+    here = tmp_path / "here"
+    here.mkdir()
+    save_file({name: np.ones(8, np.float32) for name in "ab"}, here / f"{base}.safetensors")
+    kinds = {"adapter_model": ("adapter_config.json", {}), "model": ("config.json", {})}
+    default = ("config.json", {"_diffusers_version": "0.30.0", "_class_name": "AutoencoderKL"})
+    name, config = kinds.get(base, default)
+    (here / name).write_text(json.dumps(config))
+    checkpoint.convert(here, tmp_path / "cut", mesh="x=2", layouts={"*": "x"})
+    expected = {f"{base}.safetensors"}
+    if size == "40":
+        parts = {f"{base}-0000{i}-of-00002.safetensors" for i in (1, 2)}
+        expected = {*parts, f"{base}.safetensors.index.json"}
+    for at, source in enumerate((here, here / f"{base}.safetensors", tmp_path / "cut")):
+        out = tmp_path / f"out{at}"
+        checkpoint.convert(source, out, format="full", max_shard_size=size)
+        assert expected <= {path.name for path in out.iterdir()}
+        assert {path.name for path in out.glob("*.safetensors*")} == expected
+        assert checkpoint.verify(here, out).ok
+
+
+def test_a_dtype_that_leaves_some_floats_alone_says_so(tmp_path: Path) -> None:
+    state = {"w": torch.ones(4, 4).to(torch.float8_e4m3fn), "v": torch.ones(4)}
+    torch.save(state, tmp_path / "model.pt")
+    report = checkpoint.convert(tmp_path / "model.pt", tmp_path / "out", dtype="bfloat16")
+    assert any('"w" of float8_e4m3fn kept this dtype' in note for note in report.notes)
+    assert "kept this dtype" in str(report)
+    silent = checkpoint.convert(tmp_path / "model.pt", tmp_path / "same", dtype="float8_e4m3fn")
+    assert not any("kept this dtype" in note for note in silent.notes)
+
+
+def test_files_of_no_bytes_are_refused(tmp_path: Path, refusal: Run) -> None:
+    here = write_counting(tmp_path / "here", "w")
+    said = refusal("convert", here, tmp_path / "out", "--max-shard-size", "0")
+    assert "max_shard_size is 0 bytes" in said
+    assert not (tmp_path / "out").exists()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,9 +20,11 @@ from reshard.checkpoint.checksums import (
     sum_of,
 )
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
+from reshard.checkpoint.crcs import Crcs, changed, crc_of, crcs_of
+from reshard.checkpoint.durable import replace_file
 from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
-from reshard.checkpoint.publish import Workplace, replace_file
+from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.teams import Team
@@ -30,7 +32,7 @@ from reshard.checkpoint.transfers import Chunk as Work
 from reshard.checkpoint.transfers import Transfer, chunks_of
 from reshard.errors import DamageError, TargetError, UnfinishedError, quoted
 
-__all__ = ["Builder", "Settings", "begin"]
+__all__ = ["Builder", "Settings", "begin", "request_of"]
 
 BLOCK = 1 << 20
 SYNC_EVERY = 2 << 30
@@ -49,10 +51,15 @@ class Settings:
     progress: Callable[[int, int], None] | None = None
 
 
+def request_of(job: Job, checksums: bool) -> dict[str, Any]:
+    """What tells one conversion from another."""
+    return {"fingerprint": job.fingerprint, "checksums": checksums}
+
+
 def begin(place: Workplace, job: Job, settings: Settings, resume: bool) -> int:
     """Start, or go on with what an earlier run left; the size of the windows to use."""
     found = place.request()
-    request = {"fingerprint": job.fingerprint, "checksums": settings.checksums}
+    request = request_of(job, settings.checksums)
     if found is None:
         place.begin_anew()
         place.note_request({**request, "window": settings.window})
@@ -96,7 +103,7 @@ class Builder:
 
     def __post_init__(self) -> None:
         self._total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
-        self.source = SourceFiles(self.storage, self.job.catalog, self._checker())
+        self.source = SourceFiles(self.storage, self.job.catalog, self._checker(), self._crcs())
         self.target = TargetFiles(self.place.data, self.job.output.files)
 
     def prepare(self) -> None:
@@ -113,10 +120,15 @@ class Builder:
         for literal in self.job.output.literals:
             self._put(literal.file, literal.offset, memoryview(literal.data))
         for copy in self.job.output.objects:
-            path = self.job.catalog.files[copy.source.file].path
-            self._put_range(path, copy.source.offset, copy.source.size, copy.file, copy.offset)
+            source = copy.source
+            for at, data in self._read(self.source.name(source.file), source.offset, source.size):
+                if self.source.crcs is not None:
+                    parts = self.source.crcs.parts(source.file, source.offset + at, data)
+                    self.source.crcs.add(parts)
+                self._put(copy.file, copy.offset + at, memoryview(data))
         for file, number in self.job.others:
-            self._put_range(file.path, 0, file.size, number, 0)
+            for at, data in self._read(file.path, 0, file.size):
+                self._put(number, at, memoryview(data))
         replace_file(self.place.folder / "prepared", b"")
 
     def copy(self) -> None:
@@ -141,14 +153,16 @@ class Builder:
                 finished=lambda chunk: self._finished(chunk, journal),
             )
             self._sync(journal)
+        if self.source.checker is not None:
+            self.source.count(self.source.checker.finish(self.storage))
 
     def seal(self) -> None:
         """Check that all is there and right, and write the checksums beside it."""
         chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
         self._check_all_done(set(chunks))
         self._check_source()
-        if self.source.checker is not None:
-            self.source.count(self.source.checker.finish(self.storage))
+        self._check_crcs(chunks.values())
+        self._check_resumed()
         if self.settings.checksums:
             values = [0] * len(self.job.transfers)
             for done in chunks.values():
@@ -158,14 +172,18 @@ class Builder:
                 for which, value in done.parts.items():
                     values[which] = (values[which] + value) % digest.MODULUS
             self._write_sidecar(values)
+        else:
+            self.place.note_result(self._request())
         self._sync_files()
         self.target.sync_folders()
         self.target.close()
 
-    def publish(self) -> None:
-        """Put the output in its place."""
-        with Journal(self.place.folder, 0) as journal:
-            self.place.publish(self.settings.overwrite, journal.append)
+    def publish(self) -> tuple[str, ...]:
+        """Put the output in its place; the names of other files there, which are kept."""
+        return self.place.publish(self.settings.overwrite, self.job.paths)
+
+    def _request(self) -> dict[str, Any]:
+        return request_of(self.job, self.settings.checksums)
 
     def _write_sidecar(self, values: list[int]) -> None:
         digests = {}
@@ -173,7 +191,7 @@ class Builder:
             digests[transfer.name] = digest.finish(value, transfer.shape, transfer.want)
             self._check_digest(transfer, digests[transfer.name])
         sizes = {file.path: file.size for file in self.job.output.files}
-        sums = Checksums(self.recorder.finish(sizes), digests)
+        sums = Checksums(self.recorder.finish(sizes), digests, self._request())
         replace_file(self.place.data / SIDECAR, sums.to_bytes())
 
     def _check_digest(self, transfer: Transfer, found: str) -> None:
@@ -201,9 +219,7 @@ class Builder:
 
     def _is_plain(self, transfer: Transfer) -> bool:
         """Whether an output tensor is a source tensor as it was, so that digests are comparable."""
-        stored = self.job.catalog.tensors.get(transfer.name)
-        same = stored is not None and stored.shape == transfer.shape
-        return same and transfer.have == transfer.want and not transfer.is_padded
+        return transfer.name not in self.job.renamed and transfer.have == transfer.want
 
     def _checker(self) -> Checker | None:
         """A check of all that is read, where digests of the output do not tell."""
@@ -212,6 +228,40 @@ class Builder:
             return None
         told = all(self._is_plain(t) and t.name in sums.digests for t in self.job.transfers)
         return None if told else Checker(sums, self.storage.root)
+
+    def _crcs(self) -> Crcs | None:
+        """What torch wrote down of files that have no checksums of ours."""
+        if not self.settings.checksums:
+            return None
+        return Crcs(crcs_of(self.storage, self.job.catalog, self.source_sums)) or None
+
+    def _check_crcs(self, chunks: Iterable[Done]) -> None:
+        """Compare what all ranks and runs have read with the CRC-32 of torch's files.
+
+        Bytes of a record that no tensor of the output needs are read for it, the others are not
+        read again.
+        """
+        crcs = self.source.crcs
+        if crcs is None:
+            return
+        for done in chunks:
+            crcs.add(done.crcs)
+        for crc, now in crcs.values(self._unread):
+            if crc.value != now:
+                raise DamageError(changed(self.job.catalog, crc, now))
+
+    def _unread(self, file: int, start: int, stop: int) -> int:
+        self.source.count(stop - start)
+        return crc_of(self.storage, self.job.catalog.files[file].path, start, stop)
+
+    def _check_resumed(self) -> None:
+        """Compare what an earlier run read only in part before it was stopped."""
+        if self.source.checker is None or not self.resumed_bytes or self.source_sums is None:
+            return
+        for file in self.job.catalog.files:
+            if file.path in self.source_sums.files:
+                count = self.source.checker.finish_file(self.storage, file.path)
+                self.source.count(count)
 
     def _to_do(self, done: set[int]) -> Iterator[Work]:
         chunks = chunks_of(self.job.transfers, self.settings.window)
@@ -263,7 +313,8 @@ class Builder:
             for path in self.place.folder.glob("journal.*"):
                 path.unlink(missing_ok=True)
             raise UnfinishedError(
-                f"{self.place.data} cannot be put on disk: {error.strerror}; when that is mended, "
+                f"{error.filename or self.place.data} cannot be put on disk: {error.strerror}; "
+                "when that is mended, "
                 "--resume copies everything again"
             ) from None
 
@@ -280,11 +331,12 @@ class Builder:
                 path = self.job.output.files[number].path
                 self.recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
 
-    def _put_range(self, path: str, start: int, size: int, file: int, offset: int) -> None:
+    def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
+        """A range of a source file, block by block, each with its place in the range."""
         for at in range(0, size, BLOCK):
             data = self.storage.read(path, start + at, min(BLOCK, size - at))
             self.source.count(len(data))
-            self._put(file, offset + at, memoryview(data))
+            yield at, data
 
 
 def check_room(place: Workplace, needed: int) -> None:

@@ -73,6 +73,8 @@ class StoredTensor:
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[StoredPiece, ...]
+    zeros: tuple[Box, ...] = ()
+    """Boxes that are stored nowhere and are zero, where a tensor is padded by its new name."""
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +83,7 @@ class StoredTensor:
 
     def holes(self) -> tuple[Box, ...]:
         """What no piece holds, as disjoint boxes."""
-        return holes_of(self.shape, (piece.box for piece in self.pieces))
+        return holes_of(self.shape, (*(piece.box for piece in self.pieces), *self.zeros))
 
 
 @dataclass(frozen=True, slots=True)

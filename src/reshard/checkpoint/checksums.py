@@ -45,12 +45,14 @@ CHUNK = 4 << 20
 """The longest chunk that is written; a reader that is not aligned re-reads at most two of them."""
 WIDTH = 16
 """Bytes of one checksum."""
-MAX_SIDECAR = 256 << 20
-"""The largest sidecar that is read: enough for some 6 million chunks, 24 TiB."""
 ROOM = 32 << 20
-"""What a sidecar may always have, for names and for many small tensors."""
-PER_BYTE = 1 << 15
-"""Bytes of a checkpoint for each further byte of its sidecar, three times what chunks take."""
+"""Bytes that a sidecar may always have."""
+PER_BYTE = 4
+"""Further bytes of a sidecar for each byte of the files that it describes. A chunk takes at most 55
+bytes there, a tensor its name and 40 more. A chunk of a few bytes is a whole tensor or box, whose
+name and shape take 60 bytes and more of the header or archive of its file."""
+MAX_ALONE = 4 << 30
+"""The largest sidecar that is read for a single file, without knowledge of the others."""
 
 Bytes = bytes | bytearray | memoryview
 
@@ -99,6 +101,8 @@ class Checksums:
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
     """The digest of each tensor."""
+    request: Mapping[str, Any] | None = None
+    """Which conversion the files are the result of, where one wrote them."""
 
     def to_bytes(self) -> bytes:
         """The sidecar: a JSON text whose last line is a checksum of all before it."""
@@ -111,6 +115,8 @@ class Checksums:
             f'"files": {_compact(files)}',
             f'"digests": {_compact(dict(sorted(self.digests.items())))}',
         ]
+        if self.request is not None:
+            lines.insert(1, f'"request": {_compact(dict(self.request))}')
         body = ("{" + ",\n".join(lines) + ",\n").encode()
         return body + _seal(body)
 
@@ -121,11 +127,12 @@ class Checksums:
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
+            request = None if data.get("request") is None else dict(data["request"])
         except (KeyError, TypeError, AttributeError, ValueError, OverflowError) as error:
             raise DamageError(
                 f"{where} is not what reshard writes ({' '.join(str(error).split())}): {_ADVICE}"
             ) from None
-        return Checksums(files, digests)
+        return Checksums(files, digests, request)
 
 
 _ADVICE = "restore it from a copy, or delete it to go on without checksums"
@@ -143,12 +150,26 @@ def load(storage: Storage) -> Checksums | None:
             raise
         return None  # a single file, with nothing beside it
     where = f"{storage.root}/{SIDECAR}"
-    # No more than a checkpoint of this size can need: what is read is held in memory.
     others = sum(listed.values()) - listed.get(SIDECAR, 0)
-    most = min(ROOM + others // PER_BYTE, MAX_SIDECAR)
+    most = ROOM + others * PER_BYTE if SIDECAR in listed else MAX_ALONE
     if size > most:
-        raise DamageError(f"{where} has {size} bytes, at most {most} are read: {_ADVICE}")
-    return Checksums.from_bytes(storage.read(SIDECAR, 0, size), where)
+        raise DamageError(
+            f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
+            f"{_ADVICE}"
+        )
+    return Checksums.from_bytes(_text(storage, size, where), where)
+
+
+def _text(storage: Storage, size: int, where: str) -> bytes:
+    """The sidecar, read part by part: a sparse file that claims gigabytes ends at its first hole,
+    before it takes memory.
+    """
+    parts = []
+    for at in range(0, size, CHUNK):
+        parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))
+        if b"\0" in parts[-1]:
+            raise DamageError(f"{where} has zero bytes and is no text: {_ADVICE}")
+    return b"".join(parts)
 
 
 def checksum(data: Bytes) -> bytes:

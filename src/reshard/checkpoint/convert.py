@@ -10,7 +10,7 @@ Nothing is published before it is complete. What was interrupted goes on with ``
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING
 from reshard.bytesize import parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.beside import check_beside
-from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
+from reshard.checkpoint.building import Builder, Settings, begin, free_bytes, request_of
 from reshard.checkpoint.checksums import load
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.direct import MOST_COPIED
+from reshard.checkpoint.durable import named
 from reshard.checkpoint.estimating import predicted_seconds
 from reshard.checkpoint.jobs import Job, plan_job
-from reshard.checkpoint.journal import read_journals
 from reshard.checkpoint.publish import Workplace, check_places
 from reshard.checkpoint.reading import Budget
 from reshard.checkpoint.remote import Remote
@@ -63,6 +63,7 @@ def convert(
     format: str | None = None,
     dtype: object = None,
     names: Names | None = None,
+    drop: Sequence[str] = (),
     source_mesh: Mesh | str | None = None,
     source_rules: Rules | str | Path | None = None,
     memory: int | str = "256MiB",
@@ -82,9 +83,11 @@ def convert(
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
     pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
     dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
-    rules' own are taken. ``source_mesh`` and ``source_rules`` are for files of ranks that do not
-    say how they were cut. All buffers together take at most ``memory``. ``progress`` is called with
-    bytes done and bytes in all.
+    rules' own are taken. Parts of tensors that no name takes are listed in the report. ``drop``
+    names tensors, by name or pattern, that are left out as far as no name takes them.
+    ``source_mesh`` and ``source_rules`` are for files of ranks that do not say how they were cut.
+    All buffers together take at most ``memory``. ``progress`` is called with bytes done and bytes
+    in all.
     """
     request = _Request(
         src=plain_path(src),
@@ -102,13 +105,9 @@ def convert(
     with open_storage(request.src) as storage:
         catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
         job = plan_job(
-            catalog,
-            storage,
-            cut,
-            format=format,
-            names=names,
+            catalog, storage, cut, format=format, names=names, drop=drop,
             max_shard_size=parse_bytes(max_shard_size),
-        )
+        )  # fmt: skip
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)
@@ -161,22 +160,25 @@ def _convert(request: _Request, job: Job, storage: Storage, team: Team) -> Conve
         )
     place = request.place()
     settings = request.settings(storage)
+    if team.leads:
+        place.settle()
+    if request.resume and _is_complete(request, job, place, team):
+        return _report(request, place, job, settings, time.monotonic() - started, team)
     sums = load(storage) if request.checksums else None
     if sums is not None and team.leads:
         check_beside(storage, job.catalog, sums)
-    builder = None
     with ExitStack() as stack:
         if team.leads:
-            _check_target(request, place)
+            _check_target(request, job, place)
             place.enter()
             stack.callback(place.leave)
             team.forget(place)
-        if not (team.leads and _finish_publishing(place, job, request)):
-            settings = _agreed(request, job, place, settings, team)
-            builder = Builder(job, storage, place, settings, team, sums)
-            stack.callback(builder.target.close)
-            _build(builder, request)
-    return _report(request, job, settings, time.monotonic() - started, team, builder)
+        settings = _agreed(request, job, place, settings, team)
+        builder = Builder(job, storage, place, settings, team, sums)
+        stack.callback(builder.target.close)
+        kept = _build(builder, request)
+    seconds = time.monotonic() - started
+    return _report(request, place, job, settings, seconds, team, builder, left_alone=kept)
 
 
 def _agreed(
@@ -196,11 +198,12 @@ def _agreed(
     return replace(settings, window=window, workers=min(settings.workers, total // each))
 
 
-def _build(builder: Builder, request: _Request) -> None:
+def _build(builder: Builder, request: _Request) -> tuple[str, ...]:
     """All steps; what fails is told to the other ranks."""
     team, place = builder.team, builder.place
     try:
-        _steps(builder, request)
+        with named(place.folder):
+            return _steps(builder, request)
     except BaseException as error:
         team.note_failure(place, error)
         match error:
@@ -213,44 +216,52 @@ def _build(builder: Builder, request: _Request) -> None:
         raise
 
 
-def _steps(builder: Builder, request: _Request) -> None:
-    """Prepare, copy, seal, publish; rank 0 does the first and the last ones."""
+def _steps(builder: Builder, request: _Request) -> tuple[str, ...]:
+    """Prepare, copy, seal, publish; rank 0 does the first and the last ones.
+
+    Returns the names of other files at the target, which are kept.
+    """
     team, place = builder.team, builder.place
     if team.leads:
         builder.prepare()
     builder.copy()
     if not team.leads:
         team.wait_for_publish(place)
-        return
+        return ()
     if team.size > 1:
         team.wait_for_all(place, builder.num_chunks())
     builder.seal()
     if request.is_remote:
-        Remote(request.dst).upload(place, builder.job.output.files)
-    else:
-        builder.publish()
+        Remote(request.dst).upload(
+            place, builder.job.output.files, request_of(builder.job, request.checksums)
+        )
+        return ()
+    return builder.publish()
 
 
-def _check_target(request: _Request, place: Workplace) -> None:
+def _check_target(request: _Request, job: Job, place: Workplace) -> tuple[str, ...]:
+    """Refuse a target that cannot be written; the names of other files there, which are kept."""
     if request.is_remote:
         Remote(request.dst).check_absent(request.src, request.overwrite or request.resume)
-        return
+        return ()
     check_places(request.src, place.target)
-    if place.old.exists() and place.data.exists() and request.resume:
-        return  # the old one was moved aside, and the new one is about to come
-    place.check_target(request.overwrite)
+    return place.check_target(request.overwrite, job.paths).kept
 
 
-def _finish_publishing(place: Workplace, job: Job, request: _Request) -> bool:
-    """Whether an earlier run had finished all but the cleaning up."""
-    found = place.request()
-    if found is None or not request.resume or found.get("fingerprint") != job.fingerprint:
-        return False
-    noted = [r["publishing"] for r in read_journals(place.folder) if "publishing" in r]
-    if not noted or not place.was_published(noted[-1]):
-        return False
-    place.finish()
-    return True
+def _is_complete(request: _Request, job: Job, place: Workplace, team: Team) -> bool:
+    """Whether the target is the result of this very request, of an earlier run."""
+    wanted = request_of(job, request.checksums)
+    if request.is_remote:
+        is_result = Remote(request.dst).is_result(wanted)
+    else:
+        is_result = place.is_result(wanted, job.output.files)
+    if is_result and team.leads and place.folder.exists():
+        place.enter()
+        found = place.request()
+        if found is None or found.get("fingerprint") == job.fingerprint:
+            place.discard()
+        place.leave()
+    return is_result
 
 
 def worker_bytes(window: int, casts: bool) -> int:
@@ -263,24 +274,26 @@ def worker_bytes(window: int, casts: bool) -> int:
 
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
     place = request.place()
-    _check_target(request, place)
+    kept = _check_target(request, job, place)
     settings = request.settings(storage)
     seconds = predicted_seconds(job, storage, place.folder.parent)
-    return _report(request, job, settings, seconds, ALONE, None, dry_run=True)
+    return _report(request, place, job, settings, seconds, ALONE, dry_run=True, left_alone=kept)
 
 
 def _report(
     request: _Request,
+    place: Workplace,
     job: Job,
     settings: Settings,
     seconds: float | None,
     team: Team,
-    builder: Builder | None,
+    builder: Builder | None = None,
     dry_run: bool = False,
+    left_alone: tuple[str, ...] = (),
 ) -> ConvertReport:
     to_read = job.unique_bytes + job.copied_bytes
     to_read += job.replica_bytes if request.compare_replicas else 0
-    folder = request.place().folder.parent
+    folder = place.folder.parent
     exists = next(path for path in (folder, *folder.parents) if path.exists())
     resumed = builder.resumed_bytes if builder else 0
     return ConvertReport(
@@ -300,8 +313,10 @@ def _report(
         disk_free=free_bytes(exists),
         seconds=seconds,
         checksums=request.checksums,
+        was_complete=builder is None and not dry_run,
         left_out=job.output.left_out,
-        notes=job.catalog.notes,
+        left_alone=left_alone,
+        notes=(*job.notes, *job.catalog.notes),
         rank=team.rank,
         num_ranks=team.size,
     )

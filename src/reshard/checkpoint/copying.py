@@ -11,13 +11,14 @@ from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.crcs import Crcs, Part
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Chunk, Transfer
 from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.zero_copy import zero_copy
 
-__all__ = ["Copier", "Done", "SourceFiles", "copy_all"]
+__all__ = ["CheckedReads", "Copier", "Done", "SourceFiles", "copy_all"]
 
 
 @dataclass(slots=True)
@@ -27,6 +28,7 @@ class SourceFiles:
     storage: Storage
     catalog: Catalog
     checker: Checker | None = None
+    crcs: Crcs | None = None
     num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -58,18 +60,22 @@ class Done:
     """File, first byte, past the last byte, checksum: of everything that was written."""
     parts: dict[int, int] = field(default_factory=dict)
     """What the chunk adds to the digest of each tensor, by number of the transfer."""
+    crcs: list[Part] = field(default_factory=list)
+    """Parts of the CRC-32 of records of the source."""
 
     def to_record(self) -> dict[str, Any]:
         """The record of the journal."""
         parts = {str(which): f"{value:x}" for which, value in self.parts.items()}
-        return {"chunk": self.number, "bytes": self.num_bytes, "sums": self.sums, "parts": parts}
+        record = {"chunk": self.number, "bytes": self.num_bytes, "sums": self.sums, "parts": parts}
+        return {**record, "crcs": self.crcs} if self.crcs else record
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Done:
         """Read what ``to_record`` gave."""
         parts = {int(which): int(value, 16) for which, value in record["parts"].items()}
         sums = [(file, start, stop, text) for file, start, stop, text in record["sums"]]
-        return cls(record["chunk"], record["bytes"], sums, parts)
+        crcs = [(which, start, stop, crc) for which, start, stop, crc in record.get("crcs", ())]
+        return cls(record["chunk"], record["bytes"], sums, parts, crcs)
 
 
 @dataclass(slots=True)
@@ -85,6 +91,24 @@ class _Writes:
         self.done.num_bytes += len(data)
         if self.checksums:
             self.done.sums += sums_of(file, offset, data)
+
+
+@dataclass(slots=True)
+class CheckedReads:
+    """Reads of the source, with the CRC-32 of what is read where the source has one to compare."""
+
+    source: SourceFiles
+    crcs: list[Part]
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer."""
+        self.source.read_into(file, offset, buffer)
+        if self.source.crcs is not None:
+            self.crcs += self.source.crcs.parts(file, offset, buffer)
+
+    def name(self, file: int) -> str:
+        """The path of a file."""
+        return self.source.name(file)
 
 
 def sums_of(file: int, offset: int, data: memoryview) -> list[tuple[int, int, int, str]]:
@@ -115,20 +139,27 @@ class Copier:
         """Copy one chunk."""
         done = Done(chunk.number)
         writes = _Writes(self.target, done, self.checksums)
+        reads = CheckedReads(self.source, done.crcs)
         for which, window in chunk.windows:
             transfer = self.transfers[which]
             if not self._passed_through(transfer, window, done):
-                self._copy_window(which, transfer, window, buffers, writes)
+                self._copy_window(which, transfer, window, buffers, reads, writes)
         return done
 
     def _copy_window(
-        self, which: int, transfer: Transfer, window: Box, buffers: Buffers, writes: _Writes
+        self,
+        which: int,
+        transfer: Transfer,
+        window: Box,
+        buffers: Buffers,
+        reads: CheckedReads,
+        writes: _Writes,
     ) -> None:
         lead = lead_of(transfer, window)
         casts = transfer.have != transfer.want
-        array = fill(transfer, window, buffers, self.source, 0 if casts else lead)
+        array = fill(transfer, window, buffers, reads, 0 if casts else lead)
         if self.compare_replicas and len(transfer.replicas):
-            compare(transfer, window, array, buffers, self.source)
+            compare(transfer, window, array, buffers, reads)
         array = cast(transfer, window, array, buffers, lead)
         if self.checksums:
             value = digest.part(array, window, transfer.shape, transfer.want)

@@ -38,7 +38,7 @@ from reshard.mesh import Mesh
 from reshard.models import numbers_of
 from reshard.rules import Rules
 
-__all__ = ["Cut", "Parameters", "wanted_of"]
+__all__ = ["Cut", "Parameters", "uncast_note", "wanted_of"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """What a change of dtype for all tensors is about; all else stays as it is."""
@@ -155,6 +155,26 @@ def wanted_of(outlines: Mapping[str, Outline], cut: Cut, whole: bool) -> dict[st
         name: Wanted(outline.shape, _dtype(name, outline, cut, parameters), layouts.get(name))
         for name, outline in outlines.items()
     }
+
+
+def uncast_note(outlines: Mapping[str, Outline], cut: Cut) -> tuple[str, ...]:
+    """A line about floats of 8 bits or fewer, which a dtype for all parameters leaves alone.
+
+    Their values mean little without the scales beside them.
+    """
+    if not isinstance(cut.dtype, str):
+        return ()
+    found = [n for n, o in outlines.items() if is_float(o.dtype) and o.dtype not in FLOATS]
+    kept = [name for name in found if outlines[name].dtype != cut.dtype]
+    if not kept:
+        return ()
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    note = (
+        f"{quoted(kept[0])}{more} of {outlines[kept[0]].dtype} kept this dtype: a dtype for all "
+        f"parameters casts {', '.join(FLOATS[:3])} and {FLOATS[3]}; dtype={{name: dtype}} of "
+        "checkpoint.convert casts others"
+    )
+    return (note,)
 
 
 def _layouts(outlines: Mapping[str, Outline], cut: Cut) -> dict[str, Layout]:

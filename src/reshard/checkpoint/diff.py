@@ -227,6 +227,7 @@ def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> di
     readers = (StoredReader(side, side.catalog.tensors[name]) for name in names)
     found = dict(digests_of(readers, budget, meter, _raise))
     side.checker.finish(side.storage)
+    side.check_crcs()
     return found
 
 

@@ -14,7 +14,6 @@ from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
-from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
@@ -89,7 +88,7 @@ def _readers(source: Source, found: Examined) -> Iterator[StoredReader]:
     for tensor in source.catalog.tensors.values():
         try:
             # First, because it ends soon whatever the pieces are.
-            holes = holes_of(tensor.shape, (piece.box for piece in tensor.pieces))
+            holes = tensor.holes()
             if holes:
                 found.add(_hole(source, tensor, holes))
             else:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.cutting import Cut, wanted_of
+from reshard.checkpoint.companions import base_of, is_weights
+from reshard.checkpoint.cutting import Cut, uncast_note, wanted_of
+from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
-from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
+from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
-from reshard.errors import CheckpointError
-from reshard.planning.names import Names
+from reshard.errors import CheckpointError, SizeError
+from reshard.planning.names import Feed, Names
 from reshard.planning.names_table import names_of
 
 __all__ = ["Job", "Stamp", "plan_job"]
@@ -58,6 +60,15 @@ class Job:
     """Changes with the source and with what is asked for."""
     stamp: Stamp
     """The source as it was planned from."""
+    notes: tuple[str, ...] = ()
+    """What the report says of the request."""
+    renamed: frozenset[str] = frozenset()
+    """Tensors of the output that are not the source tensor of the same name, as it is."""
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of all files to be written."""
+        return tuple(file.path for file in self.output.files)
 
     @property
     def unique_bytes(self) -> int:
@@ -88,6 +99,7 @@ def plan_job(
     *,
     format: str | None = None,
     names: Names | None = None,
+    drop: Sequence[str] = (),
     max_shard_size: int = 5 * 10**9,
 ) -> Job:
     """Plan a conversion; holes, misfits and unknown names are errors here."""
@@ -95,6 +107,11 @@ def plan_job(
     format = format or ("sharded" if is_cut else "full")
     if format not in FORMATS:
         raise CheckpointError(unknown_format(format))
+    if max_shard_size < 1:
+        raise SizeError(
+            f"max_shard_size is {max_shard_size} bytes: give the most bytes of one file, such as "
+            "5GB"
+        )
     if format != "full":
         cut = cut.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
@@ -103,7 +120,12 @@ def plan_job(
     if names is None:
         names = names_of(cut.rules.names) if cut.rules is not None else {}
     is_whole = format == "full" or (format == "distcp" and not is_cut)
-    wanted = wanted_of(outlines_of(have, names), cut, is_whole)
+    outlines = outlines_of(have, names, drop)
+    if not outlines and not catalog.objects:
+        raise CheckpointError(
+            f"all tensors of {catalog.root} are dropped: nothing is left to write"
+        )
+    wanted = wanted_of(outlines, cut, is_whole)
     output = plan_output(
         format,
         wanted,
@@ -112,21 +134,40 @@ def plan_job(
         nesting=catalog.nesting,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
         max_shard_size=max_shard_size,
+        base=_base(catalog, storage),
     )
-    transfers = tuple(_transfers(catalog, output, have, names))
+    renamed = set[str]()
+    transfers = tuple(_transfers(catalog, output, have, names, renamed))
     output, others = _with_others(output, catalog, format)
+    output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    return Job(catalog, format, output, transfers, others, fingerprint, stamp)
+    notes = uncast_note(outlines, cut)
+    return Job(
+        catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
+    )
+
+
+def _base(catalog: Catalog, storage: Storage) -> str:
+    """How the names of files of whole tensors begin, so that they are found where they were."""
+    files, others = ([file.path for file in some] for some in (catalog.files, catalog.others))
+    return base_of(files, others, config_of(storage) if "config.json" in others else None)
 
 
 def _transfers(
-    catalog: Catalog, output: Output, have: Mapping[str, Outline], names: Names
+    catalog: Catalog,
+    output: Output,
+    have: Mapping[str, Outline],
+    names: Names,
+    renamed: set[str],
 ) -> list[Transfer]:
+    """One transfer for each output tensor; names of those that names changes are added."""
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
     found = []
     for name, feeds, zeros in feeds_for(shapes, have, names):
         tensor = output.tensors[name]
+        if zeros or feeds != [Feed(name)]:
+            renamed.add(name)
         fed = feeding(catalog, feeds)
         found.append(transfer_of(name, tensor.shape, tensor.dtype, fed, tensor.pieces, zeros))
     return found
@@ -137,11 +178,16 @@ def _with_others(
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
     """The output with the files of the source that hold no tensors.
 
-    Files of tensors that are no part of the source might be taken for a part of the output.
+    Files of tensors that are no part of the source might be taken for a part of the output, and
+    weights in another format would be stale beside it.
     """
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
-    strays = tuple(file.path for file in catalog.others if _is_one_of(misleading, file.path))
+    strays = tuple(
+        file.path
+        for file in catalog.others
+        if _is_one_of(misleading, file.path) or is_weights(file.path)
+    )
     kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
     files = (*output.files, *(StoredFile(file.path, file.size) for file in kept))

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
+from reshard.checkpoint.durable import named
+
 __all__ = ["Journal", "boot_id", "read_journals"]
 
 Record = dict[str, Any]
@@ -49,7 +51,7 @@ class Journal:
     def append(self, record: Record) -> None:
         """Add a record; it survives the end of this process at once."""
         line = _line(record)
-        with self._lock:
+        with self._lock, named(self.path):
             while line:
                 line = line[os.write(self._descriptor, line) :]
             self.num_records += 1
@@ -57,7 +59,8 @@ class Journal:
     def synced(self, num_records: int) -> None:
         """Note that the bytes of the first records are on disk, and put the journal there too."""
         self.append({"synced": num_records})
-        os.fsync(self._descriptor)
+        with named(self.path):
+            os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Stop writing."""

@@ -1,24 +1,32 @@
 """Where an output is built, and how it takes its place all at once.
 
-Beside the target lies, while a conversion runs or waits to be resumed,
+While a conversion runs or waits to be resumed, there is beside the target
 
     .NAME.reshard-partial/
-        lock            held by the process that works here
-        request.json    what is being made of what
-        journal.RANK    what is done
-        data/           the output, in the making
+        lock             held by the process that works here
+        request.json     what is being made of what
+        journal.RANK     what is done
+        data/            the output, in the making
+        publishing.json  the inode of data, and which files of the target it replaces
 
-and when all is written, ``data`` is renamed to the target. With ``overwrite`` the two are exchanged
-in one step where the system can; else the old one is moved to ``old`` and the new one in its place.
-Until then the old one is as it was, and a crash at any point can be finished by ``resume``.
+When all is written, ``data`` takes the place of the target:
 
-What is done with goes at once, by a rename to ``.NAME.reshard-gone-...``, and is deleted then: a
-crash in the middle of that leaves nothing that could be taken for a conversion to be resumed.
+    1. write publishing.json
+    2. rename data to the target; to overwrite, exchange the two in one step. Where the system
+       cannot exchange: rename the target to old, then data to the target
+    3. move what does not belong to the old checkpoint from the old folder to the new one
+    4. rename the partial folder to .NAME.reshard-gone-..., and delete it: of the old folder only
+       the files that belong to the old checkpoint
+
+A process may be killed at any point. Before step 2 the old checkpoint is complete, after it the new
+one is. Between the two renames of step 2 the old one is complete in ``old``. In steps 3 and 4 some
+of the other files are still in the partial folder. The next process that works on this target, to
+resume, to overwrite or to save, begins with ``settle``: it renames ``old`` back, or does steps 3
+and 4.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import glob
@@ -26,20 +34,24 @@ import json
 import os
 import secrets
 import shutil
+import stat
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES
+from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.checksums import load
+from reshard.checkpoint.durable import exchange, replace_file, sync_folder
+from reshard.checkpoint.replacing import Replaced, delete_files, move_kept, replaced_by
+from reshard.checkpoint.storage import REQUEST, open_storage
 from reshard.errors import TargetError, UnfinishedError
 
-__all__ = ["Workplace", "check_places", "replace_file"]
+__all__ = ["Workplace", "check_places"]
 
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+PUBLISHING = "publishing.json"
 
 
 def check_places(source: str, target: Path) -> None:
@@ -80,29 +92,54 @@ class Workplace:
         """What stood at the target, once it is moved aside."""
         return self.folder / "old"
 
-    def check_target(self, overwrite: bool) -> None:
-        """Refuse what stands at the target, unless it is a checkpoint that may be overwritten."""
+    def check_target(self, overwrite: bool, files: Collection[str]) -> Replaced:
+        """Refuse what stands at the target, unless these files may replace a checkpoint there."""
         if not os.path.lexists(self.target):
-            return
+            return Replaced(frozenset(), ())
         if not self.target.is_dir():
             raise TargetError(f"{self.target} is not a folder: choose another target")
+        if self.target.is_symlink():
+            raise TargetError(f"{self.target} is a link: give the folder that it leads to")
+        if os.path.ismount(self.target):
+            raise TargetError(f"{self.target} is a mount point: name a folder in it")
         if not any(self.target.iterdir()):
-            if self.target.is_symlink():
-                raise TargetError(f"{self.target} is a link: give the folder that it leads to")
-            return
+            return Replaced(frozenset(), ())
         if not overwrite:
             raise TargetError(
                 f"{self.target} exists: choose another target, or give --overwrite "
                 "(overwrite=True); the old one is kept until the new one is complete"
             )
-        if not _holds_tensors(self.target):
-            raise TargetError(
-                f"{self.target} holds no checkpoint, and only a checkpoint is overwritten: choose "
-                "another target, or move the folder away"
-            )
+        return replaced_by(self.target, files)
+
+    def settle(self) -> None:
+        """Finish or undo the publishing in which an earlier process was killed."""
+        if (self.folder / PUBLISHING).exists():
+            self._take_lock()
+            try:
+                self.recover()
+            finally:
+                self.leave()
+        for gone in self.target.parent.glob(f"{glob.escape(self._gone)}*"):
+            _delete(gone)
+
+    def recover(self) -> bool:
+        """The same, with the lock held; whether the new output is in its place."""
+        state = _publishing(self.folder)
+        if state is None:
+            return False
+        if self._was_published(state["inode"]):
+            self.finish()
+            return True
+        if self.old.exists() and not os.path.lexists(self.target):
+            self.old.rename(self.target)
+        return False
 
     def enter(self) -> None:
         """Make the folder and take its lock; a second conversion is refused at once."""
+        self.settle()
+        self._take_lock()
+
+    def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
             raise TargetError(f"{self.folder} leads elsewhere by a link: remove it")
         try:
@@ -121,9 +158,7 @@ class Workplace:
         self._lock = lock
         if not (self.folder / "lock").exists():  # the one before us finished just now
             self.leave()
-            self.enter()
-        for gone in self.target.parent.glob(f"{glob.escape(self._gone)}*"):
-            shutil.rmtree(gone, ignore_errors=True)
+            self._take_lock()
 
     @property
     def _gone(self) -> str:
@@ -173,6 +208,19 @@ class Workplace:
         """Write down what is being made."""
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
+    def note_result(self, request: Mapping[str, Any]) -> None:
+        """Write into an output without checksums which conversion it is the result of."""
+        replace_file(self.data / REQUEST, json.dumps(request).encode())
+
+    def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
+        """Whether the target is the result of this very conversion, with all of its files."""
+        try:
+            sizes = [(self.target / file.path).stat().st_size for file in files]
+            found = _request_of(self.target)
+        except (OSError, ValueError):  # damage of the checksums among them
+            return False
+        return found == request and sizes == [file.size for file in files]
+
     def discard(self) -> None:
         """Remove all that was built here."""
         self._keep_old()
@@ -191,15 +239,21 @@ class Workplace:
             self.folder.rename(gone)
         except OSError:
             gone = self.folder
-        shutil.rmtree(gone, ignore_errors=True)
+        _delete(gone)
         self.leave()
 
-    def publish(self, overwrite: bool, note: Callable[[dict[str, Any]], None]) -> None:
-        """Put the finished output in its place."""
-        note({"publishing": self.data.stat().st_ino})
-        _sync_folder(self.folder)
+    def publish(self, overwrite: bool, files: Collection[str]) -> tuple[str, ...]:
+        """Put the finished output, which has these files, in its place; the names of what was there
+        and is kept.
+        """
+        is_there = overwrite and os.path.lexists(self.target)
+        replaced = self._check_again(files) if is_there else Replaced(frozenset(), ())
+        state = {"inode": self.data.stat().st_ino, "belongs": sorted(replaced.belongs)}
+        replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
         try:
-            if not os.path.lexists(self.target) or not overwrite:
+            if is_there:
+                _take_after(self.data, self.target.stat())
+            if not is_there:
                 self.data.rename(self.target)
             elif not exchange(self.data, self.target):
                 self.target.rename(self.old)
@@ -207,6 +261,14 @@ class Workplace:
         except OSError as error:
             raise self._in_the_way(error) from None
         self.finish()
+        return replaced.kept
+
+    def _check_again(self, files: Collection[str]) -> Replaced:
+        """Check the target as it is now: it may have changed since the conversion began."""
+        try:
+            return self.check_target(True, files)
+        except TargetError as error:
+            raise UnfinishedError(f"{error}; --resume then goes on") from None
 
     def _in_the_way(self, error: OSError) -> Exception:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
@@ -219,24 +281,72 @@ class Workplace:
             "--resume tries again"
         )
 
-    def was_published(self, inode: int) -> bool:
-        """Whether a crash came after the output took its place."""
-        return self.target.exists() and self.target.stat().st_ino == inode
+    def _was_published(self, inode: int) -> bool:
+        """Whether the output has taken its place."""
+        return self.target.is_dir() and self.target.stat().st_ino == inode
 
     def finish(self) -> None:
-        """Make the rename durable and clean up; the old output, if any, goes now."""
-        _sync_folder(self.target.parent)
+        """Make the rename durable, move what is kept to the new folder, and remove the old one."""
+        sync_folder(self.target.parent)
+        state = _publishing(self.folder)
+        for old in _replaced_folders(self.folder, state):
+            assert state is not None
+            move_kept(old, self.target, frozenset(state["belongs"]))
+            sync_folder(self.target)
         self._remove()
 
 
-def _holds_tensors(folder: Path) -> bool:
-    """Whether some file of a folder is of a checkpoint, finished or not."""
-    ours = (SIDECAR, COMMITTED, ".metadata")
-    return any(
-        name.endswith((*TENSOR_FILES, ".distcp")) or name in ours
-        for _, _, names in os.walk(folder)
-        for name in names
-    )
+def _take_after(folder: Path, old: os.stat_result) -> None:
+    """Give a folder the owner and the permissions of the one that it replaces."""
+    with suppress(PermissionError):
+        os.chown(folder, old.st_uid, old.st_gid)
+    folder.chmod(stat.S_IMODE(old.st_mode))
+
+
+def _request_of(target: Path) -> Mapping[str, Any] | None:
+    """Which conversion a folder is the result of."""
+    with open_storage(target) as storage:
+        sums = load(storage)
+    if sums is not None:
+        return sums.request
+    found = json.loads((target / REQUEST).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else None
+
+
+def _publishing(folder: Path) -> dict[str, Any] | None:
+    """What a partial folder says of its publishing; None if that had not begun."""
+    path = folder / PUBLISHING
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        state = None
+    match state:
+        case {"inode": int(), "belongs": list()}:
+            return state  # type: ignore[no-any-return]
+    raise UnfinishedError(f"{path} cannot be read: see what {folder} holds, and move it away")
+
+
+def _replaced_folders(folder: Path, state: Mapping[str, Any] | None) -> Iterator[Path]:
+    """The folder that stood at the target, wherever the exchange has put it."""
+    for old in (folder / "old", folder / "data"):
+        is_folder = state is not None and old.is_dir() and not old.is_symlink()
+        if is_folder and state is not None and old.stat().st_ino != state["inode"]:
+            yield old
+
+
+def _delete(folder: Path) -> None:
+    """Delete a partial folder; of the folder that stood at the target only the old checkpoint."""
+    try:
+        state = _publishing(folder)
+    except UnfinishedError:
+        return
+    for old in _replaced_folders(folder, state):
+        assert state is not None
+        if not delete_files(old, state["belongs"]):
+            return
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _locked(lock: int) -> bool:
@@ -249,37 +359,3 @@ def _locked(lock: int) -> bool:
         else:
             return True
     return False
-
-
-def exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError):
-        return False
-    paths = os.fsencode(one), os.fsencode(other)
-    if rename(_AT_FDCWD, paths[0], _AT_FDCWD, paths[1], _RENAME_EXCHANGE) == 0:
-        return True
-    code = ctypes.get_errno()
-    if code in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP):
-        return False
-    raise OSError(code, os.strerror(code), str(other))
-
-
-def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    with beside.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

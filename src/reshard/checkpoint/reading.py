@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -27,13 +27,14 @@ from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import Checker, Checksums, load
+from reshard.checkpoint.crcs import Crcs, changed, crc_of, crcs_of
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.located import Located, slabs
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.transfers import Fed, Transfer, source_of
 from reshard.checkpoint.windows import Buffers, fill, readable
 from reshard.dtypes import itemsize
-from reshard.errors import MemoryCapError
+from reshard.errors import DamageError, MemoryCapError
 from reshard.planning.names import Feed
 
 if TYPE_CHECKING:
@@ -107,12 +108,25 @@ class Source:
     storage: Storage
     checksums: Checksums | None
     checker: Checker
+    crcs: Crcs = field(default_factory=lambda: Crcs(()))
+    """What torch wrote down of files that have no checksums of ours."""
 
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from one of the catalog's files."""
         path = self.name(file)
         self.storage.read_into(path, offset, buffer)
         self.checker.saw(path, offset, buffer)
+        self.crcs.add(self.crcs.parts(file, offset, buffer))
+
+    def check_crcs(self) -> None:
+        """Raise DamageError if a record of which something was read has changed."""
+        for crc, now in self.crcs.values(self.unread):
+            if crc.value != now:
+                raise DamageError(changed(self.catalog, crc, now))
+
+    def unread(self, file: int, start: int, stop: int) -> int:
+        """The CRC-32 of bytes that were not read yet."""
+        return crc_of(self.storage, self.name(file), start, stop)
 
     def name(self, file: int) -> str:
         """The path of one of the catalog's files."""
@@ -127,7 +141,9 @@ def opened(
     with open_storage(root) as storage:
         checksums = load(storage)
         catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
-        yield Source(catalog, storage, checksums, Checker(checksums, storage.root))
+        checker = Checker(checksums, storage.root)
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
+        yield Source(catalog, storage, checksums, checker, crcs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,12 +164,13 @@ class StoredReader:
         self.source = source
         self.tensor = tensor
         fed = Fed(tensor, Feed(tensor.name))
-        have, replicas = source_of(tensor.name, tensor.shape, [fed])
+        have, replicas = source_of(tensor.name, tensor.shape, [fed], tensor.zeros)
         none = Located.none(len(tensor.shape), itemsize(tensor.dtype))
         whole = (Box.whole(tensor.shape),)
         self._transfer = Transfer(
-            tensor.name, tensor.shape, tensor.dtype, tensor.dtype, have, replicas, none, whole
-        )
+            tensor.name, tensor.shape, tensor.dtype, tensor.dtype, have, replicas, none, whole,
+            is_padded=bool(tensor.zeros),
+        )  # fmt: skip
 
     @property
     def has_replicas(self) -> bool:
@@ -164,9 +181,10 @@ class StoredReader:
         """The tensor in boxes of at most so many bytes that are quick to read.
 
         They are parts of pieces, each a run of its file. Where there are replicas they are whole
-        rows, so that all copies of an element are in memory at once.
+        rows, so that all copies of an element are in memory at once; and where some elements are
+        stored nowhere and are zero.
         """
-        if self.has_replicas:
+        if self.has_replicas or self.tensor.zeros:
             yield from self.rows(num_bytes)
             return
         limit = max(num_bytes // itemsize(self.tensor.dtype), 1)
@@ -197,6 +215,8 @@ class StoredReader:
         """The file that holds an element, and the byte at which it begins."""
         box = Box(index, tuple(at + 1 for at in index))
         held = self._transfer.source.within(box)
+        if not len(held):
+            return "(padding)", 0
         return self.source.name(int(held.files[0])), int(held.offsets[0])
 
 

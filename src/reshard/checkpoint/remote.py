@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,20 @@ class Remote:
                 f"{advice}"
             )
 
-    def upload(self, place: Workplace, files: Sequence[StoredFile]) -> None:
+    def is_result(self, request: Mapping[str, Any]) -> bool:
+        """Whether the address holds the result of this very conversion."""
+        marker = f"{self._base}/{COMMITTED}"
+        if not self._ask("exists", marker):
+            return False
+        try:
+            found = json.loads(self._ask("cat_file", marker))
+        except ValueError:
+            return False
+        return isinstance(found, dict) and found.get("request") == request
+
+    def upload(
+        self, place: Workplace, files: Sequence[StoredFile], request: Mapping[str, Any]
+    ) -> None:
         """Upload all files, compare their sizes, and commit."""
         paths = [file.path for file in files]
         paths += [SIDECAR] if (place.data / SIDECAR).exists() else []
@@ -73,7 +86,7 @@ class Remote:
                     f"{self.address}/{path} has {found} bytes and {size} were sent; "
                     "--resume sends it again"
                 )
-        text = json.dumps({"reshard": 1, "files": sizes}).encode()
+        text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
         self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
         place.finish()
 

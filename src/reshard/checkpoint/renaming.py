@@ -12,16 +12,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from math import prod
 
 from reshard.box import Box
+from reshard.checkpoint.coverage import holes_of
 from reshard.errors import NamesError, PlanError, quoted
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take, feeds_of
 from reshard.spec import TensorSpec
 
-__all__ = ["Outline", "feeds_for", "outlines_of"]
+__all__ = ["Outline", "feeds_for", "left_over", "outlines_of"]
 
 _PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ANYWHERE = Layout(Mesh(), "...")
@@ -38,8 +41,13 @@ class Outline:
     dtype: str
 
 
-def outlines_of(have: Mapping[str, Outline], names: Names) -> dict[str, Outline]:
-    """All tensors of the output: those that names speaks of, and the others as they are."""
+def outlines_of(
+    have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
+) -> dict[str, Outline]:
+    """All tensors of the output: those that names makes, and the others as they are.
+
+    Tensors that match ``drop`` are only there as far as names takes them.
+    """
     found: dict[str, Outline] = {}
     made_by: dict[str, str] = {}
     used: set[str] = set()
@@ -53,7 +61,8 @@ def outlines_of(have: Mapping[str, Outline], names: Names) -> dict[str, Outline]
             found[name] = _outline(name, source, [have[part] for part in parts])
             made_by[name] = key
             used |= set(parts)
-    kept = {name: outline for name, outline in have.items() if name not in used}
+    gone = used | _dropped(have, drop)
+    kept = {name: outline for name, outline in have.items() if name not in gone}
     double = next((name for name in kept if name in found), None)
     if double is not None:
         raise NamesError(
@@ -61,6 +70,45 @@ def outlines_of(have: Mapping[str, Outline], names: Names) -> dict[str, Outline]
             "which nothing else takes: rename it too"
         )
     return kept | found
+
+
+def left_over(
+    have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
+) -> tuple[str, ...]:
+    """Parts of source tensors that are in no output tensor and were not dropped on request.
+
+    >>> from reshard.planning.names import take
+    >>> left_over({"w": Outline((4, 2), "float32")}, {"v": take("w", crop={0: (0, 3)})})
+    ('w [3:4, 0:2]',)
+    """
+    taken: dict[str, list[Box]] = {}
+    whole: set[str] = _dropped(have, drop)
+    for key, source in names.items():
+        for _, parts in _filled_in(key, source, have):
+            if isinstance(source, Take):
+                box = _box_of(source, have[parts[0]].shape)
+                taken.setdefault(parts[0], []).append(box)
+            else:
+                whole |= set(parts)
+    found = []
+    for name in sorted(taken.keys() - whole):
+        holes = holes_of(have[name].shape, taken[name])
+        more = f" and {len(holes) - 1} more boxes" if len(holes) > 1 else ""
+        found += [f"{name} {holes[0]}{more}"] if holes else []
+    return tuple(found)
+
+
+def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
+    """The source tensors that patterns match; a pattern without any is most likely a slip."""
+    found: set[str] = set()
+    for pattern in drop:
+        matched = {name for name in have if name == pattern or fnmatchcase(name, pattern)}
+        if not matched:
+            near = get_close_matches(pattern, have, n=1)
+            hint = f": did you mean {quoted(near[0])}" if near else ""
+            raise NamesError(f"drop has {quoted(pattern)}, which matches no tensor{hint}")
+        found |= matched
+    return found
 
 
 def feeds_for(
@@ -205,6 +253,14 @@ def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
 def _check_dim(name: str, dim: int, last: int) -> None:
     if not 0 <= dim <= last:
         raise PlanError(f"{quoted(name)} is joined in dim {dim}: the dims are 0 to {last}")
+
+
+def _box_of(source: Take, shape: tuple[int, ...]) -> Box:
+    """The part of a source tensor that is taken."""
+    limits = {dim: (0, size) for dim, size in enumerate(shape)}
+    limits |= dict(source.crop) | {dim: (at, at + 1) for dim, at in source.index}
+    low, high = zip(*limits.values(), strict=True) if limits else ((), ())
+    return Box(low, high)
 
 
 def _taken(source: Take, shape: tuple[int, ...]) -> tuple[int, ...]:

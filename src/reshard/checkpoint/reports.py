@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.bytesize import format_bytes
+from reshard.errors import quoted
 
 __all__ = ["ConvertReport"]
 
@@ -35,10 +36,14 @@ class ConvertReport:
     seconds: float | None
     """How long it took; in a dry run how long it will take, as far as a short probe can tell."""
     checksums: bool
+    was_complete: bool = False
+    """Whether an earlier run of the same request had written all of it."""
     left_out: tuple[str, ...] = ()
-    """Entries and values that have no place in the format, and files of tensors that are no part of
-    the source.
+    """Entries and values that have no place in the format, parts of tensors that no name takes, and
+    files of other tensors beside the source.
     """
+    left_alone: tuple[str, ...] = ()
+    """Files and folders at the target that did not belong to the checkpoint that was replaced."""
     notes: tuple[str, ...] = ()
     """What a reader should know about the source."""
     rank: int = 0
@@ -58,7 +63,8 @@ class ConvertReport:
         """The report as plain data."""
         rate = self.gb_per_second
         extra = {"amplification": round(self.amplification, 4), "gb_per_second": rate}
-        lists = {"left_out": list(self.left_out), "notes": list(self.notes)}
+        names = ("left_out", "left_alone", "notes")
+        lists = {name: list(getattr(self, name)) for name in names}
         return {**asdict(self), **lists, **extra}
 
     def to_json(self) -> str:
@@ -69,9 +75,12 @@ class ConvertReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
+        tensors = f"{self.num_tensors} tensor{'s' * (self.num_tensors != 1)}"
+        if self.was_complete:
+            return [f"already complete: {self.target} has {tensors}, written by an earlier run"]
         verb = "would write" if self.dry_run else "wrote"
         lines = [
-            f"{verb} {self.num_tensors} tensor{'s' * (self.num_tensors != 1)} to {self.target}",
+            f"{verb} {tensors} to {self.target}",
             f"  format   {self.format}, {self.num_files} file{'s' * (self.num_files != 1)}",
             f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
             f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
@@ -82,8 +91,11 @@ class ConvertReport:
             lines.append(f"  disk     {format_bytes(self.disk_needed)} needed, {free} free")
         lines += self._time()
         if self.left_out:
-            some = ", ".join(self.left_out[:5]) + (" ..." if len(self.left_out) > 5 else "")
-            lines.append(f"  left out {some}: no place in this format, or no part of the source")
+            reason = "no place in this format, taken by no name, or no part of the source"
+            lines.append(f"  left out {_some(self.left_out)}: {reason}")
+        if self.left_alone:
+            reason = "no part of the checkpoint that is replaced"
+            lines.append(f"  kept     {_some(self.left_alone)}: {reason}")
         return lines + [f"  note     {note}" for note in self.notes[:5]]
 
     def _resumed(self) -> str:
@@ -96,3 +108,9 @@ class ConvertReport:
         rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
         about = "about " if self.dry_run else ""
         return [f"  time     {about}{self.seconds:.1f} s{rate}"]
+
+
+def _some(names: tuple[str, ...]) -> str:
+    """A few names, each on one line whatever is in it."""
+    shown = ", ".join(quoted(name)[1:-1] for name in names[:5])
+    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

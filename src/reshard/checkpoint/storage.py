@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Self
 
@@ -28,13 +29,15 @@ from reshard.checkpoint.catalog import StoredFile
 from reshard.errors import CheckpointError, DamageError, quoted
 
 __all__ = [
-    "COMMITTED", "MAX_FILES", "OURS", "TENSOR_FILES", "LocalStorage", "Range", "Storage",
-    "check_path", "open_storage", "plain_path",
+    "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "Range",
+    "Storage", "check_path", "open_storage", "plain_path",
 ]  # fmt: skip
 
 OURS = ".reshard"
 """Names that begin so are our own (locks, journals, checksums) and never part of a checkpoint."""
 
+REQUEST = f"{OURS}-request.json"
+"""The file that says which conversion a folder without checksums is the result of."""
 COMMITTED = "_RESHARD_COMMITTED"
 """The file that is written last where folders cannot be renamed."""
 TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")
@@ -154,6 +157,15 @@ class Storage(ABC):
             )
 
 
+Identity = tuple[int, int, int, int, int]
+"""Device, inode, size, times of the last write and of the last change of a file."""
+
+
+def _identity(status: os.stat_result) -> Identity:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, *times
+
+
 @dataclass(slots=True)
 class _Open:
     """An open file: its descriptor, its size, and how many are using it."""
@@ -164,7 +176,12 @@ class _Open:
 
 
 class LocalStorage(Storage):
-    """A folder, or one file, of this machine."""
+    """A folder, or one file, of this machine.
+
+    The identity of a file is kept from the first time that it is listed or opened. A file that is
+    later another one, whatever its size and time stamp, is refused: its bytes would be mixed with
+    those that were read before.
+    """
 
     is_local = True
 
@@ -172,6 +189,7 @@ class LocalStorage(Storage):
         self.root = root.rstrip("/") or root
         self._lock = threading.Lock()
         self._open: OrderedDict[str, _Open] = OrderedDict()
+        self._identities: dict[str, Identity] = {}
         path = Path(root)
         if not path.exists():
             raise CheckpointError(f"{root} does not exist: check the path")
@@ -185,15 +203,22 @@ class LocalStorage(Storage):
     def list(self) -> tuple[StoredFile, ...]:
         if self._only is not None:
             return (StoredFile(self._only, self.size(self._only)),)
-        return tuple(sorted(_walk(self._folder, self.root), key=lambda file: file.path))
+        found = sorted(_walk(self._folder, self.root), key=itemgetter(0))
+        for path, status in found:
+            self._identities.setdefault(path, _identity(status))
+        return tuple(StoredFile(path, status.st_size) for path, status in found)
 
     def size(self, path: str) -> int:
         with self.using(path) as file:
             return file.size
 
     def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
-        found = [(self._folder / check_path(path)).stat() for path in paths]
-        return [f"{status.st_size} {status.st_mtime_ns}" for status in found]
+        """Size and both times. Inodes are compared too, but only within this process: on some
+        network file systems each machine sees others."""
+        found = [self._status(path) for path in paths]
+        for path, status in zip(paths, found, strict=True):
+            self._check_same(path, status)
+        return [f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for status in found]
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         with self.using(path) as file:
@@ -277,7 +302,27 @@ class LocalStorage(Storage):
         if not stat.S_ISREG(status.st_mode):
             os.close(descriptor)
             raise DamageError(f"{self.where(path)} is not a regular file")
+        try:
+            self._check_same(path, status)
+        except DamageError:
+            os.close(descriptor)
+            raise
         return _Open(descriptor, status.st_size)
+
+    def _status(self, path: str) -> os.stat_result:
+        try:
+            return (self._folder / check_path(path)).stat()
+        except OSError as error:
+            raise _unreadable(self.where(path), error) from None
+
+    def _check_same(self, path: str, status: os.stat_result) -> None:
+        """Refuse a file that is not the one that was listed or opened first."""
+        found = _identity(status)
+        if self._identities.setdefault(path, found) != found:
+            raise DamageError(
+                f"{self.where(path)} was replaced or written while it was read: read it again when "
+                "no process writes to it"
+            )
 
     def _check_inside(self, where: Path) -> None:
         """A link may lead to a file of the root, or, in a hub's cache, to one of its blobs."""
@@ -299,7 +344,7 @@ def _unreadable(path: str, error: OSError) -> CheckpointError:
     return CheckpointError(f"{path} cannot be opened: {error.strerror}")
 
 
-def _walk(folder: Path, root: str) -> Iterator[StoredFile]:
+def _walk(folder: Path, root: str) -> Iterator[tuple[str, os.stat_result]]:
     """Regular files of a folder and of the folders in it; links to folders are not followed."""
     pending, count = [(folder, "", 0)], 0
     while pending:
@@ -314,7 +359,7 @@ def _walk(folder: Path, root: str) -> Iterator[StoredFile]:
                 if not entry.name.startswith(".") and depth < MAX_DEPTH:
                     pending.append((Path(entry.path), f"{prefix}{entry.name}/", depth + 1))
             elif not entry.name.startswith(OURS) and entry.is_file():
-                yield StoredFile(prefix + entry.name, entry.stat().st_size)
+                yield prefix + entry.name, entry.stat()
         if count > MAX_FILES:
             raise CheckpointError(
                 f"{root} holds more than {MAX_FILES} files: name the folder of one checkpoint"

@@ -16,6 +16,7 @@ from pathlib import Path
 from reshard.bytesize import format_bytes
 from reshard.checkpoint import direct
 from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.durable import named, sync_folder
 from reshard.errors import TargetError, UnfinishedError
 
 __all__ = ["TargetFiles"]
@@ -59,11 +60,12 @@ class TargetFiles:
         try:
             for file in self.files:
                 path = self.folder / file.path
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _allocate(path, file.size)
+                with named(path):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                    _allocate(path, file.size)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise TargetError(f"{self.folder} cannot be written: {error.strerror}") from None
+                raise TargetError(f"{error.filename} cannot be written: {error.strerror}") from None
             needed = sum(file.size for file in self.files)
             raise TargetError(
                 f"no room for {format_bytes(needed)} at {self.folder.parent.parent} "
@@ -85,8 +87,12 @@ class TargetFiles:
     def sync(self) -> None:
         """Put what was written to all files on disk."""
         for file in range(len(self.files)):
-            with self.using(file) as descriptor:
-                os.fsync(descriptor)
+            self.sync_file(file)
+
+    def sync_file(self, file: int) -> None:
+        """Put what was written to one file on disk."""
+        with self.using(file) as descriptor, named(self.folder / self.files[file].path):
+            os.fsync(descriptor)
 
     def sync_folders(self) -> None:
         """Put the names of all files on disk."""
@@ -95,9 +101,7 @@ class TargetFiles:
             path = (self.folder / file.path).parent
             folders |= {path, *(p for p in path.parents if self.folder in p.parents)}
         for folder in folders:
-            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-            os.fsync(descriptor)
-            os.close(descriptor)
+            sync_folder(folder)
 
     @contextmanager
     def using(self, file: int) -> Iterator[int]:

@@ -33,7 +33,10 @@ from reshard.errors import CheckpointError, CoverageError, DamageError, PlanErro
 from reshard.listed import join_boxes
 from reshard.planning.names import Feed
 
-__all__ = ["Chunk", "Fed", "Transfer", "chunks_of", "source_of", "transfer_of"]
+__all__ = [
+    "Chunk", "Fed", "Transfer", "chunks_of", "feeding", "one_dtype", "pieces_of", "source_of",
+    "transfer_of",
+]  # fmt: skip
 
 WORTH_A_REGION = 1 << 20
 """Bytes below which a target piece is not given windows of its own."""
@@ -113,13 +116,14 @@ def transfer_of(
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
-    have = _one_dtype(name, fed, want)
+    have = one_dtype(name, fed, want)
     source, replicas = source_of(name, shape, fed, zeros)
     regions = _regions(shape, source, target)
     return Transfer(name, shape, have, want, source, replicas, target, regions, bool(zeros))
 
 
-def _one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
+def one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
+    """The dtype that all sources of an output tensor have; ``want`` if there is none."""
     dtypes = {each.tensor.dtype: each.tensor.name for each in fed}
     if len(dtypes) > 1:
         (first, one), (second, two), *_ = dtypes.items()
@@ -134,8 +138,7 @@ def source_of(
     name: str, shape: tuple[int, ...], fed: Sequence[Fed], zeros: Sequence[Box] = ()
 ) -> tuple[Located, Located]:
     """The pieces that hold each element once, and those that hold some of them again."""
-    parts = [_fed_pieces(each) for each in fed]
-    pieces = joined(parts) if parts else Located.none(len(shape), 1)
+    pieces = pieces_of(fed, len(shape))
     chosen, replicas = _without_replicas(pieces, prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
     if missing:
@@ -145,6 +148,12 @@ def source_of(
             f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
         )
     return chosen, replicas
+
+
+def pieces_of(fed: Sequence[Fed], num_dims: int) -> Located:
+    """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
+    parts = [_fed_pieces(each) for each in fed]
+    return joined(parts) if parts else Located.none(num_dims, 1)
 
 
 def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:

@@ -12,25 +12,28 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference, differing_objects
-from reshard.checkpoint.crcs import check_crcs
+from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.examining import Examined, Problem, examine
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
+from reshard.checkpoint.renamed import renamed
+from reshard.checkpoint.renaming import Outline, left_over
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError, ReshardError, quoted
+from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
+    from reshard.planning.names import Names
     from reshard.rules import Rules
 
 __all__ = ["VerifyReport", "verify"]
@@ -128,23 +131,29 @@ def verify(
     mesh: Mesh | str | None = None,
     b_rules: Rules | str | None = None,
     b_mesh: Mesh | str | None = None,
+    names: Names | None = None,
+    drop: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> VerifyReport:
     """Read a checkpoint in full and say what is wrong with it, or compare two of them.
 
-    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it.
+    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it. ``names``
+    and ``drop`` are those with which the second was converted from the first: the tensors of the
+    first are compared under their new names.
     """
+    if b is None and (names is not None or drop):
+        raise NamesError("names and drop are about a conversion: give both checkpoints")
     with open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
         if b is None:
             left.examine(budget, Meter(progress, left.num_bytes))
-            if left.source.checksums is None:
-                _check_by_crcs(left, budget)
+            _note_unchecked(left)
             return _report([left], left.found.problems)
         with open_storage(b) as other:
             budget = Budget.for_reading(memory, storage, other)
             right = _Side(other, b_rules, b_mesh)
+            left.rename(names or {}, drop)
             meter = Meter(progress, left.num_bytes + right.num_bytes)
             left.examine(budget, meter)
             right.examine(budget, meter)
@@ -153,14 +162,14 @@ def verify(
             return _report([left, right], problems)
 
 
-def _check_by_crcs(side: _Side, budget: Budget) -> None:
-    """Compare what is there to compare with where nothing of ours lies beside the files."""
-    if not side.source.catalog.crcs:
-        side.found.notes.append("there are no checksums: a changed byte goes unseen")
+def _note_unchecked(side: _Side) -> None:
+    """Say what there is nothing to compare with."""
+    if side.source.checksums is not None:
         return
-    check_crcs(side.source, budget, side.found)
     side.found.notes.append(
         "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
+        if len(side.source.crcs)
+        else "there are no checksums: a changed byte goes unseen"
     )
 
 
@@ -181,7 +190,25 @@ class _Side:
         for line in damage:
             self.found.add(Problem("unreadable", line))
         self.is_known = not damage
-        self.source = Source(catalog, storage, checksums, Checker(checksums, storage.root))
+        checker = Checker(checksums, storage.root)
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
+        self.source = Source(catalog, storage, checksums, checker, crcs)
+
+    def rename(self, names: Names, drop: Sequence[str]) -> None:
+        """Look at the tensors under other names; digests that were written are of the old ones."""
+        if not self.is_known or not (names or drop):
+            return
+        catalog, sums = self.source.catalog, self.source.checksums
+        outlines = {name: Outline(one.shape, one.dtype) for name, one in catalog.tensors.items()}
+        rest = left_over(outlines, names, drop)
+        if rest:
+            more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            self.found.notes.append(f"no name takes {rest[0]}{more} of {self.storage.root}")
+        self.source = replace(
+            self.source,
+            catalog=renamed(catalog, names, drop),
+            checksums=None if sums is None else replace(sums, digests={}),
+        )
 
     @property
     def num_bytes(self) -> int:
@@ -191,6 +218,21 @@ class _Side:
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
         """Read all of it."""
         examine(self.source, budget, meter, self.found, is_known=self.is_known)
+        for crc, now in self._values():
+            self.found.checked_bytes += crc.size
+            if crc.value != now:
+                message = changed(self.source.catalog, crc, now)
+                names = tensors_of(self.source.catalog, crc)
+                where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
+                self.found.add(Problem("damage", message, names[0] if names else None, *where))
+
+    def _values(self) -> Iterator[tuple[Crc, int]]:
+        """All records with a CRC-32, and what it is now; what cannot be read is a problem."""
+        for which in range(len(self.source.crcs)):
+            try:
+                yield from self.source.crcs.values(self.source.unread, [which])
+            except CheckpointError as error:
+                self.found.add(Problem("unreadable", str(error)))
 
     def reader(self, tensor: StoredTensor) -> StoredReader:
         """Something that reads one tensor."""

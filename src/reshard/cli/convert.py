@@ -31,9 +31,15 @@ UNFINISHED = 3
 )  # fmt: skip
 @click.option("--dtype", help="The dtype of all floating-point parameters.")
 @click.option("--names", metavar="FILE", help="Tensors to rename, join or stack, as TOML.")
+@click.option(
+    "--drop", multiple=True, metavar="NAME",
+    help="Tensors, by name or pattern, to leave out as far as no name takes them.",
+)  # fmt: skip
 @click.option("--from-rules", help="How files of ranks were cut: a family, or a TOML file.")
 @click.option("--from-mesh", help="The mesh of the source, where its files do not say.")
-@click.option("--max-shard-size", default="5GB", show_default=True, help="Of files of full.")
+@click.option("--max-shard-size", default="5GB", show_default=True, help=(
+    "The maximum size of one file with --format full."
+))  # fmt: skip
 @click.option("--memory", default="256MiB", show_default=True, help="The most memory for buffers.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads; 4 if not given.")
 @click.option(

@@ -14,14 +14,19 @@ __all__ = ["verify"]
 @click.command()
 @click.argument("a")
 @click.argument("b", required=False)
+@click.option("--names", metavar="FILE", help="The names with which B was converted from A.")
+@click.option("--drop", multiple=True, metavar="NAME", help="Tensors that were dropped from A.")
 @with_options
-def verify(**words: Any) -> int:
+def verify(names: str | None, **words: Any) -> int:
     """Read a checkpoint in full and say what is damaged, or compare two, however they are cut.
 
     \b
     reshard verify ckpt             every byte against its checksum, nothing missing
     reshard verify ckpt converted   the same tensors, bit by bit; exit code 1 if not
+    reshard verify ckpt renamed --names names.toml
     """
     from reshard.checkpoint.verify import verify as check
+    from reshard.planning.names_table import read_names
 
+    words["names"] = None if names is None else read_names(names)
     return 0 if told("verify", check, words).ok else 1

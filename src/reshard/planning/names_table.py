@@ -26,7 +26,7 @@ MAX_NUMBER = (1 << 63) - 1
 
 
 def read_names(path: str) -> dict[str, Source]:
-    """Read a file of names."""
+    """Read a file of names, or the names of a rules file."""
     file = Path(path)
     if file.stat().st_size > MAX_FILE:
         raise FormatError(f"{path} is larger than {MAX_FILE} bytes: is it a file of names?")
@@ -44,7 +44,11 @@ def parse_names(text: str) -> dict[str, Source]:
     >>> parse_names('"a" = { stack = "b.{e}", dim = 1 }')
     {'a': Stacked(names=('b.{e}',), dim=1)}
     """
-    return names_of(tomllib.loads(text))
+    table = tomllib.loads(text)
+    match table:
+        case {"tensors": dict(), "names": dict(names)}:  # a rules file
+            return names_of(names)
+    return names_of(table)
 
 
 def names_of(table: Mapping[str, Any]) -> dict[str, Source]:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.formats.committed import check_committed
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, quoted
@@ -45,6 +46,8 @@ def survey(
     with findings.noting():
         catalog = _read(storage, listed, findings, rules, mesh)
         _note_unread(catalog, findings)
+        if not storage.is_file:
+            check_committed(storage, listed, findings)
     return replace(catalog, notes=(*catalog.notes, *findings.notes)), findings
 
 

@@ -57,6 +57,7 @@ def read_by_rules(
         mesh=str(mesh),
         layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
         nesting=nesting,
+        crcs=tuple(crc for content in contents.values() for crc in content.crcs),
     )
 
 
@@ -146,10 +147,10 @@ def _contents(
     tensors = [file for file in files if file.path.endswith(".safetensors")]
     headed = read_headers(storage, tensors, findings)
     contents = {one.file.path: Content(_headed_tensors(one)) for one in headed}
-    for file in files:
+    for number, file in enumerate(files):
         if not file.path.endswith(".safetensors"):
             with findings.noting():
-                contents[file.path] = read_torch_file(storage, file, findings)
+                contents[file.path] = read_torch_file(storage, file, findings, number)
     for first in [*contents.values()][:1]:
         first.values = {**common_metadata(headed), **first.values}
     return contents

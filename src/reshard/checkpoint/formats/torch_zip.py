@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import NamedTuple
+from zlib import crc32
 
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.storage import Range, Storage
 from reshard.errors import CheckpointError, DamageError, quoted
 
-__all__ = ["Archive", "Member", "read_archives"]
+__all__ = ["Archive", "Member", "archive_crcs", "read_archives"]
 
 HEAD, TAIL = 1024, 1024
 """Bytes of both ends of an archive that are read at once; those of a single tensor fit."""
@@ -85,6 +86,19 @@ def read_archives(
     ``largest`` are damage, because many of them are in memory at once.
     """
     zips = [_Zip(_where(storage, found), found, largest) for found in ranges]
+    members = _all_members(storage, zips)
+    return [_archive(storage, found, some) for found, some in zip(zips, members, strict=True)]
+
+
+def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
+    """The CRC-32 of every member of one archive that has one; no member is read."""
+    [members] = _all_members(storage, [_Zip(_where(storage, found), found, MAX_PICKLE)])
+    known = [member for member in members.values() if member is not None]
+    return [Crc(file, m.offset, m.size, m.crc) for m in known if m.crc and m.size]
+
+
+def _all_members(storage: Storage, zips: list[_Zip]) -> list[dict[str, Member | None]]:
+    """The members of each archive by name; None for those that nobody reads."""
     _read_ends(storage, zips)
     directories = [_directory(found, *_end_of(found)) for found in zips]
     content = _read_wanted(storage, zips, directories)
@@ -238,7 +252,9 @@ def _check_apart(found: _Zip, members: list[_Listed]) -> None:
         )
 
 
-def _finish(storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]) -> list[Archive]:
+def _finish(
+    storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]
+) -> list[dict[str, Member | None]]:
     """Find where the members begin, which only the header before each of them tells."""
     wanted = [
         (found, member)
@@ -252,7 +268,7 @@ def _finish(storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]) -> 
     for (found, member), header in zip(wanted, headers, strict=True):
         begin[id(found), member.name] = _located(found, member, header)
     return [
-        _archive(storage, found, {m.name: begin.get((id(found), m.name)) for m in table})
+        {m.name: begin.get((id(found), m.name)) for m in table}
         for found, table in zip(zips, tables, strict=True)
     ]
 
@@ -288,11 +304,21 @@ def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member | None]
         last = name.partition("/")[2]
         if last == "data.pkl":
             pickle = _content(storage, found, member)
+            _check_crc(found.where, name, pickle, member.crc)
         elif last == "byteorder" and _content(storage, found, member) != b"little":
             raise CheckpointError(f"{found.where} was written on a big-endian machine")
         elif last.startswith("data/"):
             storages[last.removeprefix("data/")] = member
     return Archive(found.where, pickle, storages)
+
+
+def _check_crc(where: str, name: str, data: bytes, crc: int) -> None:
+    """Compare a member with its CRC-32; 0 stands where none was computed."""
+    if crc and crc32(data) != crc:
+        raise DamageError(
+            f"{where}: {quoted(name)} changed since torch saved it: its CRC-32 is "
+            f"{crc32(data):08x} and was {crc:08x}: restore the file from a copy"
+        )
 
 
 def _content(storage: Storage, found: _Zip, member: Member) -> bytes:

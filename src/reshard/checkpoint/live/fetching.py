@@ -16,7 +16,8 @@ import torch
 from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.copying import SourceFiles
+from reshard.checkpoint.copying import CheckedReads, SourceFiles
+from reshard.checkpoint.crcs import Crcs, Part
 from reshard.checkpoint.live.sharing import Batch, Share, Wish
 from reshard.checkpoint.located import slabs
 from reshard.checkpoint.reading import in_order
@@ -69,10 +70,14 @@ class Fetcher:
     rank: int
     digests: Mapping[str, str]
     """Tensors whose digests are to be known."""
+    crcs: Crcs | None = None
+    """What torch wrote down of the files."""
     source: SourceFiles = field(init=False)
+    reads: CheckedReads = field(init=False)
 
     def __post_init__(self) -> None:
-        self.source = SourceFiles(self.storage, self.catalog)
+        self.source = SourceFiles(self.storage, self.catalog, crcs=self.crcs)
+        self.reads = CheckedReads(self.source, [])
 
     @property
     def num_bytes(self) -> int:
@@ -94,6 +99,11 @@ class Fetcher:
                 values[name] = (values.get(name, 0) + value) % digest.MODULUS
         return found, values
 
+    def crc_parts(self) -> list[Part]:
+        """The CRC-32 of what was read since this was asked last."""
+        parts, self.reads.crcs = self.reads.crcs, []
+        return parts
+
     def _room(self, share: Share) -> Fetched:
         boxes = tuple(share.boxes[self.rank])
         kind: torch.dtype = getattr(torch, self.wishes[share.name].transfer.have)
@@ -104,7 +114,7 @@ class Fetcher:
         one, box, part = task
         transfer = self.wishes[one.share.name].transfer
         place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
-        array = fill(transfer, box, place, self.source)
+        array = fill(transfer, box, place, self.reads)
         if len(transfer.replicas):
             self._compare(transfer, box, array, place)
         return array
@@ -114,4 +124,4 @@ class Fetcher:
         for part in slabs(box, len(place.scratch) // array.itemsize):
             limits = zip(part.start, part.stop, box.start, strict=True)
             here: Any = (*(slice(low - at, high - at) for low, high, at in limits), ...)
-            compare(transfer, part, array[here], place, self.source)
+            compare(transfer, part, array[here], place, self.reads)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,10 @@ from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import digest, formats
 from reshard.checkpoint.checksums import SIDECAR, Checksums, damage, sum_of
 from reshard.checkpoint.checksums import load as load_checksums
+from reshard.checkpoint.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.live.circle import Circle
+from reshard.checkpoint.live.crc_records import CrcRecords
 from reshard.checkpoint.live.entries import Entries, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
 from reshard.checkpoint.live.fitting import chosen_of
@@ -85,9 +87,14 @@ def load(
     wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
     limits = Limits.of(_share_of(memory), len(circle.ranks))
     with _opened(circle, path) as storage:
-        fetcher = Fetcher(storage, outline.catalog, wishes, circle.rank, outline.digests)
+        crcs = Crcs(outline.catalog.crcs)
+        fetcher = Fetcher(
+            storage, outline.catalog, wishes, circle.rank, outline.digests, crcs or None
+        )
         placer = Placer(circle, wishes, chosen, entries.tensors, parse_bytes(memory) // 4)
-        run = _Run(circle, fetcher, placer, outline, sums[0] if sums else None)
+        run = _Run(
+            circle, fetcher, placer, outline, CrcRecords(crcs, wishes), sums[0] if sums else None
+        )
         for batch in batches_of(wishes, circle.ranks, limits):
             run.do(batch)
     return _report(run, chosen, entries, time.monotonic() - began, want)
@@ -131,7 +138,8 @@ def _survey(
     with open_storage(path) as storage:
         sums.append(load_checksums(storage) if check else None)
         catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
-        return Outline.of(catalog, want.keys(), sums[0].digests if sums[0] else {})
+        crcs = crcs_of(storage, replace(catalog, objects={}), sums[0]) if check else ()
+        return Outline.of(catalog, want.keys(), sums[0].digests if sums[0] else {}, crcs)
 
 
 def _wish(outline: Outline, spec: TensorSpec, name: str, compare_replicas: bool) -> Wish:
@@ -147,7 +155,8 @@ def _wish(outline: Outline, spec: TensorSpec, name: str, compare_replicas: bool)
     transfer = Transfer(
         name, stored.shape, stored.dtype, spec.dtype, source, replicas, none, regions=()
     )
-    return Wish(transfer, spec.layout, is_whole=name in outline.digests)
+    is_whole = name in outline.digests or bool(outline.catalog.crcs)
+    return Wish(transfer, spec.layout, is_whole)
 
 
 @contextmanager
@@ -174,8 +183,10 @@ class _Run:
     fetcher: Fetcher
     placer: Placer
     outline: Outline
+    records: CrcRecords
     checksums: Checksums | None
     bytes_read: int = 0
+    _gap_bytes: int = 0
     _values: dict[str, int] = field(default_factory=dict)
     _done: int = 0
 
@@ -187,12 +198,14 @@ class _Run:
             fetched, values = self.fetcher.fetch(batch)
             found.extend(fetched)
             parts = {name: f"{value:x}" for name, value in values.items()}
-            return {"bytes": self.fetcher.num_bytes, "parts": parts}
+            crcs = self.fetcher.crc_parts()
+            return {"bytes": self.fetcher.num_bytes, "parts": parts, "crcs": crcs}
 
         try:
             said = self.circle.all_do(fetch)
-            self.bytes_read = sum(one["bytes"] for one in said.values())
             self._check(batch, [one["parts"] for one in said.values()])
+            self._check_crcs(batch, [one["crcs"] for one in said.values()])
+            self.bytes_read = sum(one["bytes"] for one in said.values()) + self._gap_bytes
             self.placer.place(batch, found)
         except ReshardError as error:
             raise self._with_progress(error) from error.__cause__
@@ -206,6 +219,16 @@ class _Run:
         bad = [name for name in batch.finished if not self._is_right(name)]
         if bad:
             self.circle.first_does(lambda: self._blame(bad[0]))
+
+    def _check_crcs(self, batch: Batch, parts: list[list[Part]]) -> None:
+        """Compare the CRC-32 of the records that are now read; the first rank reads their gaps."""
+        for some in parts if self.circle.leads else ():
+            self.records.crcs.add(some)
+        ready = self.records.finished(batch.finished)
+        if ready:
+            storage, catalog = self.fetcher.storage, self.outline.catalog
+            compare = lambda: self.records.compare(storage, catalog, ready)  # noqa: E731
+            self._gap_bytes += self.circle.first_does(compare)
 
     def _is_right(self, name: str) -> bool:
         if name not in self.outline.digests:

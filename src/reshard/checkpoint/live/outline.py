@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from reshard.box import Box
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.crcs import Crcs
 
 __all__ = ["Outline"]
 
@@ -24,10 +25,23 @@ class Outline:
     """What the checksums of the checkpoint say of its tensors."""
 
     @classmethod
-    def of(cls, catalog: Catalog, names: Collection[str], digests: Mapping[str, str]) -> Outline:
+    def of(
+        cls,
+        catalog: Catalog,
+        names: Collection[str],
+        digests: Mapping[str, str],
+        crcs: Collection[Crc] = (),
+    ) -> Outline:
         """The part that is about these names."""
         wanted = {name: one for name, one in catalog.tensors.items() if name in names}
-        made = Catalog(catalog.root, catalog.format, catalog.files, wanted, notes=catalog.notes)
+        made = Catalog(
+            catalog.root,
+            catalog.format,
+            catalog.files,
+            wanted,
+            crcs=tuple(_touched(wanted, crcs)),
+            notes=catalog.notes,
+        )
         known = {name: digests[name] for name in wanted if name in digests}
         return cls(made, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
 
@@ -41,6 +55,7 @@ class Outline:
             "notes": list(self.catalog.notes),
             "unwanted": list(self.unwanted),
             "digests": dict(self.digests),
+            "crcs": [list(crc) for crc in self.catalog.crcs],
         }
 
     @classmethod
@@ -49,8 +64,16 @@ class Outline:
         files = tuple(StoredFile(path, size) for path, size in data["files"])
         tensors = {one[0]: _tensor(*one) for one in data["tensors"]}
         notes = tuple(data["notes"])
-        catalog = Catalog(data["root"], data["format"], files, tensors, notes=notes)
+        crcs = tuple(Crc(*one) for one in data["crcs"])
+        catalog = Catalog(data["root"], data["format"], files, tensors, crcs=crcs, notes=notes)
         return cls(catalog, tuple(data["unwanted"]), data["digests"])
+
+
+def _touched(tensors: Mapping[str, StoredTensor], crcs: Collection[Crc]) -> Iterable[Crc]:
+    """The records in which these tensors have bytes."""
+    known = Crcs(crcs)
+    spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
+    return known.chosen({which for span in spans for which in known.touching(*span)})
 
 
 def _tensor_data(tensor: StoredTensor) -> list[Any]:

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from reshard.bytesize import format_bytes
+from reshard.errors import quoted
 
 __all__ = ["LoadReport", "SaveReport"]
 
@@ -83,6 +84,8 @@ class SaveReport:
     num_ranks: int = 1
     left_out: tuple[str, ...] = ()
     """Entries that are no tensors and have no place in the format."""
+    left_alone: tuple[str, ...] = ()
+    """Files and folders at the target that did not belong to the checkpoint that was replaced."""
 
     def to_json(self) -> str:
         """The report as JSON text."""
@@ -99,6 +102,7 @@ class SaveReport:
             f"  time     {self.seconds:.1f} s",
         ]
         lines += [f"  left out {_some(self.left_out)}"] if self.left_out else []
+        lines += [f"  kept     {_some(self.left_alone)}"] if self.left_alone else []
         return "\n".join(lines)
 
 
@@ -111,4 +115,5 @@ def _count(number: int, what: str) -> str:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    return ", ".join(names[:MOST_NAMED]) + (" ..." if len(names) > MOST_NAMED else "")
+    shown = ", ".join(quoted(name)[1:-1] for name in names[:MOST_NAMED])
+    return shown + (" ..." if len(names) > MOST_NAMED else "")

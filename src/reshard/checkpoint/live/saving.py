@@ -13,7 +13,7 @@ import io
 import json
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from reshard.checkpoint import digest
 from reshard.checkpoint.building import check_room
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, Recorder
+from reshard.checkpoint.durable import replace_file
 from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.entries import Entries, entries_of
 from reshard.checkpoint.live.owning import main_mesh, on_mesh, owners_of
@@ -32,7 +33,7 @@ from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.views import boxes_of
 from reshard.checkpoint.live.writing import Job, Writer, writers_of
 from reshard.checkpoint.outputs import Wanted, plan_output
-from reshard.checkpoint.publish import Workplace, replace_file
+from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
 from reshard.sharded.content import Group
@@ -69,7 +70,8 @@ def save(
     request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
     saved = _described(circle, state_dict, request)
     job = _planned(saved, format, circle)
-    with _entered(circle, place, overwrite):
+    files = [file.path for file in job.output.files]
+    with _entered(circle, place, overwrite, files):
         token = circle.first_does(lambda: _prepare(place, job))
         target = TargetFiles(place.data, job.output.files)
         writer = Writer(job, saved.entries.tensors, saved.objects, circle.rank, checksums)
@@ -81,7 +83,7 @@ def save(
             circle.first_does(lambda: _seal(place, target, job, circle.ranks, checksums))
         finally:
             target.close()
-        circle.first_does(lambda: _publish(place, overwrite))
+        kept = circle.first_does(lambda: _publish(place, overwrite, files))
     return SaveReport(
         target=str(path),
         format=format,
@@ -94,6 +96,7 @@ def save(
         checksums=checksums,
         num_ranks=len(circle.ranks),
         left_out=job.output.left_out if format == "distcp" else tuple(saved.others),
+        left_alone=tuple(kept),
     )
 
 
@@ -218,23 +221,26 @@ def _planned(saved: _Saved, format: str, circle: Circle) -> Job:
 
 
 @contextmanager
-def _entered(circle: Circle, place: Workplace, overwrite: bool) -> Iterator[None]:
+def _entered(
+    circle: Circle, place: Workplace, overwrite: bool, files: Sequence[str]
+) -> Iterator[None]:
     """The place where the output is built; the first rank holds it, and clears it in the end."""
-    circle.first_does(lambda: _enter(place, overwrite))
+    circle.first_does(lambda: _enter(place, overwrite, files))
     try:
         yield
     except BaseException:
         if circle.leads:
             with suppress(OSError):  # what went wrong first is what to tell
-                _restore(place)
-                place.discard()
+                if not place.recover():
+                    place.discard()
         raise
     finally:
         place.leave()
 
 
-def _enter(place: Workplace, overwrite: bool) -> None:
-    place.check_target(overwrite)
+def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
+    place.settle()
+    place.check_target(overwrite, files)
     place.enter()
     try:
         found = place.request()
@@ -244,20 +250,13 @@ def _enter(place: Workplace, overwrite: bool) -> None:
                 f"convert --resume, or remove {place.folder}"
             )
         if found is not None:  # of a save that was killed: nothing of it can be used
-            _restore(place)
             place.discard()
             place.enter()
-        place.check_target(overwrite)
+        place.check_target(overwrite, files)
         place.note_request({"saved": True})
     except BaseException:
         place.leave()
         raise
-
-
-def _restore(place: Workplace) -> None:
-    """Put back what stood at the target, if a save ended just after it was moved aside."""
-    if place.old.exists() and not place.target.exists():
-        place.old.rename(place.target)
 
 
 def _prepare(place: Workplace, job: Job) -> str:
@@ -329,8 +328,8 @@ def _sidecar(place: Workplace, job: Job, ranks: tuple[int, ...]) -> Checksums:
     return Checksums(recorder.finish({file.path: file.size for file in job.output.files}), digests)
 
 
-def _publish(place: Workplace, overwrite: bool) -> None:
+def _publish(place: Workplace, overwrite: bool, files: Sequence[str]) -> list[str]:
     try:
-        place.publish(overwrite, lambda _: None)
+        return list(place.publish(overwrite, files))
     except UnfinishedError as error:
         raise TargetError(f"{str(error).partition(':')[0]}: nothing was published") from None

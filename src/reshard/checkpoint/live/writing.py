@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
@@ -106,8 +105,7 @@ class Writer:
             if self._checksums and task.box is not None:
                 self._add_digest(task.name, task.box, array)
         for file in sorted(self._touched):
-            with target.using(file) as descriptor:
-                os.fsync(descriptor)
+            target.sync_file(file)
         self._touched.clear()
         return bool(tasks)
 

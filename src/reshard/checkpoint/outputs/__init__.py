@@ -39,13 +39,14 @@ def plan_output(
     nesting: Mapping[str, tuple[str | int, ...]] | None = None,
     mesh: str | None = None,
     max_shard_size: int = 5 * 10**9,
+    base: str = "model",
 ) -> Output:
     """The files of a checkpoint in one of the formats; entries it cannot hold are listed."""
     match format:
         case "distcp":
             return replace(distcp(tensors, objects, nesting), left_out=_said(metadata))
         case "full":
-            output = full(tensors, metadata, max_shard_size)
+            output = full(tensors, metadata, max_shard_size, base)
         case "sharded":
             output = sharded(tensors, metadata, mesh)
         case "ranks":

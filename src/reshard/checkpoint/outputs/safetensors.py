@@ -31,7 +31,6 @@ from reshard.pieces import Piece
 
 __all__ = ["full", "ranks", "sharded"]
 
-INDEX = "model.safetensors.index.json"
 MAX_BOXES = 64
 """Boxes of one tensor on one rank: each beyond the first makes a file of its own."""
 
@@ -53,19 +52,25 @@ class _File:
         self.pieces[name] = (Piece(box, 0, row_major(box.shape)),)
 
 
-def full(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], max_shard_size: int) -> Output:
-    """Whole tensors in one file, or in several with an index."""
+def full(
+    tensors: Mapping[str, Wanted],
+    metadata: Mapping[str, str],
+    max_shard_size: int,
+    base: str = "model",
+) -> Output:
+    """Whole tensors in one file, or in several with an index; their names begin with the base."""
     groups = list(_packed(tensors, max_shard_size))
     files = []
     for number, names in enumerate(groups, 1):
-        several = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        file = _File(several if len(groups) > 1 else "model.safetensors")
+        several = f"{base}-{number:05d}-of-{len(groups):05d}.safetensors"
+        file = _File(several if len(groups) > 1 else f"{base}.safetensors")
         for name in names:
             shape = tensors[name].shape
             file.add_box(name, tensors[name].dtype, (0,) * len(shape), shape)
         files.append(file)
     output = _assembled(files, tensors, metadata, own=None)
-    return _with_index(output, files, tensors) if len(files) > 1 else output
+    index = f"{base}.safetensors.index.json"
+    return _with_index(output, index, files, tensors) if len(files) > 1 else output
 
 
 def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: str | None) -> Output:
@@ -186,14 +191,16 @@ def _described(wanted: Wanted, mesh: str) -> OwnTensor:
     return OwnTensor(wanted.shape, str(layout) if known else None)
 
 
-def _with_index(output: Output, files: list[_File], tensors: Mapping[str, Wanted]) -> Output:
+def _with_index(
+    output: Output, path: str, files: list[_File], tensors: Mapping[str, Wanted]
+) -> Output:
     weight_map = {name: file.path for file in files for name in file.tensors}
     total = sum(wanted.num_bytes for wanted in tensors.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
     literal = Literal(len(files), 0, data)
     return Output(
-        (*output.files, StoredFile(INDEX, len(data))),
+        (*output.files, StoredFile(path, len(data))),
         output.tensors,
         (*output.literals, literal),
         metadata=output.metadata,
