@@ -17,7 +17,7 @@ GRAD_CODES = {None: 0, False: 1, True: 2}
 """How a greeting says whether gradients are wanted."""
 
 TRANSPORTS = ("auto", "peer", "shared", "network")
-CHECKS = ("first", "always")
+CHECKS = ("first", "always", "never")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,9 @@ class Options:
     """The longest that the whole call may take."""
     transport: str = "auto"
     """``auto``, or one that is forced: ``peer`` memory, ``shared`` memory, ``network``."""
-    check: Literal["first", "always"] = "first"
-    """When ranks compare what they were given."""
+    check: Literal["first", "always", "never"] = "first"
+    """When ranks compare what they were given. ``never`` is for moves in which nothing travels and
+    which not all ranks make: they are neither compared nor counted."""
     atomic: bool = False
     donate: bool = False
     device: torch.device | str | None = None
