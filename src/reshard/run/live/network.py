@@ -88,14 +88,20 @@ class Network:
         hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, *self.numbers)
         data = hello._replace(tag=watch.tag_code).pack()
         for peer in self.peers:
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._keep.append(tensor)
-            self._sent.append(self.wire.send(self._index(peer), tensor, self.tag))
-            self._await_hello(peer)
+            self._exchange_hellos(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def _await_hello(self, peer: int) -> None:
+    def _exchange_hellos(self, peer: int, hello: torch.Tensor) -> None:
+        """Send a greeting and receive the peer's; the peer is met when both are complete.
+
+        gloo drops a message, or sends freed memory, if the send is destroyed before it is complete.
+        A rank that sends nothing else would leave the call before that.
+        """
         buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-        work = self.wire.receive(self._index(peer), buffer, self.tag)
+        self._keep += [hello, buffer]
+        works = [
+            self.wire.send(self._index(peer), hello, self.tag),
+            self.wire.receive(self._index(peer), buffer, self.tag),
+        ]
 
         def then(error: str | None) -> None:
             message = Message.unpack(bytes(buffer.numpy()))
@@ -105,10 +111,10 @@ class Network:
                 self._break(peer, error or "it sent something else than a greeting")
             self.team.mailbox.wake()
 
-        self._when_done([work], then, [peer])
+        self._when_done(works, then, [peer])
 
     def unmet(self) -> list[int]:
-        """Peers that have not entered the call."""
+        """Peers that have not entered the call, or do not know that this rank has."""
         return [peer for peer in self.peers if peer not in self.watch.inbox.hellos]
 
     def learn(self) -> None:
