@@ -44,7 +44,7 @@ def test_slices_add_up_to_the_whole(
     with mock.patch.object(adding, "SLICE_BYTES", slice_bytes):
         took = adding.add_up(op, dtype, total, addends)
     assert took <= max(2 * slice_bytes, 8)  # halves are twice as wide, and one element is one
-    assert np.array_equal(total, reduce_in_order(op, kept, dtype))
+    assert np.array_equal(total, reduce_in_order(op, kept, dtype, dtype))
     assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
 
 
@@ -53,7 +53,7 @@ def test_slices_add_up_to_the_whole(
 def test_nothing_but_sums_is_written(op: str, count: int) -> None:
     """Whoever reads the same sums meanwhile, from a tied tensor, reads sums."""
     addends = [np.full((3, 4), 2.0 + n, "float32") for n in range(count)]
-    total = reduce_in_order(op, addends, "float32")
+    total = reduce_in_order(op, addends, "float32", "float32")
     expected, act = total.copy(), adding.OPS[op]
 
     def watched(one: Array, other: Array, out: Array) -> None:

@@ -155,7 +155,8 @@ class Motion:
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:
         """The source itself where every rank already has what it should have, else None."""
-        if self.dtype != self.cast or self.options.get("check") == "always":
+        together = self.options.get("check") == "always" or self.options.get("atomic")
+        if self.dtype != self.cast or together:
             return None
         shapes = _shapes_at_rest(self.have, self.want, self.shape, dist.get_rank())
         if shapes is None:

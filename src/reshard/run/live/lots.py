@@ -8,6 +8,7 @@ straight from a neighbour's memory, or write into it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from reshard.columns import Ints, distinct
+from reshard.dtypes import itemsize
 from reshard.planning.plan import Plan
 from reshard.planning.rank import Rows, Steps
 from reshard.planning.stacks import Stack
@@ -77,7 +79,12 @@ class Lot:
     @property
     def dtype(self) -> str:
         """The dtype that travels."""
-        return self.stack.wire_dtype
+        return self.stack.dtype_at(self.hop)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element that travels."""
+        return itemsize(self.dtype)
 
     @property
     def name(self) -> str:
@@ -99,7 +106,7 @@ class Lot:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
-        return int(self.sizes.sum()) * self.stack.itemsize
+        return int(self.sizes.sum()) * self.itemsize
 
     @cached_property
     def as_is(self) -> bool:
@@ -111,7 +118,7 @@ class Lot:
         """How neighbours on one host exchange it; both ends work out the same."""
         if not self.as_is:
             return Way.PACKED
-        return way_of(self.width, self.source.strides, self.target.strides, self.stack.itemsize)
+        return way_of(self.width, self.source.strides, self.target.strides, self.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,16 +163,21 @@ class Program:
         self.rooms: dict[frozenset[int], int] = {}
         """The bytes of messages in the largest round, by who of the peers gets unpacked ones."""
         self._kept: dict[int, Round] = {}
-        self._weight = 0
+        self._num_kept = self._weight = 0
+        self._lock = threading.Lock()
+        """Several calls of one plan may be in flight, each in a thread."""
 
     def round(self, number: int) -> Round:
         """What happens in a round."""
         found = self._kept.get(number)
-        if found is None:
-            found = self._make(number)
-            if found.num_blocks + sum(r.num_blocks for r in self._kept.values()) < MAX_KEPT_BLOCKS:
-                self._kept[number] = found
-        return found
+        if found is not None:
+            return found
+        made = self._make(number)
+        with self._lock:
+            if number not in self._kept and self._num_kept + made.num_blocks < MAX_KEPT_BLOCKS:
+                self._kept[number] = made
+                self._num_kept += made.num_blocks
+            return self._kept.get(number, made)
 
     def recall(self, lot: Lot, what: str, stamp: object) -> Any:
         """What was worked out for a lot, if it is still true: that is, of the same stamp."""
@@ -174,14 +186,16 @@ class Program:
 
     def remember(self, lot: Lot, what: str, stamp: object, value: Any, weight: int) -> None:
         """Keep something with a lot for the next call, unless too much is kept already."""
-        if what in lot.kept or self._weight + weight <= MAX_KEPT_OBJECTS:
-            self._weight += 0 if what in lot.kept else weight
-            lot.kept[what] = (stamp, value)
+        with self._lock:
+            if what in lot.kept or self._weight + weight <= MAX_KEPT_OBJECTS:
+                self._weight += 0 if what in lot.kept else weight
+                lot.kept[what] = (stamp, value)
 
     def forget(self) -> None:
         """Free what is kept between calls."""
-        self._kept.clear()
-        self._weight = 0
+        with self._lock:
+            self._kept.clear()
+            self._num_kept = self._weight = 0
 
     @cached_property
     def num_bytes(self) -> int:
@@ -208,7 +222,7 @@ class Program:
                 by_peer.setdefault(peer, []).append(lot)
         for lots in (*sends.values(), *receives.values()):
             # Wide elements first, so that each is aligned in a message without padding.
-            lots.sort(key=lambda lot: -lot.stack.itemsize)
+            lots.sort(key=lambda lot: -lot.itemsize)
         return Round(copies, sends, receives)
 
     def _lots(self, steps: Steps, number: int) -> Iterator[tuple[int, Lot]]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from reshard.run.live.addresses import own_views
+from reshard.run.live.addresses import bytes_of, own_views
 from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
@@ -130,7 +130,7 @@ class Network:
             size = sum(lot.num_bytes for lot in packed)
             buffer = torch.empty(size, dtype=torch.uint8)
             for lot, at in _placed(packed, buffer.data_ptr()):
-                into = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+                into = Spot(at + lot.at * lot.itemsize, packed_strides(lot.width), lot.dtype)
                 Copies(lot.width, into, own_views(lot.source, lot.width, self.held)).run()
             tensors = ([buffer] if size else []) + self._straight(direct, sending=True)
             self._begin_sending(peer, tensors)
@@ -182,7 +182,7 @@ class Network:
             if lot.addend >= 0:
                 summed(lot, at)
                 continue
-            source = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+            source = Spot(at + lot.at * lot.itemsize, packed_strides(lot.width), lot.dtype)
             Copies(lot.width, own_views(lot.target, lot.width, self.held), source).run()
 
     def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
@@ -222,9 +222,7 @@ class Network:
             for n, (number, size) in enumerate(
                 zip(end.tensor.tolist(), lot.sizes.tolist(), strict=True)
             ):
-                flat = self.held[end.side].tensors[number].detach().view(-1)
-                at = int(end.offset[n])
-                whole = flat[at : at + size].view(torch.uint8)
+                whole = bytes_of(self.held[end.side].tensors[number], int(end.offset[n]), size)
                 found += torch.split(whole, PIECE_BYTES)
         return found
 

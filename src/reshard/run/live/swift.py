@@ -159,7 +159,7 @@ class Swift:
         """What ranks compare if they differ."""
         plan = self._plan()
         assert plan is not None
-        return Terms(plan, {"transport": AUTO}, "cpu", word)
+        return Terms(plan, Options().shared, "cpu", word)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

@@ -1,0 +1,328 @@
+"""Inside a rank: random moves with random options, compared with what the oracle cuts."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import reshard as rs
+from reshard.run.live import meeting, teams
+from tests import checks
+from tests.generate import chance
+from tests.ranks.cutting import Moved, random_moved
+from tests.ranks.live import bits, limits_of
+from tests.ranks.rank import pool_group
+
+TIMEOUT = 20.0
+MOST_PROBLEMS = 3
+TRANSPORTS = ("auto", "peer", "shared", "network")
+LIMITS = ("", "", "large", "many runs", "straight")
+STYLES = ("plain", "plain", "transposed", "stepped", "inside")
+
+
+@dataclass(frozen=True)
+class Flight:
+    """One call, the same on all ranks but for what is given by rank."""
+
+    moved: dict[str, Moved]
+    memory: int | None
+    transport: str
+    atomic: bool
+    via: str
+    """``move``, ``run``, ``start``."""
+    times: int
+    sources: tuple[str, ...]
+    """How the source tensors of each rank are stored."""
+    into: tuple[str, ...]
+    """How the destination tensors of each rank are stored; empty where it gives none."""
+    donate: tuple[bool, ...]
+    leave_out: tuple[bool, ...]
+    """Whether a rank leaves out its empty parts."""
+
+
+@dataclass(frozen=True)
+class Scene:
+    """Calls that are in flight together."""
+
+    seed: int
+    flights: tuple[Flight, ...]
+    same_plan: bool
+    """Whether all run the plan of the first."""
+    limits: str
+    hosts: int
+    thread: bool
+    order: tuple[int, ...]
+    """In which the calls are waited for."""
+
+
+@dataclass
+class Found:
+    """What a rank has to say about its scenes."""
+
+    problems: list[str] = field(default_factory=list)
+    sent: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    """Bytes and messages that this rank sent, by seed, flight and turn."""
+    planned: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
+    """The same of all ranks, as planned."""
+
+
+def random_flight(rng: Random, num_ranks: int, several: bool) -> Flight:
+    count = rng.choice((1, 1, 1, 2, 3))
+    moved = {f"t{n}": random_moved(rng, num_ranks) for n in range(count)}
+    if count == 1:
+        moved = {"tensor": moved["t0"]}
+    memory = rng.choice([one.case.memory for one in moved.values()])
+    vias = ["start"] * 3 if several else ["run", "start"] + ["move"] * 2 * (count == 1)
+    plain = chance(rng, 30)  # the usual move, without any option
+    styles = ("plain",) if plain else STYLES
+    atomic = not plain and chance(rng, 30)
+    into = chance(rng, 70 if atomic else 40)
+    return Flight(
+        moved,
+        None if plain else memory,
+        "auto" if plain else rng.choice(TRANSPORTS),
+        atomic,
+        rng.choice(vias),
+        rng.choice((1, 2, 3)),
+        tuple(rng.choice(styles) for _ in range(num_ranks)),
+        tuple(rng.choice(styles) if into and chance(rng, 90) else "" for _ in range(num_ranks)),
+        tuple(not plain and chance(rng, 20) for _ in range(num_ranks)),
+        tuple(chance(rng, 30) for _ in range(num_ranks)),
+    )
+
+
+def random_scene(seed: int, num_ranks: int) -> Scene:
+    rng = Random(seed)
+    count = rng.choice((1, 1, 1, 2, 4))
+    flights = tuple(random_flight(rng, num_ranks, count > 1) for _ in range(count))
+    return Scene(
+        seed,
+        flights,
+        count > 1 and chance(rng, 40),
+        rng.choice(LIMITS),
+        2 if chance(rng, 25) else 1,
+        chance(rng, 20),
+        tuple(rng.sample(range(count), count)),
+    )
+
+
+def stored(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of the same values with other strides, and the memory that it is a view of."""
+    if style == "plain":
+        found = tensor.clone(memory_format=torch.contiguous_format)
+        return found, found
+    dims = tuple(reversed(range(tensor.dim())))
+    if style == "transposed":
+        memory = tensor.permute(dims).clone(memory_format=torch.contiguous_format)
+        return memory.permute(dims), memory
+    if style == "inside" or not dims:
+        memory = torch.zeros(tensor.numel() + 7, dtype=tensor.dtype)
+        return memory[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor), memory
+    sizes = [1 + size * (2 + dim) for dim, size in enumerate(tensor.shape)]
+    memory = torch.zeros(sizes, dtype=tensor.dtype)
+    steps = tuple(
+        slice(1, 1 + size * (2 + dim), 2 + dim) for dim, size in enumerate(tensor.shape)
+    )
+    return memory[steps].copy_(tensor), memory
+
+
+@dataclass(eq=False)
+class Turn:
+    """One call of a flight on this rank: what it gives, and what must come."""
+
+    flight: Flight
+    plan: rs.Plan
+    rank: int
+    group: Any
+    given: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    before: dict[str, torch.Tensor] = field(default_factory=dict)
+    into: dict[str, torch.Tensor | None] | None = None
+    memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    wanted: dict[str, torch.Tensor] = field(default_factory=dict)
+    handle: Any = None
+    result: Any = None
+
+    @classmethod
+    def of(cls, flight: Flight, plan: rs.Plan, rank: int, group: Any, seed: int) -> Turn:
+        turn = cls(flight, plan, rank, group)
+        leave_out, style = flight.leave_out[rank], flight.into[rank]
+        turn.into = {} if style else None
+        for number, (name, moved) in enumerate(flight.moved.items()):
+            values = moved.values(seed + number)
+            local = moved.given(values, rank)
+            if local is not None and (local.numel() or not leave_out):
+                turn.before[name] = local
+                turn.given[name] = stored(local, flight.sources[rank])[0]
+            wanted = moved.wanted(moved.reduced(values), rank)
+            if wanted is not None:
+                turn.wanted[name] = wanted
+                if turn.into is not None and (wanted.numel() or not leave_out):
+                    turn._make_place(name, wanted, style)
+        return turn
+
+    def _make_place(self, name: str, wanted: torch.Tensor, style: str) -> None:
+        assert self.into is not None
+        place, memory = stored(torch.zeros_like(wanted), style)
+        holes = torch.ones(memory.shape, dtype=torch.bool)
+        offset = place.storage_offset() - memory.storage_offset()
+        torch.as_strided(holes, place.shape, place.stride(), offset).zero_()
+        self.into[name], self.memory[name] = place, (memory, holes)
+
+    def begin(self) -> None:
+        flight, rank = self.flight, self.rank
+        options: dict[str, Any] = {"group": self.group}
+        if flight.via == "move" and flight.memory is not None:
+            options["timeout"] = TIMEOUT
+        if flight.transport != "auto":
+            options["transport"] = flight.transport
+        options |= {"atomic": True} if flight.atomic else {}
+        options |= {"donate": True} if flight.donate[rank] else {}
+        if flight.via == "move":
+            self.result = self._move(options)
+        elif flight.via == "run":
+            self.result = self.plan.run(self.given, into=self.into, timeout=TIMEOUT, **options)
+        else:
+            self.handle = self.plan.start(self.given, into=self.into, timeout=TIMEOUT, **options)
+
+    def _move(self, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+        (name, moved), spec = *self.flight.moved.items(), self.plan.want["tensor"]
+        source = self.plan.have["tensor"]
+        memory = {} if self.flight.memory is None else {"memory": self.plan.memory}
+        cast = {} if moved.cast == moved.case.dtype else {"cast_to": moved.cast}
+        into = None if self.into is None else self.into.get(name)
+        found = rs.move(
+            self.given.get(name),
+            source.layout,
+            spec.layout,
+            shape=moved.case.shape,
+            dtype=moved.case.dtype,
+            into=into,
+            **memory,
+            **cast,
+            **options,
+        )
+        assert into is None or found is into
+        return {} if found is None else {name: found}
+
+    def end(self) -> None:
+        if self.handle is not None:
+            self.result = self.handle.wait()
+        self._check()
+
+    def _check(self) -> None:
+        expected = self.wanted
+        if self.into is not None and self.flight.via != "move":
+            expected = {name: self.wanted[name] for name in self.into}
+        assert self.result.keys() == expected.keys(), (sorted(self.result), sorted(expected))
+        for name, wanted in expected.items():
+            found = self.result[name]
+            assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype), name
+            assert bits(found) == bits(wanted), f"{name}: {found}, not {wanted}"
+            if self.into is not None and name in self.into:
+                assert found is self.into[name], f"{name}: not the tensor given by into="
+        for name, (memory, holes) in self.memory.items():
+            rest = bits(memory[holes]) if memory.dim() else b""
+            assert rest == bytes(len(rest)), f"{name}: changed beside the destination"
+        for name, tensor in self.given.items():
+            if not self.flight.donate[self.rank] and tensor is not None:
+                assert bits(tensor) == bits(self.before[name]), f"{name}: the source has changed"
+        if self.handle is not None:
+            assert self.handle.report.peak_staging <= self.plan.memory
+
+
+def plan_of(flight: Flight) -> rs.Plan:
+    """The plan of a flight; without a cap where that is too small."""
+    have, want = {}, {}
+    for name, moved in flight.moved.items():
+        case = moved.case
+        have[name] = rs.TensorSpec(case.shape, case.dtype, checks.build(case.have, case.shape))
+        want[name] = rs.TensorSpec(case.shape, moved.cast, checks.build(case.want, case.shape))
+    memory = {} if flight.memory is None else {"memory": flight.memory}
+    try:
+        return rs.plan(have, want, **memory)
+    except rs.MemoryCapError:
+        return rs.plan(have, want)
+
+
+def run_scene(rank: int, scene: Scene, group: Any, found: Found) -> None:
+    flights, plans = scene.flights, {}
+    for number, flight in enumerate(flights):
+        plans[number] = plans[0] if scene.same_plan and number else plan_of(flight)
+    if scene.same_plan:
+        flights = (flights[0],) * len(flights)
+    for repeat in range(max(flight.times for flight in flights)):
+        turns = {}
+        for number, flight in enumerate(flights):
+            if repeat < flight.times and rank in plans[number].parties:
+                seed = scene.seed * 64 + repeat * 16 + number * 4
+                turns[number] = Turn.of(flight, plans[number], rank, group, seed)
+                turns[number].begin()
+        for number in (number for number in scene.order if number in turns):
+            try:
+                turns[number].end()
+            except AssertionError as error:  # the ranks go on together
+                found.problems.append(f"# rank {rank}, flight {number}: {error}\n{scene}")
+            if turns[number].handle is not None:
+                report, summary = turns[number].handle.report, plans[number].summary()
+                key = (scene.seed, number, repeat)
+                found.sent[key] = (report.bytes_sent, report.messages_sent)
+                found.planned[key] = (summary.wire_bytes, summary.num_messages)
+
+
+_two_hosts: dict[int, Any] = {}
+"""Groups whose ranks take each other for ranks of two hosts, by size."""
+
+
+def make_two_hosts(rank: int, num_ranks: int) -> None:
+    """Make the group of the first ranks, once; all ranks of the pool call it."""
+    if num_ranks not in _two_hosts:
+        _two_hosts[num_ranks] = dist.new_group(range(num_ranks))
+
+
+def in_thread(act: Callable[[], None], is_wanted: bool) -> None:
+    """Run a function, perhaps in a thread, whose error is raised here."""
+    if not is_wanted:
+        act()
+        return
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            act()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def run_scenes(rank: int, num_ranks: int, seeds: range) -> Found:
+    """Run the scenes of the seeds on the first ranks."""
+    found = Found()
+    for seed in seeds:
+        scene = random_scene(seed, num_ranks)
+        group = pool_group(num_ranks) if scene.hosts == 1 else _two_hosts[num_ranks]
+        try:
+            with pytest.MonkeyPatch.context() as patch, limits_of(scene.limits):
+                if scene.hosts == 2:
+                    host = f"host {rank % 3 % 2}"
+                    for module in (meeting, teams):
+                        patch.setattr(module, "host_identity", lambda host=host: host)
+                in_thread(lambda: run_scene(rank, scene, group, found), scene.thread)
+        except Exception:
+            text = traceback.format_exc(limit=-6)
+            found.problems.append(f"# seed {seed}, rank {rank}\n{text}\n{scene}")
+        if len(found.problems) >= MOST_PROBLEMS:
+            break
+    return found
