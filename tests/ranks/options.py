@@ -128,9 +128,7 @@ def stored(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tensor
         return memory[3 : 3 + tensor.numel()].view(tensor.shape).copy_(tensor), memory
     sizes = [1 + size * (2 + dim) for dim, size in enumerate(tensor.shape)]
     memory = torch.zeros(sizes, dtype=tensor.dtype)
-    steps = tuple(
-        slice(1, 1 + size * (2 + dim), 2 + dim) for dim, size in enumerate(tensor.shape)
-    )
+    steps = tuple(slice(1, 1 + size * (2 + dim), 2 + dim) for dim, size in enumerate(tensor.shape))
     return memory[steps].copy_(tensor), memory
 
 

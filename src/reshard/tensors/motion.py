@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from reshard.dtypes import accumulator
 from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.planning.adjoint import SumMove, unreduced
@@ -197,16 +198,17 @@ class Motion:
     @property
     def way_back(self) -> WayBack:
         """How gradients of the result go back to the source."""
-        scale = 1.0
+        count = 1
         if self.have.reduce is not None and self.have.reduce[0] == "avg":
-            scale = 1.0 / prod(self.have.mesh.axes[axis] for axis in self.have.reduce[1])
+            count = prod(self.have.mesh.axes[axis] for axis in self.have.reduce[1])
         kinds = (getattr(torch, self.dtype), getattr(torch, self.cast))
         # Added up in the wider of the two.
         kind = str(torch.promote_types(*kinds)).removeprefix("torch.")
-        back = SumMove(
-            self.want, unreduced(self.have), self.shape, kind, self.memory, self.grad == "sum"
-        )
-        return WayBack(back, scale, self.group, self.options)
+        adds = self.grad == "sum"
+        # What is still to be divided is not rounded before.
+        cast = accumulator(kind) if adds and count > 1 else kind
+        back = SumMove(self.want, unreduced(self.have), self.shape, kind, self.memory, adds, cast)
+        return WayBack(back, count, self.group, self.options)
 
 
 def _requires_grad(local: Tensor | None) -> bool:
