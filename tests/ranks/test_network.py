@@ -42,7 +42,7 @@ def leave_while_waiting(rank: int) -> list[str]:
     rs.move(local, have, want, shape=(4, 4), transport="network")
     if rank == 1:
         return []
-    with pytest.raises(rs.MoveTimeoutError, match="rank 1 has not called within 0.5 s"):
+    with pytest.raises(rs.MoveTimeoutError, match=r"rank 1 has not called within 0\.5 s"):
         rs.move(local, have, want, shape=(4, 4), transport="network", timeout=0.5)
     teams._leave_at_exit()
     return [thread.name for thread in threading.enumerate() if thread.name == "reshard-wire"]

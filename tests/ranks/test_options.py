@@ -6,6 +6,8 @@ in flight together, each up to three times; 300 scenes in the usual run, 20,000 
 
 from __future__ import annotations
 
+import pytest
+
 from tests.ranks.options import Found, make_two_hosts, run_scenes
 from tests.ranks.pool import Pool
 from tests.soak import cases
@@ -24,8 +26,8 @@ def check_found(found: list[Found]) -> None:
         assert total == planned, f"seed, flight, turn {key}: sent {total}, planned {planned}"
 
 
-def test_options_with_each_other(pool: Pool) -> None:
+@pytest.mark.parametrize("first", range(0, cases(300, 20_000), AT_ONCE))
+def test_options_with_each_other(pool: Pool, first: int) -> None:
     pool.run(make_two_hosts, 4)
-    for first in range(0, cases(300, 20_000), AT_ONCE):
-        seeds = range(first, first + AT_ONCE)
-        check_found(pool.run(run_scenes, 4, seeds, ranks=range(4), timeout=300))
+    seeds = range(first, first + AT_ONCE)
+    check_found(pool.run(run_scenes, 4, seeds, ranks=range(4), timeout=100))
