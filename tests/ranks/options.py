@@ -38,6 +38,7 @@ class Flight:
     memory: int | None
     transport: str
     atomic: bool
+    check: str
     via: str
     """``move``, ``run``, ``start``."""
     times: int
@@ -92,6 +93,7 @@ def random_flight(rng: Random, num_ranks: int, several: bool) -> Flight:
         None if plain else memory,
         "auto" if plain else rng.choice(TRANSPORTS),
         atomic,
+        "always" if not plain and chance(rng, 15) else "first",
         rng.choice(vias),
         rng.choice((1, 2, 3)),
         tuple(rng.choice(styles) for _ in range(num_ranks)),
@@ -184,6 +186,7 @@ class Turn:
         if flight.transport != "auto":
             options["transport"] = flight.transport
         options |= {"atomic": True} if flight.atomic else {}
+        options |= {"check": flight.check} if flight.check != "first" else {}
         options |= {"donate": True} if flight.donate[rank] else {}
         if flight.via == "move":
             self.result = self._move(options)

@@ -1,10 +1,12 @@
 """Every option with every other, on random layouts and dtypes: values, bytes, messages, memory.
 
-The oracle cuts numpy arrays and shares no code with reshard. A scene is up to four calls that are
-in flight together, each up to three times; 300 scenes in the usual run, 20,000 in a soak.
+The oracle cuts numpy arrays and shares no code with reshard. A case is up to four calls that are
+in flight together, each made up to three times; 300 cases in the usual run, 20,000 in a soak.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,7 +14,14 @@ from tests.ranks.options import Found, make_two_hosts, run_scenes
 from tests.ranks.pool import Pool
 from tests.soak import cases
 
-AT_ONCE = 300
+AT_ONCE = 250
+
+
+def batches() -> Iterator[tuple[int, range]]:
+    """Numbers of ranks, and seeds."""
+    for num_ranks, count in ((4, cases(250, 16_000)), (8, cases(50, 4000))):
+        for first in range(0, count, AT_ONCE):
+            yield num_ranks, range(first, min(first + AT_ONCE, count))
 
 
 def check_found(found: list[Found]) -> None:
@@ -26,8 +35,7 @@ def check_found(found: list[Found]) -> None:
         assert total == planned, f"seed, flight, turn {key}: sent {total}, planned {planned}"
 
 
-@pytest.mark.parametrize("first", range(0, cases(300, 20_000), AT_ONCE))
-def test_options_with_each_other(pool: Pool, first: int) -> None:
-    pool.run(make_two_hosts, 4)
-    seeds = range(first, first + AT_ONCE)
-    check_found(pool.run(run_scenes, 4, seeds, ranks=range(4), timeout=100))
+@pytest.mark.parametrize(("num_ranks", "seeds"), [*batches()], ids=str)
+def test_options_with_each_other(pool: Pool, num_ranks: int, seeds: range) -> None:
+    pool.run(make_two_hosts, num_ranks)
+    check_found(pool.run(run_scenes, num_ranks, seeds, ranks=range(num_ranks), timeout=100))
