@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live import meeting, teams
+from reshard.run.live import meeting, rendezvous
 from tests import checks
 from tests.generate import chance
 from tests.ranks.cutting import Moved, random_moved
@@ -320,7 +320,7 @@ def run_scenes(rank: int, num_ranks: int, seeds: range) -> Found:
             with pytest.MonkeyPatch.context() as patch, limits_of(scene.limits):
                 if scene.hosts == 2:
                     host = f"host {rank % 3 % 2}"
-                    for module in (meeting, teams):
+                    for module in (meeting, rendezvous):
                         patch.setattr(module, "host_identity", lambda host=host: host)
                 in_thread(partial(run_scene, rank, scene, group, found), scene.thread)
         except Exception:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import teams
+from reshard.run.live import session
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
@@ -44,7 +44,7 @@ def leave_while_waiting(rank: int) -> list[str]:
         return []
     with pytest.raises(rs.MoveTimeoutError, match=r"rank 1 has not called within 0\.5 s"):
         rs.move(local, have, want, shape=(4, 4), transport="network", timeout=0.5)
-    teams._leave_at_exit()
+    session._leave_at_exit()
     return [thread.name for thread in threading.enumerate() if thread.name == "reshard-wire"]
 
 

@@ -19,7 +19,7 @@ from reshard.run.live.agreement import Terms
 from reshard.run.live.greeting import greetings_of
 from reshard.run.live.holding import Local
 from reshard.run.live.lots import HAVE, WANT
-from reshard.run.live.options import GRAD_CODES
+from reshard.run.live.options import GRAD_CODES, Options
 from reshard.run.live.prepared import Prepared, find_prepared
 from reshard.run.live.session import Session, Ticket, session_of
 from reshard.run.live.swift_direct import Direct, DirectCall, direct_of
