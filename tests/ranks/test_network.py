@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+from unittest import mock
 
 import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import session
+from reshard.run.live import network, session
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
@@ -33,6 +34,25 @@ def move_with_an_empty_part(rank: int, num_calls: int) -> None:
 
 def test_a_rank_that_exchanges_only_greetings(pool: Pool) -> None:
     pool.run(move_with_an_empty_part, cases(100, 5000), ranks=range(4), timeout=200)
+
+
+def move_single_elements(rank: int, dtype: torch.dtype) -> None:
+    """Sent without packing; torch calls a tensor of one element contiguous whatever its strides."""
+    have, want = (rs.Layout(rs.Mesh(dp=4), words) for words in ("dp", "-"))
+    full = torch.arange(1, 4).to(dtype)
+    with mock.patch.object(network, "DIRECT_BYTES", 1):
+        for step in (0, 2, 3):
+            local = torch.zeros(7, dtype=dtype).as_strided((1 if rank < 3 else 0,), (step,))
+            local.copy_(full[rank : rank + 1])
+            found = rs.move(
+                local, have, want, shape=(3,), group=pool_group(4), transport="network", timeout=20
+            )
+            assert torch.equal(found, full), step
+
+
+def test_single_elements_of_any_strides(pool: Pool) -> None:
+    for dtype in (torch.int64, torch.uint16, torch.bfloat16, torch.complex64):
+        pool.run(move_single_elements, dtype, ranks=range(4))
 
 
 def leave_while_waiting(rank: int) -> list[str]:

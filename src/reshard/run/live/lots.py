@@ -76,12 +76,12 @@ class Lot:
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """What transports have worked out for it, and for which addresses."""
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """The dtype that travels."""
         return self.stack.dtype_at(self.hop)
 
-    @property
+    @cached_property
     def itemsize(self) -> int:
         """Bytes of one element that travels."""
         return itemsize(self.dtype)
