@@ -31,7 +31,7 @@ STYLES = ("plain", "plain", "transposed", "stepped", "inside")
 
 
 @dataclass(frozen=True)
-class Flight:
+class CallSpec:
     """One call, the same on all ranks but for what is given by rank."""
 
     moved: dict[str, Moved]
@@ -52,11 +52,11 @@ class Flight:
 
 
 @dataclass(frozen=True)
-class Scene:
+class Batch:
     """Calls that are in flight together."""
 
     seed: int
-    flights: tuple[Flight, ...]
+    calls: tuple[CallSpec, ...]
     same_plan: bool
     """Whether all run the plan of the first."""
     limits: str
@@ -68,16 +68,16 @@ class Scene:
 
 @dataclass
 class Found:
-    """What a rank has to say about its scenes."""
+    """What a rank has to say about its batches."""
 
     problems: list[str] = field(default_factory=list)
     sent: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
-    """Bytes and messages that this rank sent, by seed, flight and turn."""
+    """Bytes and messages that this rank sent, by seed, call and repeat."""
     planned: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
     """The same of all ranks, as planned."""
 
 
-def random_flight(rng: Random, num_ranks: int, several: bool) -> Flight:
+def random_call(rng: Random, num_ranks: int, several: bool) -> CallSpec:
     count = rng.choice((1, 1, 1, 2, 3))
     moved = {f"t{n}": random_moved(rng, num_ranks) for n in range(count)}
     if count == 1:
@@ -88,7 +88,7 @@ def random_flight(rng: Random, num_ranks: int, several: bool) -> Flight:
     styles = ("plain",) if plain else STYLES
     atomic = not plain and chance(rng, 30)
     into = chance(rng, 70 if atomic else 40)
-    return Flight(
+    return CallSpec(
         moved,
         None if plain else memory,
         "auto" if plain else rng.choice(TRANSPORTS),
@@ -103,13 +103,13 @@ def random_flight(rng: Random, num_ranks: int, several: bool) -> Flight:
     )
 
 
-def random_scene(seed: int, num_ranks: int) -> Scene:
+def random_batch(seed: int, num_ranks: int) -> Batch:
     rng = Random(seed)
     count = rng.choice((1, 1, 1, 2, 4))
-    flights = tuple(random_flight(rng, num_ranks, count > 1) for _ in range(count))
-    return Scene(
+    calls = tuple(random_call(rng, num_ranks, count > 1) for _ in range(count))
+    return Batch(
         seed,
-        flights,
+        calls,
         count > 1 and chance(rng, 40),
         rng.choice(LIMITS),
         2 if chance(rng, 25) else 1,
@@ -137,38 +137,40 @@ def stored(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 @dataclass(eq=False)
-class Turn:
-    """One call of a flight on this rank: what it gives, and what must come."""
+class RankCall:
+    """A call as this rank makes it: what it gives, and what must come."""
 
-    flight: Flight
+    call: CallSpec
     plan: rs.Plan
     rank: int
     group: Any
-    given: dict[str, torch.Tensor | None] = field(default_factory=dict)
+    given: dict[str, torch.Tensor] = field(default_factory=dict)
     before: dict[str, torch.Tensor] = field(default_factory=dict)
-    into: dict[str, torch.Tensor | None] | None = None
+    """The values of what is given."""
+    into: dict[str, torch.Tensor] | None = None
     memory: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """What destination tensors are views of, and which elements of that must stay as they are."""
     wanted: dict[str, torch.Tensor] = field(default_factory=dict)
     handle: Any = None
     result: Any = None
 
     @classmethod
-    def of(cls, flight: Flight, plan: rs.Plan, rank: int, group: Any, seed: int) -> Turn:
-        turn = cls(flight, plan, rank, group)
-        leave_out, style = flight.leave_out[rank], flight.into[rank]
-        turn.into = {} if style else None
-        for number, (name, moved) in enumerate(flight.moved.items()):
+    def of(cls, call: CallSpec, plan: rs.Plan, rank: int, group: Any, seed: int) -> RankCall:
+        one = cls(call, plan, rank, group)
+        leave_out, style = call.leave_out[rank], call.into[rank]
+        one.into = {} if style else None
+        for number, (name, moved) in enumerate(call.moved.items()):
             values = moved.values(seed + number)
             local = moved.given(values, rank)
             if local is not None and (local.numel() or not leave_out):
-                turn.before[name] = local
-                turn.given[name] = stored(local, flight.sources[rank])[0]
+                one.before[name] = local
+                one.given[name] = stored(local, call.sources[rank])[0]
             wanted = moved.wanted(moved.reduced(values), rank)
             if wanted is not None:
-                turn.wanted[name] = wanted
-                if turn.into is not None and (wanted.numel() or not leave_out):
-                    turn._make_place(name, wanted, style)
-        return turn
+                one.wanted[name] = wanted
+                if one.into is not None and (wanted.numel() or not leave_out):
+                    one._make_place(name, wanted, style)
+        return one
 
     def _make_place(self, name: str, wanted: torch.Tensor, style: str) -> None:
         assert self.into is not None
@@ -179,32 +181,31 @@ class Turn:
         self.into[name], self.memory[name] = place, (memory, holes)
 
     def begin(self) -> None:
-        flight, rank = self.flight, self.rank
+        call, rank = self.call, self.rank
         options: dict[str, Any] = {"group": self.group}
-        if flight.via == "move" and flight.memory is not None:
+        if call.via == "move" and call.memory is not None:
             options["timeout"] = TIMEOUT
-        if flight.transport != "auto":
-            options["transport"] = flight.transport
-        options |= {"atomic": True} if flight.atomic else {}
-        options |= {"check": flight.check} if flight.check != "first" else {}
-        options |= {"donate": True} if flight.donate[rank] else {}
-        if flight.via == "move":
+        if call.transport != "auto":
+            options["transport"] = call.transport
+        options |= {"atomic": True} if call.atomic else {}
+        options |= {"check": call.check} if call.check != "first" else {}
+        options |= {"donate": True} if call.donate[rank] else {}
+        if call.via == "move":
             self.result = self._move(options)
-        elif flight.via == "run":
+        elif call.via == "run":
             self.result = self.plan.run(self.given, into=self.into, timeout=TIMEOUT, **options)
         else:
             self.handle = self.plan.start(self.given, into=self.into, timeout=TIMEOUT, **options)
 
     def _move(self, options: dict[str, Any]) -> dict[str, torch.Tensor]:
-        (name, moved), spec = *self.flight.moved.items(), self.plan.want["tensor"]
-        source = self.plan.have["tensor"]
-        memory = {} if self.flight.memory is None else {"memory": self.plan.memory}
+        ((name, moved),) = self.call.moved.items()
+        memory = {} if self.call.memory is None else {"memory": self.plan.memory}
         cast = {} if moved.cast == moved.case.dtype else {"cast_to": moved.cast}
         into = None if self.into is None else self.into.get(name)
         found = rs.move(
             self.given.get(name),
-            source.layout,
-            spec.layout,
+            self.plan.have[name].layout,
+            self.plan.want[name].layout,
             shape=moved.case.shape,
             dtype=moved.case.dtype,
             into=into,
@@ -222,7 +223,7 @@ class Turn:
 
     def _check(self) -> None:
         expected = self.wanted
-        if self.into is not None and self.flight.via != "move":
+        if self.into is not None and self.call.via != "move":
             expected = {name: self.wanted[name] for name in self.into}
         assert self.result.keys() == expected.keys(), (sorted(self.result), sorted(expected))
         for name, wanted in expected.items():
@@ -234,48 +235,55 @@ class Turn:
         for name, (memory, holes) in self.memory.items():
             rest = bits(memory[holes]) if memory.dim() else b""
             assert rest == bytes(len(rest)), f"{name}: changed beside the destination"
-        for name, tensor in self.given.items():
-            if not self.flight.donate[self.rank] and tensor is not None:
-                assert bits(tensor) == bits(self.before[name]), f"{name}: the source has changed"
         if self.handle is not None:
             assert self.handle.report.peak_staging <= self.plan.memory
+        self._check_sources()
+
+    def _check_sources(self) -> None:
+        donates, is_plain = self.call.donate[self.rank], self.call.sources[self.rank] == "plain"
+        for name, tensor in self.given.items():
+            if not donates:
+                assert bits(tensor) == bits(self.before[name]), f"{name}: the source has changed"
+            elif is_plain and self.call.via != "move" and self.plan.num_rounds:
+                assert not tensor.untyped_storage().nbytes(), f"{name}: the source is not freed"
 
 
-def plan_of(flight: Flight) -> rs.Plan:
-    """The plan of a flight; without a cap where that is too small."""
+def plan_of(call: CallSpec) -> rs.Plan:
+    """The plan of a call; without a cap where that is too small."""
     have, want = {}, {}
-    for name, moved in flight.moved.items():
+    for name, moved in call.moved.items():
         case = moved.case
         have[name] = rs.TensorSpec(case.shape, case.dtype, checks.build(case.have, case.shape))
         want[name] = rs.TensorSpec(case.shape, moved.cast, checks.build(case.want, case.shape))
-    memory = {} if flight.memory is None else {"memory": flight.memory}
+    memory = {} if call.memory is None else {"memory": call.memory}
     try:
         return rs.plan(have, want, **memory)
     except rs.MemoryCapError:
         return rs.plan(have, want)
 
 
-def run_scene(rank: int, scene: Scene, group: Any, found: Found) -> None:
-    flights, plans = scene.flights, {}
-    for number, flight in enumerate(flights):
-        plans[number] = plans[0] if scene.same_plan and number else plan_of(flight)
-    if scene.same_plan:
-        flights = (flights[0],) * len(flights)
-    for repeat in range(max(flight.times for flight in flights)):
-        turns = {}
-        for number, flight in enumerate(flights):
-            if repeat < flight.times and rank in plans[number].parties:
-                seed = scene.seed * 64 + repeat * 16 + number * 4
-                turns[number] = Turn.of(flight, plans[number], rank, group, seed)
-                turns[number].begin()
-        for number in (number for number in scene.order if number in turns):
+def run_batch(rank: int, batch: Batch, group: Any, found: Found) -> None:
+    """Begin all calls of a batch, wait for them in its order, and do it again."""
+    calls, plans = batch.calls, {}
+    for number, call in enumerate(calls):
+        plans[number] = plans[0] if batch.same_plan and number else plan_of(call)
+    if batch.same_plan:
+        calls = (calls[0],) * len(calls)
+    for repeat in range(max(call.times for call in calls)):
+        begun = {}
+        for number, call in enumerate(calls):
+            if repeat < call.times and rank in plans[number].parties:
+                seed = batch.seed * 64 + repeat * 16 + number * 4
+                begun[number] = RankCall.of(call, plans[number], rank, group, seed)
+                begun[number].begin()
+        for number in (number for number in batch.order if number in begun):
             try:
-                turns[number].end()
+                begun[number].end()
             except AssertionError as error:  # the ranks go on together
-                found.problems.append(f"# rank {rank}, flight {number}: {error}\n{scene}")
-            if turns[number].handle is not None:
-                report, summary = turns[number].handle.report, plans[number].summary()
-                key = (scene.seed, number, repeat)
+                found.problems.append(f"# rank {rank}, call {number}: {error}\n{batch}")
+            if begun[number].handle is not None:
+                report, summary = begun[number].handle.report, plans[number].summary()
+                key = (batch.seed, number, repeat)
                 found.sent[key] = (report.bytes_sent, report.messages_sent)
                 found.planned[key] = (summary.wire_bytes, summary.num_messages)
 
@@ -310,22 +318,22 @@ def in_thread(act: Callable[[], None], is_wanted: bool) -> None:
         raise errors[0]
 
 
-def run_scenes(rank: int, num_ranks: int, seeds: range) -> Found:
-    """Run the scenes of the seeds on the first ranks."""
+def run_batches(rank: int, num_ranks: int, seeds: range) -> Found:
+    """Run the batches of the seeds on the first ranks."""
     found, num_errors = Found(), 0
     for seed in seeds:
-        scene = random_scene(seed, num_ranks)
-        group = pool_group(num_ranks) if scene.hosts == 1 else _two_hosts[num_ranks]
+        batch = random_batch(seed, num_ranks)
+        group = pool_group(num_ranks) if batch.hosts == 1 else _two_hosts[num_ranks]
         try:
-            with pytest.MonkeyPatch.context() as patch, limits_of(scene.limits):
-                if scene.hosts == 2:
+            with pytest.MonkeyPatch.context() as patch, limits_of(batch.limits):
+                if batch.hosts == 2:
                     host = f"host {rank % 3 % 2}"
                     for module in (meeting, rendezvous):
                         patch.setattr(module, "host_identity", lambda host=host: host)
-                in_thread(partial(run_scene, rank, scene, group, found), scene.thread)
+                in_thread(partial(run_batch, rank, batch, group, found), batch.thread)
         except Exception:
             text = traceback.format_exc(limit=-6)
-            found.problems.append(f"# seed {seed}, rank {rank}\n{text}\n{scene}")
+            found.problems.append(f"# seed {seed}, rank {rank}\n{text}\n{batch}")
             num_errors += 1
         if num_errors >= MOST_ERRORS:
             break

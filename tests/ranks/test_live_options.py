@@ -95,21 +95,6 @@ def test_many_rounds_in_flight(pool: Pool) -> None:
     pool.run(many_rounds_in_flight, ranks=FOUR)
 
 
-def donate(rank: int, transport: str, memory: int | None) -> None:
-    full = mixed((64, 48))
-    have, want = specs(full, HAVE), specs(full, WANT)
-    plan = rs.plan(have, want, memory=memory)
-    given = locals_of(full, have, rank)
-    out = plan.run(given, donate=True, transport=transport)
-    same_bits(out, locals_of(full, want, rank))
-    assert [tensor.untyped_storage().nbytes() for tensor in given.values()] == [0] * len(given)
-
-
-@pytest.mark.parametrize(("transport", "memory"), [("auto", 2048), ("network", None)])
-def test_donated_sources_are_freed(pool: Pool, transport: str, memory: int | None) -> None:
-    pool.run(donate, transport, memory, ranks=FOUR)
-
-
 def donate_tied(rank: int, transport: str) -> None:
     """Names that share memory: it is freed after the last of them, not after the first."""
     shape = (64, 48)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.options import Found, make_two_hosts, run_scenes
+from tests.ranks.options import Found, make_two_hosts, run_batches
 from tests.ranks.pool import Pool
 from tests.soak import cases
 
@@ -32,10 +32,10 @@ def check_found(found: list[Found]) -> None:
         sent = [one.sent[key] for one in found if key in one.sent]
         planned = next(one.planned[key] for one in found if key in one.planned)
         total = tuple(sum(column) for column in zip(*sent, strict=True))
-        assert total == planned, f"seed, flight, turn {key}: sent {total}, planned {planned}"
+        assert total == planned, f"seed, call, repeat {key}: sent {total}, planned {planned}"
 
 
 @pytest.mark.parametrize(("num_ranks", "seeds"), [*batches()], ids=str)
 def test_options_with_each_other(pool: Pool, num_ranks: int, seeds: range) -> None:
     pool.run(make_two_hosts, num_ranks)
-    check_found(pool.run(run_scenes, num_ranks, seeds, ranks=range(num_ranks), timeout=100))
+    check_found(pool.run(run_batches, num_ranks, seeds, ranks=range(num_ranks), timeout=100))
