@@ -136,7 +136,8 @@ class Waiter:
     def end(self, seconds: float = 0.0) -> None:
         """Let the thread end, after what it waits for; wait at most so long for that."""
         self._works.put(None)
-        self._thread.join(seconds)
+        if self._thread is not threading.current_thread():  # which may free the group
+            self._thread.join(seconds)
 
     def _serve(self) -> None:
         while (awaited := self._works.get()) is not None:
