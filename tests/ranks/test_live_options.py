@@ -95,6 +95,19 @@ def test_many_rounds_in_flight(pool: Pool) -> None:
     pool.run(many_rounds_in_flight, ranks=FOUR)
 
 
+def donate_at_rest(rank: int) -> None:
+    """Where nothing moves the source is the result, and stays."""
+    local = local_of(numbered((8, 8)), HAVE, rank)
+    for _ in range(2):
+        found = rs.move(local.clone(), HAVE, HAVE, shape=(8, 8), group=pool_group(4), donate=True)
+        assert found.untyped_storage().nbytes()
+        assert torch.equal(found, local)
+
+
+def test_a_donated_source_at_rest_is_the_result(pool: Pool) -> None:
+    pool.run(donate_at_rest, ranks=FOUR)
+
+
 def donate_tied(rank: int, transport: str) -> None:
     """Names that share memory: it is freed after the last of them, not after the first."""
     shape = (64, 48)

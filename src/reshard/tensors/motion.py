@@ -150,7 +150,8 @@ class Motion:
             options_of(self.options)  # nothing else looks whether there are such options
             if not engine.pass_silently(ticket, self.plan, self.options):
                 given = {} if local is None else {ONE: local.detach()}
-                options = {"device": found.device, **self.options}
+                # The source is the result, so it is not freed, whatever was asked for.
+                options = {"device": found.device, **self.options, "donate": False}
                 engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
         return found
 
