@@ -8,7 +8,6 @@ straight from a neighbour's memory, or write into it.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -164,8 +163,7 @@ class Program:
         """The bytes of messages in the largest round, by who of the peers gets unpacked ones."""
         self._kept: dict[int, Round] = {}
         self._num_kept = self._weight = 0
-        self._lock = threading.Lock()
-        """Several calls of one plan may be in flight, each in a thread."""
+        """Blocks and objects that are kept, nearly: several calls may be in flight, in threads."""
 
     def round(self, number: int) -> Round:
         """What happens in a round."""
@@ -173,11 +171,11 @@ class Program:
         if found is not None:
             return found
         made = self._make(number)
-        with self._lock:
-            if number not in self._kept and self._num_kept + made.num_blocks < MAX_KEPT_BLOCKS:
-                self._kept[number] = made
-                self._num_kept += made.num_blocks
-            return self._kept.get(number, made)
+        if self._num_kept + made.num_blocks >= MAX_KEPT_BLOCKS:
+            return made
+        found = self._kept.setdefault(number, made)
+        self._num_kept += made.num_blocks if found is made else 0
+        return found
 
     def recall(self, lot: Lot, what: str, stamp: object) -> Any:
         """What was worked out for a lot, if it is still true: that is, of the same stamp."""
@@ -186,16 +184,14 @@ class Program:
 
     def remember(self, lot: Lot, what: str, stamp: object, value: Any, weight: int) -> None:
         """Keep something with a lot for the next call, unless too much is kept already."""
-        with self._lock:
-            if what in lot.kept or self._weight + weight <= MAX_KEPT_OBJECTS:
-                self._weight += 0 if what in lot.kept else weight
-                lot.kept[what] = (stamp, value)
+        if what in lot.kept or self._weight + weight <= MAX_KEPT_OBJECTS:
+            self._weight += 0 if what in lot.kept else weight
+            lot.kept[what] = (stamp, value)
 
     def forget(self) -> None:
         """Free what is kept between calls."""
-        with self._lock:
-            self._kept.clear()
-            self._num_kept = self._weight = 0
+        self._kept.clear()
+        self._num_kept = self._weight = 0
 
     @cached_property
     def num_bytes(self) -> int:
