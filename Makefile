@@ -32,7 +32,7 @@ test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
 	$(PY) -m compileall -q src tests
 	$(PY) -m pytest -n $(JOBS) $(ARGS)
 
-soak: $(READY) ## run all tests with all their cases; takes a quarter of an hour on two cores
+soak: $(READY) ## run all tests with all their cases; takes about 40 minutes on two cores
 	RESHARD_SOAK=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
 
 check: $(READY) ## style, types and layers

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import reshard as rs
 from reshard.run.live import adding
 from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
+from tests.moves import check_counts
 
 OPS = ("sum", "avg", "prod", "max", "min")
 Array = np.ndarray
@@ -44,7 +46,7 @@ def test_slices_add_up_to_the_whole(
     with mock.patch.object(adding, "SLICE_BYTES", slice_bytes):
         took = adding.add_up(op, dtype, total, addends)
     assert took <= max(2 * slice_bytes, 8)  # halves are twice as wide, and one element is one
-    assert np.array_equal(total, reduce_in_order(op, kept, dtype))
+    assert np.array_equal(total, reduce_in_order(op, kept, dtype, dtype))
     assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
 
 
@@ -53,7 +55,7 @@ def test_slices_add_up_to_the_whole(
 def test_nothing_but_sums_is_written(op: str, count: int) -> None:
     """Whoever reads the same sums meanwhile, from a tied tensor, reads sums."""
     addends = [np.full((3, 4), 2.0 + n, "float32") for n in range(count)]
-    total = reduce_in_order(op, addends, "float32")
+    total = reduce_in_order(op, addends, "float32", "float32")
     expected, act = total.copy(), adding.OPS[op]
 
     def watched(one: Array, other: Array, out: Array) -> None:
@@ -77,3 +79,28 @@ def test_what_is_not_a_number_is_no_error(dtype: str) -> None:
         assert np.isnan(found[0])
         assert np.isnan(found[1]) == (op == "sum")
         assert found[2] == {"sum": 3.0, "max": 2.0, "min": 1.0}[op]
+
+
+@pytest.mark.parametrize("want", ["float32", "complex64", "float16", "bfloat16"])
+@pytest.mark.parametrize("memory", [None, 96, 400])
+@pytest.mark.parametrize("ranks_per_host", [None, 3])
+def test_averages_are_rounded_once(
+    want: str, memory: int | None, ranks_per_host: int | None
+) -> None:
+    """Also on replicas that get the average from another: it travels as the destination has it."""
+    shape = (37,)
+    have, whole = rs.Layout(rs.Mesh(dp=3), "- | avg dp"), rs.Layout(rs.Mesh(x=8), "-")
+    plan = rs.plan(
+        {"w": rs.TensorSpec(shape, "bfloat16", have)},
+        {"w": rs.TensorSpec(shape, want, whole)},
+        memory=memory,
+        topology=rs.Topology(ranks_per_host=ranks_per_host) if ranks_per_host else None,
+    )
+    rows = np.random.default_rng(0).normal(0, 3, (3, *shape)).astype("float32")
+    bits = [cast(row, "float32", "bfloat16") for row in rows]
+    wide = [cast(row, "bfloat16", "float32") for row in bits]
+    average = (wide[0] + wide[1] + wide[2]) / np.float32(3)
+    found, report = rs.simulate(plan, {r: {"w": row} for r, row in enumerate(bits)}, report=True)
+    for rank in range(8):
+        assert np.array_equal(found[rank]["w"], cast(average, "float32", want)), rank
+    check_counts(plan, report)

@@ -30,6 +30,22 @@ def test_all_that_has_come_is_filed_at_once() -> None:
     peer.close()
 
 
+def test_messages_of_a_call_that_opens_after_a_later_one() -> None:
+    """Calls in flight go on in threads, in any order."""
+    mailbox, peer = pair()
+    mailbox.open(1)
+    mailbox.open(2)
+    mailbox.close(2)
+    for call in range(3):
+        peer.send(Message(Kind.HELLO, call, DIGEST).pack())
+    mailbox.step(0.0)
+    assert 1 in mailbox.open(0).hellos
+    assert 1 in mailbox.open(1).hellos
+    assert 1 not in mailbox.open(2).hellos
+    mailbox.shut()
+    peer.close()
+
+
 def test_last_words_of_a_peer_that_did_not_hear_us() -> None:
     """Linux says "connection reset" before it gives what the peer has said."""
     mailbox, peer = pair()

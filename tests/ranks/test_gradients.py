@@ -63,6 +63,25 @@ def test_replicas_at_rest(pool: Pool) -> None:
     assert pool.run(stay, "replicated", ranks=range(4)) == [1.0, 10.0, 100.0, 1000.0]
 
 
+def average_halves(rank: int) -> None:
+    """Gradients are added up and divided in float32, and rounded once, for meshes and for boxes."""
+    shape = (64,)
+    have, whole = rs.Layout(rs.Mesh(dp=3), "- | avg dp"), rs.Layout(rs.Mesh(x=3), "-")
+    boxes = {holder: [rs.Box((0,), (40,)), rs.Box((40,), shape)] for holder in range(3)}
+    gradients = [torch.randn(shape, generator=torch.Generator().manual_seed(n)) for n in range(3)]
+    gradients = [gradient.bfloat16() for gradient in gradients]
+    total = gradients[0].float() + gradients[1].float() + gradients[2].float()
+    for want in (whole, rs.Layout.from_boxes(shape, boxes)):
+        x = torch.ones(shape, dtype=torch.bfloat16, requires_grad=True)
+        y = rs.move(x, have, want, shape=shape, timeout=TIMEOUT)
+        y.backward(gradients[rank])
+        assert torch.equal(x.grad, (total / torch.tensor(3.0)).bfloat16()), want
+
+
+def test_gradients_of_an_average_are_rounded_once(pool: Pool) -> None:
+    pool.run(average_halves, ranks=range(3))
+
+
 def gradients_of_all_forms(rank: int) -> None:
     """Gradients that are expanded, transposed, sliced or of another dtype."""
     have, want = rs.Layout(rs.Mesh(dp=4), "dp -"), rs.Layout(rs.Mesh(tp=4), "- tp")

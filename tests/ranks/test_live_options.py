@@ -41,51 +41,6 @@ def specs(full: dict[str, torch.Tensor], layout: rs.Layout) -> dict[str, rs.Tens
     }
 
 
-def move_in_rounds(rank: int, transport: str, memory: int) -> tuple[int, int, int, int]:
-    full = mixed((37, 23))
-    have, want = specs(full, HAVE), specs(full, rs.Layout(LINE, "tp:2 -"))
-    plan = rs.plan(have, want, memory=memory)
-    report = None
-    for _ in range(2):
-        handle = plan.start(locals_of(full, have, rank), transport=transport)
-        same_bits(handle.wait(), locals_of(full, want, rank))
-        report = handle.report
-    assert report is not None
-    assert len(report.rounds) == plan.num_rounds
-    wanted = plan.summary()
-    sums = torch.tensor([report.bytes_sent, report.messages_sent])
-    dist.all_reduce(sums, group=pool_group(4))
-    assert sums.tolist() == [wanted.wire_bytes, wanted.num_messages]
-    return plan.num_rounds, report.peak_staging, wanted.peak_bytes, plan.memory
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("memory", [512, 4096])
-def test_a_small_memory_cap_takes_many_rounds(pool: Pool, transport: str, memory: int) -> None:
-    for num_rounds, staged, stated, cap in pool.run(move_in_rounds, transport, memory, ranks=FOUR):
-        assert num_rounds > 4
-        assert staged <= stated <= cap == memory
-
-
-def sums_in_rounds(rank: int, transport: str) -> None:
-    """A sum in rounds: the accumulator counts as staging, too."""
-    shape = (64, 48)
-    have = rs.Layout(rs.Mesh(dp=4), "- - | sum dp")
-    plan = rs.plan(have, WANT, shape=shape, dtype="bfloat16", memory=4096)
-    mine = numbered(shape, "bfloat16", rank)
-    handle = plan.start({"tensor": mine}, transport=transport)
-    parts = [numbered(shape, "bfloat16", addend).float() for addend in FOUR]
-    total = (parts[0] + parts[1] + parts[2] + parts[3]).bfloat16()
-    assert torch.equal(handle.wait()["tensor"], local_of(total, WANT, rank))
-    assert len(handle.report.rounds) > 3
-    assert handle.report.peak_staging <= plan.summary().peak_bytes <= 4096
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_sums_under_a_small_cap(pool: Pool, transport: str) -> None:
-    pool.run(sums_in_rounds, transport, ranks=FOUR)
-
-
 def run_atomic(rank: int, transport: str) -> None:
     full = mixed((16, 12))
     have, want = specs(full, HAVE), specs(full, WANT)
@@ -104,25 +59,53 @@ def run_atomic(rank: int, transport: str) -> None:
             tensor.zero_()
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["auto", "network"])
 def test_atomic_changes_all_destinations_or_none(pool: Pool, transport: str) -> None:
     pool.run(run_atomic, transport, ranks=FOUR)
 
 
-def donate(rank: int, transport: str, memory: int | None) -> None:
-    full = mixed((64, 48))
-    have, want = specs(full, HAVE), specs(full, WANT)
-    plan = rs.plan(have, want, memory=memory)
-    given = locals_of(full, have, rank)
-    out = plan.run(given, donate=True, transport=transport)
-    same_bits(out, locals_of(full, want, rank))
-    assert [tensor.untyped_storage().nbytes() for tensor in given.values()] == [0] * len(given)
+def atomic_on_some(rank: int) -> None:
+    """Also when the plan was compared before without it."""
+    plan = rs.plan(HAVE, WANT, shape=(8, 8))
+    mine, wanted = (local_of(numbered((8, 8)), layout, rank) for layout in (HAVE, WANT))
+    into = {"tensor": torch.zeros_like(wanted)}
+    plan.run({"tensor": mine})
+    with pytest.raises(rs.DisagreementError, match=r"atomic: ranks 0,2-3 have True, rank 1 has"):
+        plan.run({"tensor": mine}, into=into, atomic=rank != 1, timeout=20)
+    plan.run({"tensor": mine}, into=into, atomic=True)
+    assert torch.equal(into["tensor"], wanted)
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("memory", [None, 2048])
-def test_donated_sources_are_freed(pool: Pool, transport: str, memory: int | None) -> None:
-    pool.run(donate, transport, memory, ranks=FOUR)
+def test_atomic_on_some_ranks_only(pool: Pool) -> None:
+    pool.run(atomic_on_some, ranks=FOUR)
+
+
+def many_rounds_in_flight(rank: int) -> None:
+    """Several calls of a plan that none has made before, each working out all rounds."""
+    shape, want = (128, 64), rs.Layout(LINE, "tp:2 -")
+    plan = rs.plan(HAVE, want, shape=shape, memory=512)
+    assert plan.num_rounds > 40
+    mine, wanted = (local_of(numbered(shape), layout, rank) for layout in (HAVE, want))
+    handles = [plan.start({"tensor": mine + number}, timeout=20) for number in range(8)]
+    for number, handle in enumerate(handles):
+        assert torch.equal(handle.wait()["tensor"], wanted + number)
+
+
+def test_many_rounds_in_flight(pool: Pool) -> None:
+    pool.run(many_rounds_in_flight, ranks=FOUR)
+
+
+def donate_at_rest(rank: int) -> None:
+    """Where nothing moves the source is the result, and stays."""
+    local = local_of(numbered((8, 8)), HAVE, rank)
+    for _ in range(2):
+        found = rs.move(local.clone(), HAVE, HAVE, shape=(8, 8), group=pool_group(4), donate=True)
+        assert found.untyped_storage().nbytes()
+        assert torch.equal(found, local)
+
+
+def test_a_donated_source_at_rest_is_the_result(pool: Pool) -> None:
+    pool.run(donate_at_rest, ranks=FOUR)
 
 
 def donate_tied(rank: int, transport: str) -> None:

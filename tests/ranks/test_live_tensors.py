@@ -17,14 +17,6 @@ TRANSPORTS = ["auto", "peer", "shared", "network"]
 GRID = rs.Mesh(dp=2, tp=2)
 LINE = rs.Mesh(tp=4)
 
-CASTS = [
-    ("float32", "bfloat16"), ("bfloat16", "float32"), ("float32", "float16"),
-    ("float16", "bfloat16"), ("float64", "float32"), ("float32", "float64"), ("int32", "int64"),
-    ("int64", "int32"), ("int64", "float32"), ("float32", "int8"), ("uint8", "float16"),
-    ("bool", "int32"), ("int16", "bool"), ("float32", "float8_e4m3fn"), ("float8_e5m2", "float32"),
-    ("complex64", "complex128"), ("complex128", "complex64"), ("float32", "complex64"),
-]  # fmt: skip
-
 
 def noise(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
     """Any bits at all, NaNs among them."""
@@ -59,26 +51,6 @@ def test_every_dtype_in_one_move(pool: Pool, transport: str, shape: tuple[int, .
     pool.run(move_every_dtype, transport, shape, ranks=FOUR)
 
 
-def cast_in_transit(rank: int, transport: str) -> None:
-    """Every cast, to shards and to replicas: what replicas pass on has been cast already."""
-    full, have, want = {}, {}, {}
-    for source, target in CASTS:
-        for text in ("- tp", "- -"):
-            name = f"{source} to {target} as {text}"
-            full[name] = numbered((6, 9), source)
-            have[name] = spec(full[name], rs.Layout(GRID, "(dp tp) -"))
-            want[name] = spec(full[name], rs.Layout(LINE, text), target)
-    plan = rs.plan(have, want)
-    out = plan.run(locals_of(full, have, rank), transport=transport)
-    cast = {name: full[name].to(getattr(torch, want[name].dtype)) for name in full}
-    same_bits(out, locals_of(cast, want, rank))
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_a_dtype_changes_in_transit(pool: Pool, transport: str) -> None:
-    pool.run(cast_in_transit, transport, ranks=FOUR)
-
-
 def strided(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tensor]:
     """The tensor with other strides, and the memory in which it lies."""
     if style == "transposed":
@@ -89,39 +61,6 @@ def strided(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tenso
     memory = torch.full(sizes, 99, dtype=tensor.dtype)
     view = memory[tuple(slice(1, None, step) for step in steps)]
     return view.copy_(tensor), memory
-
-
-def move_strided(rank: int, transport: str, style: str, want_text: str) -> None:
-    for shape in ((7, 10), (520, 260)):
-        full = numbered(shape)
-        have, want = rs.Layout(GRID, "dp tp"), rs.Layout(LINE, want_text)
-        plan = one_plan(full, have, want)
-        mine, expected = local_of(full, have, rank), local_of(full, want, rank)
-        source, _ = strided(mine, style)
-        into, memory = strided(torch.full_like(expected, -1), style)
-        holes = torch.ones_like(memory, dtype=torch.bool)
-        torch.as_strided(holes, into.shape, into.stride(), into.storage_offset()).zero_()
-        untouched = memory[holes].clone()
-        assert not source.is_contiguous()
-        for given, taken in ((source, None), (mine, into), (source, into)):
-            if taken is not None:
-                taken.fill_(-1)
-            out = plan.run(
-                {"tensor": given},
-                into=None if taken is None else {"tensor": taken},
-                transport=transport,
-            )
-            assert taken is None or out["tensor"] is taken
-            assert torch.equal(out["tensor"], expected)
-        assert torch.equal(memory[holes], untouched)
-        assert torch.equal(source, mine)
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-@pytest.mark.parametrize("style", ["transposed", "stepped"])
-def test_any_strides(pool: Pool, transport: str, style: str) -> None:
-    for want_text in ("- tp", "tp:3 -", "- - | flat tp"):
-        pool.run(move_strided, transport, style, want_text, ranks=FOUR)
 
 
 def move_expanded(rank: int, transport: str) -> None:
@@ -136,35 +75,6 @@ def move_expanded(rank: int, transport: str) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_an_expanded_source(pool: Pool, transport: str) -> None:
     pool.run(move_expanded, transport, ranks=FOUR)
-
-
-def move_scalars(rank: int, transport: str) -> None:
-    have, want = rs.Layout(LINE, "... | on tp=2"), rs.Layout(GRID, "...")
-    full = torch.tensor(7, dtype=torch.int64)
-    given = {"tensor": full.clone()} if rank == 2 else {}
-    out = one_plan(full, have, want).run(given, transport=transport)
-    same_bits(out, {"tensor": full})
-
-
-@pytest.mark.parametrize("transport", TRANSPORTS)
-def test_tensors_without_dims(pool: Pool, transport: str) -> None:
-    pool.run(move_scalars, transport, ranks=FOUR)
-
-
-def move_little(rank: int, shape: tuple[int, ...], given_empty: bool) -> None:
-    """Some ranks hold empty shards, which may be given or left out."""
-    full = numbered(shape)
-    have, want = rs.Layout(LINE, "... tp"), rs.Layout(GRID, "(dp tp) ...")
-    plan = one_plan(full, have, want)
-    mine = local_of(full, have, rank)
-    given = {"tensor": mine} if mine.numel() or given_empty else {"tensor": None}
-    same_bits(plan.run(given), locals_of({"tensor": full}, plan.want, rank))
-
-
-@pytest.mark.parametrize("shape", [(0,), (2,), (5, 0), (0, 3), (1, 1, 1), (3, 2)])
-def test_empty_tensors_and_shards(pool: Pool, shape: tuple[int, ...]) -> None:
-    for given_empty in (True, False):
-        pool.run(move_little, shape, given_empty, ranks=FOUR)
 
 
 def pad_and_crop(rank: int, style: str) -> None:

@@ -45,7 +45,7 @@ def expected_of(have: rs.Layout, want: rs.Layout, rank: int, dtype: str) -> np.n
     ranks = range(4) if have.mesh == FOUR else (rank % 2, rank % 2 + 2)
     assert have.reduce is not None
     addends = [bits_of(local_of(addend_of(one, dtype), want, rank)) for one in ranks]
-    return reduce_in_order(have.reduce[0], addends, dtype)
+    return reduce_in_order(have.reduce[0], addends, dtype, dtype)
 
 
 def add_up(rank: int, dtype: str, least: int, options: dict[str, Any]) -> int:

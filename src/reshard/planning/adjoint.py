@@ -16,10 +16,11 @@ from math import prod
 
 from reshard.box import Box
 from reshard.dims import is_mixed
+from reshard.dtypes import accumulator
 from reshard.layout import BoxLayout, Layout
 from reshard.listed import listed_of
 from reshard.notation import axes_of
-from reshard.planning.plan import Plan, plan
+from reshard.planning.plan import ONE, Plan, plan
 from reshard.spec import TensorSpec
 
 __all__ = ["Spread", "SumMove", "summed", "unreduced"]
@@ -89,9 +90,12 @@ class SumMove:
     want: Layout
     shape: tuple[int, ...]
     dtype: str
+    """The dtype of what is added up."""
     memory: int
     adds: bool = True
     """Whether replicas are added up; otherwise all of them have the sum already."""
+    cast: str | None = None
+    """The dtype of the sums; that of the addends, if none is given."""
 
     @property
     def back(self) -> SumMove:
@@ -116,7 +120,11 @@ def _direct(move: SumMove) -> Plan | None:
         return None
     have = _with_elements(have if move.adds else move.have, move.shape)
     want = _with_elements(move.want, move.shape)
-    return plan(have, want, shape=move.shape, dtype=move.dtype, memory=move.memory)
+    return plan(
+        {ONE: TensorSpec(move.shape, move.dtype, have)},
+        {ONE: TensorSpec(move.shape, move.cast or move.dtype, want)},
+        memory=move.memory,
+    )
 
 
 def _with_elements(layout: Layout, shape: tuple[int, ...]) -> Layout:
@@ -135,14 +143,19 @@ def _spread(move: SumMove) -> Spread:
     to_owner = {name: _regrouped(boxes, owner) for name, boxes in later.items()}
     gather = None
     if later:
-        gather = plan(_specs(move, later), _specs(move, to_owner), memory=move.memory)
-    out = plan(_specs(move, {"sum": first}), _specs(move, {"sum": wanting}), memory=move.memory)
+        addends = (_specs(move, boxes, move.dtype) for boxes in (later, to_owner))
+        gather = plan(*addends, memory=move.memory)
+    out = plan(
+        _specs(move, {"sum": first}, accumulator(move.dtype)),
+        _specs(move, {"sum": wanting}, move.cast or move.dtype),
+        memory=move.memory,
+    )
     return Spread(gather, out, holding, wanting)
 
 
-def _specs(move: SumMove, boxes: Mapping[str, Boxes]) -> dict[str, TensorSpec]:
+def _specs(move: SumMove, boxes: Mapping[str, Boxes], dtype: str) -> dict[str, TensorSpec]:
     return {
-        name: TensorSpec(move.shape, move.dtype, Layout.from_boxes(move.shape, held))
+        name: TensorSpec(move.shape, dtype, Layout.from_boxes(move.shape, held))
         for name, held in boxes.items()
     }
 

@@ -103,8 +103,9 @@ def _sent(flow: Flow) -> Ints:
     """Bytes that each rank sends, first-hand and passed on."""
     moved = [(r, np.flatnonzero(r.source != r.destination)) for r in flow.everything()]
     ranks = np.concatenate([rows.source[some] for rows, some in moved])
-    sizes = np.concatenate([rows.sizes[some] for rows, some in moved])
-    return np.bincount(ranks, weights=sizes).astype(np.int64) * flow.stack.itemsize
+    itemsize = flow.stack.itemsize_at
+    sizes = np.concatenate([rows.sizes[some] * itemsize(rows.hop) for rows, some in moved])
+    return np.bincount(ranks, weights=sizes).astype(np.int64)
 
 
 def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
@@ -164,7 +165,7 @@ def _kin(stack: Stack) -> object:
 
 def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count every row; what is passed on by sender, without listing its pairs."""
-    tally = _Tally(world)
+    tally = _Tally(world, flow.stack)
     parts = flow.parts()
     for rows in flow.first_hand(parts):
         tally.exchange(rows)
@@ -174,11 +175,11 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         tally.exchange(entered)
         tally.pass_on(entered, lines)
     itemsize = flow.stack.itemsize
-    staged, count = tally.elements * itemsize, tally.rows
+    staged, count = tally.num_bytes, tally.rows
     for part in flow.accumulated():
         wide, place = flow.accumulator_itemsize, np.searchsorted(world, part.destination)
         np.add.at(staged, place, part.sizes * wide)
-        np.add.at(count, place, -(-wide // itemsize))
+        np.add.at(count, place, _width(flow.stack, wide))
     return Load(
         flow.stack.label,
         _kin(flow.stack),
@@ -193,11 +194,12 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
 
 
 class _Tally:
-    """Elements and rows that every rank sends or receives."""
+    """Bytes and rows that every rank sends or receives; a row of wider elements counts as more."""
 
-    def __init__(self, world: Ints) -> None:
+    def __init__(self, world: Ints, stack: Stack) -> None:
         self.world = world
-        self.elements = np.zeros(len(world), dtype=np.int64)
+        self.stack = stack
+        self.num_bytes = np.zeros(len(world), dtype=np.int64)
         self.rows = np.zeros(len(world), dtype=np.int64)
         self.hops = 0
 
@@ -205,7 +207,7 @@ class _Tally:
         """Count both ends of rows."""
         moved = np.flatnonzero(rows.source != rows.destination)
         for ends in (rows.source[moved], rows.destination[moved]):
-            self._add(ends, rows.sizes[moved], 1)
+            self._add(ends, rows.sizes[moved], 1, rows.hop)
         self.hops = max(self.hops, rows.hop if len(moved) else 0)
 
     def pass_on(self, rows: Transfers, wanting: LineSet) -> None:
@@ -213,20 +215,26 @@ class _Tally:
         others = np.diff(wanting.first)[rows.line] - 1
         if not len(rows) or not others.any():
             return
-        self._add(rows.destination, rows.sizes * others, others)
+        hop = rows.hop + 1
+        self._add(rows.destination, rows.sizes * others, others, hop)
         # Every member of a line gets all of it, except what it received itself.
         num_lines = len(wanting.first) - 1
         sizes = np.bincount(rows.line, weights=rows.sizes, minlength=num_lines).astype(np.int64)
         counts = np.bincount(rows.line, minlength=num_lines)
         times = np.diff(wanting.first)
-        self._add(wanting.members, np.repeat(sizes, times), np.repeat(counts, times))
-        self._add(rows.destination, -rows.sizes * (others > 0), -1 * (others > 0))
-        self.hops = max(self.hops, rows.hop + 1)
+        self._add(wanting.members, np.repeat(sizes, times), np.repeat(counts, times), hop)
+        self._add(rows.destination, -rows.sizes * (others > 0), -1 * (others > 0), hop)
+        self.hops = max(self.hops, hop)
 
-    def _add(self, ranks: Ints, elements: Ints, rows: Ints | int) -> None:
+    def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:
         place = np.searchsorted(self.world, ranks)
-        np.add.at(self.elements, place, elements)
-        np.add.at(self.rows, place, rows)
+        np.add.at(self.num_bytes, place, elements * self.stack.itemsize_at(hop))
+        np.add.at(self.rows, place, rows * _width(self.stack, self.stack.itemsize_at(hop)))
+
+
+def _width(stack: Stack, itemsize: int) -> int:
+    """As how many elements that source ranks send an element of so many bytes counts."""
+    return -(-itemsize // stack.itemsize)
 
 
 def _uses(flow: Flow, world: Ints) -> Uses:
@@ -234,18 +242,19 @@ def _uses(flow: Flow, world: Ints) -> Uses:
     none = np.zeros(0, dtype=np.int64)
     ranks, parts, sizes, elements = [none], [none], [none], [none]
     for transfers in flow.everything():
+        itemsize = flow.stack.itemsize_at(transfers.hop)
         moved = np.flatnonzero(transfers.source != transfers.destination)
         for end in (transfers.source[moved], transfers.destination[moved]):
             ranks.append(end)
             parts.append(transfers.part[moved])
-            sizes.append(transfers.sizes[moved] * flow.stack.itemsize)
-            elements.append(np.ones_like(end))
+            sizes.append(transfers.sizes[moved] * itemsize)
+            elements.append(np.full_like(end, _width(flow.stack, itemsize)))
     for part in flow.accumulated():
         wide = flow.accumulator_itemsize
         ranks.append(part.destination)
         parts.append(part.part)
         sizes.append(part.sizes * wide)
-        elements.append(np.full(len(part), -(-wide // flow.stack.itemsize)))
+        elements.append(np.full(len(part), _width(flow.stack, wide)))
     place = np.searchsorted(world, np.concatenate(ranks))
     return Uses(
         place, np.concatenate(parts), np.concatenate(sizes), np.concatenate(elements), len(world)

@@ -97,8 +97,8 @@ class Rows:
                     _without(part.shift(want_low), stack.feed.want_insert),
                     int(rows.source[row]),
                     int(rows.destination[row]),
-                    part.size * stack.itemsize,
-                    stack.wire_dtype,
+                    part.size * stack.itemsize_at(rows.hop),
+                    stack.dtype_at(rows.hop),
                     rows.hop,
                     rows.addend,
                     have_name,
@@ -129,7 +129,10 @@ class Steps(Sequence[Step]):
     @property
     def num_bytes(self) -> int:
         """Bytes of all steps."""
-        return sum(int(one.transfers.sizes.sum()) * one.flow.stack.itemsize for one in self.rows)
+        return sum(
+            int(one.transfers.sizes.sum()) * one.flow.stack.itemsize_at(one.transfers.hop)
+            for one in self.rows
+        )
 
     def of_round(self, number: int) -> list[Step]:
         """The steps of one round."""

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from reshard.box import Box
 from reshard.dtypes import itemsize, wire_dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.fingerprint import fingerprint
 from reshard.planning.names import Feed, Names, check_keys, feeds_of, missing_names
+from reshard.regions import num_addends
 from reshard.spec import TensorSpec
 
 __all__ = ["Fill", "Stack", "stacks_of"]
@@ -31,15 +33,34 @@ class Stack:
 
     @property
     def wire_dtype(self) -> str:
-        """The dtype that travels; addends travel as they are, because they are not the value."""
+        """The dtype that source ranks send: addends travel as they are, because they are no value.
+
+        Other tensors travel in the narrower dtype of the two sides.
+        """
         if self.have.layout.reduce is not None:
             return self.have.dtype
         return wire_dtype(self.have.dtype, self.want.dtype)
 
+    @cached_property
+    def adds(self) -> bool:
+        """Whether receivers add up addends."""
+        return num_addends(self.have.layout) != num_addends(self.want.layout)
+
+    def dtype_at(self, hop: int) -> str:
+        """The dtype that travels at a hop: sums are passed on as the destination holds them.
+
+        They were rounded to it, and must not be rounded again.
+        """
+        return self.want.dtype if hop and self.adds else self.wire_dtype
+
     @property
     def itemsize(self) -> int:
-        """Bytes of one element on the wire."""
+        """Bytes of one element that a source rank sends."""
         return itemsize(self.wire_dtype)
+
+    def itemsize_at(self, hop: int) -> int:
+        """Bytes of one element that travels at a hop."""
+        return itemsize(self.dtype_at(hop))
 
     @property
     def label(self) -> str:

@@ -93,12 +93,12 @@ def _per_rank(ranks: Ints, num_bytes: Ints, world: Ints) -> Ints:
 
 def needs_of(flow: Flow) -> tuple[int, int]:
     """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
-    geometry, itemsize = flow.geometry, flow.stack.itemsize
-    times = len(flow.stack.names) * itemsize
+    geometry, stack = flow.geometry, flow.stack
+    times = len(stack.names) * stack.itemsize
     if geometry.num_addends > 1:
         rows = list(flow.everything())
-        moved = (int(r.sizes[r.source != r.destination].sum()) for r in rows)
-        return sum(moved) * itemsize, 0
+        moved = ((int(r.sizes[r.source != r.destination].sum()), r.hop) for r in rows)
+        return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
     wanted = int((geometry.wanting.amounts * np.diff(geometry.wanting.first)).sum())
     if geometry.relays is not None:
         lines = geometry.relays.lines

@@ -52,7 +52,8 @@ class _Stream:
     def sizes(self) -> Ints:
         """Bytes of each pair."""
         total = np.bincount(self.group, weights=self.rows.sizes, minlength=len(self.first) - 1)
-        return np.repeat(total.astype(np.int64) * self.flow.stack.itemsize, np.diff(self.first))
+        itemsize = self.flow.stack.itemsize_at(self.hop)
+        return np.repeat(total.astype(np.int64) * itemsize, np.diff(self.first))
 
     def units(self) -> Ints:
         """Slices of each row end between whole parts of this many elements."""

@@ -50,8 +50,11 @@ def _to_bfloat16(array: Array) -> Array:
     return np.where(np.isnan(array), np.uint16(0x7FC0), rounded.astype(np.uint16))
 
 
-def reduce_in_order(op: str, addends: Sequence[Array], dtype: str) -> Array:
-    """Add up (or multiply, ...) addends one after the other, halves in float32."""
+def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) -> Array:
+    """Add up (or multiply, ...) addends one after the other, halves in float32.
+
+    What comes out is divided there, for a mean, and rounded once: to the wanted dtype.
+    """
     wide = accumulator(dtype)
     total = cast(addends[0], dtype, wide).copy()
     for addend in addends[1:]:
@@ -65,4 +68,4 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str) -> Array:
     if op == "avg":
         whole = np.issubdtype(total.dtype, np.integer)
         total = total // len(addends) if whole else total / len(addends)
-    return cast(total.astype(addends[0].dtype) if wide == dtype else total, wide, dtype)
+    return cast(total.astype(storage_dtype(wide), copy=False), wide, want)

@@ -145,9 +145,9 @@ class _Machine:
         op = have.layout.reduce[0] if have.layout.reduce else "sum"
         ordered = [part for _, part, _ in sorted(parts, key=lambda part: part[0])]
         self.staged += ordered[0].size * itemsize(accumulator(have.dtype))
-        value = reduce_in_order(op, ordered, have.dtype)
+        value = reduce_in_order(op, ordered, have.dtype, want.dtype)
         view = self._view(1, step.name, step.box)
-        view[...] = cast(value, have.dtype, want.dtype).reshape(view.shape)
+        view[...] = value.reshape(view.shape)
 
     def _read(self, step: Step) -> Array:
         if step.hop == 0:

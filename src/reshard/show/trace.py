@@ -119,7 +119,8 @@ def messages(plan: Plan, groups: Groups) -> dict[int, list[Message]]:
                 kept, low, high = rows.of_round(number)
                 if len(kept):
                     to, sizes = rows.transfers.destination[kept], high - low
-                    sent = (np.full_like(to, rank), to, sizes * rows.flow.stack.itemsize)
+                    itemsize = rows.flow.stack.itemsize_at(rows.transfers.hop)
+                    sent = (np.full_like(to, rank), to, sizes * itemsize)
                     rounds.setdefault(number, []).append(sent)
     return {number: _grouped(sent, groups) for number, sent in rounds.items()}
 

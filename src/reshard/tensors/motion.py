@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from reshard.dtypes import accumulator
 from reshard.errors import TensorError
 from reshard.layout import Layout
 from reshard.planning.adjoint import SumMove, unreduced
@@ -149,13 +150,15 @@ class Motion:
             options_of(self.options)  # nothing else looks whether there are such options
             if not engine.pass_silently(ticket, self.plan, self.options):
                 given = {} if local is None else {ONE: local.detach()}
-                options = {"device": found.device, **self.options}
+                # The source is the result, so it is not freed, whatever was asked for.
+                options = {"device": found.device, **self.options, "donate": False}
                 engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
         return found
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:
         """The source itself where every rank already has what it should have, else None."""
-        if self.dtype != self.cast or self.options.get("check") == "always":
+        together = self.options.get("check") == "always" or self.options.get("atomic")
+        if self.dtype != self.cast or together:
             return None
         shapes = _shapes_at_rest(self.have, self.want, self.shape, dist.get_rank())
         if shapes is None:
@@ -196,16 +199,17 @@ class Motion:
     @property
     def way_back(self) -> WayBack:
         """How gradients of the result go back to the source."""
-        scale = 1.0
+        count = 1
         if self.have.reduce is not None and self.have.reduce[0] == "avg":
-            scale = 1.0 / prod(self.have.mesh.axes[axis] for axis in self.have.reduce[1])
+            count = prod(self.have.mesh.axes[axis] for axis in self.have.reduce[1])
         kinds = (getattr(torch, self.dtype), getattr(torch, self.cast))
         # Added up in the wider of the two.
         kind = str(torch.promote_types(*kinds)).removeprefix("torch.")
-        back = SumMove(
-            self.want, unreduced(self.have), self.shape, kind, self.memory, self.grad == "sum"
-        )
-        return WayBack(back, scale, self.group, self.options)
+        adds = self.grad == "sum"
+        # What is still to be divided is not rounded before.
+        cast = accumulator(kind) if adds and count > 1 else kind
+        back = SumMove(self.want, unreduced(self.have), self.shape, kind, self.memory, adds, cast)
+        return WayBack(back, count, self.group, self.options)
 
 
 def _requires_grad(local: Tensor | None) -> bool:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.dtypes import accumulator
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plan import ONE, Plan
 from reshard.run.live import engine
@@ -29,7 +30,8 @@ class WayBack:
     """Gradients on their way from one layout to another, perhaps more than once."""
 
     move: SumMove
-    scale: float
+    count: int
+    """What the sums are divided by: how many addends an average has, else 1."""
     group: dist.ProcessGroup | None
     options: Mapping[str, Any]
 
@@ -54,7 +56,10 @@ class WayBack:
         else:
             given = {} if gradient is None else {ONE: gradient}
             found = self._run(move.direct, given, device).get(ONE)
-        return found if found is None or self.scale == 1.0 else found * self.scale
+        if found is None or self.count == 1:
+            return found
+        # By a tensor: by a number a GPU multiplies with its rounded inverse.
+        return found / torch.full((), self.count, dtype=found.dtype, device=found.device)
 
     def _run(
         self, plan: Plan, given: Mapping[str, Tensor], device: torch.device
@@ -71,19 +76,24 @@ class WayBack:
         if move.want.holds(rank) is None:
             return None
         shape = move.want.local_shape(rank, move.shape)
-        result = torch.zeros(shape, dtype=self.kind, device=device)
+        kind: torch.dtype = getattr(torch, move.cast or move.dtype)
+        result = torch.zeros(shape, dtype=kind, device=device)
         if sums is not None:
             Boxes(move.want, move.shape, rank).split_into(result, spread.wanting[rank], sums)
         return result
 
     def _total(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
-        """The sums of the boxes that this rank is the first to hold; None if there are none."""
+        """The sums of the boxes that this rank is the first to hold, not rounded yet.
+
+        None if there are none.
+        """
         rank, move = dist.get_rank(), self.move
         own = [boxes.get(rank, ()) for boxes in move.spread.holding]
         total, later = None, {}
         if gradient is not None and any(own):
             mine = Boxes(move.have, move.shape, rank)
-            total = mine.joined(gradient, own[0]) if own[0] else None
+            wide: torch.dtype = getattr(torch, accumulator(move.dtype))
+            total = mine.joined(gradient, own[0]).to(wide) if own[0] else None
             later = {n: mine.joined(gradient, boxes) for n, boxes in enumerate(own) if n and boxes}
         gather = move.spread.gather
         if gather is not None:

@@ -18,6 +18,7 @@ from reshard.run.live.ways import run_lengths
 
 __all__ = [
     "MOST_RUNS",
+    "bytes_of",
     "num_runs",
     "own_offsets",
     "own_spot",
@@ -84,6 +85,16 @@ def view_of(
         at = np.array([offset, *strides], dtype=np.int64)
         offset, *strides = _actual(at, tuple(tensor.shape), tensor.stride()).tolist()
     return tensor.detach().as_strided(shape, strides, tensor.storage_offset() + offset)
+
+
+def bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
+    """So many elements of a contiguous tensor, from an offset on, as bytes.
+
+    torch calls a tensor of one element contiguous whatever its strides are, but gives no view of
+    its bytes unless the last stride is 1.
+    """
+    flat = tensor.detach().as_strided((size,), (1,), tensor.storage_offset() + offset)
+    return flat.view(torch.uint8)
 
 
 def route_of(lot: Lot, end: End, other: End, held: Held) -> Route:

@@ -16,7 +16,7 @@ import torch
 
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
-from reshard.run.live.addresses import own_offsets
+from reshard.run.live.addresses import bytes_of, own_offsets
 from reshard.run.live.copying import Spot, packed_strides
 from reshard.run.live.device_copy import Among, CopyTable
 from reshard.run.live.device_table import CopyBlocks
@@ -56,8 +56,7 @@ class Packet:
             end = lot.source if sending else lot.target
             columns = (end.tensor.tolist(), end.offset.tolist(), lot.sizes.tolist())
             for number, at, size in zip(*columns, strict=True):
-                flat = held[end.side].tensors[number].detach().view(-1)
-                yield flat[at : at + size].view(torch.uint8)
+                yield bytes_of(held[end.side].tensors[number], at, size)
 
 
 class DeviceRound:
@@ -154,7 +153,7 @@ class _Tables:
     def in_room(self, lot: Lot, place: int) -> tuple[Ints, Spot]:
         """In a message that lies in the room."""
         number = sum(len(side.spots) for side in self.held)
-        at = place + lot.at * lot.stack.itemsize
+        at = place + lot.at * lot.itemsize
         return np.full(len(at), number), Spot(at, packed_strides(lot.width), lot.dtype)
 
 

@@ -48,7 +48,7 @@ class DeviceSum(Sum):
             else:
                 message = room[place : place + lot.num_bytes]
                 total.add_message(lot, message, places, lot.addend == addend)
-        total.finish(self.num_addends, lots[0].stack.want.dtype)
+        total.finish(self.num_addends)
         total.put(lots, line, held[WANT])
 
     def _run_on_host(self, room: torch.Tensor, held: tuple[Held, Held]) -> None:
@@ -103,15 +103,13 @@ class _Total:
             # torch widens halves as it adds, but knows no sum of a float8 and a float32.
             self._act(total, addend.to(self.wide) if self.dtype.itemsize == 1 else addend)
 
-    def finish(self, count: int, want: str) -> None:
-        """Divide, for a mean; and round to the source's dtype, if the destination is wider."""
+    def finish(self, count: int) -> None:
+        """Divide, for a mean. Nothing is rounded before the sums go into the destination."""
         if self.op == "avg":
             whole = not (self.wide.is_floating_point or self.wide.is_complex)
             # As a tensor: by a number torch would multiply with its rounded inverse.
             by = torch.full((), count, dtype=self.wide, device=self.values.device)
             self.values.div_(by, rounding_mode="floor" if whole else None)
-        if self.wide != self.dtype and want != _name(self.dtype):
-            self.values.copy_(self.values.to(self.dtype))
 
     def put(self, lots: list[Lot], line: Line, want: Held) -> None:
         """Copy the sums into the destination tensors, in one launch."""
@@ -139,7 +137,3 @@ def _with_dims(blocks: CopyBlocks) -> CopyBlocks:
     return CopyBlocks(
         blocks.source, blocks.destination, *offsets, ones, ones, ones, blocks.itemsize
     )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

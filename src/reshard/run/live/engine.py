@@ -201,7 +201,8 @@ class Run:
         self.greetings = (self.options.tell_grad and prepared.greetings) or {}
         failed: BaseException | None = None
         try:
-            if self.session is None or not (prepared.talks or self.compares or self.greetings):
+            together = prepared.talks or self.compares or self.greetings or self.options.atomic
+            if self.session is None or not together:
                 return self._move(None)
             return self._move_together(self.session)
         except BaseException as error:
@@ -248,7 +249,7 @@ class Run:
         return self.call.status() if self.call else f"on rank {self.rank}: no round begun"
 
     def _terms_key(self) -> tuple[bytes, str]:
-        return bytes.fromhex(self.plan.digest), self.options.transport
+        return bytes.fromhex(self.plan.digest), self.options.name
 
     def _close(self) -> None:
         """The call is over; if it was the first to be compared and failed, the next one is."""
@@ -274,7 +275,8 @@ class Run:
         would not take part in that, so there only a difference leads to another comparison.
         """
         cause = None if self.watch is None else self.watch.cause
-        if self.prepared.talks or (cause is not None and cause.kind in ("disagree", "tensor")):
+        meets = self.prepared.talks or self.options.atomic
+        if meets or (cause is not None and cause.kind in ("disagree", "tensor")):
             session.agreed.discard(self._terms_key())
         else:
             session.has_compared(self._terms_key())
@@ -322,10 +324,8 @@ class Run:
             raise
         if watch is not None:
             watch.touched = held
-        options, word = {"transport": self.options.transport}, GRAD_CODES[self.options.grad]
-        terms = Terms(
-            self.plan, options, places_of_tensors(held, self.given.group), word, self.ticket.tag
-        )
+        word, places = GRAD_CODES[self.options.grad], places_of_tensors(held, self.given.group)
+        terms = Terms(self.plan, self.options.shared, places, word, self.ticket.tag)
         by_gpu = watch is not None and self._agree(watch, terms)
         if watch is not None:
             watch.suspect = partial(suspect_comparing, watch, terms)
@@ -354,10 +354,11 @@ class Run:
                 fill_zeros(self.prepared.program, held[WANT])
             if self.options.sync or self.options.atomic:
                 self.land()
-        if self.options.atomic and self.into is not None:
-            self._commit(watch, result)
-            return {name: tensor for name, tensor in self.into.items() if tensor is not None}
-        return result
+        if not self.options.atomic:
+            return result
+        if watch is not None:
+            watch.barrier("complete")
+        return result if self.into is None else self._commit(self.into, result)
 
     def _agree(self, watch: Watch, terms: Terms) -> bool:
         """Compare with the other ranks, unless this plan was compared before.
@@ -416,15 +417,12 @@ class Run:
         program = self.prepared.program
         return program.peers[0] | program.peers[1] | self.greetings.get(self.rank, frozenset())
 
-    def _commit(self, watch: Watch | None, result: Mapping[str, torch.Tensor]) -> None:
-        """Every rank has all of its part: only now does anybody change its tensors."""
-        if watch is not None:
-            watch.barrier("complete")
-        assert self.into is not None
-        for name, tensor in result.items():
-            mine = self.into.get(name)
-            if mine is not None:
-                mine.detach().copy_(tensor)
+    def _commit(self, into: Tensors, result: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy into the caller's tensors, now that every rank has all of its part."""
+        given = {name: tensor for name, tensor in into.items() if tensor is not None}
+        for name in given.keys() & result.keys():
+            given[name].detach().copy_(result[name])
+        return given
 
 
 def _itself(watch: Watch) -> Watch:

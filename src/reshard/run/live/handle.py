@@ -66,6 +66,8 @@ class Handle:
             self._ended = _thread.allocate_lock()
             self._ended.acquire()
             threading.Thread(target=self._work, daemon=True, name="reshard-move").start()
+            # Here as well: the thread may not have come so far when the next call is made.
+            run.ticket.owner = None
         else:
             self._result = run.run()
             self.grad_seen = run.grad_seen

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from reshard.columns import Ints, distinct
+from reshard.dtypes import itemsize
 from reshard.planning.plan import Plan
 from reshard.planning.rank import Rows, Steps
 from reshard.planning.stacks import Stack
@@ -74,10 +75,15 @@ class Lot:
     kept: dict[str, tuple[object, Any]] = field(default_factory=dict)
     """What transports have worked out for it, and for which addresses."""
 
-    @property
+    @cached_property
     def dtype(self) -> str:
         """The dtype that travels."""
-        return self.stack.wire_dtype
+        return self.stack.dtype_at(self.hop)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one element that travels."""
+        return itemsize(self.dtype)
 
     @property
     def name(self) -> str:
@@ -99,7 +105,7 @@ class Lot:
     @cached_property
     def num_bytes(self) -> int:
         """Bytes on the wire."""
-        return int(self.sizes.sum()) * self.stack.itemsize
+        return int(self.sizes.sum()) * self.itemsize
 
     @cached_property
     def as_is(self) -> bool:
@@ -111,7 +117,7 @@ class Lot:
         """How neighbours on one host exchange it; both ends work out the same."""
         if not self.as_is:
             return Way.PACKED
-        return way_of(self.width, self.source.strides, self.target.strides, self.stack.itemsize)
+        return way_of(self.width, self.source.strides, self.target.strides, self.itemsize)
 
 
 @dataclass(frozen=True, eq=False)
@@ -156,15 +162,19 @@ class Program:
         self.rooms: dict[frozenset[int], int] = {}
         """The bytes of messages in the largest round, by who of the peers gets unpacked ones."""
         self._kept: dict[int, Round] = {}
-        self._weight = 0
+        self._num_kept = self._weight = 0
+        """Blocks and objects that are kept, nearly: several calls may be in flight, in threads."""
 
     def round(self, number: int) -> Round:
         """What happens in a round."""
         found = self._kept.get(number)
-        if found is None:
-            found = self._make(number)
-            if found.num_blocks + sum(r.num_blocks for r in self._kept.values()) < MAX_KEPT_BLOCKS:
-                self._kept[number] = found
+        if found is not None:
+            return found
+        made = self._make(number)
+        if self._num_kept + made.num_blocks >= MAX_KEPT_BLOCKS:
+            return made
+        found = self._kept.setdefault(number, made)
+        self._num_kept += made.num_blocks if found is made else 0
         return found
 
     def recall(self, lot: Lot, what: str, stamp: object) -> Any:
@@ -181,7 +191,7 @@ class Program:
     def forget(self) -> None:
         """Free what is kept between calls."""
         self._kept.clear()
-        self._weight = 0
+        self._num_kept = self._weight = 0
 
     @cached_property
     def num_bytes(self) -> int:
@@ -208,7 +218,7 @@ class Program:
                 by_peer.setdefault(peer, []).append(lot)
         for lots in (*sends.values(), *receives.values()):
             # Wide elements first, so that each is aligned in a message without padding.
-            lots.sort(key=lambda lot: -lot.stack.itemsize)
+            lots.sort(key=lambda lot: -lot.itemsize)
         return Round(copies, sends, receives)
 
     def _lots(self, steps: Steps, number: int) -> Iterator[tuple[int, Lot]]:

@@ -354,8 +354,9 @@ class Mailbox:
             if self._lent and message.kind is Kind.HELLO:
                 for key in [key for key in self._lent if key[0] == peer and key[1] < message.e]:
                     self._give_back(key)
-            if message.call >= self._next_call and message.call not in self._open:
-                self._open[message.call] = Inbox()
+            # Calls in flight open their inboxes in any order: what is not over may still do so.
+            if message.call >= self.num_over and message.call not in self._over:
+                self._open.setdefault(message.call, Inbox())
             inbox = self._open.get(message.call)
         if inbox is not None:
             if (peer, number) in self.arenas:

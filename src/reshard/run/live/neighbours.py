@@ -153,7 +153,7 @@ class Neighbours:
         for peer, lots in sends.items():
             packed = [lot for lot in lots if self._may_be_packed(peer, lot, lots)]
             # As much as the widest elements need, and no more: what is staged counts.
-            at += -at % max((lot.stack.itemsize for lot in packed), default=1)
+            at += -at % max((lot.itemsize for lot in packed), default=1)
             self.places[peer] = at
             at += sum(lot.num_bytes for lot in packed)
         self._end = at
@@ -326,4 +326,4 @@ class Neighbours:
 
 def _in_message(lot: Lot, address: int) -> Spot:
     """Where the blocks of a lot lie in a message, of which they begin at an address."""
-    return Spot(address + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+    return Spot(address + lot.at * lot.itemsize, packed_strides(lot.width), lot.dtype)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from reshard.run.live.addresses import own_views
+from reshard.run.live.addresses import bytes_of, own_views
 from reshard.run.live.cause import Cause
 from reshard.run.live.copying import Copies, Spot, packed_strides
 from reshard.run.live.faults import Watch
@@ -88,14 +88,20 @@ class Network:
         hello = Message(Kind.HELLO, watch.call, watch.digest, watch.word, *self.numbers)
         data = hello._replace(tag=watch.tag_code).pack()
         for peer in self.peers:
-            tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-            self._keep.append(tensor)
-            self._sent.append(self.wire.send(self._index(peer), tensor, self.tag))
-            self._await_hello(peer)
+            self._exchange_hellos(peer, torch.frombuffer(bytearray(data), dtype=torch.uint8))
 
-    def _await_hello(self, peer: int) -> None:
+    def _exchange_hellos(self, peer: int, hello: torch.Tensor) -> None:
+        """Send a greeting and receive the peer's; the peer is met when both are complete.
+
+        gloo drops a message, or sends freed memory, if the send is destroyed before it is complete.
+        A rank that sends nothing else would leave the call before that.
+        """
         buffer = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-        work = self.wire.receive(self._index(peer), buffer, self.tag)
+        self._keep += [hello, buffer]
+        works = [
+            self.wire.send(self._index(peer), hello, self.tag),
+            self.wire.receive(self._index(peer), buffer, self.tag),
+        ]
 
         def then(error: str | None) -> None:
             message = Message.unpack(bytes(buffer.numpy()))
@@ -105,10 +111,10 @@ class Network:
                 self._break(peer, error or "it sent something else than a greeting")
             self.team.mailbox.wake()
 
-        self._when_done([work], then, [peer])
+        self._when_done(works, then, [peer])
 
     def unmet(self) -> list[int]:
-        """Peers that have not entered the call."""
+        """Peers that have not entered the call, or do not know that this rank has."""
         return [peer for peer in self.peers if peer not in self.watch.inbox.hellos]
 
     def learn(self) -> None:
@@ -124,7 +130,7 @@ class Network:
             size = sum(lot.num_bytes for lot in packed)
             buffer = torch.empty(size, dtype=torch.uint8)
             for lot, at in _placed(packed, buffer.data_ptr()):
-                into = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+                into = Spot(at + lot.at * lot.itemsize, packed_strides(lot.width), lot.dtype)
                 Copies(lot.width, into, own_views(lot.source, lot.width, self.held)).run()
             tensors = ([buffer] if size else []) + self._straight(direct, sending=True)
             self._begin_sending(peer, tensors)
@@ -176,7 +182,7 @@ class Network:
             if lot.addend >= 0:
                 summed(lot, at)
                 continue
-            source = Spot(at + lot.at * lot.stack.itemsize, packed_strides(lot.width), lot.dtype)
+            source = Spot(at + lot.at * lot.itemsize, packed_strides(lot.width), lot.dtype)
             Copies(lot.width, own_views(lot.target, lot.width, self.held), source).run()
 
     def taken(self, number: int, peer: int, lots: Sequence[Lot]) -> None:
@@ -216,9 +222,7 @@ class Network:
             for n, (number, size) in enumerate(
                 zip(end.tensor.tolist(), lot.sizes.tolist(), strict=True)
             ):
-                flat = self.held[end.side].tensors[number].detach().view(-1)
-                at = int(end.offset[n])
-                whole = flat[at : at + size].view(torch.uint8)
+                whole = bytes_of(self.held[end.side].tensors[number], int(end.offset[n]), size)
                 found += torch.split(whole, PIECE_BYTES)
         return found
 

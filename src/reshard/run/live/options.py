@@ -64,6 +64,16 @@ class Options:
                 raise LiveError(f"a {name} of {seconds!r}: give a number of seconds above 0")
         self._check_device()
 
+    @property
+    def shared(self) -> dict[str, object]:
+        """The settings that must be equal on all ranks of a call."""
+        return {"transport": self.transport, "atomic": self.atomic}
+
+    @property
+    def name(self) -> str:
+        """The same as one text."""
+        return f"{self.transport}, atomic" if self.atomic else self.transport
+
     def _check_device(self) -> None:
         try:
             torch.device(self.device or "cpu")

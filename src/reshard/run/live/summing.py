@@ -84,7 +84,7 @@ class Sum:
                 total.add_message(lot, address, places, first)
             else:
                 total.add_blocks(lot, source(lot), places, first)
-        total.finish(self.num_addends, lots[0].stack.want.dtype)
+        total.finish(self.num_addends)
         for lot in lots:
             Copies(lot.width, target(lot), total.spot(lot, line.places(lot))).run()
 
@@ -127,7 +127,7 @@ def _place(lot: Lot, address: int, source: Places) -> Place:
     """Where the blocks of an addend lie: in a message, or in this rank's own tensor."""
     if not address:
         return source(lot)
-    at = address + lot.at * lot.stack.itemsize
+    at = address + lot.at * lot.itemsize
     return Spot(at, packed_strides(lot.width), lot.dtype)
 
 
@@ -216,15 +216,12 @@ class _Total:
             with np.errstate(all="ignore"):
                 op(total, addend.numpy(), out=total)
 
-    def finish(self, count: int, want: str) -> None:
-        """Divide, for a mean; and round to the source's dtype, if the destination is wider."""
+    def finish(self, count: int) -> None:
+        """Divide, for a mean. Nothing is rounded before the sums go into the destination."""
         if self.op == "avg":
             whole = np.issubdtype(self.values.dtype, np.integer)
             divide = np.floor_divide if whole else np.divide
             divide(self.values, count, out=self.values, casting="unsafe")
-        if self.wide != self.dtype and want != self.dtype:
-            wide = torch.from_numpy(self.values)
-            wide.copy_(wide.to(getattr(torch, self.dtype)))
 
     def spot(self, lot: Lot, places: Ints) -> Spot:
         """Where the sums of a lot's blocks are."""

@@ -19,7 +19,7 @@ from reshard.run.live.agreement import Terms
 from reshard.run.live.greeting import greetings_of
 from reshard.run.live.holding import Local
 from reshard.run.live.lots import HAVE, WANT
-from reshard.run.live.options import GRAD_CODES
+from reshard.run.live.options import GRAD_CODES, Options
 from reshard.run.live.prepared import Prepared, find_prepared
 from reshard.run.live.session import Session, Ticket, session_of
 from reshard.run.live.swift_direct import Direct, DirectCall, direct_of
@@ -159,7 +159,7 @@ class Swift:
         """What ranks compare if they differ."""
         plan = self._plan()
         assert plan is not None
-        return Terms(plan, {"transport": AUTO}, "cpu", word)
+        return Terms(plan, Options().shared, "cpu", word)
 
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}

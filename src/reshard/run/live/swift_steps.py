@@ -154,7 +154,7 @@ def _stage(made: Round, end: int) -> tuple[Stage | None, int]:
         key = tuple(part for lot in lots for part in _name(lot))
         size = sum(lot.num_bytes for lot in lots)
         if key not in places:
-            end += -end % max(lot.stack.itemsize for lot in lots)
+            end += -end % max(lot.itemsize for lot in lots)
             places[key] = end
             for lot in lots:
                 packing.append((lot.source.side, list(_steps(lot, lot.source, end, True))))
@@ -188,7 +188,7 @@ def _name(lot: Lot) -> Iterator[object]:
 
 def _steps(lot: Lot, end: End, at: int, packing: bool) -> Iterator[Step]:
     """The copies of a lot between a tensor and a message, where it begins at ``at``."""
-    size = lot.stack.itemsize
+    size = lot.itemsize
     inside = (at + lot.at * size).tolist()
     ends = ((end.offset * size).tolist(), end.strides)
     message = (inside, packed_strides(lot.width))
@@ -197,13 +197,13 @@ def _steps(lot: Lot, end: End, at: int, packing: bool) -> Iterator[Step]:
 
 def kept_steps(lot: Lot) -> Iterator[Step]:
     """The copies of a lot that stays."""
-    size = lot.stack.itemsize
+    size = lot.itemsize
     sides = [((end.offset * size).tolist(), end.strides) for end in (lot.target, lot.source)]
     yield from _copies(lot, *sides)
 
 
 def _copies(lot: Lot, target: tuple[Any, Any], source: tuple[Any, Any]) -> Iterator[Step]:
-    size = lot.stack.itemsize
+    size = lot.itemsize
     whole = [run_lengths(lot.width, strides) == lot.sizes for strides in (target[1], source[1])]
     straight = (whole[0] & whole[1]).tolist()
     steps = [(strides * size).tolist() for strides in (target[1], source[1])]

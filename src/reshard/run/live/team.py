@@ -231,9 +231,10 @@ class Team:
         return found
 
     def drop_wires(self, before: float = inf) -> None:
-        """Throw network groups away that no call uses."""
+        """Close the network groups of earlier epochs that no call uses; or all, at the end."""
         with self.lock:
-            old = [e for e, wire in self._wires.items() if e < before and not wire.num_calls]
+            unused = {e for e, wire in self._wires.items() if not wire.num_calls and e < before}
+            old = list(self._wires) if before == inf else unused
             wires = [self._wires.pop(epoch) for epoch in old]
         for wire in wires:
             wire.close()

@@ -41,6 +41,8 @@ class Wire:
         self.group: Any = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout))
         self._index, self._size = index, size
         self._idle: list[Waiter] = []
+        self._waiters: set[Waiter] = set()
+        """All threads that have not ended, idle or not."""
         self._closed = False
         self.num_calls = 0
         """Calls that use it."""
@@ -72,7 +74,9 @@ class Wire:
         """A thread for one call."""
         with self.lock:
             self.num_calls += 1
-            return self._idle.pop() if self._idle else Waiter()
+            found = self._idle.pop() if self._idle else Waiter()
+            self._waiters.add(found)
+            return found
 
     def give_back(self, waiter: Waiter) -> None:
         """The call is over, and nothing is waited for."""
@@ -81,6 +85,7 @@ class Wire:
             if not self._closed:
                 self._idle.append(waiter)
                 return
+            self._waiters.discard(waiter)
         waiter.end()
 
     def let_go(self, waiter: Waiter, seconds: float) -> None:
@@ -88,13 +93,20 @@ class Wire:
         waiter.end(seconds)
         with self.lock:
             self.num_calls -= 1
+            self._waiters = {one for one in self._waiters if one.is_alive}
 
     def close(self) -> None:
-        """Let the idle threads end, and the group with the last call that uses it."""
+        """End all threads; connections that a thread still waits on are cut.
+
+        A thread that waits in gloo while the interpreter shuts down would abort the process.
+        """
         with self.lock:
             self._closed = True
-            idle, self._idle = self._idle, []
-        for waiter in idle:
+            idle, self._idle = set(self._idle), []
+            waiters, self._waiters = self._waiters, set()
+        if any(waiter.is_alive for waiter in waiters - idle):
+            self.cut(Cause("error", "the connections of this process group were closed"))
+        for waiter in waiters:
             waiter.end(END_SECONDS)
 
 
@@ -116,10 +128,16 @@ class Waiter:
         """Call back when all are done, with an error if there was one or it took too long."""
         self._works.put(_Awaited(works, timedelta(seconds=seconds), then, progress))
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether the thread has not ended."""
+        return self._thread.is_alive()
+
     def end(self, seconds: float = 0.0) -> None:
         """Let the thread end, after what it waits for; wait at most so long for that."""
         self._works.put(None)
-        self._thread.join(seconds)
+        if self._thread is not threading.current_thread():  # which may free the group
+            self._thread.join(seconds)
 
     def _serve(self) -> None:
         while (awaited := self._works.get()) is not None:

@@ -1,0 +1,73 @@
+"""The network transport: ranks that exchange nothing, and threads that wait when a process ends."""
+
+from __future__ import annotations
+
+import threading
+from unittest import mock
+
+import pytest
+import torch
+
+import reshard as rs
+from reshard.run.live import network, session
+from tests.ranks.live import local_of, numbered
+from tests.ranks.pool import Pool, fresh_ranks
+from tests.ranks.rank import pool_group
+from tests.soak import cases
+
+ROWS = rs.Layout(rs.Mesh(dp=4), "dp -")
+COLUMNS = rs.Layout(rs.Mesh(tp=2), "- tp")
+SHAPE = (3, 8)
+
+
+def move_with_an_empty_part(rank: int, num_calls: int) -> None:
+    """Rank 3 holds no row and wants nothing: it exchanges nothing but greetings."""
+    full = numbered(SHAPE)
+    local, wanted = local_of(full, ROWS, rank), local_of(full, COLUMNS, rank)
+    for _ in range(num_calls):
+        found = rs.move(
+            local, ROWS, COLUMNS, shape=SHAPE, group=pool_group(4), transport="network", timeout=20
+        )
+        assert (found is None) == (wanted is None)
+        assert found is None or torch.equal(found, wanted)
+
+
+def test_a_rank_that_exchanges_only_greetings(pool: Pool) -> None:
+    pool.run(move_with_an_empty_part, cases(100, 5000), ranks=range(4), timeout=200)
+
+
+def move_single_elements(rank: int, dtype: torch.dtype) -> None:
+    """Sent without packing; torch calls a tensor of one element contiguous whatever its strides."""
+    have, want = (rs.Layout(rs.Mesh(dp=4), words) for words in ("dp", "-"))
+    full = torch.arange(1, 4).to(dtype)
+    with mock.patch.object(network, "DIRECT_BYTES", 1):
+        for step in (0, 2, 3):
+            local = torch.zeros(7, dtype=dtype).as_strided((1 if rank < 3 else 0,), (step,))
+            local.copy_(full[rank : rank + 1])
+            found = rs.move(
+                local, have, want, shape=(3,), group=pool_group(4), transport="network", timeout=20
+            )
+            assert torch.equal(found, full), step
+
+
+def test_single_elements_of_any_strides(pool: Pool) -> None:
+    for dtype in (torch.int64, torch.uint16, torch.bfloat16, torch.complex64):
+        pool.run(move_single_elements, dtype, ranks=range(4))
+
+
+def leave_while_waiting(rank: int) -> list[str]:
+    """Rank 1 does not make the second call; gives the threads that rank 0 has at its end."""
+    have, want = (rs.Layout(rs.Mesh(dp=2), words) for words in ("dp -", "- dp"))
+    local = local_of(numbered((4, 4)), have, rank)
+    rs.move(local, have, want, shape=(4, 4), transport="network")
+    if rank == 1:
+        return []
+    with pytest.raises(rs.MoveTimeoutError, match=r"rank 1 has not called within 0\.5 s"):
+        rs.move(local, have, want, shape=(4, 4), transport="network", timeout=0.5)
+    session._leave_at_exit()
+    return [thread.name for thread in threading.enumerate() if thread.name == "reshard-wire"]
+
+
+def test_no_thread_waits_when_a_process_ends() -> None:
+    with fresh_ranks(2) as ranks:
+        assert ranks.run(leave_while_waiting) == [[], []]
