@@ -110,7 +110,9 @@ def test_a_rank_that_passes_by_is_noticed_in_its_next_call(pool: Pool) -> None:
     told = pool.run(same_layout_on_one_rank, True, ranks=FOUR)
     (passed, waits), *others = told[ODD], *(one for rank, one in enumerate(told) if rank != ODD)
     assert passed.kind == "moved"
-    check_same([first for first, _ in others], "DisagreementError", "rank 1 has made call")
+    # Either the ranks that wait see that rank 1 is further, or all see who waits for whom.
+    assert {first.kind for first, _ in others} == {"DisagreementError"}
+    assert all("rank 1 " in first.message for first, _ in others), others
     for first, _ in others:
         assert first.ended - waits.called < within(SOON)
     assert {second.kind for _, second in told} == {"moved"}

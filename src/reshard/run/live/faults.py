@@ -1,14 +1,13 @@
-"""Nobody waits for ever, and everybody learns the same cause.
+"""No call waits for ever, and all ranks of a call learn the same cause.
 
-A rank that waits longer than a second leaves word in the store of whom it waits for. When its time
-is over it follows these words to the one rank that waits for nobody: unless that one gives signs of
-life, it is the cause. The first to post a cause wins; all ranks of the call raise it.
+A wait ends when a peer is lost, when a cause is posted, or when its time is over: then the rank at
+the end of the chain of those that wait is named. The first cause that is posted stands; all ranks
+of the call raise it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -23,6 +22,7 @@ from reshard.run.live.links import who_gave_up
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.tags import AheadError, Tag, order
 from reshard.run.live.team import ASK_SECONDS, Team
+from reshard.run.live.wait_graph import WaitGraph
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
 
@@ -40,9 +40,6 @@ WRITER_SECONDS = 1.0
 
 LEAVE_SECONDS = 0.5
 """How long messages over the network may take that were sent by a rank that has left."""
-
-NOTES = 64
-"""Calls in flight that may have word of whom they wait for in the store."""
 
 
 class Watch:
@@ -78,6 +75,7 @@ class Watch:
         """Whether it is still waited for that all have called."""
         self._crossing: Crossing | None = None
         self.inbox: Inbox = team.mailbox.open(call)
+        self.waits = WaitGraph(team, call, digest, self.inbox, timeout)
         team.line.be_patient(timeout)
         self.broken: dict[int, str] = {}
         """Peers whose connection failed, and how."""
@@ -97,11 +95,8 @@ class Watch:
         self.touched: object = None
         """What other processes may write into."""
         self._what: Callable[[int], str] = lambda peer: "its part"
-        self._posted = False
         self._looked = self._looked_for_refusals = 0.0
         self._breathed = time.monotonic()
-        self._signs: dict[int, bytes] = {}
-        """The last sign of life in the store of each peer that was looked for."""
 
     def wait(
         self,
@@ -127,8 +122,7 @@ class Watch:
         if self.is_meeting:
             self.check_given_up()
         self._check_aborted()
-        if self._posted:
-            self._unpost()
+        self.waits.withdraw()
         return time.monotonic() - began
 
     def _grow_impatient(self, left: Collection[int], began: float) -> None:
@@ -144,7 +138,7 @@ class Watch:
         if quiet[longest] > self.timeout:
             self._expire(longest, f"{self.timeout:g} s", patient=True)
         elif quiet[longest] > POST_AFTER:
-            self._post(longest)
+            self.waits.post(longest, self._what(longest))
             self._look()
             if self.is_meeting:
                 self._check_passed(left)
@@ -350,7 +344,7 @@ class Watch:
         for call in range(max(self.call - 3, 0), self.call):
             found = None
             with contextlib.suppress(PeerLostError):
-                found = self._get(f"abort/{call}")
+                found = self.team.get(f"abort/{call}")
             if found is not None and call > self.team.last_failed:
                 self.fail(Cause.from_json(found).made_earlier())
 
@@ -375,14 +369,6 @@ class Watch:
         self.stop()
         raise cause.error(self.status())
 
-    def _get(self, key: str) -> bytes | None:
-        """What stands in the store; keys that are asked for this way are never deleted."""
-
-        def look(store: Store) -> bytes | None:
-            return store.get(key) if store.check([key]) else None
-
-        return self.team.line.ask(look, ASK_SECONDS)
-
     def _look(self, now: bool = False) -> None:
         """Look for a cause in the store, now and then; without a store there is none."""
         if not now and time.monotonic() - self._looked < LOOK_EVERY:
@@ -390,80 +376,24 @@ class Watch:
         self._looked = time.monotonic()
         posted = None
         with contextlib.suppress(PeerLostError):
-            posted = self._get(f"abort/{self.call}")
+            posted = self.team.get(f"abort/{self.call}")
             self.suspect()
         if posted is not None:
             self._raise(Cause.from_json(posted))
 
-    def _note(self, rank: int) -> str:
-        """The key where a rank says whom it waits for; few, and used again by later calls."""
-        return f"wait/{self.call % NOTES}/{rank}"
-
-    def _post(self, peer: int) -> None:
-        """Say whom this rank waits for: to its neighbours, and in the store."""
-        if self._posted:
-            return
-        self._posted = True
-        met = peer in self.inbox.hellos
-        self._say({"call": self.call, "peer": peer, "what": self._what(peer), "met": met})
-        with contextlib.suppress(PeerLostError):
-            self._has_breathed(peer)
-
-    def _unpost(self) -> None:
-        self._posted = False
-        self._say({})
-
-    def _say(self, word: dict[str, object]) -> None:
-        text, key = json.dumps(word), self._note(self.team.rank)
-        for peer in self.team.links:
-            self._send(peer, Kind.WAITS, text)
-        with contextlib.suppress(PeerLostError):
-            self.team.line.ask(lambda store: store.set(key, text), ASK_SECONDS)
-
-    def waits_for(self, rank: int) -> dict[str, Any] | None:
-        """Whom another rank waits for in this call, if it says so."""
-        if rank in self.team.links:
-            text = self.inbox.texts.get((rank, Kind.WAITS))
-        else:
-            text = self._get(self._note(rank))
-        found = json.loads(text or b"{}")
-        return found if found.get("call") == self.call else None
-
-    def _has_breathed(self, rank: int) -> bool:
-        """Whether a rank that sends no messages has left a new sign of life in the store."""
-        found, before = self._get(f"alive/{rank}"), self._signs.get(rank)
-        if found is not None:
-            self._signs[rank] = found
-        return found is not None and found != before
-
-    def _lives(self, rank: int) -> bool:
-        """Whether a rank has said anything lately."""
-        recent = time.monotonic() - self.inbox.heard.get(rank, 0.0) < self.timeout
-        return recent or self._has_breathed(rank)
-
     def _expire(self, peer: int, limit: str, patient: bool = False) -> None:
-        """Time is over: follow who waits for whom to the rank that waits for nobody.
+        """Time is over: name the rank at the end of the chain of those that wait.
 
-        With patience, a rank that lives may take longer, and so may those that wait for it.
+        With patience, a rank that is at work may take longer, and so may those that wait for it.
         """
-        waiter, root, word, met = self.team.rank, peer, self._what(peer), peer in self.inbox.hellos
-        seen = {waiter}
-        with contextlib.suppress(PeerLostError, ValueError, TypeError, KeyError, AttributeError):
-            while root not in seen:
-                seen.add(root)
-                posted = self.waits_for(root)
-                if posted is None:
-                    break
-                waiter, root = root, int(posted["peer"])
-                word, met = str(posted["what"]), bool(posted["met"])
-            if patient and root not in {self.team.rank, waiter} and self._lives(root):
-                # Asked again in a moment: it may have come to the end just now.
-                self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
-                return
-        state = "stopped answering" if met else "has not called"
-        self.fail(
-            Cause("late", f"rank {root} {state} within {limit} and rank {waiter} waits for {word}")
-        )
+        root, alive = self.waits.root(peer, self._what(peer))
+        if patient and alive:
+            # Asked again in a moment: it may have come to the end just now.
+            self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
+            return
+        state = "stopped answering" if root.met else "has not called"
+        waits = f"rank {root.waiter} waits for {root.what}"
+        self.fail(Cause("late", f"rank {root.rank} {state} within {limit} and {waits}"))
 
     def close(self) -> None:
         """The call is over. Its tensors should go when the user lets them go, so none is kept."""

@@ -128,7 +128,7 @@ class _Leg:
 
     def _silent(self) -> list[int]:
         """Peers that have not said in the store that they wait as well: they hold it up."""
-        return [peer for peer in self._peers if self._watch.waits_for(peer) is None]
+        return [peer for peer in self._peers if self._watch.waits.waits_for(peer) is None]
 
     def _lost(self, error: PeerLostError) -> None:
         """A connection broke; who is gone is known from the sockets, if it was on this host."""

@@ -107,6 +107,14 @@ class Team:
         for wire in tuple(self._wires.values()):
             wire.lock.open_for(thread)
 
+    def get(self, key: str) -> bytes | None:
+        """What stands in the store; keys that are asked for this way are never deleted."""
+
+        def look(store: Store) -> bytes | None:
+            return store.get(key) if store.check([key]) else None
+
+        return self.line.ask(look, ASK_SECONDS)
+
     def refused(self, call: int) -> Cause | None:
         """Why a rank has given up a call before it was connected, if one has."""
         if call == self.first_call:
