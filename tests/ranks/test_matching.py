@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from tests.ranks import interrupts
+from tests.ranks import interrupts, matching, opcodes
 from tests.ranks.faults import COLUMNS, ROWS, Tried, check_same, check_soon, plan_of, tried
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
@@ -22,6 +23,7 @@ from tests.soak import cases, soaking, within
 FOUR = range(4)
 ODD = 1
 SOON = 2.0
+WINDOW = 3
 
 
 def raise_interrupt(*_: object) -> None:
@@ -67,6 +69,27 @@ def test_random_interrupts(num_ranks: int, anywhere: bool) -> None:
             told = ranks.run(interrupts.run_on_rank, *args, timeout=100)
         for iteration, seen in enumerate(zip(*told, strict=True)):
             check_iteration(iteration, list(seen), anywhere)
+        if not anywhere:
+            check_against_model(told)
+
+
+@lru_cache(maxsize=1024)
+def allowed(num_ranks: int, interrupted: frozenset[tuple[int, int]]) -> set[matching.Met]:
+    """The calls that may meet, by the model, when these calls are interrupted."""
+    return matching.explore(matching.Program(num_ranks, WINDOW, interrupted=interrupted)).met
+
+
+def check_against_model(told: list[list[interrupts.Seen]]) -> None:
+    """What completed together on the ranks completes together in the model."""
+    num_ranks = len(told)
+    for first in range(len(told[0]) - WINDOW + 1):
+        seen = [one[first : first + WINDOW] for one in told]
+        places = [(rank, n) for rank in range(num_ranks) for n in range(WINDOW)]
+        raised = frozenset((rank, n) for rank, n in places if seen[rank][n].raised)
+        met = allowed(num_ranks, raised)
+        for n in range(WINDOW):
+            moved = {(rank, n) for rank in range(num_ranks) if seen[rank][n].outcome == "moved"}
+            assert not moved or any(moved <= one for one in met), (first + n, seen)
 
 
 def check_iteration(iteration: int, seen: list[interrupts.Seen], anywhere: bool) -> None:
@@ -82,6 +105,39 @@ def check_iteration(iteration: int, seen: list[interrupts.Seen], anywhere: bool)
         for one in seen:
             heard = one.ended - max(min(raised), one.began)
             assert one.outcome == "moved" or heard < within(SOON), where
+
+
+BYTECODES = {"move": 3700, "large": 9000, "run": 10200, "start": 3100}
+"""About as many as a call of each kind executes, on a machine that is not busy."""
+
+
+def disturbed(rank: int, num_ranks: int, cases: list[tuple[str, bool, list[int]]]) -> list[Any]:
+    return [
+        opcodes.disturb(rank, num_ranks, kind, ODD, twice, which) for kind, twice, which in cases
+    ]
+
+
+def test_an_exception_at_any_bytecode() -> None:
+    """Soak: at every bytecode of a call, and of what is done when an exception leaves it."""
+    few = 12
+    cases = [
+        (kind, twice, list(range(1, count, 1 if soaking() else count // few)))
+        for kind, most in BYTECODES.items()
+        for twice, count in ((False, most), (True, 400))
+        if not (twice and kind == "start")
+    ]
+    with fresh_ranks(3) as ranks:
+        told = ranks.run(disturbed, 3, cases, timeout=3000)
+    for number, (kind, twice, which) in enumerate(cases):
+        for n, at in enumerate(which):
+            first, then = ([told[rank][number][n][turn] for rank in range(3)] for turn in (0, 1))
+            where = (kind, twice, at, first, then)
+            for one in first:
+                assert one.outcome != "moved" or one.numbers == [2.0 * n + 10], where
+                if first[ODD].raised and one.outcome != "moved":
+                    assert one.ended - max(first[ODD].raised[0], one.began) < within(SOON), where
+            assert {one.outcome for one in then} == {"moved"}, where
+            assert all(one.numbers == [2.0 * n + 11] for one in then), where
 
 
 def same_layout_on_one_rank(rank: int, warm: bool) -> tuple[Tried, Tried]:
