@@ -2,9 +2,9 @@
 
 The model knows nothing of messages. A rank makes its calls one after the other, and each has a
 number. A call is entered, left by an exception, complete because all ranks have entered it, or it
-raises because it was given up. The rules of docs/live.md ("How calls are matched") are the functions
-`enter`, `leave`, `end` and `disagree`. `explore` walks through all states that can be reached and
-collects which calls met.
+raises because it was given up. The rules of docs/live.md ("How calls are matched") are in `enter`,
+`leave`, `end` and `disagree`. `explore` walks through all states that can be reached and collects
+which calls met.
 """
 
 from __future__ import annotations
