@@ -213,7 +213,7 @@ def halves(rng: np.random.Generator) -> None:
             spec = rs.TensorSpec((8, 12), name, rs.Layout(LINE, "- - | sum tp"))
             to = rs.TensorSpec((8, 12), str(target), rs.Layout(LINE, "tp -"))
             out = rs.plan({"w": spec}, {"w": to}).run({"w": addends[RANK].to(DEVICE)})["w"]
-            assert bits(out) == bits(local(total.to(kind).to(target), to.layout)), (kind, target)
+            assert bits(out) == bits(local(total.to(target), to.layout)), (kind, target)
 
 
 def large() -> None:

@@ -70,7 +70,11 @@ class WayBack:
         """Add up at first holders, box by box, then send the sums to whoever wants them."""
         rank, move = dist.get_rank(), self.move
         spread = move.spread
-        total = self._total(gradient, device)
+        try:
+            total = self._total(gradient, device)
+        except BaseException as error:
+            # Other ranks may have gathered and be in the second call: it counts here as well.
+            engine.refuse(spread.spread, error, self.group)
         given = {"sum": total} if total is not None else {}
         sums = self._run(spread.spread, given, device).get("sum")
         if move.want.holds(rank) is None:

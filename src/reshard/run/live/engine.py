@@ -122,7 +122,7 @@ def begin(
     return Handle(_made(ticket, plan, tensors, into, options), thread)
 
 
-def refuse(plan: Plan, error: LiveError, group: dist.ProcessGroup | None = None) -> NoReturn:
+def refuse(plan: Plan, error: BaseException, group: dist.ProcessGroup | None = None) -> NoReturn:
     """Raise an error that was found before the move, here and on the ranks that wait for it."""
 
     def fail(_: Ticket) -> NoReturn:

@@ -137,7 +137,7 @@ class Watch:
             self._expire(longest, f"the deadline of {self.deadline:g} s")
         if quiet[longest] > self.timeout:
             self._expire(longest, f"{self.timeout:g} s", patient=True)
-        elif quiet[longest] > POST_AFTER:
+        elif quiet[longest] > min(POST_AFTER, self.timeout / 3):
             self.waits.post(longest, self._what(longest))
             self._look()
             if self.is_meeting:

@@ -64,7 +64,7 @@ class Rendezvous:
         """Connect; raises the same error on all ranks if one of them cannot."""
         session = self.session
         try:
-            return self._connect()
+            return self._connect_or_raise()
         except dist.DistNetworkError as error:
             self.give_up()
             reason = str(error).splitlines()[0]
@@ -72,15 +72,20 @@ class Rendezvous:
                 f"the store of the process group does not answer ({reason}): the process that "
                 f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
-        except ReshardError as error:
-            outcome = decide(self.caller, self.number, Cause.of_any(error, self.rank).to_json())
-            if outcome == MADE and session.candidate is not None:
-                return session.candidate
-            self.give_up()
-            self._raise(Cause.from_json(outcome.encode()))
         finally:
             self.crossing.close()
             session.skip_calls(self.crossing.given_up)
+
+    def _connect_or_raise(self) -> Team:
+        try:
+            return self._connect()
+        except ReshardError as error:
+            outcome = decide(self.caller, self.number, Cause.of_any(error, self.rank).to_json())
+            candidate = self.session.candidate
+            if outcome == MADE and candidate is not None:
+                return candidate
+            self.give_up()
+            self._raise(Cause.from_json(outcome.encode()))
 
     def _raise(self, cause: Cause) -> NoReturn:
         said = "(on rank" in cause.text
