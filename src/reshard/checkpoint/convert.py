@@ -23,7 +23,7 @@ from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
 from reshard.checkpoint.checksums import load
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.direct import MOST_COPIED
-from reshard.checkpoint.estimating import predicted_seconds
+from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.jobs import Job, plan_job
 from reshard.checkpoint.journal import read_journals
 from reshard.checkpoint.publish import Workplace, check_places
@@ -60,6 +60,8 @@ def convert(
     mesh: Mesh | str | None = None,
     rules: Rules | str | Path | None = None,
     layouts: Mapping[str, str | Layout] | None = None,
+    fsdp: str | None = None,
+    replicate: str | None = None,
     format: str | None = None,
     dtype: object = None,
     names: Names | None = None,
@@ -80,11 +82,12 @@ def convert(
 
     ``format`` is full (Hugging Face), sharded (safetensors that torch's reader loads), distcp, or
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
-    pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
-    dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
-    rules' own are taken. ``source_mesh`` and ``source_rules`` are for files of ranks that do not
-    say how they were cut. All buffers together take at most ``memory``. ``progress`` is called with
-    bytes done and bytes in all.
+    pattern and win over rules. ``fsdp`` names axes that cut dim 0 further, ``replicate`` axes along
+    which the rules replicate everything; any other axis must cut something. ``dtype`` is for all
+    floating-point parameters, or ``{pattern: dtype}``. ``names`` renames, joins, stacks or takes
+    tensors, as in ``plan``; without them the rules' own are taken. ``source_mesh`` and
+    ``source_rules`` are for files of ranks that do not say how they were cut. All buffers together
+    take at most ``memory``. ``progress`` is called with bytes done and bytes in all.
     """
     request = _Request(
         src=plain_path(src),
@@ -97,10 +100,9 @@ def convert(
         overwrite=overwrite,
         progress=progress,
     )
-    cut = Cut.of(mesh, rules, layouts, dtype)
-    source_cut = Cut.of(source_mesh, source_rules, None, None)
+    cut = Cut.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
-        catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
+        catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
         job = plan_job(
             catalog,
             storage,
@@ -264,9 +266,9 @@ def worker_bytes(window: int, casts: bool) -> int:
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
     place = request.place()
     _check_target(request, place)
-    settings = request.settings(storage)
-    seconds = predicted_seconds(job, storage, place.folder.parent)
-    return _report(request, job, settings, seconds, ALONE, None, dry_run=True)
+    if not request.is_remote:
+        place.check_writable()
+    return _report(request, job, request.settings(storage), None, ALONE, None, dry_run=True)
 
 
 def _report(
@@ -289,7 +291,8 @@ def _report(
         format=job.format,
         dry_run=dry_run,
         num_tensors=len(job.transfers),
-        num_files=len(job.output.files),
+        num_files=job.num_files,
+        num_others=len(job.output.files) - job.num_files,
         unique_bytes=job.unique_bytes,
         bytes_read=to_read if dry_run else builder.source.num_bytes if builder else 0,
         bytes_written=job.output.num_bytes - resumed if dry_run or builder else 0,
@@ -301,7 +304,7 @@ def _report(
         seconds=seconds,
         checksums=request.checksums,
         left_out=job.output.left_out,
-        notes=job.catalog.notes,
+        notes=(*job.notes, *job.catalog.notes),
         rank=team.rank,
         num_ranks=team.size,
     )

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.cutting import Cut, wanted_of
+from reshard.checkpoint.cutting import Cut, notes_of, wanted_of
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
+from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
@@ -58,6 +59,8 @@ class Job:
     """Changes with the source and with what is asked for."""
     stamp: Stamp
     """The source as it was planned from."""
+    notes: tuple[str, ...] = ()
+    """What the report says of the layouts."""
 
     @property
     def unique_bytes(self) -> int:
@@ -76,6 +79,12 @@ class Job:
         return objects + sum(file.size for file, _ in self.others)
 
     @property
+    def num_files(self) -> int:
+        """Files of the output that hold tensors; files that are copied as they are do not count."""
+        made = self.output.files[: len(self.output.files) - len(self.others)]
+        return count_tensor_files(made)
+
+    @property
     def casts(self) -> bool:
         """Whether any tensor changes its dtype."""
         return any(transfer.have != transfer.want for transfer in self.transfers)
@@ -91,18 +100,19 @@ def plan_job(
     max_shard_size: int = 5 * 10**9,
 ) -> Job:
     """Plan a conversion; holes, misfits and unknown names are errors here."""
-    is_cut = bool(cut.mesh or cut.layouts or (cut.rules and cut.rules.mesh))
-    format = format or ("sharded" if is_cut else "full")
+    format = format or ("sharded" if cut.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(unknown_format(format))
-    if format != "full":
+    is_whole = format == "full" or (format == "distcp" and not cut.has_mesh)
+    if is_whole:
+        cut.check_whole(format)
+    else:
         cut = cut.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     if names is None:
         names = names_of(cut.rules.names) if cut.rules is not None else {}
-    is_whole = format == "full" or (format == "distcp" and not is_cut)
     wanted = wanted_of(outlines_of(have, names), cut, is_whole)
     output = plan_output(
         format,
@@ -117,7 +127,8 @@ def plan_job(
     output, others = _with_others(output, catalog, format)
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    return Job(catalog, format, output, transfers, others, fingerprint, stamp)
+    notes = notes_of(wanted, cut)
+    return Job(catalog, format, output, transfers, others, fingerprint, stamp, notes)
 
 
 def _transfers(

@@ -101,6 +101,13 @@ class Workplace:
                 "another target, or move the folder away"
             )
 
+    def check_writable(self) -> None:
+        """Ask the system, without writing, whether the target's folder can be made and written."""
+        folder = self.target.parent
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+            raise TargetError(f"{exists} cannot be written to: choose another target")
+
     def enter(self) -> None:
         """Make the folder and take its lock; a second conversion is refused at once."""
         if self.folder.is_symlink() or self.data.is_symlink():

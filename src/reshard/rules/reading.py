@@ -28,7 +28,7 @@ __all__ = ["MAX_BYTES", "families", "read", "read_family"]
 
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
-_KEYS = ("extends", "mesh", "axes", "fsdp", "model", "factor", "tensors", "names")
+_KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
 _FOLDER = resources.files("reshard.rules") / "families"
 
 
@@ -58,6 +58,7 @@ def read(text: str) -> Document:
         axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
         mesh=mesh,
         fsdp=tuple(_text(data.get("fsdp", ""), 'key "fsdp"').split()),
+        replicate=tuple(_text(data.get("replicate", ""), 'key "replicate"').split()),
         model=_model(_table(data, "model")),
         counts=_counts(_table(data, "model")),
         factors=tuple(_factor(*item) for item in _table(data, "factor").items()),
