@@ -465,6 +465,17 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.wait() == 0
 
 
+def test_the_exit_code_is_the_answer_though_nobody_reads(tmp_path: Path) -> None:
+    """As in ``reshard inspect damaged | head -1``, with a reader that is gone from the start."""
+    (tmp_path / "model.safetensors").write_bytes(b"not what it should be")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "reshard", "inspect", str(tmp_path)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
+
+
 def test_an_interrupt_leaves_quietly() -> None:
     process = started(["demo"])
     assert process.stdout is not None

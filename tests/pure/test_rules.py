@@ -248,7 +248,8 @@ def test_a_number_that_is_not_known_is_never_guessed(family: str) -> None:
             try:
                 found = lacking.layout(key, mesh, shape)
             except RulesError as error:
-                assert f"needs {name}, which is not known" in str(error)
+                if f"needs {name}, which is not known" not in str(error):
+                    raise
             else:
                 assert found.same_as(whole.layout(key, mesh, shape), shape)
     nothing_to_cut = Rules.load(family)

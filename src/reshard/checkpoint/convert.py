@@ -292,7 +292,7 @@ def _report(
         dry_run=dry_run,
         num_tensors=len(job.transfers),
         num_files=job.num_files,
-        num_others=len(job.output.files) - job.num_files,
+        num_others=len(job.others),
         unique_bytes=job.unique_bytes,
         bytes_read=to_read if dry_run else builder.source.num_bytes if builder else 0,
         bytes_written=job.output.num_bytes - resumed if dry_run or builder else 0,

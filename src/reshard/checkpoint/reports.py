@@ -23,7 +23,7 @@ class ConvertReport:
     num_files: int
     """Files that hold tensors, as ``inspect`` counts them."""
     num_others: int
-    """Files that hold none: an index, a config, a tokenizer."""
+    """Files that are copied as they are: a config, a tokenizer."""
     unique_bytes: int
     """Bytes of all source tensors that are used, each element once."""
     bytes_read: int
@@ -90,7 +90,7 @@ class ConvertReport:
         return lines + [f"  note     {note}" for note in self.notes[:5]]
 
     def _files(self) -> str:
-        others = f" and {self.num_others} without tensors" if self.num_others else ""
+        others = f", {self.num_others} copied that hold no tensors" if self.num_others else ""
         return f"{self.num_files} file{'s' * (self.num_files != 1)}{others}"
 
     def _resumed(self) -> str:

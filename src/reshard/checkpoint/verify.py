@@ -201,8 +201,11 @@ def _survey(
     storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
 ) -> tuple[Catalog, Sequence[str]]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
+    given, over = as_rules(rules, storage), as_mesh(mesh)
+    if given is not None and over is not None:
+        given.check_mesh(over)  # a wrong request is no damage
     try:
-        catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        catalog, findings = formats.survey(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise

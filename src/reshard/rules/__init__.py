@@ -20,7 +20,7 @@ from reshard.errors import RulesError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.models import family_of, numbers_of
-from reshard.rules.axes import check_axes, factored_axes, idle_ranks
+from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
 from reshard.rules.document import Document, Factor, located, quote
 from reshard.rules.reading import MAX_BYTES, families, read, read_family
 from reshard.rules.table import Table, UnmatchedError
@@ -176,8 +176,15 @@ class Rules:
         Along such an axis every rank would hold a copy of everything: it is misspelt, needs
         ``fsdp=``, or is meant, which ``replicate=`` says.
         """
+        distinct = dict.fromkeys(layouts)
         with located(self.source):
-            check_axes(self.document, self._mesh_or_own(mesh), layouts)
+            if distinct:
+                check_axes(self.document, self._mesh_or_own(mesh), layout_axes(distinct))
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
+        with located(self.source):
+            check_axes(self.document, mesh, rule_axes(self.document))
 
     def mesh_for(self, mesh: Mesh) -> Mesh:
         """The mesh that the layouts are written for: the same ranks in the same order.

@@ -16,15 +16,29 @@ from reshard.dims import held
 from reshard.errors import RulesError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.notation import Units
+from reshard.notation import Units, parse
 from reshard.rules.document import Document, quote
 from reshard.rules.wording import all_axes
 
-__all__ = ["check_axes", "factored_axes", "idle_ranks"]
+__all__ = ["check_axes", "factored_axes", "idle_ranks", "layout_axes", "rule_axes"]
 
 
-def check_axes(document: Document, mesh: Mesh, layouts: Iterable[Layout]) -> None:
-    """Raise for an axis of a mesh that no layout names and no one asked to replicate along."""
+def layout_axes(layouts: Iterable[Layout]) -> set[str]:
+    """The axes that some layout names."""
+    return {axis for layout in layouts for axis in all_axes(layout.words)}
+
+
+def rule_axes(document: Document) -> set[str]:
+    """The axes that could cut or place some tensor of some model."""
+    named = set(document.fsdp)
+    for rule in document.rules:
+        named |= {place.axis for place in rule.on or ()}
+        named |= all_axes(parse(rule.layout.sample())) if rule.layout else set()
+    return named
+
+
+def check_axes(document: Document, mesh: Mesh, named: set[str]) -> None:
+    """Raise for an axis of a mesh that is not named and along which no replicas are asked for."""
     for axis in document.requested:
         if axis not in mesh.axes:
             option = "fsdp" if axis in document.fsdp else "replicate"
@@ -32,13 +46,9 @@ def check_axes(document: Document, mesh: Mesh, layouts: Iterable[Layout]) -> Non
                 f"{option} names axis {quote(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
                 "use one of these"
             )
-    distinct = [*dict.fromkeys(layouts)]
-    named = {axis for layout in distinct for axis in all_axes(layout.words)}
-    for factor in document.factors:
-        if named.intersection(factor.into):
-            named.add(factor.axis)
+    factored = {factor.axis for factor in document.factors if named.intersection(factor.into)}
     for axis, size in mesh.axes.items():
-        if distinct and size > 1 and axis not in named and axis not in document.replicate:
+        if size > 1 and axis not in named | factored | {*document.replicate}:
             raise RulesError(_unused(document, mesh, axis))
 
 

@@ -184,8 +184,7 @@ def _check_rule(rule: Rule, document: Document) -> None:
             raise RulesError(f"{{{capture}}} is also a number: give the index another name")
     if rule.layout:
         _names(rule.layout.names(), numbers)
-        sample = "".join(part if isinstance(part, str) else "1" for part in rule.layout.parts)
-        _known("axis", sorted(all_axes(parse(sample))), axes)
+        _known("axis", sorted(all_axes(parse(rule.layout.sample()))), axes)
     for place in rule.on or ():
         _known("axis", [place.axis], axes)
         for formula in place.at:

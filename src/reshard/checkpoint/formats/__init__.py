@@ -91,6 +91,12 @@ def _read(
             raise CheckpointError(
                 f"{storage.root} is one file of a .distcp folder: name the folder"
             )
+        if rules is not None or mesh is not None:
+            given = "rules" if rules is not None else f"mesh {mesh}"
+            raise CheckpointError(
+                f"{storage.root} is a .distcp folder, which says itself how its tensors are cut: "
+                f"leave out {given}"
+            )
         from reshard.checkpoint.formats.distcp import read_distcp
 
         return read_distcp(storage, listed, findings)
@@ -98,6 +104,10 @@ def _read(
         from reshard.checkpoint.formats.by_rules import read_by_rules
 
         return read_by_rules(storage, listed, findings, rules, mesh)
+    if kind == "torch" and mesh is not None:
+        raise CheckpointError(
+            f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
+        )
     if kind == "torch":
         from reshard.checkpoint.formats.torch_whole import read_torch
 
