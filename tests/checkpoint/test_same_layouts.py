@@ -97,7 +97,9 @@ def test_the_same_request_has_the_same_layouts_everywhere(
                     whole[name][tuple(map(slice, piece.box.start, piece.box.stop))]
                     for piece in layout.pieces(rank, shapes[name])
                 ]
-                assert np.array_equal(local[name].ravel(), np.concatenate([*map(np.ravel, parts), []]))
+                assert np.array_equal(
+                    local[name].ravel(), np.concatenate([*map(np.ravel, parts), []])
+                )
     _read_back(tmp_path, family, mesh)
 
 
@@ -168,7 +170,11 @@ def test_ranks_without_a_head_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         ("tp=2", {"fsdp": "dp"}, 'fsdp names axis "dp" and mesh tp=2 has tp'),
         ("tp=2", {"replicate": "dp"}, 'replicate names axis "dp" and mesh tp=2 has tp'),
         ("dp=2 tp=2", {"fsdp": "dp", "replicate": "dp"}, '"dp" is named by fsdp and by repl'),
-        ("tp=2", {"layouts": {"*q_proj.wieght": "tp -"}, "rules": "llama"}, "matches no tensor: the"),
+        (
+            "tp=2",
+            {"layouts": {"*q_proj.wieght": "tp -"}, "rules": "llama"},
+            "matches no tensor: the",
+        ),
         (None, {"fsdp": "dp"}, "fsdp would do nothing: format full writes whole .* give --mesh"),
         (None, {"rules": "llama"}, "rules would do nothing: .*, or give --mesh"),
         ("tp=2", {"format": "full"}, "mesh would do nothing: .*give --format sharded"),
@@ -229,10 +235,10 @@ def test_a_pattern_leaves_single_numbers_whole(tmp_path: Path) -> None:
     found = {tensor.name: tensor.layout for tensor in checkpoint.inspect(tmp_path / "out").tensors}
     assert found == {"w": "tp=2: tp ...", "step": "tp=2: ..."}
     layouts = {"step": "tp ...", "*": "tp ..."}
-    with pytest.raises(LayoutError, match='"step": layout "tp ..." has 1 words and shape'):
+    with pytest.raises(LayoutError, match=r'"step": layout "tp ..." has 1 words and shape'):
         checkpoint.convert(tmp_path / "src", tmp_path / "b", mesh="tp=2", layouts=layouts)
-    with pytest.raises(LayoutError, match='"w[*]" decides nothing: "w" .* by "[*]" before it'):
-        layouts = {"*": "tp ...", "w*": "- tp"}
+    layouts = {"*": "tp ...", "w*": "- tp"}
+    with pytest.raises(LayoutError, match=r'"w[*]" decides nothing: "w" .* by "[*]" before it'):
         checkpoint.convert(tmp_path / "src", tmp_path / "b", mesh="tp=2", layouts=layouts)
 
 

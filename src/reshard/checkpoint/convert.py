@@ -83,11 +83,11 @@ def convert(
     ``format`` is full (Hugging Face), sharded (safetensors that torch's reader loads), distcp, or
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
     pattern and win over rules. ``fsdp`` names axes that cut dim 0 further, ``replicate`` axes along
-    which the rules replicate everything; any other axis must cut something. ``dtype`` is for all
-    floating-point parameters, or ``{pattern: dtype}``. ``names`` renames, joins, stacks or takes
-    tensors, as in ``plan``; without them the rules' own are taken. ``source_mesh`` and
-    ``source_rules`` are for files of ranks that do not say how they were cut. All buffers together
-    take at most ``memory``. ``progress`` is called with bytes done and bytes in all.
+    which the rules replicate all. ``dtype`` is for all floating-point parameters, or ``{pattern:
+    dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
+    rules' own are taken. ``source_mesh`` and ``source_rules`` are for rank files that do not say
+    how they were cut. All buffers together take at most ``memory``. ``progress`` is called with
+    bytes done and bytes in all.
     """
     request = _Request(
         src=plain_path(src),
@@ -103,14 +103,8 @@ def convert(
     cut = Cut.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
         catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
-        job = plan_job(
-            catalog,
-            storage,
-            cut,
-            format=format,
-            names=names,
-            max_shard_size=parse_bytes(max_shard_size),
-        )
+        size = parse_bytes(max_shard_size)
+        job = plan_job(catalog, storage, cut, format=format, names=names, max_shard_size=size)
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)

@@ -23,7 +23,7 @@ class _Pipe(io.FileIO):
 
 
 def forgiving(stream: TextIO) -> TextIO:
-    """The same stream without errors about a reader that left; one without a descriptor as it is."""
+    """The same stream without errors about a reader that left."""
     try:
         pipe = _Pipe(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
