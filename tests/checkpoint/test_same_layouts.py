@@ -15,11 +15,16 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint, models
+from reshard.checkpoint.cutting import Cut, wanted_of
+from reshard.checkpoint.given import as_rules
+from reshard.checkpoint.renaming import Outline
+from reshard.checkpoint.storage import open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.rules import Rules
+from tests.soak import soaking
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 4
 SMALL = {
@@ -56,10 +61,6 @@ def write_model(folder: Path, family: str, with_config: bool = True) -> dict[str
     return config
 
 
-def rank_files(folder: Path) -> list[bytes]:
-    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors"))]
-
-
 def planned(config: Path, mesh: str, *rules: str) -> dict[str, Layout]:
     """The layouts of ``reshard plan``'s source."""
     saved = config.with_suffix(".plan.json")
@@ -70,36 +71,50 @@ def planned(config: Path, mesh: str, *rules: str) -> dict[str, Layout]:
     return {name: layouts[number] for name, (_, _, number) in data["have"].items()}
 
 
-@pytest.mark.parametrize("tp", TP)
 @pytest.mark.parametrize("family", Rules.families())
-def test_the_same_request_has_the_same_layouts_everywhere(
-    family: str, tp: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_same_request_has_the_same_layouts_everywhere(family: str, tmp_path: Path) -> None:
+    config = write_model(tmp_path / "src", family)
+    shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
+    outlines = {name: Outline(shape, "float32") for name, shape in shapes.items()}
+    file = tmp_path / "src" / "config.json"
+    for tp in TP:
+        mesh = Mesh(tp=tp)
+        expected = Rules.load(config=config).layouts(shapes, mesh)
+        assert Rules.load(family, config=config).layouts(shapes, mesh) == expected
+        assert planned(file, f"tp={tp}") == expected
+        assert planned(file, f"tp={tp}", "--rules", family) == expected
+        with open_storage(tmp_path / "src") as storage:
+            for given in (None, family, Rules.load(family)):
+                wanted = wanted_of(
+                    outlines, Cut.of(mesh, given, None, None).with_config(storage), False
+                )
+                assert {name: tensor.layout for name, tensor in wanted.items()} == expected
+                read = as_rules(given, storage, by_config=True)
+                assert read is not None
+                assert read.fit(shapes).layouts(shapes, mesh) == expected
+
+
+FILES = [(family, tp) for family in Rules.families() for tp in TP]
+
+
+@pytest.mark.parametrize(("family", "tp"), FILES if soaking() else [("llama", 4), ("mixtral", 8)])
+def test_files_are_cut_and_read_by_the_same_layouts(family: str, tp: int, tmp_path: Path) -> None:
     config, mesh = write_model(tmp_path / "src", family), f"tp={tp}"
     shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
     expected = Rules.load(config=config).layouts(shapes, Mesh(tp=tp))
-    assert Rules.load(family, config=config).layouts(shapes, Mesh(tp=tp)) == expected
-    file = tmp_path / "src" / "config.json"
-    assert planned(file, mesh) == planned(file, mesh, "--rules", family) == expected
-    sides: list[dict[str, Any]] = [{}, {"rules": family}, {"rules": Rules.load(family)}]
-    for number, rules in enumerate(sides):
-        there = tmp_path / str(number)
-        checkpoint.convert(tmp_path / "src", there, mesh=mesh, format="ranks", **rules)
+    checkpoint.convert(tmp_path / "src", tmp_path / "0", mesh=mesh, format="ranks")
     words = ["--mesh", mesh, "--rules", family, "--format", "ranks", "--quiet"]
-    assert run(["convert", str(tmp_path / "src"), str(tmp_path / "3"), *words]) == 0
+    assert run(["convert", str(tmp_path / "src"), str(tmp_path / "1"), *words]) == 0
     whole = load_file(tmp_path / "src" / "model.safetensors")
-    for number in range(4):
-        files = sorted((tmp_path / str(number)).glob("*.safetensors"))
-        for rank, path in enumerate(files):
+    for folder in ("0", "1"):
+        for rank, path in enumerate(sorted((tmp_path / folder).glob("*.safetensors"))):
             local = load_file(path)
             for name, layout in expected.items():
                 parts = [
-                    whole[name][tuple(map(slice, piece.box.start, piece.box.stop))]
+                    whole[name][tuple(map(slice, piece.box.start, piece.box.stop))].ravel()
                     for piece in layout.pieces(rank, shapes[name])
                 ]
-                assert np.array_equal(
-                    local[name].ravel(), np.concatenate([*map(np.ravel, parts), []])
-                )
+                assert np.array_equal(local[name].ravel(), np.concatenate([*parts, []]))
     _read_back(tmp_path, family, mesh)
 
 
@@ -272,10 +287,18 @@ def test_a_dry_run_asks_and_does_not_write(tmp_path: Path, monkeypatch: pytest.M
     assert [path.name for path in tmp_path.iterdir()] == ["src"]
 
 
-@pytest.mark.parametrize("options", [{"rules": "llama", "mesh": "tp=2"}, {"mesh": "tp=2"}])
-def test_rules_and_a_mesh_are_not_passed_over(options: dict[str, Any], tmp_path: Path) -> None:
-    """A .distcp folder says itself how it is cut."""
+def test_rules_and_a_mesh_are_not_passed_over(tmp_path: Path) -> None:
+    """Files that say themselves how they are cut, or that are not cut, need neither."""
     write_model(tmp_path / "src", "llama")
-    checkpoint.convert(tmp_path / "src", tmp_path / "out", mesh="tp=2", format="distcp")
-    with pytest.raises(ReshardError, match="says itself how its tensors are cut: leave out"):
-        checkpoint.inspect(tmp_path / "out", **options)
+    for format in ("distcp", "ranks"):
+        checkpoint.convert(tmp_path / "src", tmp_path / format, mesh="tp=2", format=format)
+    for options in ({"rules": "llama", "mesh": "tp=2"}, {"mesh": "tp=2"}):
+        with pytest.raises(ReshardError, match="says itself how its tensors are cut: leave out"):
+            checkpoint.inspect(tmp_path / "distcp", **options)
+    with pytest.raises(ReshardError, match="holds whole tensors: leave out mesh tp=2"):
+        checkpoint.inspect(tmp_path / "src", mesh="tp=2")
+    with pytest.raises(ReshardError, match="was written for mesh tp=2, and mesh tp=4 was given"):
+        checkpoint.inspect(tmp_path / "ranks", mesh="tp=4")
+    assert checkpoint.inspect(tmp_path / "ranks", mesh="tp=2").ok
+    with pytest.raises(ReshardError, match="b_rules and b_mesh are for a second checkpoint"):
+        checkpoint.verify(tmp_path / "ranks", b_mesh="tp=2")

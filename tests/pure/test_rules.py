@@ -294,6 +294,19 @@ def test_a_file_may_extend_a_family() -> None:
     assert str(rules.layout("value_head.weight", Mesh(tp=2))) == "- -"
     assert str(rules.layout("lm_head.weight", Mesh(tp=2, pp=2))) == "- -"
     assert str(rules.layout("layers.0.self_attn.k_proj.weight", Mesh(tp=2))) == "tp*64 -"
+    with pytest.raises(
+        RulesError, match=r'\[model\] "heaf_dim" is used by no rule: write head_dim'
+    ):
+        Rules.parse(text.replace("head_dim", "heaf_dim"))
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+    given = Rules.parse(text, source="own", num_layers=3).given(config=config | {"head_dim": 8})
+    assert given.numbers == {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "num_layers": 3,
+        "tied": 0,
+    }, "arguments before the file before the config"
 
 
 def test_equal_layouts_are_one_object() -> None:

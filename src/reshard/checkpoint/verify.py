@@ -27,7 +27,7 @@ from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError, ReshardError, quoted
+from reshard.errors import CheckpointError, DamageError, ReshardError, quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -134,6 +134,8 @@ def verify(
 
     ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it.
     """
+    if b is None and (b_rules is not None or b_mesh is not None):
+        raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
     with open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)

@@ -9,6 +9,7 @@ reshard.errors.RulesError: [tensors] "*.weight": axis "pt" is not one of the axe
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 from reshard.errors import RulesError
 from reshard.mesh import RESERVED, Mesh
+from reshard.models import NUMBERS
 from reshard.notation import parse
 from reshard.rules.document import Document, Factor, Rule, located, quote
 from reshard.rules.expression import names_of, parse_places
@@ -67,7 +69,21 @@ def read(text: str) -> Document:
     )
     document = base.extended(own)
     _check(document)
+    known = {*base.model, *NUMBERS, *_used_numbers(document)}
+    for name in own.model:
+        near = difflib.get_close_matches(name, known, n=1)
+        if name not in known and near:
+            raise RulesError(f"[model] {quote(name)} is used by no rule: write {near[0]}")
     return document
+
+
+def _used_numbers(document: Document) -> set[str]:
+    """The numbers that some layout, place or factor of a document needs."""
+    used = {factor.at_most for factor in document.factors}
+    for rule in document.rules:
+        used |= rule.layout.names() if rule.layout else set()
+        used |= {name for place in rule.on or () for at in place.at for name in names_of(at)}
+    return used & document.model.keys()
 
 
 def _load(text: str) -> dict[str, Any]:

@@ -114,4 +114,20 @@ def _read(
         return read_torch(storage, listed, findings)
     from reshard.checkpoint.formats.safetensors_kinds import read_safetensors
 
-    return read_safetensors(storage, listed, findings, mesh)
+    catalog = read_safetensors(storage, listed, findings, mesh)
+    if mesh is not None:
+        _check_mesh(catalog, mesh)
+    return catalog
+
+
+def _check_mesh(catalog: Catalog, mesh: Mesh) -> None:
+    """Raise if a mesh was given for whole tensors, or one of other ranks than the files name."""
+    if catalog.format == "safetensors":
+        raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
+    from reshard.mesh import Mesh
+
+    if catalog.mesh is not None and Mesh.parse(catalog.mesh).ranks != mesh.ranks:
+        raise CheckpointError(
+            f"{catalog.root} was written for mesh {catalog.mesh}, and mesh {mesh} was given: leave "
+            "it out"
+        )
