@@ -240,6 +240,16 @@ def test_fsdp_and_replicas_on_the_command_line(tmp_path: Path) -> None:
     assert found == {name: f"dp=2 cp=2 tp=2: {layout}" for name, layout in layouts.items()}
 
 
+def test_layouts_for_all_tensors_need_no_mesh_beside_rules(tmp_path: Path) -> None:
+    config = write_model(tmp_path / "src", "llama")
+    layout = Layout(Mesh(tp=2), "...")
+    rules = Rules.load(config=config)
+    checkpoint.convert(tmp_path / "src", tmp_path / "out", rules=rules, layouts={"*": layout})
+    assert {tensor.layout for tensor in checkpoint.inspect(tmp_path / "out").tensors} == {
+        "tp=2: ..."
+    }
+
+
 def test_a_pattern_leaves_single_numbers_whole(tmp_path: Path) -> None:
     """The example of ``convert --help``, on a checkpoint with a 0-d tensor."""
     (tmp_path / "src").mkdir()

@@ -171,7 +171,7 @@ def wanted_of(outlines: Mapping[str, Outline], cut: Cut, whole: bool) -> dict[st
 def notes_of(wanted: Mapping[str, Wanted], cut: Cut) -> tuple[str, ...]:
     """What the report says of the layouts: axes that are read as two, ranks without a head."""
     layouts = {name: tensor.layout for name, tensor in wanted.items() if tensor.layout is not None}
-    if cut.rules is None or not layouts:
+    if cut.rules is None or not layouts or not (cut.mesh or cut.rules.mesh):
         return ()
     shapes = {name: wanted[name].shape for name in layouts}
     return tuple(cut.rules.notes(layouts, shapes, cut.mesh))
