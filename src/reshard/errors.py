@@ -33,6 +33,9 @@ A message is one line: what is wrong, both numbers, where, and what to try.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 __all__ = [
     "BoxError",
     "CheckpointError",
@@ -59,6 +62,7 @@ __all__ = [
     "TensorError",
     "TopologyError",
     "UnfinishedError",
+    "needing_torch",
     "quoted",
 ]
 
@@ -77,6 +81,18 @@ def quoted(text: object) -> str:
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     return f'"{shown}"'
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Turn a failed import of torch into one line that says what needs it and how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        advice = "it is not installed; try pip install 'reshard[torch]'"
+        raise ModuleNotFoundError(f"{what} needs torch: {advice}", name="torch") from None
 
 
 class ReshardError(ValueError):

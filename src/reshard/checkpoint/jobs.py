@@ -11,9 +11,10 @@ from pathlib import Path
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.companions import base_of, is_weights
-from reshard.checkpoint.cutting import Cut, uncast_note, wanted_of
+from reshard.checkpoint.cutting import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
+from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
@@ -61,7 +62,7 @@ class Job:
     stamp: Stamp
     """The source as it was planned from."""
     notes: tuple[str, ...] = ()
-    """What the report says of the request."""
+    """What the report says of the request and of the layouts."""
     renamed: frozenset[str] = frozenset()
     """Tensors of the output that are not the source tensor of the same name, as it is."""
 
@@ -87,6 +88,12 @@ class Job:
         return objects + sum(file.size for file, _ in self.others)
 
     @property
+    def num_files(self) -> int:
+        """Files of the output that hold tensors; files that are copied as they are do not count."""
+        made = self.output.files[: len(self.output.files) - len(self.others)]
+        return count_tensor_files(made)
+
+    @property
     def casts(self) -> bool:
         """Whether any tensor changes its dtype."""
         return any(transfer.have != transfer.want for transfer in self.transfers)
@@ -103,8 +110,7 @@ def plan_job(
     max_shard_size: int = 5 * 10**9,
 ) -> Job:
     """Plan a conversion; holes, misfits and unknown names are errors here."""
-    is_cut = bool(cut.mesh or cut.layouts or (cut.rules and cut.rules.mesh))
-    format = format or ("sharded" if is_cut else "full")
+    format = format or ("sharded" if cut.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(unknown_format(format))
     if max_shard_size < 1:
@@ -112,14 +118,16 @@ def plan_job(
             f"max_shard_size is {max_shard_size} bytes: give the most bytes of one file, such as "
             "5GB"
         )
-    if format != "full":
+    is_whole = format == "full" or (format == "distcp" and not cut.has_mesh)
+    if is_whole:
+        cut.check_whole(format)
+    else:
         cut = cut.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     if names is None:
         names = names_of(cut.rules.names) if cut.rules is not None else {}
-    is_whole = format == "full" or (format == "distcp" and not is_cut)
     outlines = outlines_of(have, names, drop)
     if not outlines and not catalog.objects:
         raise CheckpointError(
@@ -142,7 +150,7 @@ def plan_job(
     output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    notes = uncast_note(outlines, cut)
+    notes = (*notes_of(wanted, cut), *uncast_note(outlines, cut))
     return Job(
         catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
     )

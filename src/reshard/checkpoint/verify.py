@@ -143,6 +143,8 @@ def verify(
     """
     if b is None and (names is not None or drop):
         raise NamesError("names and drop are about a conversion: give both checkpoints")
+    if b is None and (b_rules is not None or b_mesh is not None):
+        raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
     with open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
@@ -243,8 +245,11 @@ def _survey(
     storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
 ) -> tuple[Catalog, Sequence[str]]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
+    given, over = as_rules(rules, storage), as_mesh(mesh)
+    if given is not None and over is not None:
+        given.check_mesh(over)  # a wrong request is no damage
     try:
-        catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        catalog, findings = formats.survey(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise

@@ -20,6 +20,7 @@ from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
+from reshard.cli.pipes import forgiving
 from reshard.cli.plan import plan
 from reshard.cli.show import show
 from reshard.cli.verify import verify
@@ -61,6 +62,8 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     # Nothing here multiplies matrices, and starting threads for that takes a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    sys.stdout = sys.stdout and forgiving(sys.stdout)
+    sys.stderr = sys.stderr and forgiving(sys.stderr)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -73,10 +76,6 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         return _invoke([_protect(argument) for argument in arguments])
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; nothing may be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
 
@@ -93,7 +92,7 @@ def _invoke(arguments: list[str]) -> int:
         return _complain(error.format_message())
     except ReshardError as error:
         return _complain(str(error))
-    except (BrokenPipeError, click.Abort):
+    except click.Abort:
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""

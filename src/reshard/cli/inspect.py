@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from reshard.cli.two_checkpoints import REPLICATE, with_replicas
+
 __all__ = ["inspect"]
 
 
@@ -12,8 +14,16 @@ __all__ = ["inspect"]
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
 @click.option("--rules", help="How per-rank files are cut: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
+@click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json: bool) -> int:
+def inspect(
+    path: str,
+    tree: bool,
+    rules: str | None,
+    mesh: str | None,
+    replicate: tuple[str, ...],
+    as_json: bool,
+) -> int:
     """Say what a checkpoint holds, from its headers alone; exit code 1 if it is damaged.
 
     \b
@@ -23,7 +33,8 @@ def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json:
     """
     from reshard.checkpoint.inspect import inspect as look
 
-    report = look(path, rules, mesh)
+    [given] = with_replicas(replicate, [(rules, mesh)])
+    report = look(path, given, mesh)
     if as_json:
         from reshard.cli.output import print_json
 

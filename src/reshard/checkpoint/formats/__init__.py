@@ -94,6 +94,12 @@ def _read(
             raise CheckpointError(
                 f"{storage.root} is one file of a .distcp folder: name the folder"
             )
+        if rules is not None or mesh is not None:
+            given = "rules" if rules is not None else f"mesh {mesh}"
+            raise CheckpointError(
+                f"{storage.root} is a .distcp folder, which says itself how its tensors are cut: "
+                f"leave out {given}"
+            )
         from reshard.checkpoint.formats.distcp import read_distcp
 
         return read_distcp(storage, listed, findings)
@@ -101,10 +107,30 @@ def _read(
         from reshard.checkpoint.formats.by_rules import read_by_rules
 
         return read_by_rules(storage, listed, findings, rules, mesh)
+    if kind == "torch" and mesh is not None:
+        raise CheckpointError(
+            f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
+        )
     if kind == "torch":
         from reshard.checkpoint.formats.torch_whole import read_torch
 
         return read_torch(storage, listed, findings)
     from reshard.checkpoint.formats.safetensors_kinds import read_safetensors
 
-    return read_safetensors(storage, listed, findings, mesh)
+    catalog = read_safetensors(storage, listed, findings, mesh)
+    if mesh is not None:
+        _check_mesh(catalog, mesh)
+    return catalog
+
+
+def _check_mesh(catalog: Catalog, mesh: Mesh) -> None:
+    """Raise if a mesh was given for whole tensors, or one of other ranks than the files name."""
+    if catalog.format == "safetensors":
+        raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
+    from reshard.mesh import Mesh
+
+    if catalog.mesh is not None and Mesh.parse(catalog.mesh).ranks != mesh.ranks:
+        raise CheckpointError(
+            f"{catalog.root} was written for mesh {catalog.mesh}, and mesh {mesh} was given: leave "
+            "it out"
+        )

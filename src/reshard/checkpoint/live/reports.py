@@ -73,6 +73,7 @@ class SaveReport:
     format: str
     num_tensors: int
     num_files: int
+    """Files that hold tensors."""
     unique_bytes: int
     """Bytes of all tensors, each once."""
     bytes_written: int

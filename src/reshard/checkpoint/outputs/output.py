@@ -6,7 +6,7 @@ headers. What is left to do is to copy boxes to their places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,13 +14,28 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredFile, StoredObject
 from reshard.checkpoint.located import Located
+from reshard.checkpoint.storage import TENSOR_FILES
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
 from reshard.layout import Layout
 from reshard.listed import listed_of
 
-__all__ = ["Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "owned_boxes"]
+__all__ = [
+    "Literal",
+    "ObjectCopy",
+    "Output",
+    "OutputTensor",
+    "Owned",
+    "Wanted",
+    "count_tensor_files",
+    "owned_boxes",
+]
+
+
+def count_tensor_files(files: Iterable[StoredFile]) -> int:
+    """How many of the files to be written hold tensors, and not only an index or metadata."""
+    return sum(file.path.endswith((*TENSOR_FILES, ".distcp")) for file in files)
 
 
 @dataclass(frozen=True, slots=True)
