@@ -33,7 +33,7 @@ class Problem:
     """One thing that is wrong."""
 
     kind: str
-    """``damage``, ``unreadable``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype``,
+    """``damage``, ``unreadable``, ``unsupported``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype``,
     ``values``, or ``object`` for an entry that is no tensor."""
     message: str
     tensor: str | None = None

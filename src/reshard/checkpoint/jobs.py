@@ -11,6 +11,7 @@ from pathlib import Path
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.cutting import Cut, wanted_of
+from reshard.checkpoint.formats.objects import object_texts
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
 from reshard.checkpoint.renaming import Outline, feeds_for, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
@@ -104,15 +105,19 @@ def plan_job(
         names = names_of(cut.rules.names) if cut.rules is not None else {}
     is_whole = format == "full" or (format == "distcp" and not is_cut)
     wanted = wanted_of(outlines_of(have, names), cut, is_whole)
+    texts = {} if format == "distcp" else object_texts(storage, catalog)
     output = plan_output(
         format,
         wanted,
-        metadata=catalog.metadata,
-        objects=tuple(catalog.objects.values()),
+        metadata={**catalog.metadata, **texts},
+        objects=[entry for name, entry in catalog.objects.items() if name not in texts],
         nesting=catalog.nesting,
+        values=catalog.values,
+        extras=catalog.extras,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
         max_shard_size=max_shard_size,
     )
+    output = replace(output, left_out=(*output.left_out, *catalog.left_out))
     transfers = tuple(_transfers(catalog, output, have, names))
     output, others = _with_others(output, catalog, format)
     stamp = Stamp.of(catalog, storage)

@@ -14,7 +14,9 @@ __all__ = ["inspect"]
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json: bool) -> int:
-    """Say what a checkpoint holds, from its headers alone; exit code 1 if it is damaged.
+    """Say what a checkpoint holds, from its headers alone.
+
+    Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
 
     \b
     reshard inspect ckpt                            tensors, cuts, files, damage
@@ -30,4 +32,6 @@ def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json:
         print_json(report.to_dict())
     else:
         print(report.tree() if tree else report)
-    return 0 if report.ok else 1
+    from reshard.cli.output import code_of
+
+    return code_of(report.ok, is_unsupported=not report.damage)

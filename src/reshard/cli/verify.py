@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.output import code_of
 from reshard.cli.two_checkpoints import told, with_options
 
 __all__ = ["verify"]
@@ -21,7 +22,10 @@ def verify(**words: Any) -> int:
     \b
     reshard verify ckpt             every byte against its checksum, nothing missing
     reshard verify ckpt converted   the same tensors, bit by bit; exit code 1 if not
+
+    Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
     from reshard.checkpoint.verify import verify as check
 
-    return 0 if told("verify", check, words).ok else 1
+    report = told("verify", check, words)
+    return code_of(report.ok, report.is_unsupported)
