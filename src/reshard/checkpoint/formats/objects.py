@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from reshard.checkpoint.catalog import Catalog, StoredObject
-from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
+from reshard.checkpoint.formats.pickle_machine import unpickle
 from reshard.checkpoint.formats.plain import Visits, as_json, is_plain
+from reshard.checkpoint.formats.torch_tensors import allow_tensors
 from reshard.checkpoint.formats.torch_zip import read_archives
 from reshard.checkpoint.storage import Storage
 from reshard.errors import CheckpointError
@@ -40,7 +41,7 @@ def _texts(
     try:
         archives = read_archives(storage, ranges, MAX_BYTES)
         for entry, archive in zip(entries, archives, strict=True):
-            value = unpickle(archive.pickle, allow_none, archive.where)
+            value = unpickle(archive.pickle, allow_tensors, archive.where)
             text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
             if text is not None:
                 texts[entry.name] = text
