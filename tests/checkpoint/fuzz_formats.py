@@ -290,7 +290,7 @@ def _read(kind: str, root: str, rules: str) -> str:
     report = inspect(root, *given)
     for text in (str(report), report.tree(), report.to_json()):
         assert text.isascii() or text.encode("utf-8", "surrogatepass")
-    return "damage" if findings.damage else "read"
+    return "damage" if findings.damage else "unsupported" if findings.unsupported else "read"
 
 
 def fuzz(first: int, count: int, shown: bool = False) -> Run:

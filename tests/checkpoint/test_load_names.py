@@ -101,7 +101,7 @@ def test_what_is_really_missing_may_be(tmp_path: Path) -> None:
     report = checkpoint.load(tmp_path, into=into, strict=False)
     assert report.missing == tuple(sorted(absent))
     assert set(report.unexpected) == {"layers.1.k.weight", "w1", "abc"}
-    with pytest.raises(NamesError, match='lacks "layers.1.q.weight".*: strict=False'):
+    with pytest.raises(NamesError, match=r'lacks "layers.1.q.weight".*: strict=False'):
         checkpoint.load(tmp_path, into=into)
     with pytest.raises(CheckpointError, match='use True, False or "exact"'):
         checkpoint.load(tmp_path, into=into, strict="both")  # type: ignore[arg-type]

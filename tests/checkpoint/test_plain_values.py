@@ -60,7 +60,9 @@ def same(one: Any, two: Any) -> bool:
     return type(one) is type(two) and one == two
 
 
-@pytest.mark.parametrize("layouts", [{}, {"mesh": "dp=2", "layouts": {"model.weight": "dp -", "*": "..."}}])
+@pytest.mark.parametrize(
+    "layouts", [{}, {"mesh": "dp=2", "layouts": {"model.weight": "dp -", "*": "..."}}]
+)
 def test_dcp_loads_the_values_of_a_pt(tmp_path: Path, layouts: dict[str, Any]) -> None:
     state = trained()
     torch.save(state, tmp_path / "last.pt")
@@ -131,10 +133,17 @@ def test_values_of_ranks_are_kept(tmp_path: Path) -> None:
 
 
 PLAIN = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner)
-    | st.lists(inner).map(tuple)
-    | st.dictionaries(st.text() | st.integers(-(1 << 59), 1 << 59), inner),
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary(),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers(-(1 << 59), 1 << 59), inner)
+    ),
     max_leaves=12,
 )
 

@@ -112,7 +112,7 @@ def compressed(folder: Path) -> Path:
     ):
         for name in source.namelist():
             packed.writestr(name, source.read(name))
-    os.remove(folder / "plain")
+    (folder / "plain").unlink()
     return folder
 
 
@@ -194,8 +194,8 @@ def test_unsupported_is_not_damaged(
     said = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "unsupported" in said
     assert "damage" not in said
-    assert not os.path.exists("pwned")
-    assert not os.path.exists("out")
+    assert not Path("pwned").exists()
+    assert not Path("out").exists()
 
 
 def test_the_error_is_one_that_callers_know() -> None:
@@ -279,9 +279,7 @@ def test_ranks_that_saved_without_each_other(tmp_path: Path) -> None:
     assert run(["inspect", str(tmp_path / "ckpt")]) == 2  # the same names: how are they cut?
     rules = tmp_path / "cut.toml"
     rules.write_text('axes = ["tp"]\n[tensors]\n"w" = "tp -"\n')
-    checkpoint.convert(
-        tmp_path / "ckpt", tmp_path / "full", source_rules=rules, source_mesh="tp=2"
-    )
+    checkpoint.convert(tmp_path / "ckpt", tmp_path / "full", source_rules=rules, source_mesh="tp=2")
     save_file({"w": whole}, tmp_path / "whole.safetensors")
     assert checkpoint.verify(tmp_path / "whole.safetensors", tmp_path / "full").ok
 
@@ -291,7 +289,7 @@ def test_ranks_that_saved_different_names_without_each_other(tmp_path: Path) -> 
         save_alone(tmp_path / "ckpt", rank, {f"w{rank}": torch.ones(2) * rank})
     assert sorted(t.name for t in checkpoint.inspect(tmp_path / "ckpt").tensors) == ["w0", "w1"]
     assert checkpoint.verify(tmp_path / "ckpt").ok
-    os.remove(tmp_path / "ckpt" / "__0.metadata")
+    (tmp_path / "ckpt" / "__0.metadata").unlink()
     assert run(["inspect", str(tmp_path / "ckpt")]) == 1
 
 

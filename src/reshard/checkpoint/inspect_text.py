@@ -112,7 +112,11 @@ def _facts(report: Inspection) -> Iterator[str]:
 
 
 def _findings(report: Inspection) -> Iterator[str]:
-    lists = (("damage", report.damage), ("unsupported", report.unsupported), ("notes", report.notes))
+    lists = (
+        ("damage", report.damage),
+        ("unsupported", report.unsupported),
+        ("notes", report.notes),
+    )
     for title, found in lists:
         if found:
             yield ""

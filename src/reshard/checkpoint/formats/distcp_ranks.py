@@ -1,8 +1,8 @@
 """Folders of ``torch.distributed.checkpoint``: one ``.metadata``, or one for each rank.
 
-With ``use_collectives=False`` ranks save without each other. Each writes ``__3.metadata`` of its own
-that describes local tensors, and nothing says what these are of each other. Where the ranks have
-different names, all of them are one checkpoint; where they share names, rules say how these are cut.
+With ``use_collectives=False`` ranks save without each other. Each writes a ``__3.metadata`` that
+describes its local tensors, and nothing says how these belong together. Where the ranks have
+different names, all of them are one checkpoint; where they share names, rules say how it is cut.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[i
             if name in home:
                 raise CheckpointError(
                     f"{root} holds local tensors of {len(ranks)} ranks that saved without each "
-                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not say how "
-                    "they were cut: give --rules and --mesh"
+                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not say "
+                    "how they were cut: give --rules and --mesh"
                 )
             home[name] = rank
 

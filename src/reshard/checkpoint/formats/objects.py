@@ -32,9 +32,7 @@ def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
     return texts
 
 
-def _texts(
-    storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]
-) -> dict[str, str]:
+def _texts(storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]) -> dict[str, str]:
     """The texts of some entries; one by one where the archive of one cannot be read."""
     ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in entries]
     texts: dict[str, str] = {}

@@ -159,7 +159,9 @@ class _Machine:
         self.copied += count
         most = COPIES * len(self.data) + FREE_COPIES
         if self.copied > most:
-            self.refuse(f"it copies {self.copied} elements, at most {most} for a pickle of its size")
+            self.refuse(
+                f"it copies {self.copied} elements, at most {most} for a pickle of its size"
+            )
 
     def line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + 4 * MAX_NAME)

@@ -38,15 +38,13 @@ class Recognised:
 
 def recognise(storage: Storage, listed: Sequence[StoredFile]) -> Recognised:
     """The kind of a folder or a file; CheckpointError if it is no checkpoint."""
+    here = [file.path for file in listed if "/" not in file.path]
+    if any(map(_is_distcp, here)):
+        return Recognised("distcp", ())
     if storage.is_file:
         found = _by_contents(storage, listed)
         if found is not None:
             return found
-    here = [file.path for file in listed if "/" not in file.path]
-    if any(path == ".metadata" or path.endswith(".distcp") for path in here) or any(
-        map(RANK_METADATA.match, here)
-    ):
-        return Recognised("distcp", ())
     named = tuple(file for file in listed if file.path.endswith(TENSOR_FILES))
     safe = tuple(file for file in named if file.path.endswith(".safetensors"))
     if safe or any(file.path.endswith(".safetensors.index.json") for file in listed):
@@ -57,6 +55,11 @@ def recognise(storage: Storage, listed: Sequence[StoredFile]) -> Recognised:
     if found is None:
         raise _no_checkpoint(storage.root, [file.path for file in listed])
     return found
+
+
+def _is_distcp(path: str) -> bool:
+    named = path == ".metadata" or path.endswith(".distcp")
+    return named or RANK_METADATA.match(path) is not None
 
 
 def _by_contents(storage: Storage, files: Sequence[StoredFile]) -> Recognised | None:

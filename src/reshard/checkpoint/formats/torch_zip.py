@@ -136,8 +136,8 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
     if what is None:
         return DamageError(f"{where} begins with {head[:4]!r} and is no archive of torch.save")
     return UnsupportedError(
-        f"{where} is {what}, which is not read in its place: load it with what wrote it and save it "
-        "again with torch.save"
+        f"{where} is {what}, which is not read: load it with what wrote it and save it again with "
+        "torch.save"
     )
 
 

@@ -21,8 +21,8 @@ __all__ = ["check_no_zero", "check_no_zero_files"]
 _FLAT = re.compile(r"(?:^|/)(?:\w+_)?zero_pp_rank_\d+_mp_rank_\d+\w*\.pt\Z")
 _UNIVERSAL = re.compile(r"(?:^|/)zero/[^/]+/(?:fp32|exp_avg|exp_avg_sq)\.pt\Z")
 _ADVICE = (
-    "is not supported: make whole weights with the zero_to_fp32.py that DeepSpeed writes beside the "
-    "checkpoint, and convert those"
+    "is not supported: make whole weights with the zero_to_fp32.py that DeepSpeed writes beside "
+    "the checkpoint, and convert those"
 )
 _MARKS = ("ds_version", "ds_config")
 MAX_PARAMETERS = 1 << 20
@@ -34,8 +34,8 @@ def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
     for file in listed:
         if _UNIVERSAL.search(file.path):
             raise UnsupportedError(
-                f"{root}: {quoted(file.path)} is part of a universal checkpoint of DeepSpeed, which "
-                f"{_ADVICE}"
+                f"{root}: {quoted(file.path)} is part of a universal checkpoint of DeepSpeed, "
+                f"which {_ADVICE}"
             )
         if _FLAT.search(file.path):
             raise UnsupportedError(

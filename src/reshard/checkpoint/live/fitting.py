@@ -71,9 +71,7 @@ def fit(
     return Fit(chosen, tuple(sorted(missing)), tied)
 
 
-def _is_tied(
-    name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
-) -> bool:
+def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
     """Whether all of a tensor's memory is filled under another name, on every rank that has it."""
     others: set[str] | None = None
     for memory in memories.values():
@@ -128,7 +126,7 @@ def _lacking(
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """The most similar name with the same numbers in it; of many thousands only some are compared."""
+    """The most similar name with the same numbers; of many thousands only some are compared."""
     digits = _DIGITS.findall(name)
     alike = [other for other in names if _DIGITS.findall(other) == digits]
     found = get_close_matches(name, alike[:MOST_COMPARED], n=1)

@@ -66,10 +66,10 @@ def load(
 
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
-    Every tensor of ``into`` must be in the checkpoint, under its name or one that it is tied to, the
-    same memory; ``strict=False`` leaves others as they were, but a misspelt name is always an error.
-    Tensors that only the checkpoint has are listed in the report, and are an error with
-    ``strict="exact"``. Dtypes must be the same, unless ``cast=True``.
+    Every tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied
+    to it; ``strict=False`` leaves others as they were, but a misspelt name is always an error. Tensors
+    that only the checkpoint has are listed in the report, and are an error with ``strict="exact"``.
+    Dtypes must be the same, unless ``cast=True``.
     Digests are compared where the checkpoint has some, unless ``check=False``; where it has none,
     what is stored twice is read twice and must be equal, unless ``compare_replicas=False`` takes
     the first. No rank stages more than ``memory``, or waits for another longer than ``timeout``
@@ -252,9 +252,7 @@ class _Run:
         return made
 
 
-def _report(
-    run: _Run, fitted: Fit, entries: Entries, seconds: float
-) -> LoadReport:
+def _report(run: _Run, fitted: Fit, entries: Entries, seconds: float) -> LoadReport:
     outline = run.outline
     return LoadReport(
         source=outline.catalog.root,

@@ -75,7 +75,7 @@ def _about(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> dict[str
 
 
 def _dropped(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> tuple[str, ...]:
-    """What other programs keep of tensors that are not in the output, or have another name there."""
+    """What other programs keep of tensors that are not in the output under their name."""
     return tuple(
         f"{key} of {name}"
         for key, extra in extras.items()
