@@ -67,7 +67,7 @@ def load(
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
     Every tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied
-    to it; ``strict=False`` leaves others as they were, but a misspelt name is always an error. Tensors
+    to it; ``strict=False`` leaves others as they were, but misspelt names are always errors. Names
     that only the checkpoint has are listed in the report, and are an error with ``strict="exact"``.
     Dtypes must be the same, unless ``cast=True``.
     Digests are compared where the checkpoint has some, unless ``check=False``; where it has none,
