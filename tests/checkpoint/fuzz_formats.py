@@ -271,7 +271,7 @@ def repack(rng: Random, data: bytearray) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(bytes(data))) as source:
             members = {name: source.read(name) for name in source.namelist()}
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
+    except (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError):
         return
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w") as packed:

@@ -221,6 +221,13 @@ def test_whole_weights_of_zero_1_and_2_are_read_from_their_file(tmp_path: Path) 
     assert [(tensor.name, tensor.shape) for tensor in report.tensors] == [("module.w", (4, 3))]
 
 
+def test_whole_weights_beside_zero_are_read(tmp_path: Path) -> None:
+    """As ``zero_to_fp32.py`` and the trainer of transformers leave them."""
+    zero_folder(tmp_path / "run", 3)
+    torch.save({"w": torch.ones(4, 3)}, tmp_path / "run" / "pytorch_model.bin")
+    assert [tensor.name for tensor in checkpoint.inspect(tmp_path / "run").tensors] == ["w"]
+
+
 @pytest.mark.parametrize("name", ["last.ckpt", "model.pth.tar", "weights", "state.safe"])
 def test_files_are_known_by_their_content(tmp_path: Path, name: str) -> None:
     """Also a folder in which no other file has a usual name."""

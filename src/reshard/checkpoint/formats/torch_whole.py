@@ -24,8 +24,8 @@ def read_torch(
     findings: Findings,
 ) -> Catalog:
     """The catalog of the torch files of a folder, or of one such file; ``named`` may be such."""
-    check_no_zero_files(storage.root, listed)
     files = _chosen(storage.root, named)
+    check_no_zero_files(storage.root, files)
     for path in missing_parts(files) if not storage.is_file else ():
         findings.found(f"{storage.where(path)} is missing: the names of the others count it")
     tensors: dict[str, StoredTensor] = {}
