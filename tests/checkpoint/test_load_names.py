@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from reshard import checkpoint
-from reshard.errors import CheckpointError, NamesError
+from reshard.errors import CheckpointError, DisagreementError, NamesError
 from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -113,6 +113,35 @@ def test_the_nearest_name_may_have_another_prefix(tmp_path: Path) -> None:
         checkpoint.load(tmp_path, into={"layers.7.w": torch.zeros(1)})
 
 
+@pytest.mark.parametrize("how", ["torch.save", "copies", "digests"])
+def test_both_names_in_the_checkpoint_must_hold_the_same(tmp_path: Path, how: str) -> None:
+    model, saved = Tied(), Tied().state_dict()
+    state = {name: tensor.clone() if how == "copies" else tensor for name, tensor in saved.items()}
+    path = tmp_path / "ckpt"
+    path.mkdir()
+    save = torch.save if how == "torch.save" else save_file
+    if how == "digests":
+        checkpoint.save(state, tmp_path / "sums")
+        path = tmp_path / "sums"
+    else:
+        save(state, path / ("a.pt" if how == "torch.save" else "a.safetensors"))
+    report = checkpoint.load(path, into=model.state_dict())
+    assert torch.equal(model.embed.weight, saved["embed.weight"])
+    assert report.tied == ("head.weight",)
+    assert report.bytes_read == 6 * 4 * 4 * (2 if how == "copies" else 1)
+
+    other = tmp_path / "other"
+    state = {"embed.weight": torch.ones(6, 4), "head.weight": torch.zeros(6, 4)}
+    if how == "digests":
+        checkpoint.save(state, other)
+    else:
+        other.mkdir()
+        save(state, other / ("a.pt" if how == "torch.save" else "a.safetensors"))
+    with pytest.raises(CheckpointError, match="differ"):
+        checkpoint.load(other, into=model.state_dict())
+    assert torch.equal(model.embed.weight, saved["embed.weight"])
+
+
 def load_tied(rank: int, path: str, tie_on: tuple[int, ...]) -> str:
     """Three rows on four ranks: the last one has none."""
     mesh = mesh_of(4)
@@ -123,7 +152,7 @@ def load_tied(rank: int, path: str, tie_on: tuple[int, ...]) -> str:
     )  # fmt: skip
     try:
         report = checkpoint.load(path, into={"a": zeros, "b": other}, group=pool_group(4))
-    except NamesError as error:
+    except (NamesError, DisagreementError) as error:
         return str(error)
     assert (other.to_local() == torch.arange(6.0).reshape(3, 2)[rank : rank + 1]).all()
     return ", ".join(report.tied)
@@ -135,3 +164,6 @@ def test_tied_on_all_ranks_that_hold_elements(pool: Pool, tmp_path: Path) -> Non
     assert set(pool.run(load_tied, *args, (0, 1, 2), ranks=range(4))) == {"b"}
     [said] = set(pool.run(load_tied, *args, (0, 2), ranks=range(4)))
     assert 'lacks "b"' in said
+    save_file({"a": torch.zeros(3, 2), "b": torch.ones(3, 2)}, tmp_path / "model.safetensors")
+    [said] = set(pool.run(load_tied, *args, (0, 2), ranks=range(4)))
+    assert "one memory on some ranks and two on rank 1" in said

@@ -39,6 +39,11 @@ class Memory:
         """The other names of a tensor's memory."""
         return {other for group in self.groups if name in group for other in group} - {name}
 
+    def has_as_one(self, one: str, two: str) -> bool:
+        """Whether two tensors are one memory here, or the rank has no element of either."""
+        without = self.empty | ({one, two} - self.names)
+        return {one, two} <= without or any({one, two} <= group for group in self.groups)
+
     def to_data(self) -> list[list[Any]]:
         """The groups and the empty tensors as plain data."""
         return [[sorted(group) for group in self.groups], sorted(self.empty)]

@@ -11,7 +11,7 @@ from typing import Literal
 from reshard.checkpoint.casting import check_cast
 from reshard.checkpoint.live.entries import Memory
 from reshard.checkpoint.live.outline import Outline
-from reshard.errors import CheckpointError, NamesError, quoted
+from reshard.errors import CheckpointError, DisagreementError, NamesError, quoted
 from reshard.spec import TensorSpec
 
 __all__ = ["Fit", "Strict", "check_strict", "fit"]
@@ -35,7 +35,11 @@ class Fit:
     missing: tuple[str, ...]
     """Names that the checkpoint lacks, and that are not tied to one that it has."""
     tied: tuple[str, ...]
-    """Names that the checkpoint lacks, whose memory is filled under another name."""
+    """Names whose memory is filled under another name."""
+    copies: Mapping[str, Sequence[str]]
+    """Those of the tied names that the checkpoint has, by the name that is loaded: all are the same
+    memory here, and must hold the same there.
+    """
 
 
 def check_strict(strict: object) -> None:
@@ -68,7 +72,13 @@ def fit(
         )
     for name, spec in chosen.items():
         _check_one(name, spec, outline, cast)
-    return Fit(chosen, tuple(sorted(missing)), tied)
+    copies = _copies(chosen, memories)
+    for name, others in copies.items():
+        for other in others:
+            _check_same(name, other, outline)
+            del chosen[other]
+    tied = (*tied, *(other for others in copies.values() for other in others))
+    return Fit(chosen, tuple(sorted(missing)), tied, copies)
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
@@ -79,6 +89,37 @@ def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int,
             same = memory.names_beside(name)
             others = same if others is None else others & same
     return bool(others and others & chosen.keys())
+
+
+def _copies(
+    chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
+) -> dict[str, list[str]]:
+    """Names that would be loaded into one memory, by the first of them; all ranks must agree."""
+    copies: dict[str, list[str]] = {}
+    groups = dict.fromkeys(group for memory in memories.values() for group in memory.groups)
+    for group in groups:
+        first, *others = sorted(group & chosen.keys()) or [""]
+        for other in others:
+            apart = [r for r, memory in memories.items() if not memory.has_as_one(first, other)]
+            if apart:
+                raise DisagreementError(
+                    f"{quoted(first)} and {quoted(other)} are one memory on some ranks and two on "
+                    f"rank {apart[0]}: tie them on all ranks, or on none"
+                )
+            if other not in copies.setdefault(first, []):
+                copies[first].append(other)
+    return {first: others for first, others in copies.items() if others}
+
+
+def _check_same(one: str, two: str, outline: Outline) -> None:
+    """Refuse tensors for one memory that are known to differ; others are compared when read."""
+    dtypes = [outline.catalog.tensors[name].dtype for name in (one, two)]
+    digests = [outline.digests.get(name) for name in (one, two)]
+    if digests[0] != digests[1] or dtypes[0] != dtypes[1]:
+        raise CheckpointError(
+            f"tensors {quoted(one)} and {quoted(two)} are one memory in the state dict and differ "
+            f"in {outline.catalog.root}: untie them, or leave one of them out"
+        )
 
 
 def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -85,7 +85,7 @@ def load(
     data = circle.first_does(lambda: _survey(path, want, rules, mesh, check, sums).to_data())
     outline = Outline.from_data(data)
     fitted = fit(want, outline, memories, strict, cast)
-    chosen = fitted.chosen
+    chosen, outline = fitted.chosen, outline.joined(fitted.copies)
     wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
     limits = Limits.of(_share_of(memory), len(circle.ranks))
     with _opened(circle, path) as storage:

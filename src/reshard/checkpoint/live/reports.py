@@ -32,7 +32,7 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     """Names that the checkpoint lacks (``strict=False``): these tensors are as they were."""
     tied: tuple[str, ...] = ()
-    """Names that the checkpoint lacks, whose memory was filled under another name."""
+    """Names whose memory was filled under another name, to which they are tied."""
     unexpected: tuple[str, ...] = ()
     """Names that only the checkpoint has."""
     left_alone: tuple[str, ...] = ()
