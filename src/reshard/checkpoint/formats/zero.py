@@ -79,15 +79,11 @@ def _parameter_shapes(value: object) -> Iterator[tuple[str, tuple[int, ...]]]:
                 yield name, shape
 
 
-def _is_empty(value: object) -> bool:
-    """Whether a record is a tensor whose size has a 0."""
-    args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
-    if len(args) > 2 and isinstance(args[2], tuple) and len(args[2]) <= MAX_ARGS:
-        return 0 in args[2]
-    inner = args[0] if args else None  # a parameter is made of a tensor
-    return isinstance(inner, Record) and inner is not value and _is_empty_tensor(inner)
-
-
-def _is_empty_tensor(record: Record) -> bool:
-    args = record.args[:MAX_ARGS]
-    return len(args) > 2 and isinstance(args[2], tuple) and 0 in args[2][:MAX_ARGS]
+def _is_empty(value: Any) -> bool:
+    """Whether a record is a tensor, or a parameter made of one, whose size has a 0."""
+    for _ in range(2):
+        args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
+        if len(args) > 2 and isinstance(args[2], tuple):
+            return 0 in args[2][:MAX_ARGS]
+        value = args[0] if args else None
+    return False
