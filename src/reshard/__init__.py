@@ -43,7 +43,7 @@ _ERRORS = (
     "DtypeError", "FormatError", "LayoutError", "LiveError", "MemoryCapError", "MeshError",
     "MoveTimeoutError", "NamesError", "NotationError", "OperationError", "PeerLostError",
     "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError", "TargetError",
-    "TensorError", "TopologyError", "UnfinishedError",
+    "TensorError", "TopologyError", "UnfinishedError", "UnsupportedError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 

@@ -24,6 +24,7 @@
                                       (also a RuntimeError and a TypeError)
     +-- CheckpointError               a checkpoint that cannot be read or written (also an OSError)
         +-- DamageError               files that are cut short, changed, or lie about themselves
+        +-- UnsupportedError          sound files that are not read (also a NotImplementedError)
         +-- TargetError               a place where nothing can be written, or something stands
         +-- UnfinishedError           stopped midway; what is there can be resumed
 
@@ -62,6 +63,7 @@ __all__ = [
     "TensorError",
     "TopologyError",
     "UnfinishedError",
+    "UnsupportedError",
     "needing_torch",
     "quoted",
 ]
@@ -185,6 +187,10 @@ class CheckpointError(ReshardError, OSError):
 
 class DamageError(CheckpointError):
     """A file of a checkpoint is cut short, was changed, or says what cannot be."""
+
+
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """A checkpoint is sound, as far as can be seen, but of a kind that reshard does not read."""
 
 
 class TargetError(CheckpointError):

@@ -32,8 +32,8 @@ class Problem:
     """One thing that is wrong."""
 
     kind: str
-    """``damage``, ``unreadable``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype``,
-    ``values``, or ``object`` for an entry that is no tensor."""
+    """``damage``, ``unreadable``, ``unsupported``, ``hole``, ``replicas``, ``absent``, ``shape``,
+    ``dtype``, ``values``, or ``object`` for an entry that is no tensor."""
     message: str
     tensor: str | None = None
     file: str | None = None

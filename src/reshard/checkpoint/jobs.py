@@ -13,6 +13,7 @@ from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.companions import base_of, is_weights
 from reshard.checkpoint.cutting import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.formats.expected import config_of
+from reshard.checkpoint.formats.objects import object_texts
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
 from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
@@ -134,12 +135,15 @@ def plan_job(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
     wanted = wanted_of(outlines, cut, is_whole)
+    texts = {} if format == "distcp" else object_texts(storage, catalog)
     output = plan_output(
         format,
         wanted,
-        metadata=catalog.metadata,
-        objects=tuple(catalog.objects.values()),
+        metadata={**catalog.metadata, **texts},
+        objects=[entry for name, entry in catalog.objects.items() if name not in texts],
         nesting=catalog.nesting,
+        values=catalog.values,
+        extras=catalog.extras,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
         max_shard_size=max_shard_size,
         base=_base(catalog, storage),
@@ -147,7 +151,9 @@ def plan_job(
     renamed = set[str]()
     transfers = tuple(_transfers(catalog, output, have, names, renamed))
     output, others = _with_others(output, catalog, format)
-    output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
+    output = replace(
+        output, left_out=(*output.left_out, *catalog.left_out, *left_over(have, names, drop))
+    )
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
     notes = (*notes_of(wanted, cut), *uncast_note(outlines, cut))

@@ -23,13 +23,21 @@ from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.comparing import Difference, difference, differing_objects
 from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.examining import Examined, Problem, examine
+from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
 from reshard.checkpoint.renamed import renamed
 from reshard.checkpoint.renaming import Outline, left_over
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, quoted
+from reshard.errors import (
+    CheckpointError,
+    DamageError,
+    NamesError,
+    ReshardError,
+    UnsupportedError,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["VerifyReport", "verify"]
 
 FORMAT = 1
+UNSUPPORTED = "unsupported"
 SHOWN = 20
 """Problems that are printed one by one."""
 
@@ -68,6 +77,11 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems
 
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether all that is wrong is that a part is of a kind that is not supported."""
+        return not self.ok and all(problem.kind == UNSUPPORTED for problem in self.problems)
+
     def __bool__(self) -> bool:
         return self.ok
 
@@ -81,6 +95,7 @@ class VerifyReport:
             yield f"{words}: {size}, digest {self.digest}"
         else:
             words = "damaged" if len(self.checkpoints) == 1 else "not equal"
+            words = UNSUPPORTED if self.is_unsupported else words
             count = len(self.problems)
             yield f"{words}: {count} problem{'s' if count != 1 else ''} in {size}:"
             yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
@@ -188,10 +203,14 @@ class _Side:
             checksums = load(storage)
         except DamageError as error:
             self.found.add(Problem("damage", str(error), file=SIDECAR))
-        catalog, damage = _survey(storage, rules, mesh, is_checked=checksums is not None)
-        for line in damage:
+        except UnsupportedError as error:
+            self.found.add(Problem(UNSUPPORTED, str(error), file=SIDECAR))
+        catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        for line in findings.damage:
             self.found.add(Problem("unreadable", line))
-        self.is_known = not damage
+        for line in findings.unsupported:
+            self.found.add(Problem(UNSUPPORTED, line))
+        self.is_known = not findings.any
         checker = Checker(checksums, storage.root)
         crcs = Crcs(crcs_of(storage, catalog, checksums))
         self.source = Source(catalog, storage, checksums, checker, crcs)
@@ -243,19 +262,18 @@ class _Side:
 
 def _survey(
     storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
-) -> tuple[Catalog, Sequence[str]]:
+) -> tuple[Catalog, Findings]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
     given, over = as_rules(rules, storage), as_mesh(mesh)
     if given is not None and over is not None:
         given.check_mesh(over)  # a wrong request is no damage
     try:
-        catalog, findings = formats.survey(storage, given, over)
+        return formats.survey(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise
         # A changed byte can make a header say anything; the checksums will tell where.
-        return Catalog(storage.root, "unreadable", (), {}), [str(error)]
-    return catalog, findings.damage
+        return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
 
 
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:

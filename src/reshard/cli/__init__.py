@@ -1,8 +1,9 @@
 """The command line: ``reshard show``, ``plan``, ``inspect``, ``convert``, ``verify``, ``demo``, ...
 
 Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
-answer is no, 2 bad usage or input, 3 failed midway, 130 interrupted. Only click is loaded here:
-every command loads what it needs when it runs, so that ``reshard --help`` is instant.
+answer is no, 2 bad usage or input, 3 failed midway, 4 a checkpoint of a kind that is not supported,
+130 interrupted. Only click is loaded here: every command loads what it needs when it runs, so that
+``reshard --help`` is instant.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
+from reshard.cli.output import UNSUPPORTED
 from reshard.cli.pipes import forgiving
 from reshard.cli.plan import plan
 from reshard.cli.show import show
 from reshard.cli.verify import verify
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, UnsupportedError
 
 __all__ = ["main", "run"]
 
@@ -90,6 +92,8 @@ def _invoke(arguments: list[str]) -> int:
         return done.exit_code
     except click.ClickException as error:
         return _complain(error.format_message())
+    except UnsupportedError as error:
+        return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
         return _complain(str(error))
     except click.Abort:
@@ -116,9 +120,9 @@ def _protect(argument: str) -> str:
     return f" {argument}" if _LAYOUT.match(argument) else argument
 
 
-def _complain(message: str) -> int:
-    """Print an error as one line of printable characters."""
+def _complain(message: str, code: int = BAD_INPUT) -> int:
+    """Print an error as one line of printable characters; the exit code."""
     line = " ".join(message.split())
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     print(f"reshard: {line}", file=sys.stderr)
-    return BAD_INPUT
+    return code

@@ -24,7 +24,9 @@ def inspect(
     replicate: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Say what a checkpoint holds, from its headers alone; exit code 1 if it is damaged.
+    """Say what a checkpoint holds, from its headers alone.
+
+    Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
 
     \b
     reshard inspect ckpt                            tensors, cuts, files, damage
@@ -41,4 +43,6 @@ def inspect(
         print_json(report.to_dict())
     else:
         print(report.tree() if tree else report)
-    return 0 if report.ok else 1
+    from reshard.cli.output import code_of
+
+    return code_of(report.ok, is_unsupported=not report.damage)

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from reshard.checkpoint.formats.checks import checked_shape
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
 
 __all__ = [
     "BuiltHeader", "Entry", "Header", "build_header", "header_length", "parse_header", "read_json",
@@ -174,7 +174,7 @@ def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
             _damaged(name, where, "has no dtype, shape and two data_offsets")
     dtype = DTYPES.get(kind)
     if dtype is None:
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{where}: tensor {quoted(name)} has the dtype {quoted(kind)}, which is not supported: "
             f"known are {' '.join(DTYPES)}"
         )

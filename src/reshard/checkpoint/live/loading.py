@@ -23,9 +23,9 @@ from reshard.checkpoint.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.crc_records import CrcRecords
-from reshard.checkpoint.live.entries import Entries, entries_of
+from reshard.checkpoint.live.entries import Entries, Memory, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
-from reshard.checkpoint.live.fitting import chosen_of
+from reshard.checkpoint.live.fitting import Fit, Strict, check_strict, fit
 from reshard.checkpoint.live.outline import Outline
 from reshard.checkpoint.live.placing import Placer
 from reshard.checkpoint.live.reports import LoadReport
@@ -57,7 +57,7 @@ def load(
     group: Group = None,
     rules: Rules | str | Path | None = None,
     mesh: Mesh | str | None = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     check: bool = True,
     compare_replicas: bool = True,
@@ -68,7 +68,10 @@ def load(
 
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
-    Names must be the same on both sides, unless ``strict=False``; dtypes too, unless ``cast=True``.
+    Every tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied
+    to it; ``strict=False`` leaves others as they were, but misspelt names are always errors. Names
+    that only the checkpoint has are listed in the report, and are an error with ``strict="exact"``.
+    Dtypes must be the same, unless ``cast=True``.
     Digests are compared where the checkpoint has some, unless ``check=False``; where it has none,
     what is stored twice is read twice and must be equal, unless ``compare_replicas=False`` takes
     the first. No rank stages more than ``memory``, or waits for another longer than ``timeout``
@@ -79,11 +82,12 @@ def load(
     circle = Circle(group, timeout)
     options = {"path": str(path), "strict": strict, "cast": cast, "check": check,
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
-    entries, want = _wanted(circle, into, options)
+    entries, want, memories = _wanted(circle, into, options)
     sums: list[Checksums | None] = []
     data = circle.first_does(lambda: _survey(path, want, rules, mesh, check, sums).to_data())
     outline = Outline.from_data(data)
-    chosen = chosen_of(want, outline, strict, cast)
+    fitted = fit(want, outline, memories, strict, cast)
+    chosen, outline = fitted.chosen, outline.joined(fitted.copies)
     wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
     limits = Limits.of(_share_of(memory), len(circle.ranks))
     with _opened(circle, path) as storage:
@@ -97,7 +101,7 @@ def load(
         )
         for batch in batches_of(wishes, circle.ranks, limits):
             run.do(batch)
-    return _report(run, chosen, entries, time.monotonic() - began, want)
+    return _report(run, fitted, entries, time.monotonic() - began)
 
 
 def _share_of(memory: int | str) -> int:
@@ -112,18 +116,21 @@ def _share_of(memory: int | str) -> int:
 
 def _wanted(
     circle: Circle, into: Mapping[Any, Any], options: Mapping[str, Any]
-) -> tuple[Entries, dict[str, TensorSpec]]:
-    """This rank's entries, and the specs that all ranks together have."""
+) -> tuple[Entries, dict[str, TensorSpec], dict[int, Memory]]:
+    """This rank's entries, the specs that all ranks together have, and what is tied on each."""
     found = []
 
     def describe() -> list[Any]:
         _share_of(options["memory"])
+        check_strict(options["strict"])
         found.append(entries_of(into))
-        return [specs_to_text(found[0].specs()), options]
+        return [specs_to_text(found[0].specs()), options, found[0].memory().to_data()]
 
     said = circle.all_do(describe)
     circle.check_alike({rank: one[1] for rank, one in said.items()}, "load")
-    return found[0], merge_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
+    specs = {rank: specs_from_text(one[0]) for rank, one in said.items()}
+    memories = {rank: Memory.from_data(specs[rank], one[2]) for rank, one in said.items()}
+    return found[0], merge_specs(specs), memories
 
 
 def _survey(
@@ -268,25 +275,20 @@ class _Run:
         return made
 
 
-def _report(
-    run: _Run,
-    chosen: Mapping[str, TensorSpec],
-    entries: Entries,
-    seconds: float,
-    want: Mapping[str, TensorSpec],
-) -> LoadReport:
+def _report(run: _Run, fitted: Fit, entries: Entries, seconds: float) -> LoadReport:
     outline = run.outline
     return LoadReport(
         source=outline.catalog.root,
         format=outline.catalog.format,
-        num_tensors=len(chosen),
+        num_tensors=len(fitted.chosen),
         unique_bytes=sum(wish.num_bytes for wish in run.fetcher.wishes.values()),
         bytes_read=run.bytes_read,
         bytes_moved=run.placer.bytes_moved,
         seconds=seconds,
         checked=bool(outline.digests),
         num_ranks=len(run.circle.ranks),
-        missing=tuple(sorted(want.keys() - chosen.keys())),
+        missing=fitted.missing,
+        tied=fitted.tied,
         unexpected=outline.unwanted,
         left_alone=tuple(entries.others),
         notes=outline.catalog.notes,

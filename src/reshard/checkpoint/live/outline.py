@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box
@@ -44,6 +44,14 @@ class Outline:
         )
         known = {name: digests[name] for name in wanted if name in digests}
         return cls(made, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
+
+    def joined(self, copies: Mapping[str, Sequence[str]]) -> Outline:
+        """The same, where each of these tensors has the pieces of its copies, too: as replicas."""
+        tensors = dict(self.catalog.tensors)
+        for name, others in copies.items():
+            pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
+            tensors[name] = replace(tensors[name], pieces=tuple(dict.fromkeys(pieces)))
+        return replace(self, catalog=replace(self.catalog, tensors=tensors))
 
     def to_data(self) -> dict[str, Any]:
         """The outline as plain data."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
 from reshard.checkpoint.located import Located
-from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive
+from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive, value_archive
 from reshard.checkpoint.outputs.output import (
     Literal,
     ObjectCopy,
@@ -31,6 +31,7 @@ Path: TypeAlias = tuple[str | int, ...]
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
 
@@ -63,6 +64,8 @@ def distcp(
     tensors: Mapping[str, Wanted],
     objects: Sequence[StoredObject] = (),
     nesting: Mapping[str, Path] | None = None,
+    values: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
 ) -> Output:
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
     ranks, made = _Ranks(), dict[str, OutputTensor]()
@@ -87,8 +90,9 @@ def distcp(
         made[name] = OutputTensor(name, wanted.shape, wanted.dtype, located)
         states[name] = _tensor(wanted, chunks)
     copies = _add_objects(ranks, objects, names, states, places)
+    _add_values(ranks, values or {}, names, states, places)
     files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
-    metadata = pickled(_metadata(states, places, nesting or {}))
+    metadata = pickled(_metadata(states, places, nesting or {}, extras or {}))
     literals = (*ranks.literals, Literal(len(files), 0, metadata))
     return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
 
@@ -112,12 +116,31 @@ def _add_objects(
     for entry in objects:
         file, offset = ranks.add(first, entry.size)
         copies.append(ObjectCopy(entry, file, offset))
-        states[entry.name] = Instance(Global(_METADATA, "BytesStorageMetadata"))
-        index = Instance(
-            Global(_METADATA, "MetadataIndex"), _Fields(fqn=entry.name, offset=None, index=None)
-        )
-        places[index] = _place(names[first], offset, entry.size)
+        states[entry.name] = _BYTES
+        places[_bytes_index(entry.name)] = _place(names[first], offset, entry.size)
     return tuple(copies)
+
+
+def _add_values(
+    ranks: _Ranks,
+    values: Mapping[str, Any],
+    names: Mapping[int, str],
+    states: dict[str, Any],
+    places: dict[Instance, Instance],
+) -> None:
+    """Plain values go into the first file, each as ``torch.save`` writes it."""
+    first = next(iter(ranks.numbers), 0)
+    for name, value in values.items():
+        data = value_archive(value)
+        file, offset = ranks.add(first, len(data))
+        ranks.literals.append(Literal(file, offset, data))
+        states[name] = _BYTES
+        places[_bytes_index(name)] = _place(names[first], offset, len(data))
+
+
+def _bytes_index(name: str) -> Instance:
+    fields = _Fields(fqn=name, offset=None, index=None)
+    return Instance(Global(_METADATA, "MetadataIndex"), fields)
 
 
 class _Fields(dict[str, Any]):
@@ -131,7 +154,10 @@ class _Fields(dict[str, Any]):
 
 
 def _metadata(
-    states: dict[str, Any], places: dict[Instance, Instance], nesting: Mapping[str, Path]
+    states: dict[str, Any],
+    places: dict[Instance, Instance],
+    nesting: Mapping[str, Path],
+    extras: Mapping[str, Any],
 ) -> Instance:
     return Instance(
         Global(_METADATA, "Metadata"),
@@ -141,6 +167,7 @@ def _metadata(
             "storage_data": places,
             "storage_meta": None,
             "version": "1.0.0",
+            **extras,
         },
     )
 

@@ -5,8 +5,8 @@ class or a function), a call, and an object with a state. What torch's classes l
 the concern of ``distcp``.
 
 >>> import pickle
->>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x"]}))
-{'a': (1, -2, 3000000000), 'b': [True, None, 'x']}
+>>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x", 0.5, b"y"]}))
+{'a': (1, -2, 3000000000), 'b': [True, None, 'x', 0.5, b'y']}
 >>> pickle.loads(pickled(Call(Global("collections", "Counter"), ("aab",))))
 Counter({'a': 2, 'b': 1})
 """
@@ -74,8 +74,12 @@ class _Writer:
                 self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
             case int():
                 self._int(value)
+            case float():
+                self.out += pickle.BINFLOAT + struct.pack(">d", value)
             case str():
                 self._text(value)
+            case bytes():
+                self.out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
             case tuple():
                 self._tuple(value)
             case list() | dict():
@@ -90,7 +94,9 @@ class _Writer:
             self.out += pickle.BININT + struct.pack("<i", value)
         else:
             data = pickle.encode_long(value)
-            self.out += pickle.LONG1 + struct.pack("<B", len(data)) + data
+            short = len(data) < 256
+            self.out += pickle.LONG1 if short else pickle.LONG4
+            self.out += struct.pack("<B" if short else "<i", len(data)) + data
 
     def _text(self, value: str) -> None:
         if self._recall(value):
