@@ -155,8 +155,9 @@ def test_what_is_no_tensor_is_compared_too(tmp_path: Path, kind: str, what: str)
     path = next(path for path in paths if old in path.read_bytes())
     path.write_bytes(path.read_bytes().replace(old, new))
     assert not checkpoint.verify(here).ok
-    with pytest.raises(CheckpointError, match="changed since torch saved"):
-        checkpoint.convert(here, tmp_path / "out", format="distcp")
+    for form in ("distcp", "full"):
+        with pytest.raises(CheckpointError, match="changed since torch saved"):
+            checkpoint.convert(here, tmp_path / form, format=form)
 
 
 def test_no_byte_is_read_twice(tmp_path: Path) -> None:

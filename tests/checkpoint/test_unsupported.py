@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 import tarfile
 import warnings
 import zipfile
@@ -296,8 +297,25 @@ def test_ranks_that_saved_different_names_without_each_other(tmp_path: Path) -> 
         save_alone(tmp_path / "ckpt", rank, {f"w{rank}": torch.ones(2) * rank})
     assert sorted(t.name for t in checkpoint.inspect(tmp_path / "ckpt").tensors) == ["w0", "w1"]
     assert checkpoint.verify(tmp_path / "ckpt").ok
+    with pytest.raises(CheckpointError, match="mesh tp=2 is for files of ranks: give --rules too"):
+        checkpoint.inspect(tmp_path / "ckpt", mesh="tp=2")
+    shutil.copytree(tmp_path / "ckpt", tmp_path / "out")
     (tmp_path / "ckpt" / "__0.metadata").unlink()
     assert run(["inspect", str(tmp_path / "ckpt")]) == 1
+    save_file({"w": torch.ones(3)}, tmp_path / "new.safetensors")
+    checkpoint.convert(tmp_path / "new.safetensors", tmp_path / "out", overwrite=True)
+    assert checkpoint.verify(tmp_path / "new.safetensors", tmp_path / "out").ok
+
+
+def test_a_link_that_leads_elsewhere_is_unsupported_in_convert(tmp_path: Path) -> None:
+    """It is found while files are copied: nothing is kept to be resumed, and the error stays."""
+    (tmp_path / "src").mkdir()
+    save_file({"w": torch.ones(3)}, tmp_path / "src" / "model.safetensors")
+    (tmp_path / "notes.txt").write_text("notes")
+    (tmp_path / "src" / "notes.txt").symlink_to(tmp_path / "notes.txt")
+    with pytest.raises(UnsupportedError, match="outside of its checkpoint"):
+        checkpoint.convert(tmp_path / "src", tmp_path / "out")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["notes.txt", "src"]
 
 
 def test_pickles_of_old_protocols_are_unsupported(tmp_path: Path) -> None:

@@ -39,6 +39,7 @@ from reshard.errors import (
     MemoryCapError,
     TargetError,
     UnfinishedError,
+    UnsupportedError,
 )
 from reshard.mesh import Mesh
 from reshard.rules import Rules
@@ -209,9 +210,9 @@ def _build(builder: Builder, request: _Request) -> tuple[str, ...]:
     except BaseException as error:
         team.note_failure(place, error)
         match error:
-            case DamageError() if team.size == 1:
-                place.discard()  # of a damaged source nothing can be resumed
-            case TargetError() | UnfinishedError() | DamageError():
+            case DamageError() | UnsupportedError() if team.size == 1:
+                place.discard()  # of a source that cannot be read nothing can be resumed
+            case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
                 pass
             case OSError():  # which every CheckpointError is
                 raise UnfinishedError(f"{error}; what was written is kept for --resume") from error

@@ -14,6 +14,7 @@ from reshard.checkpoint.companions import base_of, is_weights
 from reshard.checkpoint.cutting import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.formats.objects import object_texts
+from reshard.checkpoint.formats.recognised import is_distcp
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
 from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
@@ -216,8 +217,7 @@ def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
     [True, True, True, False]
     """
     indexes = tuple(f"{ending}.index.json" for ending in endings)
-    named = path.endswith((*endings, *indexes, ".distcp"))
-    return named or path.rpartition("/")[2] == ".metadata"
+    return path.endswith((*endings, *indexes)) or is_distcp(path.rpartition("/")[2])
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:

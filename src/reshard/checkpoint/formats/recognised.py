@@ -16,7 +16,7 @@ from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, quoted
 
-__all__ = ["RANK_METADATA", "Recognised", "by_content", "recognise"]
+__all__ = ["RANK_METADATA", "Recognised", "by_content", "is_distcp", "recognise"]
 
 RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata\Z")
 """What ``dcp.save(use_collectives=False)`` calls the metadata of each rank."""
@@ -39,7 +39,7 @@ class Recognised:
 def recognise(storage: Storage, listed: Sequence[StoredFile]) -> Recognised:
     """The kind of a folder or a file; CheckpointError if it is no checkpoint."""
     here = [file.path for file in listed if "/" not in file.path]
-    if any(map(_is_distcp, here)):
+    if any(map(is_distcp, here)):
         return Recognised("distcp", ())
     if storage.is_file:
         found = _by_contents(storage, listed)
@@ -57,7 +57,8 @@ def recognise(storage: Storage, listed: Sequence[StoredFile]) -> Recognised:
     return found
 
 
-def _is_distcp(path: str) -> bool:
+def is_distcp(path: str) -> bool:
+    """Whether a file directly in a folder makes it one of torch's distributed checkpoints."""
     named = path == ".metadata" or path.endswith(".distcp")
     return named or RANK_METADATA.match(path) is not None
 
