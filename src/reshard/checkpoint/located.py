@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 
@@ -58,7 +58,7 @@ class Located:
     @classmethod
     def none(cls, num_dims: int, itemsize: int) -> Located:
         """No boxes at all."""
-        return cls.of((), num_dims, itemsize)
+        return _none(num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -155,6 +155,11 @@ class Located:
         starts[:, :inner] += at
         stops[:, :inner] = starts[:, :inner] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
+
+
+@lru_cache(maxsize=1024)
+def _none(num_dims: int, itemsize: int) -> Located:
+    return Located.of((), num_dims, itemsize)
 
 
 def joined(parts: Sequence[Located]) -> Located:

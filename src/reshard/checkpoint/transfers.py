@@ -134,6 +134,10 @@ def source_of(
     name: str, shape: tuple[int, ...], fed: Sequence[Fed], zeros: Sequence[Box] = ()
 ) -> tuple[Located, Located]:
     """The pieces that hold each element once, and those that hold some of them again."""
+    if _is_whole(shape, fed):
+        [stored] = fed
+        size, pieces = itemsize(stored.tensor.dtype), stored.tensor.pieces
+        return Located.of(pieces, len(shape), size), Located.none(len(shape), size)
     parts = [_fed_pieces(each) for each in fed]
     pieces = joined(parts) if parts else Located.none(len(shape), 1)
     chosen, replicas = _without_replicas(pieces, prod(shape))
@@ -145,6 +149,14 @@ def source_of(
             f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
         )
     return chosen, replicas
+
+
+def _is_whole(shape: tuple[int, ...], fed: Sequence[Fed]) -> bool:
+    """Whether a tensor is one stored piece as it is, so that nothing can overlap or be missing."""
+    if len(fed) != 1 or fed[0].feed.moves or len(fed[0].tensor.pieces) != 1:
+        return False
+    box = fed[0].tensor.pieces[0].box
+    return fed[0].tensor.shape == shape == box.stop and not any(box.start) and box.size > 0
 
 
 def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:
