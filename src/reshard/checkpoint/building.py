@@ -22,6 +22,7 @@ from reshard.checkpoint.checksums import (
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.outputs import Literal
 from reshard.checkpoint.publish import Workplace, replace_file
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
@@ -95,7 +96,7 @@ class Builder:
     _total: int = 0
 
     def __post_init__(self) -> None:
-        self._total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
+        self._total = sum(transfer.target_bytes for transfer in self.job.transfers)
         self.source = SourceFiles(self.storage, self.job.catalog, self._checker())
         self.target = TargetFiles(self.place.data, self.job.output.files)
 
@@ -110,7 +111,7 @@ class Builder:
             if not read_journals(self.place.folder):  # there is nothing to resume
                 self.place.discard()
             raise
-        for literal in self.job.output.literals:
+        for literal in self._literals():
             self._put(literal.file, literal.offset, memoryview(literal.data))
         for copy in self.job.output.objects:
             path = self.job.catalog.files[copy.source.file].path
@@ -118,6 +119,14 @@ class Builder:
         for file, number in self.job.others:
             self._put_range(file.path, 0, file.size, number, 0)
         replace_file(self.place.folder / "prepared", b"")
+
+    def _literals(self) -> Iterator[Literal]:
+        """What is known beforehand, but for what is around small tensors: that goes with them."""
+        output = self.job.output
+        yield from output.literals
+        for transfer in self.job.transfers:
+            if not transfer.is_small:
+                yield from output.tensors[transfer.name].literals()
 
     def copy(self) -> None:
         """Copy all chunks that fall to this process and are not done yet."""

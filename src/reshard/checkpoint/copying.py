@@ -5,17 +5,23 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
 from typing import Any
 
 from reshard.box import Box
 from reshard.checkpoint import digest
+from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.located import Located, Pieces
+from reshard.checkpoint.packing import CELLS, Pack, Packed, Placed, written
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Chunk, Transfer
 from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.zero_copy import zero_copy
+from reshard.dtypes import itemsize
 
 __all__ = ["Copier", "Done", "SourceFiles", "copy_all"]
 
@@ -115,11 +121,34 @@ class Copier:
         """Copy one chunk."""
         done = Done(chunk.number)
         writes = _Writes(self.target, done, self.checksums)
+        pack: list[int] = []
+        room = buffers.num_bytes
         for which, window in chunk.windows:
             transfer = self.transfers[which]
-            if not self._passed_through(transfer, window, done):
+            if transfer.is_small:
+                size = window.size * max(itemsize(transfer.have), itemsize(transfer.want))
+                if pack and size > room:
+                    self._copy_pack(pack, buffers, writes)
+                    pack, room = [], buffers.num_bytes
+                pack.append(which)
+                room -= size
+            elif not self._passed_through(transfer, window, done):
                 self._copy_window(which, transfer, window, buffers, writes)
+        if pack:
+            self._copy_pack(pack, buffers, writes)
         return done
+
+    def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, writes: _Writes) -> None:
+        """Copy whole small tensors together."""
+        transfers = [self.transfers[which] for which in numbers]
+        pack = Pack.of([_packed(t, t.have, t.stored) for t in transfers], buffers.window)
+        pack.read(buffers.scratch, self.source)
+        if any(transfer.have != transfer.want for transfer in transfers):
+            pack = _cast_pack(pack, transfers, buffers)
+        if self.checksums:
+            writes.done.parts |= zip(numbers, pack.digests(), strict=True)
+        for one in written(_placed(pack, transfers)):
+            writes.write(one.file, one.offset, memoryview(one.data))
 
     def _copy_window(
         self, which: int, transfer: Transfer, window: Box, buffers: Buffers, writes: _Writes
@@ -145,6 +174,43 @@ class Copier:
             done.num_bytes += copied
             self.source.count(copied)
         return copied > 0
+
+
+def _packed(transfer: Transfer, dtype: str, held: Located | Pieces) -> Packed:
+    assert isinstance(held, Pieces)
+    width = itemsize(dtype)
+    return Packed(transfer.shape, width, prod(transfer.shape) * width, held.pieces)
+
+
+def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
+    """The same tensors in the dtypes of the output."""
+    made = Pack.of([_packed(t, t.want, t.written) for t in transfers], buffers.cast)
+    kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
+    for (have, want), group in kinds:
+        numbers = [*group]
+        source, target = (
+            each.buffer[each.starts[numbers[0]] : each.starts[numbers[-1] + 1]]
+            for each in (pack, made)
+        )
+        if have == want:
+            target[...] = source
+        else:
+            cells = CELLS[itemsize(have)], CELLS[itemsize(want)]
+            cast_into(source.view(cells[0]), have, target.view(cells[1]), want)
+    return made
+
+
+def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
+    """All that is written of a pack: boxes, and what the format has around them."""
+    for number, transfer in enumerate(transfers):
+        held = transfer.written
+        assert isinstance(held, Pieces)
+        for piece in held.pieces:
+            yield Placed(piece.file, piece.offset, pack.bytes_of(number, piece.box))
+        for piece, (head, tail) in zip(held.pieces, held.around, strict=False):
+            end = piece.offset + piece.box.size * held.itemsize
+            yield Placed(piece.file, piece.offset - len(head), head)
+            yield Placed(piece.file, end, tail)
 
 
 def copy_all(

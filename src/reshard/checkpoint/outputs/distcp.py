@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive
 from reshard.checkpoint.outputs.output import (
     Literal,
@@ -49,14 +49,13 @@ class _Ranks:
             self.sizes.append(0)
         return self.numbers[rank]
 
-    def add(self, rank: int, size: int) -> tuple[int, int]:
-        """Room for so many bytes at the end of a rank's file."""
+    def add(self, rank: int, size: int) -> tuple[int, int, int]:
+        """Room for so many bytes at the end of a rank's file: which, where, and what is skipped."""
         file = self.file(rank)
-        offset = self.sizes[file] + -self.sizes[file] % ALIGNMENT
-        if offset > self.sizes[file]:
-            self.literals.append(Literal(file, self.sizes[file], bytes(offset - self.sizes[file])))
+        skipped = -self.sizes[file] % ALIGNMENT
+        offset = self.sizes[file] + skipped
         self.sizes[file] = offset + size
-        return file, offset
+        return file, offset, skipped
 
 
 def distcp(
@@ -72,19 +71,20 @@ def distcp(
     names = _file_names(tensors)
     for number, (name, wanted) in enumerate(tensors.items()):
         pieces, chunks = list[StoredPiece](), list[Instance]()
+        around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
             box = Box(start, stop)
             key = (wanted.dtype, box.shape)
             archive = archives[key] = archives.get(key) or Archive.of(*key)
-            file, offset = ranks.add(rank, archive.size)
+            file, offset, skipped = ranks.add(rank, archive.size)
+            around.append((bytes(skipped) + archive.head, archive.tail))
             data = offset + archive.data_offset
-            ranks.literals.append(Literal(file, offset, archive.head))
-            ranks.literals.append(Literal(file, data + archive.data_size, archive.tail))
             pieces.append(StoredPiece(box, file, data, row_major(box.shape)))
             places[_index(name, start, len(chunks))] = _place(names[rank], offset, archive.size)
             chunks.append(_chunk(start, box.shape))
-        located = Located.of(pieces, len(wanted.shape), itemsize(wanted.dtype))
-        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, located)
+        size = itemsize(wanted.dtype)
+        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
+        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
         states[name] = _tensor(wanted, chunks)
     copies = _add_objects(ranks, objects, names, states, places)
     files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
@@ -110,7 +110,9 @@ def _add_objects(
     first = next(iter(ranks.numbers), 0)
     copies = []
     for entry in objects:
-        file, offset = ranks.add(first, entry.size)
+        file, offset, skipped = ranks.add(first, entry.size)
+        if skipped:
+            ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
         copies.append(ObjectCopy(entry, file, offset))
         states[entry.name] = Instance(Global(_METADATA, "BytesStorageMetadata"))
         index = Instance(

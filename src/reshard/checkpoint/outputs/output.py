@@ -8,17 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredFile, StoredObject
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.located import Pieces
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
 from reshard.layout import Layout
-from reshard.listed import listed_of
+from reshard.listed import Listed, listed_of
 
 __all__ = ["Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "owned_boxes"]
 
@@ -64,7 +65,13 @@ class OutputTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: Located
+    pieces: Pieces
+
+    def literals(self) -> Iterator[Literal]:
+        """What stands around the pieces, as literals."""
+        for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
+            yield Literal(piece.file, piece.offset - len(head), head)
+            yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,10 +81,17 @@ class Output:
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, OutputTensor]
     literals: tuple[Literal, ...]
+    """Those that do not stand around the pieces of a tensor."""
     objects: tuple[ObjectCopy, ...] = ()
     left_out: tuple[str, ...] = ()
     """Names of entries, values and files of the source that are not in the output."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def all_literals(self) -> Iterator[Literal]:
+        """All literals, those around pieces too."""
+        yield from self.literals
+        for tensor in self.tensors.values():
+            yield from tensor.literals()
 
     @property
     def num_bytes(self) -> int:
@@ -106,8 +120,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
     if layout is None:
         return _whole(wanted.shape, 0)
     _check_whole_values(name, layout)
-    listed = listed_of(layout, wanted.shape)
-    num_elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    listed, num_elements = _listed(layout, wanted.shape)
     if num_elements != prod(wanted.shape):
         raise CoverageError(
             f'tensor {quoted(name)}: layout "{layout}" keeps {num_elements} of the '
@@ -118,6 +131,13 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
     counts = np.diff(listed.first)
     turns = (np.arange(len(counts)) + number) % counts
     return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
+
+
+@lru_cache(maxsize=1024)
+def _listed(layout: Layout, shape: tuple[int, ...]) -> tuple[Listed, int]:
+    """The boxes of a layout, and how many elements they have together."""
+    listed = listed_of(layout, shape)
+    return listed, int((listed.stops - listed.starts).prod(axis=1).sum())
 
 
 def _whole(shape: Sequence[int], rank: int) -> Owned:

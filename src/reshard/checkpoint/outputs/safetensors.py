@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredPiece
@@ -16,7 +17,7 @@ from reshard.checkpoint.formats.own_metadata import (
     offsets_text,
 )
 from reshard.checkpoint.formats.safetensors_header import build_header
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.output import (
     Literal,
     Output,
@@ -47,10 +48,19 @@ class _File:
     rank: int | None = None
 
     def add_box(self, name: str, dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
-        box = Box(start, stop)
-        self.tensors[name] = (dtype, box.shape)
+        shape, pieces = _one_piece(start, stop)
+        self.tensors[name] = (dtype, shape)
         self.offsets[name] = start
-        self.pieces[name] = (Piece(box, 0, row_major(box.shape)),)
+        self.pieces[name] = pieces
+
+
+@lru_cache(maxsize=4096)
+def _one_piece(
+    start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """The shape of a box, and the box as the only piece of a file."""
+    box = Box(start, stop)
+    return box.shape, (Piece(box, 0, row_major(box.shape)),)
 
 
 def full(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], max_shard_size: int) -> Output:
@@ -164,8 +174,8 @@ def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> 
 
 
 def _tensor(name: str, wanted: Wanted, pieces: list[StoredPiece]) -> OutputTensor:
-    located = Located.of(pieces, len(wanted.shape), itemsize(wanted.dtype))
-    return OutputTensor(name, wanted.shape, wanted.dtype, located)
+    placed = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces))
+    return OutputTensor(name, wanted.shape, wanted.dtype, placed)
 
 
 def _own_metadata(
