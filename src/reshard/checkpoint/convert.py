@@ -21,6 +21,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.beside import check_beside
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes
 from reshard.checkpoint.checksums import load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.direct import MOST_COPIED
 from reshard.checkpoint.estimating import predicted_seconds
@@ -100,15 +101,16 @@ def convert(
     cut = Cut.of(mesh, rules, layouts, dtype)
     source_cut = Cut.of(source_mesh, source_rules, None, None)
     with open_storage(request.src) as storage:
-        catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
-        job = plan_job(
-            catalog,
-            storage,
-            cut,
-            format=format,
-            names=names,
-            max_shard_size=parse_bytes(max_shard_size),
-        )
+        with collector_paused():
+            catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
+            job = plan_job(
+                catalog,
+                storage,
+                cut,
+                format=format,
+                names=names,
+                max_shard_size=parse_bytes(max_shard_size),
+            )
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)

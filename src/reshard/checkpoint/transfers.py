@@ -85,6 +85,8 @@ class Transfer:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read, each element once."""
+        if self.is_small:
+            return prod(self.shape) * itemsize(self.have)
         return _num_bytes(self.stored)
 
     @property

@@ -20,6 +20,7 @@ from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.comparing import Difference, difference, differing_objects
 from reshard.checkpoint.crcs import check_crcs
 from reshard.checkpoint.examining import Examined, Problem, examine
@@ -202,7 +203,8 @@ def _survey(
 ) -> tuple[Catalog, Sequence[str]]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
     try:
-        catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        with collector_paused():
+            catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
     except ReshardError as error:
         if not is_checked:
             raise

@@ -7,6 +7,7 @@ it. ``.metadata`` is a pickle that says which box lies where.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from reshard.box import Box, row_major
@@ -21,7 +22,7 @@ from reshard.checkpoint.outputs.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.outputs.pickles import Call, Global, Instance, pickled
+from reshard.checkpoint.outputs.pickles import Call, Global, Instance, Shared, pickled
 from reshard.dtypes import itemsize
 
 __all__ = ["distcp"]
@@ -30,6 +31,11 @@ Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry of a nested state dict."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR = Global(_METADATA, "TensorStorageMetadata")
+_CHUNK = Global(_METADATA, "ChunkStorageMetadata")
+_INDEX = Global(_METADATA, "MetadataIndex")
+_PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Global("torch", "Size")
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
@@ -115,9 +121,7 @@ def _add_objects(
             ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
         copies.append(ObjectCopy(entry, file, offset))
         states[entry.name] = Instance(Global(_METADATA, "BytesStorageMetadata"))
-        index = Instance(
-            Global(_METADATA, "MetadataIndex"), _Fields(fqn=entry.name, offset=None, index=None)
-        )
+        index = Instance(_INDEX, _Fields(fqn=entry.name, offset=None, index=None))
         places[index] = _place(names[first], offset, entry.size)
     return tuple(copies)
 
@@ -148,32 +152,36 @@ def _metadata(
 
 
 def _tensor(wanted: Wanted, chunks: list[Instance]) -> Instance:
-    dtype = Global("torch", wanted.dtype)
-    properties = (dtype, _STRIDED, False, _FORMAT, False)
     return Instance(
-        Global(_METADATA, "TensorStorageMetadata"),
+        _TENSOR,
         {
-            "properties": Instance(Global(_METADATA, "TensorProperties"), properties),
+            "properties": _properties(wanted.dtype),
             "size": _size(wanted.shape),
             "chunks": chunks,
         },
     )
 
 
+@cache
+def _properties(dtype: str) -> Instance:
+    state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
+    return Instance(Global(_METADATA, "TensorProperties"), state)
+
+
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Instance:
     fields = {"offsets": _size(offsets), "sizes": _size(sizes)}
-    return Instance(Global(_METADATA, "ChunkStorageMetadata"), fields)
+    return Instance(_CHUNK, fields)
 
 
 def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:
-    fields = _Fields(fqn=name, offset=_size(offset), index=number)
-    return Instance(Global(_METADATA, "MetadataIndex"), fields)
+    return Instance(_INDEX, _Fields(fqn=name, offset=_size(offset), index=number))
 
 
 def _place(path: str, offset: int, length: int) -> Instance:
     fields = {"relative_path": path, "offset": offset, "length": length}
-    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), fields)
+    return Instance(_PLACE, fields)
 
 
-def _size(values: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (values,))
+@lru_cache(maxsize=1 << 16)
+def _size(values: tuple[int, ...]) -> Shared:
+    return Shared(Call(_SIZE, (values,)))

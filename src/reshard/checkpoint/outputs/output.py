@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import prod
+from functools import cached_property, lru_cache
+from math import lcm, prod
 
 import numpy as np
 
@@ -19,7 +19,7 @@ from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
 from reshard.layout import Layout
-from reshard.listed import Listed, listed_of
+from reshard.listed import listed_of
 
 __all__ = ["Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "owned_boxes"]
 
@@ -99,7 +99,7 @@ class Output:
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Owned:
     """The distinct boxes of a tensor, and the one rank that writes each."""
 
@@ -107,9 +107,14 @@ class Owned:
     stops: Ints
     ranks: Ints
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    @cached_property
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Start, stop and rank of each box."""
         rows = zip(self.starts.tolist(), self.stops.tolist(), self.ranks.tolist(), strict=True)
-        return ((tuple(start), tuple(stop), rank) for start, stop, rank in rows)
+        return [(tuple(start), tuple(stop), rank) for start, stop, rank in rows]
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return iter(self.rows)
 
 
 def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
@@ -120,7 +125,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
     if layout is None:
         return _whole(wanted.shape, 0)
     _check_whole_values(name, layout)
-    listed, num_elements = _listed(layout, wanted.shape)
+    num_elements, period = _counted(layout, wanted.shape)
     if num_elements != prod(wanted.shape):
         raise CoverageError(
             f'tensor {quoted(name)}: layout "{layout}" keeps {num_elements} of the '
@@ -128,16 +133,23 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
         )
     if not num_elements:
         return _whole(wanted.shape, layout.ranks[0])
-    counts = np.diff(listed.first)
-    turns = (np.arange(len(counts)) + number) % counts
-    return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
+    return _turn(layout, wanted.shape, number % period)
 
 
 @lru_cache(maxsize=1024)
-def _listed(layout: Layout, shape: tuple[int, ...]) -> tuple[Listed, int]:
-    """The boxes of a layout, and how many elements they have together."""
+def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements the boxes of a layout have, and after how many tensors turns repeat."""
     listed = listed_of(layout, shape)
-    return listed, int((listed.stops - listed.starts).prod(axis=1).sum())
+    elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    return elements, lcm(*np.diff(listed.first).tolist())
+
+
+@lru_cache(maxsize=1024)
+def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> Owned:
+    listed = listed_of(layout, shape)
+    counts = np.diff(listed.first)
+    turns = (np.arange(len(counts)) + turn) % counts
+    return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
 
 
 def _whole(shape: Sequence[int], rank: int) -> Owned:

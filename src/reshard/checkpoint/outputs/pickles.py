@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
-__all__ = ["Call", "Global", "Instance", "Persistent", "pickled"]
+__all__ = ["Call", "Global", "Instance", "Persistent", "Shared", "pickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,20 @@ class Persistent:
     id: tuple[Any, ...]
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Shared:
+    """A value that never changes and stands in many places: written once, and then named.
+
+    >>> import pickle
+    >>> size = Shared((1, 2))
+    >>> one, two = pickle.loads(pickled([size, size]))
+    >>> one is two
+    True
+    """
+
+    value: Any
+
+
 def pickled(value: Any) -> bytes:
     """A value as a pickle of protocol 2, which every Python reads."""
     writer = _Writer()
@@ -63,25 +79,23 @@ def pickled(value: Any) -> bytes:
 class _Writer:
     def __init__(self) -> None:
         self.out = bytearray()
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, bytes] = {}
+        """How each value that was written before is named."""
 
     def value(self, value: Any) -> None:
         """Write one value, whatever it is."""
-        match value:
-            case None:
-                self.out += pickle.NONE
-            case bool():
-                self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
-            case int():
-                self._int(value)
-            case str():
-                self._text(value)
-            case tuple():
-                self._tuple(value)
-            case list() | dict():
-                self._container(value)
-            case _:
-                self._object(value)
+        write = _WRITERS.get(type(value))
+        if write is None:
+            write = next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
+        if write is None:
+            raise TypeError(f"{type(value).__name__} is not written into pickles")
+        write(self, value)
+
+    def _none(self, value: None) -> None:
+        self.out += pickle.NONE
+
+    def _bool(self, value: bool) -> None:
+        self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
@@ -100,12 +114,11 @@ class _Writer:
         self._remember(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
-        short = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
         if len(value) > 3:
             self.out += pickle.MARK
         for one in value:
             self.value(one)
-        self.out += short.get(len(value), pickle.TUPLE)
+        self.out += _SHORT.get(len(value), pickle.TUPLE)
 
     def _container(self, value: list[Any] | dict[Any, Any]) -> None:
         is_list = isinstance(value, list)
@@ -113,29 +126,28 @@ class _Writer:
         if not value:
             return
         self.out += pickle.MARK
-        for one in value:
+        for one in value if isinstance(value, list) else chain.from_iterable(value.items()):
             self.value(one)
-            if not is_list:
-                self.value(value[one])
         self.out += pickle.APPENDS if is_list else pickle.SETITEMS
 
-    def _object(self, value: Any) -> None:
-        match value:
-            case Global():
-                if not self._recall(value):
-                    self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-                    self._remember(value)
-            case Call():
-                self.value(value.function)
-                self.value(value.arguments)
-                self.out += pickle.REDUCE
-            case Persistent():
-                self.value(value.id)
-                self.out += pickle.BINPERSID
-            case Instance():
-                self._instance(value)
-            case _:
-                raise TypeError(f"{type(value).__name__} is not written into pickles")
+    def _global(self, value: Global) -> None:
+        if not self._recall(value):
+            self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+            self._remember(value)
+
+    def _call(self, value: Call) -> None:
+        self.value(value.function)
+        self.value(value.arguments)
+        self.out += pickle.REDUCE
+
+    def _persistent(self, value: Persistent) -> None:
+        self.value(value.id)
+        self.out += pickle.BINPERSID
+
+    def _shared(self, value: Shared) -> None:
+        if not self._recall(value):
+            self.value(value.value)
+            self._remember(value)
 
     def _instance(self, value: Instance) -> None:
         self.value(value.of)
@@ -146,12 +158,30 @@ class _Writer:
 
     def _remember(self, value: Any) -> None:
         """Number what is most likely said again."""
-        number = self._known[value] = len(self._known)
-        self.out += pickle.LONG_BINPUT + struct.pack("<I", number)
+        number = struct.pack("<I", len(self._known))
+        self._known[value] = pickle.LONG_BINGET + number
+        self.out += pickle.LONG_BINPUT + number
 
     def _recall(self, value: Any) -> bool:
-        number = self._known.get(value)
-        if number is None:
+        name = self._known.get(value)
+        if name is None:
             return False
-        self.out += pickle.LONG_BINGET + struct.pack("<I", number)
+        self.out += name
         return True
+
+
+_SHORT = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._none,
+    bool: _Writer._bool,
+    int: _Writer._int,
+    str: _Writer._text,
+    tuple: _Writer._tuple,
+    list: _Writer._container,
+    dict: _Writer._container,
+    Global: _Writer._global,
+    Call: _Writer._call,
+    Persistent: _Writer._persistent,
+    Instance: _Writer._instance,
+    Shared: _Writer._shared,
+}

@@ -191,9 +191,14 @@ def _own_metadata(
 
 
 def _described(wanted: Wanted, mesh: str) -> OwnTensor:
-    layout = wanted.layout
+    return OwnTensor(wanted.shape, _layout_text(wanted.layout, mesh))
+
+
+@lru_cache(maxsize=1024)
+def _layout_text(layout: Layout | None, mesh: str) -> str | None:
+    """A layout in the words of a mesh, if it has such."""
     known = layout is not None and not isinstance(layout, BoxLayout) and str(layout.mesh) == mesh
-    return OwnTensor(wanted.shape, str(layout) if known else None)
+    return str(layout) if known else None
 
 
 def _with_index(output: Output, files: list[_File], tensors: Mapping[str, Wanted]) -> Output:

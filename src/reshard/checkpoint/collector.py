@@ -1,0 +1,32 @@
+"""Python's garbage collector, paused while a catalog or a plan of many tensors is made.
+
+A checkpoint of 100,000 tensors is a million small objects, none of them garbage. The collector would
+look through all of them again and again as they become more: 40 % of the time of a conversion.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+__all__ = ["collector_paused"]
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """No garbage collection inside; then as it was before.
+
+    >>> with collector_paused():
+    ...     gc.isenabled()
+    False
+    >>> gc.isenabled()
+    True
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
