@@ -148,10 +148,10 @@ def digests_of(
             for tensor, value in zip(task, result, strict=True):
                 yield tensor.name, digest.finish(value, tensor.shape, tensor.dtype)
     # Of a pack that cannot be read, one by one, to name what is wrong.
-    for tensor in again:
-        for part in _parts(source, tensor, budget.window, tell):
-            progress(part.num_bytes)
-            yield from sums.add(part, work(part, make()))
+    alone = (part for tensor in again for part in _parts(source, tensor, budget.window, tell))
+    for part, result in in_order(work, alone, 1, make) if again else ():
+        progress(part.num_bytes)
+        yield from sums.add(part, result)
     yield from sums.finish()
 
 
