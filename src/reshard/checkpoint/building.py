@@ -125,7 +125,7 @@ class Builder:
         output = self.job.output
         yield from output.literals
         for transfer in self.job.transfers:
-            if not transfer.is_small:
+            if not transfer.is_packed(self.settings.window):
                 yield from output.tensors[transfer.name].literals()
 
     def copy(self) -> None:

@@ -125,8 +125,8 @@ class Copier:
         room = buffers.num_bytes
         for which, window in chunk.windows:
             transfer = self.transfers[which]
-            if transfer.is_small:
-                size = window.size * max(itemsize(transfer.have), itemsize(transfer.want))
+            if transfer.is_packed(buffers.num_bytes):
+                size = transfer.most_bytes
                 if pack and size > room:
                     self._copy_pack(pack, buffers, writes)
                     pack, room = [], buffers.num_bytes

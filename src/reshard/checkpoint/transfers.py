@@ -85,7 +85,7 @@ class Transfer:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read, each element once."""
-        if self.is_small:
+        if isinstance(self.stored, Pieces):
             return prod(self.shape) * itemsize(self.have)
         return _num_bytes(self.stored)
 
@@ -94,14 +94,18 @@ class Transfer:
         """Bytes that are written."""
         return _num_bytes(self.written)
 
+    def is_packed(self, num_bytes: int) -> bool:
+        """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
+        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
+
     @property
-    def is_small(self) -> bool:
-        """Whether the tensor is copied in a pack, with others: see ``packing``."""
-        return isinstance(self.stored, Pieces) and isinstance(self.written, Pieces)
+    def most_bytes(self) -> int:
+        """Bytes of the whole tensor in the wider of both dtypes."""
+        return prod(self.shape) * max(itemsize(self.have), itemsize(self.want))
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, none longer than so many bytes in either dtype."""
-        if self.is_small:
+        if self.is_packed(num_bytes):
             return self.regions
         limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
         return (window for region in self.regions for window in slabs(region, limit))
