@@ -129,7 +129,7 @@ def write_model(folder: Path, shapes: making.Shapes) -> None:
         }
         bits = {name: tensor.view(torch.bfloat16) for name, tensor in tensors.items()}
         save_file(bits, folder / path, {"format": "pt"})
-        weight_map |= {name: path for name in some}
+        weight_map |= dict.fromkeys(some, path)
     index = {"metadata": {"total_size": making.size_of(shapes)}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     os.sync()
@@ -263,7 +263,7 @@ def compare(model: Path, state: State) -> None:
     """Refuse a state that is not what the safetensors library reads."""
     for path in sorted(model.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():
+            for name in file.keys():  # noqa: SIM118
                 tensor = state[name]
                 whole = file.get_tensor(name)
                 want = distribute_tensor(
@@ -308,7 +308,12 @@ def ranks(args: argparse.Namespace, folder: Path, body: Callable[..., Any], *giv
 
 
 def _rank(
-    rank: int, num: int, folder: Path, result: Path, body: Callable[..., Any], given: tuple[Any, ...]
+    rank: int,
+    num: int,
+    folder: Path,
+    result: Path,
+    body: Callable[..., Any],
+    given: tuple[Any, ...],
 ) -> None:
     torch.set_num_threads(1)
     method = f"file://{folder}/store"

@@ -1,4 +1,4 @@
-"""What only one rank wants it reads straight into its tensors: no move, two rounds, each byte once."""
+"""What only one rank wants it reads straight into its tensors: no move, two rounds, one read."""
 
 from __future__ import annotations
 

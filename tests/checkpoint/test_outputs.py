@@ -96,7 +96,9 @@ def test_files_of_ranks_hold_local_tensors() -> None:
 def test_wide_elements_come_first() -> None:
     wanted = {"a": Wanted((3,), "uint8"), "b": Wanted((2,), "float64"), "c": Wanted((1,), "int16")}
     output = plan_output("full", wanted, metadata={"format": "pt"})
-    starts = {name: int(tensor.pieces.table().offsets[0]) for name, tensor in output.tensors.items()}
+    starts = {
+        name: int(tensor.pieces.table().offsets[0]) for name, tensor in output.tensors.items()
+    }
     assert starts["b"] < starts["c"] < starts["a"]
     assert starts["b"] % 8 == 0
 

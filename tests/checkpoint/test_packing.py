@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard import checkpoint
-from reshard.box import Box, row_major
+from reshard.box import row_major
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.checksums import SIDECAR
@@ -209,7 +209,9 @@ def test_a_hundred_thousand_tensors(target: str, tmp_path: Path) -> None:
     for what, seconds in ((target, 10), ("verify", 20), ("compare", 20)):
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         words = [str(tmp_path / "source"), str(tmp_path / "target"), what]
-        done = subprocess.run([sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", SCRIPT, *words], capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

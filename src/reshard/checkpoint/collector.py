@@ -1,7 +1,7 @@
 """Python's garbage collector, paused while a catalog or a plan of many tensors is made.
 
-A checkpoint of 100,000 tensors is a million small objects, none of them garbage. The collector would
-look through all of them again and again as they become more: 40 % of the time of a conversion.
+A checkpoint of 100,000 tensors is a million small objects, none of them garbage. The collector
+would look through all of them again and again as they become more: 40 % of a conversion's time.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Many small tensors at a time: read in long ranges, digested together, written in long ranges.
 
-A checkpoint of a mixture of experts has tens of thousands of tensors, many of them smaller than what
-a system call, a checksum or an array costs. A *pack* is a list of whole small tensors that follow
+A checkpoint of a mixture of experts has tens of thousands of tensors. For a small one, a system
+call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors that follow
 each other in memory, row-major, without gaps:
 
     file     | w0    | w1    | b1| ... another tensor ... | w2    |
@@ -182,7 +182,8 @@ class Pack:
         tensor = self.tensors[number]
         place = place_in(tensor.shape, box)
         if place is None:
-            return self.array(number)[_inside(box)].tobytes()
+            part: bytes = self.array(number)[_inside(box)].tobytes()
+            return part
         at = self.starts[number] + place * tensor.itemsize
         return self.buffer.data[at : at + box.size * tensor.itemsize]
 

@@ -193,8 +193,9 @@ def source_of(
     """The pieces that hold each element once, and those that hold some of them again."""
     if prod(shape) and _is_plain(shape, fed):
         [stored] = fed
-        size, pieces = itemsize(stored.tensor.dtype), stored.tensor.pieces
-        return Located.of(pieces, len(shape), size), Located.none(len(shape), size)
+        size = itemsize(stored.tensor.dtype)
+        found = Located.of(stored.tensor.pieces, len(shape), size)
+        return found, Located.none(len(shape), size)
     parts = [_fed_pieces(each) for each in fed]
     pieces = joined(parts) if parts else Located.none(len(shape), 1)
     chosen, replicas = _without_replicas(pieces, prod(shape))
@@ -329,7 +330,11 @@ def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[
     where the source can still be read in runs.
     """
     whole = _whole(shape)
-    if prod(shape) * target.itemsize < WORTH_A_REGION or not len(target) or target.num_bytes.mean() < WORTH_A_REGION:
+    if (
+        prod(shape) * target.itemsize < WORTH_A_REGION
+        or not len(target)
+        or target.num_bytes.mean() < WORTH_A_REGION
+    ):
         return whole
     if not _cuts_rows(source, shape) or not _cuts_rows(target, shape):
         return whole

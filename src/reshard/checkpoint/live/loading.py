@@ -2,9 +2,9 @@
 
     checkpoint.load("ckpt", into=model.state_dict())
 
-Each byte is read once in the whole job. What only one rank wants it reads straight into its tensors;
-of the rest the ranks share the reading, and what one has read for another goes there as any other
-move does.
+Each byte is read once in the whole job. What only one rank wants, it reads straight into its
+tensors. Of the rest the ranks share the reading, and what one has read for another goes there as
+any other move does.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def load(
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
     with ExitStack() as stack:
         here = _Here(circle, into, options, stack)
-        want, outline, hosts = here.agree(lambda storage: _survey(storage, rules, mesh, check, here))
+        want, outline, hosts = here.agree(
+            lambda storage: _survey(storage, rules, mesh, check, here)
+        )
         chosen = chosen_of(want, outline, strict, cast)
         wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
         own, shared = own_wishes(wishes, maps=here.storage.is_local and len(set(hosts)) == 1)

@@ -1,8 +1,8 @@
 """Reads what only one rank wants straight into the tensors of that rank.
 
-A tensor of which no two ranks want the same element (FSDP, tensor or pipeline parallel shards) needs
-no exchange: each rank reads its own boxes of the file, and every byte is still read once in the
-whole job. A box that is one run of bytes in its file and in the tensor is read in place with
+A tensor of which no two ranks want the same element (shards of FSDP, tensor or pipeline parallel)
+needs no exchange: each rank reads its own boxes of the file, and every byte is still read once in
+the whole job. A box that is one run of bytes in its file and in the tensor is read in place with
 ``pread``. A box cut inside rows is many short runs:
 
     file, row by row    |  rank 0  |  rank 1  |  rank 0  |  rank 1  |  rank 0  | ...
@@ -53,9 +53,7 @@ _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def own_wishes(
-    wishes: Mapping[str, Wish], maps: bool
-) -> tuple[dict[str, Wish], dict[str, Wish]]:
+def own_wishes(wishes: Mapping[str, Wish], maps: bool) -> tuple[dict[str, Wish], dict[str, Wish]]:
     """The tensors that every rank reads for itself, and those that ranks read for each other.
 
     ``maps`` says whether boxes that are no runs can be read too. All ranks find the same.
@@ -105,7 +103,9 @@ def _pieces(transfer: Transfer) -> Iterator[StoredPiece]:
     """Where each element of a tensor is stored, once."""
     source = transfer.source
     strides = (source.strides // source.itemsize).tolist()
-    places = zip(source.boxes(), source.files.tolist(), source.offsets.tolist(), strides, strict=True)
+    places = zip(
+        source.boxes(), source.files.tolist(), source.offsets.tolist(), strides, strict=True
+    )
     return (StoredPiece(box, file, at, tuple(steps)) for box, file, at, steps in places)
 
 
@@ -212,9 +212,7 @@ class OwnReader:
 def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
     skipped = task.start % mmap.ALLOCATIONGRANULARITY
     length = task.stop - task.start + skipped
-    with mmap.mmap(
-        descriptor, length, prot=mmap.PROT_READ, offset=task.start - skipped
-    ) as pages:
+    with mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=task.start - skipped) as pages:
         pages.madvise(mmap.MADV_WILLNEED)
         strides = [stride * width for stride in task.piece.strides]
         stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, skipped, strides)
