@@ -19,6 +19,7 @@ from reshard.checkpoint.checksums import (
     damage,
     sum_of,
 )
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
@@ -153,8 +154,9 @@ class Builder:
 
     def seal(self) -> None:
         """Check that all is there and right, and write the checksums beside it."""
-        chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
-        self._check_all_done(set(chunks))
+        with collector_paused():
+            chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
+            self._check_all_done(set(chunks))
         self._check_source()
         if self.source.checker is not None:
             self.source.count(self.source.checker.finish(self.storage))

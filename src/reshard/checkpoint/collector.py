@@ -7,10 +7,15 @@ would look through all of them again and again as they become more: 40 % of a co
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = ["collector_paused"]
+
+_lock = threading.Lock()
+_paused: list[bool] = []
+"""One entry for each thread inside; the first says whether the collector was on before."""
 
 
 @contextmanager
@@ -23,10 +28,14 @@ def collector_paused() -> Iterator[None]:
     >>> gc.isenabled()
     True
     """
-    was_enabled = gc.isenabled()
-    gc.disable()
+    with _lock:
+        _paused.append(gc.isenabled())
+        gc.disable()
     try:
         yield
     finally:
-        if was_enabled:
-            gc.enable()
+        with _lock:
+            was_enabled = _paused[0]
+            _paused.pop()
+            if not _paused and was_enabled:
+                gc.enable()

@@ -14,6 +14,7 @@ from reshard.checkpoint import digest
 from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.located import Located, Pieces
 from reshard.checkpoint.packing import CELLS, Pack, Packed, Placed, written
 from reshard.checkpoint.storage import Storage
@@ -140,6 +141,10 @@ class Copier:
 
     def _copy_pack(self, numbers: Sequence[int], buffers: Buffers, writes: _Writes) -> None:
         """Copy whole small tensors together."""
+        with collector_paused():
+            self._copy_packed(numbers, buffers, writes)
+
+    def _copy_packed(self, numbers: Sequence[int], buffers: Buffers, writes: _Writes) -> None:
         transfers = [self.transfers[which] for which in numbers]
         pack = Pack.of([_packed(t, t.have, t.stored) for t in transfers], buffers.window)
         pack.read(buffers.scratch, self.source)

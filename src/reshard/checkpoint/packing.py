@@ -1,8 +1,8 @@
 """Many small tensors at a time: read in long ranges, digested together, written in long ranges.
 
 A checkpoint of a mixture of experts has tens of thousands of tensors. For a small one, a system
-call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors that follow
-each other in memory, row-major, without gaps:
+call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors
+that follow each other in memory, row-major, without gaps:
 
     file     | w0    | w1    | b1| ... another tensor ... | w2    |
     pack     | w0    | w1    | b1| w2    |                           two reads, one digest call

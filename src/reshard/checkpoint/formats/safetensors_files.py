@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from reshard.box import Box, row_major
@@ -100,9 +101,7 @@ def read_whole(
                 )
                 continue
             home[entry.name] = one.where
-            piece = StoredPiece(
-                Box.whole(entry.shape), number, entry.offset, row_major(entry.shape)
-            )
+            piece = StoredPiece(_whole(entry.shape), number, entry.offset, _strides(entry.shape))
             tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
     used = {file.path for file in files}
     index = find_index(listed)
@@ -112,6 +111,11 @@ def read_whole(
     return Catalog(
         storage.root, "safetensors", files, tensors, metadata=common_metadata(headed), others=others
     )
+
+
+# One object for each shape: many tensors have the same.
+_whole = lru_cache(maxsize=4096)(Box.whole)
+_strides = lru_cache(maxsize=4096)(row_major)
 
 
 def check_index(

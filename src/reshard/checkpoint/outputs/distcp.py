@@ -22,7 +22,7 @@ from reshard.checkpoint.outputs.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.outputs.pickles import Call, Global, Instance, Shared, pickled
+from reshard.checkpoint.outputs.pickles import Call, Fields, Global, Instance, Shared, pickled
 from reshard.dtypes import itemsize
 
 __all__ = ["distcp"]
@@ -36,6 +36,8 @@ _CHUNK = Global(_METADATA, "ChunkStorageMetadata")
 _INDEX = Global(_METADATA, "MetadataIndex")
 _PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
 _SIZE = Global("torch", "Size")
+_INDEX_NAMES = ("fqn", "offset", "index")
+_PLACE_NAMES = ("relative_path", "offset", "length")
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
@@ -73,21 +75,18 @@ def distcp(
     ranks, made = _Ranks(), dict[str, OutputTensor]()
     states: dict[str, Any] = {}
     places: dict[Instance, Instance] = {}
-    archives: dict[tuple[str, tuple[int, ...]], Archive] = {}
     names = _file_names(tensors)
     for number, (name, wanted) in enumerate(tensors.items()):
         pieces, chunks = list[StoredPiece](), list[Instance]()
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
-            box = Box(start, stop)
-            key = (wanted.dtype, box.shape)
-            archive = archives[key] = archives.get(key) or Archive.of(*key)
+            box, shape, strides = _box(start, stop)
+            archive = _archive(wanted.dtype, shape)
             file, offset, skipped = ranks.add(rank, archive.size)
-            around.append((bytes(skipped) + archive.head, archive.tail))
-            data = offset + archive.data_offset
-            pieces.append(StoredPiece(box, file, data, row_major(box.shape)))
+            around.append((_padded(archive, skipped), archive.tail))
+            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
             places[_index(name, start, len(chunks))] = _place(names[rank], offset, archive.size)
-            chunks.append(_chunk(start, box.shape))
+            chunks.append(_chunk(start, shape))
         size = itemsize(wanted.dtype)
         placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
         made[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
@@ -97,6 +96,24 @@ def distcp(
     metadata = pickled(_metadata(states, places, nesting or {}))
     literals = (*ranks.literals, Literal(len(files), 0, metadata))
     return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
+    """A box, its shape and its strides."""
+    box = Box(start, stop)
+    return box, box.shape, row_major(box.shape)
+
+
+_archive = lru_cache(maxsize=4096)(Archive.of)
+
+
+@lru_cache(maxsize=4096)
+def _padded(archive: Archive, skipped: int) -> bytes:
+    """What stands before the elements, and before that zeros up to the end of the last box."""
+    return bytes(skipped) + archive.head
 
 
 def _file_names(tensors: Mapping[str, Wanted]) -> dict[int, str]:
@@ -121,19 +138,9 @@ def _add_objects(
             ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
         copies.append(ObjectCopy(entry, file, offset))
         states[entry.name] = Instance(Global(_METADATA, "BytesStorageMetadata"))
-        index = Instance(_INDEX, _Fields(fqn=entry.name, offset=None, index=None))
+        index = Instance(_INDEX, Fields(_INDEX_NAMES, (entry.name, None, None)))
         places[index] = _place(names[first], offset, entry.size)
     return tuple(copies)
-
-
-class _Fields(dict[str, Any]):
-    """The fields of an object; as part of a key it is only equal to itself."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
-
-    def __eq__(self, other: object) -> bool:
-        return self is other
 
 
 def _metadata(
@@ -152,14 +159,8 @@ def _metadata(
 
 
 def _tensor(wanted: Wanted, chunks: list[Instance]) -> Instance:
-    return Instance(
-        _TENSOR,
-        {
-            "properties": _properties(wanted.dtype),
-            "size": _size(wanted.shape),
-            "chunks": chunks,
-        },
-    )
+    values = (_properties(wanted.dtype), _size(wanted.shape), chunks)
+    return Instance(_TENSOR, Fields(("properties", "size", "chunks"), values))
 
 
 @cache
@@ -169,17 +170,15 @@ def _properties(dtype: str) -> Instance:
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Instance:
-    fields = {"offsets": _size(offsets), "sizes": _size(sizes)}
-    return Instance(_CHUNK, fields)
+    return Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes))))
 
 
 def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:
-    return Instance(_INDEX, _Fields(fqn=name, offset=_size(offset), index=number))
+    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, _size(offset), number)))
 
 
 def _place(path: str, offset: int, length: int) -> Instance:
-    fields = {"relative_path": path, "offset": offset, "length": length}
-    return Instance(_PLACE, fields)
+    return Instance(_PLACE, Fields(_PLACE_NAMES, (path, offset, length)))
 
 
 @lru_cache(maxsize=1 << 16)

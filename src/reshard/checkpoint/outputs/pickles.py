@@ -18,9 +18,9 @@ import struct
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-__all__ = ["Call", "Global", "Instance", "Persistent", "Shared", "pickled"]
+__all__ = ["Call", "Fields", "Global", "Instance", "Persistent", "Shared", "pickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +52,13 @@ class Persistent:
     """What the reader knows under this id; torch names storages so."""
 
     id: tuple[Any, ...]
+
+
+class Fields(NamedTuple):
+    """A dict of names, as the state of an object: smaller than one where there are many."""
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -130,6 +137,13 @@ class _Writer:
             self.value(one)
         self.out += pickle.APPENDS if is_list else pickle.SETITEMS
 
+    def _fields(self, value: Fields) -> None:
+        self.out += pickle.EMPTY_DICT + pickle.MARK
+        for name, one in zip(value.names, value.values, strict=True):
+            self._text(name)
+            self.value(one)
+        self.out += pickle.SETITEMS
+
     def _global(self, value: Global) -> None:
         if not self._recall(value):
             self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
@@ -179,6 +193,7 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     tuple: _Writer._tuple,
     list: _Writer._container,
     dict: _Writer._container,
+    Fields: _Writer._fields,
     Global: _Writer._global,
     Call: _Writer._call,
     Persistent: _Writer._persistent,

@@ -83,22 +83,20 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
 
     A file holds one box of a tensor, so a rank with several boxes of one tensor has several files.
     """
-    boxes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    files: dict[tuple[int, int], _File] = {}
     for number, (name, wanted) in enumerate(tensors.items()):
         count: dict[int, int] = {}
         for start, stop, rank in owned_boxes(name, wanted, number):
             part = count[rank] = count.get(rank, -1) + 1
-            boxes.setdefault((rank, part), {})[name] = (start, stop)
+            if (rank, part) not in files:
+                files[rank, part] = _File("")
+            files[rank, part].add_box(name, wanted.dtype, start, stop)
         _check_count(name, wanted, max(count.values()) + 1)
-    position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in boxes}), 1)}
-    parts = max((part for _, part in boxes), default=0) + 1
-    files = []
-    for rank, part in sorted(boxes):
-        file = _File(f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors")
-        for name, (start, stop) in boxes[rank, part].items():
-            file.add_box(name, tensors[name].dtype, start, stop)
-        files.append(file)
-    return _assembled(files, tensors, metadata, own=mesh or "")
+    position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in files}), 1)}
+    parts = max((part for _, part in files), default=0) + 1
+    for (rank, part), file in files.items():
+        file.path = f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
+    return _assembled([files[key] for key in sorted(files)], tensors, metadata, own=mesh or "")
 
 
 def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
