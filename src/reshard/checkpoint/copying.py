@@ -206,16 +206,26 @@ def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> P
 
 
 def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
-    """All that is written of a pack: boxes, and what the format has around them."""
-    for number, transfer in enumerate(transfers):
-        held = transfer.written
-        assert isinstance(held, Pieces)
-        for piece in held.pieces:
-            yield Placed(piece.file, piece.offset, pack.bytes_of(number, piece.box))
-        for piece, (head, tail) in zip(held.pieces, held.around, strict=False):
-            end = piece.offset + piece.box.size * held.itemsize
-            yield Placed(piece.file, piece.offset - len(head), head)
-            yield Placed(piece.file, end, tail)
+    """All that is written of a pack, in the order of files: boxes, and what is around them."""
+    order = [
+        (piece.file, piece.offset, number, which)
+        for number, transfer in enumerate(transfers)
+        for which, piece in enumerate(_written(transfer).pieces)
+    ]
+    for file, offset, number, which in sorted(order):
+        held = _written(transfers[number])
+        head, tail = held.around[which] if held.around else (b"", b"")
+        data = pack.bytes_of(number, held.pieces[which].box)
+        if head:
+            yield Placed(file, offset - len(head), head)
+        yield Placed(file, offset, data)
+        if tail:
+            yield Placed(file, offset + len(data), tail)
+
+
+def _written(transfer: Transfer) -> Pieces:
+    assert isinstance(transfer.written, Pieces)
+    return transfer.written
 
 
 def copy_all(

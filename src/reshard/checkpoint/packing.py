@@ -206,10 +206,10 @@ class Pack:
 
 
 def written(placed: Iterable[Placed]) -> Iterator[Placed]:
-    """The same bytes, those that follow each other in a file joined to long ranges."""
+    """The same bytes, given in the order of files; what follows each other is one long range."""
     parts: list[bytes | memoryview] = []
     file, start, end = -1, 0, 0
-    for one in sorted(placed, key=lambda one: one[:2]):
+    for one in placed:
         size = len(one.data)
         if (one.file, one.offset) != (file, end) or end + size - start > LONGEST:
             if parts:
