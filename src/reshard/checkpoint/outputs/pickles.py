@@ -91,7 +91,13 @@ class _Writer:
 
     def value(self, value: Any) -> None:
         """Write one value, whatever it is."""
-        write = _WRITERS.get(type(value))
+        kind = type(value)
+        if kind in _NAMED:
+            name = self._known.get(value)
+            if name is not None:
+                self.out += name
+                return
+        write = _WRITERS.get(kind)
         if write is None:
             write = next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
         if write is None:
@@ -114,8 +120,6 @@ class _Writer:
             self.out += pickle.LONG1 + struct.pack("<B", len(data)) + data
 
     def _text(self, value: str) -> None:
-        if self._recall(value):
-            return
         data = value.encode("utf-8", "surrogatepass")
         self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
         self._remember(value)
@@ -140,14 +144,13 @@ class _Writer:
     def _fields(self, value: Fields) -> None:
         self.out += pickle.EMPTY_DICT + pickle.MARK
         for name, one in zip(value.names, value.values, strict=True):
-            self._text(name)
+            self.value(name)
             self.value(one)
         self.out += pickle.SETITEMS
 
     def _global(self, value: Global) -> None:
-        if not self._recall(value):
-            self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-            self._remember(value)
+        self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+        self._remember(value)
 
     def _call(self, value: Call) -> None:
         self.value(value.function)
@@ -159,9 +162,8 @@ class _Writer:
         self.out += pickle.BINPERSID
 
     def _shared(self, value: Shared) -> None:
-        if not self._recall(value):
-            self.value(value.value)
-            self._remember(value)
+        self.value(value.value)
+        self._remember(value)
 
     def _instance(self, value: Instance) -> None:
         self.value(value.of)
@@ -176,14 +178,9 @@ class _Writer:
         self._known[value] = pickle.LONG_BINGET + number
         self.out += pickle.LONG_BINPUT + number
 
-    def _recall(self, value: Any) -> bool:
-        name = self._known.get(value)
-        if name is None:
-            return False
-        self.out += name
-        return True
 
-
+_NAMED = frozenset({str, Global, Shared})
+"""What is named where it stands again."""
 _SHORT = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._none,
