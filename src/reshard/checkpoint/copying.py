@@ -214,13 +214,12 @@ def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
     ]
     for file, offset, number, which in sorted(order):
         held = _written(transfers[number])
-        head, tail = held.around[which] if held.around else (b"", b"")
         data = pack.bytes_of(number, held.pieces[which].box)
-        if head:
-            yield Placed(file, offset - len(head), head)
-        yield Placed(file, offset, data)
-        if tail:
-            yield Placed(file, offset + len(data), tail)
+        if held.around:
+            head, tail = held.around[which]
+            yield Placed(file, offset - len(head), b"".join((head, data, tail)))
+        else:
+            yield Placed(file, offset, data)
 
 
 def _written(transfer: Transfer) -> Pieces:
