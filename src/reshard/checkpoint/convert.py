@@ -21,6 +21,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.beside import check_beside
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes, request_of
 from reshard.checkpoint.checksums import load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.direct import MOST_COPIED
 from reshard.checkpoint.durable import named
@@ -106,11 +107,12 @@ def convert(
     )
     cut = Cut.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
-        catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
-        job = plan_job(
-            catalog, storage, cut, format=format, names=names, drop=drop,
-            max_shard_size=parse_bytes(max_shard_size),
-        )  # fmt: skip
+        with collector_paused():
+            catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
+            job = plan_job(
+                catalog, storage, cut, format=format, names=names, drop=drop,
+                max_shard_size=parse_bytes(max_shard_size),
+            )  # fmt: skip
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)

@@ -22,6 +22,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 
@@ -115,13 +116,17 @@ class Parameters:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self._ends: dict[str, str | None] = {}
-        for name in shapes:
+
+    @cached_property
+    def _ends(self) -> dict[str, str | None]:
+        """The parameter with each end; None for an end that several have."""
+        ends: dict[str, str | None] = {}
+        for name in self.shapes:
             parts = name.split(".")
             for at in range(1, len(parts)):
                 end = ".".join(parts[at:])
-                self._ends[end] = None if end in self._ends else name
-        self._ends |= {name: name for name in shapes}
+                ends[end] = None if end in ends else name
+        return ends | {name: name for name in self.shapes}
 
     def followed_by(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The parameter of the same shape whose name, or the end of it, is longest in a name."""
@@ -261,8 +266,13 @@ def _given(name: str, outline: Outline, cut: Cut) -> Layout | None:
     mesh = cut.mesh or (cut.rules.mesh if cut.rules is not None else None)
     if mesh is None:
         raise LayoutError(f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh=')
-    found = Layout(mesh, layout)
-    return found if outline.shape or key == name else Layout(mesh, "...")
+    return _layout(mesh, layout if outline.shape or key == name else "...")
+
+
+@lru_cache(maxsize=1024)
+def _layout(mesh: Mesh, text: str) -> Layout:
+    """One object per layout: many tensors share one, and comparing them is then quick."""
+    return Layout(mesh, text)
 
 
 def _by_rules(name: str, outline: Outline, rules: Rules | None, cut: Cut) -> Layout:

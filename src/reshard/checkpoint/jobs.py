@@ -76,12 +76,12 @@ class Job:
     @property
     def unique_bytes(self) -> int:
         """Bytes of the source that are needed, each element once."""
-        return sum(int(transfer.source.num_bytes.sum()) for transfer in self.transfers)
+        return sum(transfer.source_bytes for transfer in self.transfers)
 
     @property
     def replica_bytes(self) -> int:
         """Bytes that the source holds a second time."""
-        return sum(int(transfer.replicas.num_bytes.sum()) for transfer in self.transfers)
+        return sum(int(t.replicas.num_bytes.sum()) for t in self.transfers if len(t.replicas))
 
     @property
     def copied_bytes(self) -> int:
@@ -226,9 +226,8 @@ def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[T
     hasher.update(repr(sorted(names.items(), key=lambda item: item[0])).encode())
     for transfer in transfers:
         hasher.update(repr((transfer.name, transfer.shape, transfer.have, transfer.want)).encode())
-        for side in (transfer.source, transfer.target):
-            for table in (side.files, side.offsets, side.starts, side.stops, side.strides):
-                hasher.update(table.tobytes())
+        for side in (transfer.stored, transfer.written):
+            hasher.update(side.fingerprint())
     for made in output.files:
         hasher.update(json.dumps([made.path, made.size]).encode())
     for literal in output.literals:

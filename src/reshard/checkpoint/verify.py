@@ -20,6 +20,7 @@ from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.comparing import Difference, difference, differing_objects
 from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.examining import Examined, Problem, examine
@@ -268,7 +269,8 @@ def _survey(
     if given is not None and over is not None:
         given.check_mesh(over)  # a wrong request is no damage
     try:
-        return formats.survey(storage, given, over)
+        with collector_paused():
+            return formats.survey(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise

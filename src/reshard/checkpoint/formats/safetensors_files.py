@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from reshard.box import Box, row_major
@@ -98,9 +99,7 @@ def read_whole(
                 doubled.setdefault((home[entry.name], one.where), []).append(entry.name)
                 continue
             home[entry.name] = one.where
-            piece = StoredPiece(
-                Box.whole(entry.shape), number, entry.offset, row_major(entry.shape)
-            )
+            piece = StoredPiece(_whole(entry.shape), number, entry.offset, _strides(entry.shape))
             tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
     findings.refuse_doubled(
         doubled, "name one of the files, or give the rules and the mesh by which ranks wrote them"
@@ -113,6 +112,11 @@ def read_whole(
     return Catalog(
         storage.root, "safetensors", files, tensors, metadata=common_metadata(headed), others=others
     )
+
+
+# One object for each shape: many tensors have the same.
+_whole = lru_cache(maxsize=4096)(Box.whole)
+_strides = lru_cache(maxsize=4096)(row_major)
 
 
 def check_index(
