@@ -91,8 +91,7 @@ def convert(
     rules' own are taken. Parts of tensors that no name takes are listed in the report. ``drop``
     names tensors, by name or pattern, that are left out as far as no name takes them.
     ``source_mesh`` and ``source_rules`` are for rank files that do not say how they were cut. All
-    buffers together take at most ``memory``. ``progress`` is called with bytes done and bytes in
-    all.
+    buffers together take at most ``memory``. ``progress`` is called with bytes done and in all.
     """
     request = _Request(
         src=plain_path(src),
