@@ -20,6 +20,7 @@ import traceback
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -35,7 +36,7 @@ from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, 
 from reshard.checkpoint.formats.safetensors_header import build_header
 from reshard.checkpoint.inspect import inspect
 from reshard.checkpoint.storage import open_storage
-from reshard.errors import ReshardError
+from reshard.errors import DamageError, ReshardError
 
 SLOW = 2.0
 ROOM = 2 << 30
@@ -336,7 +337,8 @@ def _read(kind: str, root: str, rules: str) -> str:
     given: Any = (Rules.parse(rules), Mesh(tp=2)) if is_cut else (None, None)
     with open_storage(root) as storage:
         catalog, findings = survey(storage, *given)
-        object_texts(storage, catalog)
+        with suppress(DamageError):
+            object_texts(storage, catalog)
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             last = sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
