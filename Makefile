@@ -48,14 +48,7 @@ fuzz: $(READY) ## compare PAIRS=100000 random pairs of layouts with the definiti
 	$(PY) -m tests.fuzz --pairs $(PAIRS) $(ARGS)
 
 bench: $(READY) ## run the benchmarks
-	@set -e; if [ -f benchmarks/run.py ]; then \
-		$(PY) benchmarks/run.py $(ARGS); \
-	else \
-		for script in $(filter-out benchmarks/side_by_side.py,$(wildcard benchmarks/*.py)); do \
-			[ -f "$$script" ] || { echo "there are no benchmarks yet"; break; }; \
-			echo "==> $$script"; $(PY) "$$script" $(ARGS); \
-		done; \
-	fi
+	$(PY) -m reshard bench $(ARGS)
 
 clean: ## remove caches and build outputs
 	rm -rf build dist docs/_build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

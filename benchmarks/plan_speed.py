@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import reshard as rs
-from reshard.models import tensors
+from reshard.models import preset, tensors
 
 
 @dataclass(frozen=True)
@@ -68,18 +68,16 @@ CASES = [
 def specs(case: Case, mesh_text: str, fsdp: bool) -> dict[str, rs.TensorSpec]:
     mesh = rs.Mesh.parse(mesh_text)
     names = tensors(case.model)
-    family = "qwen3_moe" if "qwen3" in case.model else "llama"
-    rules = rs.Rules.load(family, **numbers(case.model), **({"fsdp": "dp"} if fsdp else {}))
+    replicas = [axis for axis in mesh.axes if axis == "replica" or (axis == "dp" and not fsdp)]
+    rules = rs.Rules.load(
+        config=preset(case.model),
+        fsdp="dp" if fsdp else None,
+        replicate=" ".join(replicas),
+    )
     layouts = rules.layouts({name: shape for name, (shape, _) in names.items()}, mesh=mesh)
     return {
         name: rs.TensorSpec(shape, dtype, layouts[name]) for name, (shape, dtype) in names.items()
     }
-
-
-def numbers(model: str) -> dict[str, int]:
-    from reshard.models import numbers_of, preset
-
-    return dict(numbers_of(preset(model)))
 
 
 def measure(case: Case) -> dict[str, Any]:

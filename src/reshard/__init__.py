@@ -43,7 +43,7 @@ _ERRORS = (
     "DtypeError", "FormatError", "LayoutError", "LiveError", "MemoryCapError", "MeshError",
     "MoveTimeoutError", "NamesError", "NotationError", "OperationError", "PeerLostError",
     "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError", "TargetError",
-    "TensorError", "TopologyError", "UnfinishedError",
+    "TensorError", "TopologyError", "UnfinishedError", "UnsupportedError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 
@@ -55,7 +55,10 @@ def __getattr__(name: str) -> object:
         return _version()
     if name not in _HOMES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
+    from reshard.errors import needing_torch
+
+    with needing_torch(f"reshard.{name}"):
+        value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from operator import index
+from operator import index, sub
 
 from reshard.errors import BoxError
 
@@ -56,12 +56,12 @@ class Box:
     @property
     def shape(self) -> tuple[int, ...]:
         """How long the box is in each dim."""
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(map(sub, self.stop, self.start))
 
     @property
     def size(self) -> int:
         """The number of elements; 1 for the only box of a 0-d tensor."""
-        return prod(self.shape)
+        return prod(map(sub, self.stop, self.start))
 
     def __str__(self) -> str:
         pairs = zip(self.start, self.stop, strict=True)

@@ -24,6 +24,7 @@
                                       (also a RuntimeError and a TypeError)
     +-- CheckpointError               a checkpoint that cannot be read or written (also an OSError)
         +-- DamageError               files that are cut short, changed, or lie about themselves
+        +-- UnsupportedError          sound files that are not read (also a NotImplementedError)
         +-- TargetError               a place where nothing can be written, or something stands
         +-- UnfinishedError           stopped midway; what is there can be resumed
 
@@ -32,6 +33,9 @@ A message is one line: what is wrong, both numbers, where, and what to try.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 __all__ = [
     "BoxError",
@@ -59,6 +63,8 @@ __all__ = [
     "TensorError",
     "TopologyError",
     "UnfinishedError",
+    "UnsupportedError",
+    "needing_torch",
     "quoted",
 ]
 
@@ -77,6 +83,18 @@ def quoted(text: object) -> str:
     if not shown.isprintable():
         shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
     return f'"{shown}"'
+
+
+@contextmanager
+def needing_torch(what: str) -> Iterator[None]:
+    """Turn a failed import of torch into one line that says what needs it and how to get it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        advice = "it is not installed; try pip install 'reshard[torch]'"
+        raise ModuleNotFoundError(f"{what} needs torch: {advice}", name="torch") from None
 
 
 class ReshardError(ValueError):
@@ -169,6 +187,10 @@ class CheckpointError(ReshardError, OSError):
 
 class DamageError(CheckpointError):
     """A file of a checkpoint is cut short, was changed, or says what cannot be."""
+
+
+class UnsupportedError(CheckpointError, NotImplementedError):
+    """A checkpoint is sound, as far as can be seen, but of a kind that reshard does not read."""
 
 
 class TargetError(CheckpointError):

@@ -53,6 +53,11 @@ class Layout:
     words: Words
 
     def __init__(self, mesh: Mesh, text: str | Words) -> None:
+        if not isinstance(mesh, Mesh) or not isinstance(text, str | Words):
+            raise LayoutError(
+                f"Layout({mesh!r:.60}, {text!r:.60}): give a mesh and then a text, such as "
+                'Layout(Mesh(dp=2, tp=4), "(dp tp) -"); Mesh.parse reads a mesh from a text'
+            )
         self.mesh = mesh
         self.words = parse(text) if isinstance(text, str) else text
         _check_words(self)
@@ -101,7 +106,12 @@ class Layout:
         return coords if all(coords[axis] in at for axis, at in self.words.on) else None
 
     def local_shape(self, rank: int, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a rank's local tensor; ``(0,)`` where it has none."""
+        """The shape of a rank's local tensor; ``(0,)`` where a rank of the mesh has none."""
+        if self.mesh.index(rank) is None:
+            raise LayoutError(
+                f'rank {rank} has no local tensor of layout "{self}": mesh {self.mesh} has ranks '
+                f"{self.mesh.ranks_text}"
+            )
         if self.holds(rank) is None:
             return (0,)
         intervals, ranges = self.intervals(rank, shape)

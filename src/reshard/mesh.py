@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 from math import prod
@@ -49,6 +49,12 @@ class Mesh:
     """The ranks in row-major order; a ``range`` where they are evenly spaced."""
 
     def __init__(self, ranks: Sequence[int] | None = None, **axes: int) -> None:
+        if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
+            raise MeshError(
+                f"Mesh({ranks!r:.60}): give axes by name and ranks as a list, such as "
+                'Mesh(dp=2, tp=4, ranks=range(8)), or a text to Mesh.parse("dp=2 tp=4")'
+            )
+        ranks = ranks if ranks is None or isinstance(ranks, range) else tuple(map(_rank, ranks))
         axes = {axis: _whole(size) for axis, size in axes.items()}
         self._sizes = tuple(axes.items())
         self.axes = MappingProxyType(axes)
@@ -165,6 +171,13 @@ def _whole(size: object) -> int:
     return index(size) if hasattr(size, "__index__") and size is not True else size  # type: ignore[return-value]
 
 
+def _rank(rank: object) -> int:
+    try:
+        return index(rank)  # type: ignore[arg-type]
+    except TypeError:
+        raise MeshError(f"{rank!r:.60} in ranks is no rank: ranks are whole numbers") from None
+
+
 def _rebuild(sizes: tuple[tuple[str, int], ...], ranks: Sequence[int]) -> Mesh:
     return Mesh(ranks=ranks, **dict(sizes))
 
@@ -181,8 +194,6 @@ def _check_axis(axis: str, size: int) -> None:
 
 def _as_ranks(ranks: Sequence[int]) -> Sequence[int]:
     """A range if the ranks are evenly spaced and rising, else a tuple of distinct ranks."""
-    if not isinstance(ranks, range):
-        ranks = tuple(int(rank) for rank in ranks)
     if len(set(ranks)) != len(ranks):
         twice = min(rank for rank, count in Counter(ranks).items() if count > 1)
         raise MeshError(f"rank {twice} appears twice in a mesh: each rank has one place")

@@ -12,7 +12,7 @@ so a 70B model costs as little as a small one.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -51,6 +51,11 @@ _EXPERT_SIZE = MappingProxyType(
     {"mixtral": "intermediate_size", "qwen3_moe": "moe_intermediate_size"}
 )
 """Where a config with experts has the rows of their first matrices."""
+
+NUMBERS = (
+    "heads", "kv_heads", "head_dim", "num_layers", "tied", "num_experts", "expert_size",
+)  # fmt: skip
+"""The names that rules have for numbers of a config."""
 
 MAX_TENSORS = 10_000_000
 
@@ -125,7 +130,7 @@ def tensors(config: Mapping[str, Any] | str) -> Tensors:
     (206, ((768,), 'float32'))
     """
     config = preset(config) if isinstance(config, str) else config
-    family, numbers = family_of(config), numbers_of(config)
+    family, numbers = family_of(config), _complete_numbers(config)
     layers, experts = numbers["num_layers"], numbers.get("num_experts", 1)
     if layers * max(experts, 1) > MAX_TENSORS:
         raise RulesError(f"{layers} layers of {experts} experts are too many: check the config")
@@ -164,29 +169,68 @@ def family_of(config: Mapping[str, Any]) -> str:
     return _FAMILIES[model_type]
 
 
-def numbers_of(config: Mapping[str, Any]) -> dict[str, int]:
+def numbers_of(config: Mapping[str, Any], names: Collection[str] = NUMBERS) -> dict[str, int]:
     """The numbers of a config that rules use, under their names there.
+
+    A number that the config does not give is left out. Defaults of transformers are used only for
+    a ``model_type`` that is known here.
 
     >>> numbers_of(preset("qwen3-30b-a3b"))["kv_heads"]
     4
+    >>> numbers_of({"model_type": "phi9", "num_attention_heads": 8})
+    {'heads': 8}
     """
-    heads = _number(config, "num_attention_heads")
-    kv_heads = _number(config, "num_key_value_heads", heads)
+    numbers = {name: _number_of(config, name) for name in NUMBERS if name in names}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number_of(config: Mapping[str, Any], name: str) -> int | None:
+    """One number of a config; None where the config does not give it."""
     kind = str(config.get("model_type"))
-    even = _HEAD_DIM.get(kind) or _number(config, "hidden_size") // max(heads, 1)
-    tied = config.get("tie_word_embeddings", kind in _TIED)
-    numbers = {
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": _number(config, "head_dim", even),
-        "num_layers": _number(config, "num_hidden_layers"),
-        "tied": int(bool(tied)),
-    }
+    match name:
+        case "heads":
+            return _optional(config, "num_attention_heads")
+        case "kv_heads":
+            default = _number_of(config, "heads") if kind in _FAMILIES else None
+            return _optional(config, "num_key_value_heads", default)
+        case "head_dim":
+            return _optional(config, "head_dim", _HEAD_DIM.get(kind) or _even_head_dim(config))
+        case "num_layers":
+            return _optional(config, "num_hidden_layers")
+        case "num_experts":
+            return _optional(config, "num_local_experts", _optional(config, "num_experts"))
+        case "expert_size":
+            return _optional(config, _EXPERT_SIZE[kind]) if kind in _EXPERT_SIZE else None
+    tied = config.get("tie_word_embeddings")
+    if tied is None:
+        return int(kind in _TIED) if kind in _FAMILIES else None
+    return int(bool(tied))
+
+
+def _even_head_dim(config: Mapping[str, Any]) -> int | None:
+    heads = _optional(config, "num_attention_heads")
+    hidden = _optional(config, "hidden_size")
+    return hidden // heads if hidden and heads and hidden % heads == 0 else None
+
+
+def _complete_numbers(config: Mapping[str, Any]) -> dict[str, int]:
+    """The numbers that the state dict of a known model follows from; a missing one is an error."""
+    for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
+        _number(config, key)
+    numbers, kind = numbers_of(config), config["model_type"]
     if kind in _EXPERT_SIZE:
-        count = config.get("num_local_experts", config.get("num_experts"))
-        numbers["num_experts"] = _number({"num_experts": count}, "num_experts")
-        numbers["expert_size"] = _number(config, _EXPERT_SIZE[kind])
+        _number(numbers, "num_experts")
+        _number(config, _EXPERT_SIZE[kind])
+    if "head_dim" not in numbers:
+        raise RulesError(
+            f'"hidden_size" in the config is {config["hidden_size"]} and "num_attention_heads" is '
+            f'{config["num_attention_heads"]}, which does not divide it: give "head_dim"'
+        )
     return numbers
+
+
+def _optional(config: Mapping[str, Any], key: str, default: int | None = None) -> int | None:
+    return default if config.get(key) is None else _number(config, key)
 
 
 def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
@@ -199,7 +243,7 @@ def _number(config: Mapping[str, Any], key: str, default: int | None = None) -> 
 
 def _decoder(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     """Llama and its relatives."""
-    numbers = numbers_of(config)
+    numbers = _complete_numbers(config)
     hidden, vocab = _number(config, "hidden_size"), _number(config, "vocab_size")
     yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(numbers["num_layers"]):
@@ -284,7 +328,7 @@ def _norm(at: str, size: int) -> Iterator[tuple[str, Shape]]:
 def _gpt_neox(config: Mapping[str, Any]) -> Iterator[tuple[str, Shape]]:
     hidden, vocab = _number(config, "hidden_size"), _number(config, "vocab_size")
     ffn, bias = _number(config, "intermediate_size"), bool(config.get("attention_bias", True))
-    numbers = numbers_of(config)
+    numbers = _complete_numbers(config)
     yield "gpt_neox.embed_in.weight", (vocab, hidden)
     for i in range(numbers["num_layers"]):
         layer = f"gpt_neox.layers.{i}"

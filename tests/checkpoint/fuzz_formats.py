@@ -17,8 +17,10 @@ import sys
 import tempfile
 import time
 import traceback
+import zipfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -29,11 +31,12 @@ import fsspec
 
 from reshard import Mesh, Rules
 from reshard.checkpoint.formats import survey
+from reshard.checkpoint.formats.objects import object_texts
 from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
 from reshard.checkpoint.formats.safetensors_header import build_header
 from reshard.checkpoint.inspect import inspect
 from reshard.checkpoint.storage import open_storage
-from reshard.errors import ReshardError
+from reshard.errors import DamageError, ReshardError
 
 SLOW = 2.0
 ROOM = 2 << 30
@@ -97,26 +100,56 @@ def ranks() -> Files:
     return {f"model-rank-{rank}-part-0.safetensors": safetensors({}) for rank in range(2)}
 
 
-@cache
-def torch_files() -> tuple[Files, Files]:
-    """A `.distcp` folder and a `torch.save` file, written by torch."""
+def distcp(rank: int | None = None, more: bool = False) -> Files:
+    """What torch writes: of all ranks, or of one that saves without the others. With ``more`` the
+    metadata has plans and data of tensors in it, as Megatron's has.
+    """
     import torch
     from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
 
-    state = {"layers.0.w": torch.zeros(2, 3), "b": torch.ones(4).bfloat16(), "step": 3}
+    state = {"layers.0.w": torch.zeros(2, 3), "b": torch.ones(4).bfloat16(), "step": [3, 0.5]}
     with tempfile.TemporaryDirectory() as folder:
         writer = FileSystemWriter(folder)
         planner = DefaultSavePlanner()
         planner.set_up_planner(state, writer.storage_meta(), True)
-        writer.set_up_storage_writer(True)
-        plans, metadata = planner.create_global_plan([planner.create_local_plan()])
+        writer.set_up_storage_writer(True, rank=rank, use_collectives=rank is None)
+        local = writer.prepare_local_plan(planner.create_local_plan())
+        plans, metadata = planner.create_global_plan([local])
         [plan] = writer.prepare_global_plan(plans)
         done = writer.write_data(planner.finish_plan(plan), planner).value()
+        if more:
+            metadata.all_local_plans = [local]  # type: ignore[attr-defined]
+            metadata.mcore_data = {"b": {"shape": (4,)}}  # type: ignore[attr-defined]
         writer.finish(metadata, [done])
-        distcp = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def saved(state: object) -> bytes:
+    import torch
+
     file = io.BytesIO()
-    torch.save({"model": {"layers.0.w": torch.zeros(2, 3)}, "opt": [{"lr": 0.1}]}, file)
-    return distcp, {"model.pt": file.getvalue()}
+    torch.save(state, file)
+    return file.getvalue()
+
+
+@cache
+def torch_files() -> dict[str, Files]:
+    """What torch writes, by kind."""
+    import torch
+
+    opt = [{"lr": 0.1, "betas": (0.5, 0.75), "params": [0, 1]}]
+    zero = {
+        "module": {"w": torch.zeros(0)},
+        "param_shapes": [{"w": torch.Size([2])}],
+        "ds_version": "1",
+    }
+    return {
+        "distcp": distcp(),
+        "megatron": distcp(more=True),
+        "alone": distcp(0) | distcp(1),
+        "torch": {"model.pt": saved({"model": {"layers.0.w": torch.zeros(2, 3)}, "opt": opt})},
+        "zero": {"mp_rank_00_model_states.pt": saved(zero)},
+    }
 
 
 RULES = """
@@ -136,8 +169,11 @@ KINDS: dict[str, Callable[[], Files]] = {
     "own shards": lambda: sharded(own=True),
     "own ranks": own_ranks,
     "ranks": ranks,
-    "distcp": lambda: torch_files()[0],
-    "torch": lambda: torch_files()[1],
+    "distcp": lambda: torch_files()["distcp"],
+    "megatron": lambda: torch_files()["megatron"],
+    "alone": lambda: torch_files()["alone"],
+    "torch": lambda: torch_files()["torch"],
+    "zero": lambda: torch_files()["zero"],
 }
 
 NUMBERS = [b"0", b"-1", b"1e9", b"99999999999999999999", b"4294967296", b"null", b'"x"', b"true",
@@ -215,7 +251,7 @@ STRANGE = [-1, 0, 1, 3, 1 << 40, 1 << 70, None, "", "../x", "__0_0.distcp", (), 
 
 def other_values(rng: Random, data: bytearray) -> None:
     """Metadata that is a fine pickle and says something strange."""
-    metadata = pickle.loads(torch_files()[0][".metadata"])
+    metadata = pickle.loads(torch_files()["megatron"][".metadata"])
     chosen = rng.choice(["info", "index", "entry", "chunk", "properties", "metadata"])
     index, info = rng.choice([*metadata.storage_data.items()])
     entry = rng.choice([e for e in metadata.state_dict_metadata.values() if hasattr(e, "chunks")])
@@ -231,6 +267,23 @@ def other_values(rng: Random, data: bytearray) -> None:
         return
 
 
+def repack(rng: Random, data: bytearray) -> None:
+    """An archive with another pickle in it, whose checksum is right."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(bytes(data))) as source:
+            members = {name: source.read(name) for name in source.namelist()}
+    except (zipfile.BadZipFile, EOFError, RuntimeError, OSError, ValueError):
+        return
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w") as packed:
+        for name, content in members.items():
+            inner = bytearray(content)
+            if name.endswith("data.pkl") and inner:
+                rng.choice([flip, cut, double, swap, number, word])(rng, inner)
+            packed.writestr(name, bytes(inner))
+    data[:] = out.getvalue()
+
+
 WAYS = [flip, flip, cut, double, swap, number, number, word, longer_header, longer_header]
 
 
@@ -244,7 +297,9 @@ def damaged(seed: int) -> tuple[str, Files, str]:
         path = rng.choice([*files])
         if kind == "ranks" and rng.random() < 0.5:
             rng.choice(WAYS[:-2])(rng, rules)
-        elif path == ".metadata" and rng.random() < 0.4:
+        elif path.endswith(".pt") and rng.random() < 0.5:
+            repack(rng, files[path])
+        elif path.endswith(".metadata") and rng.random() < 0.4:
             rng.choice([other_pickle, other_values, other_values])(rng, files[path])
         elif rng.random() < 0.02:
             del files[path]
@@ -278,9 +333,12 @@ def check(seed: int) -> str:
 
 
 def _read(kind: str, root: str, rules: str) -> str:
-    given: Any = (Rules.parse(rules), Mesh(tp=2)) if kind == "ranks" else (None, None)
+    is_cut = kind in ("ranks", "alone")
+    given: Any = (Rules.parse(rules), Mesh(tp=2)) if is_cut else (None, None)
     with open_storage(root) as storage:
         catalog, findings = survey(storage, *given)
+        with suppress(DamageError):
+            object_texts(storage, catalog)
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             last = sum((n - 1) * s for n, s in zip(piece.box.shape, piece.strides, strict=True))
@@ -290,7 +348,7 @@ def _read(kind: str, root: str, rules: str) -> str:
     report = inspect(root, *given)
     for text in (str(report), report.tree(), report.to_json()):
         assert text.isascii() or text.encode("utf-8", "surrogatepass")
-    return "damage" if findings.damage else "read"
+    return "damage" if findings.damage else "unsupported" if findings.unsupported else "read"
 
 
 def fuzz(first: int, count: int, shown: bool = False) -> Run:

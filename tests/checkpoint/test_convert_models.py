@@ -40,7 +40,7 @@ def logits(folder: Path) -> torch.Tensor:
 def test_a_model_computes_the_same_after_all_formats(model: Path, tmp_path: Path) -> None:
     names = [tmp_path / name for name in ("sharded", "distcp", "ranks", "full")]
     checkpoint.convert(model, names[0], mesh="tp=4", rules="llama")
-    checkpoint.convert(names[0], names[1], mesh="dp=2 tp=2", format="distcp")
+    checkpoint.convert(names[0], names[1], mesh="dp=2 tp=2", fsdp="dp", format="distcp")
     checkpoint.convert(names[1], names[2], mesh="tp=2", format="ranks")
     checkpoint.convert(names[2], names[3], max_shard_size="50KB")
     assert len(list(names[3].glob("*.safetensors"))) > 1

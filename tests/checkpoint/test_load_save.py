@@ -34,7 +34,7 @@ from reshard import checkpoint, sharded
 from reshard.box import row_major
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.live import writing
+from reshard.checkpoint.live import own_reads, writing
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.sharing import Limits, Wish, batches_of
 from reshard.checkpoint.located import Located
@@ -226,8 +226,8 @@ def parallel_block(mesh: DeviceMesh) -> State:
 
 @contextmanager
 def bytes_read() -> Iterator[list[int]]:
-    """Every byte that this process reads from files of a checkpoint."""
-    counted, pread, preadv = [0], os.pread, os.preadv
+    """Every byte that this process reads, or copies from mapped pages, of files of a checkpoint."""
+    counted, pread, preadv, copy_mapped = [0], os.pread, os.preadv, own_reads._copy_mapped
 
     def one(descriptor: int, length: int, offset: int) -> bytes:
         data = pread(descriptor, length, offset)
@@ -239,7 +239,15 @@ def bytes_read() -> Iterator[list[int]]:
         counted[0] += count
         return count
 
-    with patch.object(os, "pread", one), patch.object(os, "preadv", many):
+    def mapped(descriptor: int, task: Any, width: int) -> None:
+        copy_mapped(descriptor, task, width)
+        counted[0] += task.into.numel() * task.into.element_size()
+
+    with (
+        patch.object(os, "pread", one),
+        patch.object(os, "preadv", many),
+        patch.object(own_reads, "_copy_mapped", mapped),
+    ):
         yield counted
 
 
@@ -402,8 +410,9 @@ def test_what_is_wrong_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     assert error("ab") == "loaded"
     assert error("a", strict=False) == "loaded"
     assert "NamesError" in error("abc")
-    assert 'checkpoint lacks "c"' in error("abc")
-    assert 'state dict lacks "b"' in error("a")
+    assert 'lacks "c": strict=False' in error("abc")
+    assert error("a") == "loaded"
+    assert 'holds "b", which the state dict lacks' in error("a", strict="exact")
     assert "(1024, 512)" in error("ab", shape=(4, 4))
     assert "cast=True" in error("ab", dtype=torch.bfloat16)
     assert error("ab", dtype=torch.bfloat16, cast=True) == "loaded"

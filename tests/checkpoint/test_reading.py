@@ -91,8 +91,7 @@ def test_the_digest_does_not_depend_on_how_it_is_stored(data: st.DataObject) -> 
         with stored(array, dtype, boxes) as (source, tensor):
             budget = Budget(workers=2, window=window)
             problems: list[object] = []
-            reader = StoredReader(source, tensor)
-            found |= set(digests_of([reader], budget, lambda _: None, problems.append))
+            found |= set(digests_of(source, [tensor], budget, lambda _: None, problems.append))
             assert not problems
     assert len(found) == 1
 
@@ -115,8 +114,8 @@ def test_replicas_that_disagree_are_told(data: st.DataObject) -> None:
                 path.write_bytes(content)
             plain = Source(source.catalog, source.storage, None, Checker(None, "ckpt"))
             problems: list = []
-            reader = StoredReader(plain, tensor)
-            list(digests_of([reader], Budget(1, 100), lambda _: None, problems.append))
+            budget = Budget(1, 100)
+            list(digests_of(plain, [tensor], budget, lambda _: None, problems.append))
             assert len(problems) == is_changed
         assert problems[0].kind == "replicas"
         assert problems[0].tensor == "w"

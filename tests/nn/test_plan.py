@@ -240,7 +240,9 @@ def test_a_plan_from_rules_keeps_what_only_some_ranks_hold() -> None:
 def test_a_plan_from_a_shipped_family() -> None:
     layer = nn.ModuleDict({"q_proj": nn.Linear(8, 8, bias=False), "o_proj": nn.Linear(8, 8)})
     model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"self_attn": layer})])})
-    plan = ShardingPlan.from_rules(rs.Rules.load("llama"), model, rs.Mesh(tp=2))
+    plan = ShardingPlan.from_rules(
+        rs.Rules.load("llama", head_dim=4, kv_heads=2), model, rs.Mesh(tp=2)
+    )
     found = {name: str(spec.layout) for name, spec in plan.plan.items()}
     start = "layers.0.self_attn"
-    assert found == {f"{start}.q_proj.weight": "tp -", f"{start}.o_proj.weight": "- tp"}
+    assert found == {f"{start}.q_proj.weight": "tp*4 -", f"{start}.o_proj.weight": "- tp*4"}

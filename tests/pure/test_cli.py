@@ -89,7 +89,7 @@ def plan(have: str = "dp=2: dp -", want: str = "tp=2 @ 8-9: - tp", *more: str) -
     return ["plan", "--from", have, "--to", want, "--shape", "64,64", *more]
 
 
-def model(*more: str, have: str = "dp=2 tp=4", want: str = "tp=2 @ 8-9") -> list[str]:
+def model(*more: str, have: str = "tp=4", want: str = "tp=2 @ 8-9") -> list[str]:
     return ["plan", "--from", have, "--to", want, *more]
 
 
@@ -216,14 +216,18 @@ def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = printed(capsys, model("--model", "llama-3-8b", "--rules", "llama", "--from-fsdp", "dp"))
+    words = ("--model", "llama-3-8b", "--rules", "llama", "--from-fsdp", "dp")
+    text = printed(capsys, model(*words, have="dp=2 tp=4"))
     assert text.startswith("Plan of 291 tensors, 15.0 GiB of bfloat16, from mesh dp=2 tp=4 to")
     assert "(tp*128 dp) -" in text
+    assert "notes" not in text
     config = tmp_path / "config.json"
     small = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "vocab_size": 100}
     small |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
     config.write_text(json.dumps(small))
-    assert "Plan of 21 tensors" in printed(capsys, model("--model", str(config), "--to-fsdp", "dp"))
+    words = ("--model", str(config), "--to-fsdp", "dp", "--replicate", "dp")
+    text = printed(capsys, model(*words, have="dp=2 tp=4", want="dp=2 @ 8-9"))
+    assert "Plan of 21 tensors" in text
     rules = tmp_path / "own.toml"
     rules.write_text('axes = ["tp"]\n[tensors]\n"*" = "tp ..."\n')
     text = printed(capsys, model("--model", str(config), "--to-rules", str(rules)))
@@ -319,6 +323,14 @@ WRONG = [
     (model("--model", "llama-3-8b", "--rules", "lama"), '"lama" is no family of rules'),
     (model("--model", "llama-3-8b", "--rules", "bert"), 'no rule matches tensor "'),
     (model("--model", "llama-3-8b", "--from-fsdp", "zz"), '"zz"'),
+    (model("--model", "llama-3-8b", have="tpp=16"), 'axis "tpp" of mesh tpp=16 cuts no tensor'),
+    (model("--model", "llama-3-8b", have="tpp=16"), "axes pp, dp, fsdp, cp, ep, tp, kv, rep: wri"),
+    (model("--model", "llama-3-8b", "--rules", "llama", have="fsdp=16"), "--from-fsdp or --to-f"),
+    (model("--model", "llama-3-8b", want="fsdp=2 @ 8-9"), "(--replicate fsdp, replicate="),
+    (model("--model", "llama-3-8b", want="ep=2 @ 8-9"), 'axis "ep" of mesh ep=2 @ 8-9 cuts no te'),
+    (model("--model", "llama-3-8b", "--from-fsdp", "dp"), 'fsdp names axis "dp" and mesh tp=4'),
+    (model("--model", "llama-3-8b", "--replicate", "dp"), '"dp": the meshes have tp to replicate'),
+    ([*plan(), "--replicate", "dp"], "--replicate is for --model"),
     (model("--model", "{files}/none.json"), "none.json: No such file or directory"),
     (model("--model", "{files}/cut.json"), 'cut.json" is not JSON'),
     (model("--model", "{files}/list.json"), 'list.json" holds a list'),
@@ -451,6 +463,17 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert process.stderr.read() == ""
     process.stderr.close()
     assert process.wait() == 0
+
+
+def test_the_exit_code_is_the_answer_though_nobody_reads(tmp_path: Path) -> None:
+    """As in ``reshard inspect damaged | head -1``, with a reader that is gone from the start."""
+    (tmp_path / "model.safetensors").write_bytes(b"not what it should be")
+    reader, writer = os.pipe()
+    os.close(reader)
+    words = [sys.executable, "-m", "reshard", "inspect", str(tmp_path)]
+    done = subprocess.run(words, stdout=writer, stderr=subprocess.PIPE, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (1, b"")
 
 
 def test_an_interrupt_leaves_quietly() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -43,6 +45,18 @@ BAD: list[tuple[str, Callable[[], object], type[rs.ReshardError], tuple[str, ...
      ('"dp"', "twice", "one place")),
     ("axis twice by a suffix", lambda: layout("tp - | sum tp"), rs.NotationError,
      ('"tp"', "twice", "one place")),
+    ("a mesh of a text", lambda: rs.Mesh("dp=2 tp=4"), rs.MeshError,
+     ("'dp=2 tp=4'", "by name", "Mesh.parse")),
+    ("a mesh of a number", lambda: rs.Mesh(4), rs.MeshError,
+     ("Mesh(4)", "by name", "Mesh.parse")),
+    ("a rank that is none", lambda: rs.Mesh(tp=2, ranks=[0, "b"]), rs.MeshError,
+     ("'b'", "whole numbers")),
+    ("a layout of two texts", lambda: rs.Layout("dp=2", "dp -"), rs.LayoutError,
+     ("Layout('dp=2', 'dp -')", "a mesh and then a text", "Mesh.parse")),
+    ("a layout without a text", lambda: rs.Layout(rs.Mesh(tp=2), 3), rs.LayoutError,
+     ("Layout(Mesh(tp=2), 3)", "a mesh and then a text")),
+    ("a rank outside", lambda: layout("tp -").local_shape(9, (8, 4)), rs.LayoutError,
+     ("rank 9", "dp=2 tp=4", "0-7")),
     ("axis twice in a mesh", lambda: rs.Mesh.parse("tp=2 tp=4"), rs.MeshError,
      ('"tp"', "twice", "once")),
     ("unknown axis", lambda: layout("ep -"), rs.LayoutError,
@@ -306,3 +320,35 @@ def test_arrays_that_do_not_fit_their_layout() -> None:
     del rows[6]
     with pytest.raises(rs.PlanError, match=r'rank 6.*"tensor"'):
         rs.simulate(plan, rows)
+
+
+WITHOUT_TORCH = """
+import sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ModuleNotFoundError("No module named 'torch'", name="torch")
+
+sys.meta_path.insert(0, NoTorch())
+import reshard as rs
+from reshard import checkpoint
+plan = rs.plan(rs.Layout(rs.Mesh(tp=2), "tp"), rs.Layout(rs.Mesh(tp=2), "-"), shape=(4,))
+uses = [
+    lambda: rs.move, lambda: rs.exchange, lambda: checkpoint.load, lambda: plan.run({}),
+    lambda: __import__("reshard.sharded"), lambda: __import__("reshard.nn"),
+]
+for use in uses:
+    try:
+        use()
+    except ImportError as error:
+        print(error)
+"""
+
+
+def test_what_needs_torch_says_so_in_one_line() -> None:
+    words = [sys.executable, "-c", WITHOUT_TORCH]
+    said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    advice = "needs torch: it is not installed; try pip install 'reshard[torch]'"
+    names = ["reshard.move", "reshard.exchange", "reshard.checkpoint.load", "running a plan"]
+    assert said == [f"{name} {advice}" for name in [*names, "reshard.sharded", "reshard.nn"]]

@@ -77,8 +77,10 @@ def test_where_a_piece_sits() -> None:
 def test_ranks_outside_hold_nothing() -> None:
     layout = rs.Layout(rs.Mesh(tp=2), "tp -")
     assert layout.pieces(7, (4, 4)) == ()
-    assert layout.local_shape(7, (4, 4)) == (0,)
     assert layout.holds(7) is None
+    with pytest.raises(rs.LayoutError, match='rank 7 has no local tensor of layout "tp -": mesh t'):
+        layout.local_shape(7, (4, 4))
+    assert rs.Layout(rs.Mesh(tp=2), "- | on tp=0").local_shape(1, (4,)) == (0,)
     assert layout.holds(1) == {"tp": 1}
 
 

@@ -72,7 +72,7 @@ def largest_local(plan: rs.Plan) -> int:
         math.prod(spec.layout.local_shape(rank, spec.shape)) * DTYPES[spec.dtype]
         for specs in (plan.have, plan.want)
         for spec in specs.values()
-        for rank in plan.ranks
+        for rank in spec.layout.ranks
     )
 
 

@@ -1,7 +1,9 @@
 """Rules: every tensor of every known model gets the layout people expect, or a clear error."""
 
+import re
 import time
 from functools import cache
+from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -75,7 +77,8 @@ def covered(layout: Layout, shape: tuple[int, ...]) -> bool:
 @pytest.mark.parametrize("name", [*CONFIGS, *models.PRESETS])
 def test_every_tensor_has_a_layout_that_fits(name: str, mesh: str) -> None:
     model = shapes(name)
-    layouts = rules_for(name).layouts(model, Mesh.parse(mesh))
+    rules = rules_for(name, replicate=" ".join(Mesh.parse(mesh).axes))
+    layouts = rules.layouts(model, Mesh.parse(mesh))
     assert list(layouts) == list(model)
     for layout, shape in {(layouts[key], shape) for key, shape in model.items()}:
         assert layout.dims(shape) is not None
@@ -89,7 +92,10 @@ def test_every_tensor_is_held_whole_by_all_ranks_together(
     kind: str, mesh: str, fsdp: str | None
 ) -> None:
     model = shapes(kind)
-    layouts = rules_for(kind, fsdp=fsdp).layouts(model, Mesh.parse(mesh))
+    axes = [axis for axis in Mesh.parse(mesh).axes if axis != fsdp]
+    fsdp = fsdp if fsdp in Mesh.parse(mesh).axes else None
+    rules = rules_for(kind, fsdp=fsdp, replicate=" ".join(axes))
+    layouts = rules.layouts(model, Mesh.parse(mesh))
     assert all(covered(layout, shape) for layout, shape in {(layouts[k], model[k]) for k in model})
 
 
@@ -169,19 +175,19 @@ def test_few_kv_heads_keep_ranks_and_order() -> None:
 
 
 def test_stages() -> None:
-    rules = Rules.load("llama", num_layers=5, tied=1)
+    rules = Rules.load("llama", num_layers=5, tied=1)  # no tp: heads need not be known
     mesh = Mesh(pp=3)
     at = [str(rules.layout(f"model.layers.{i}.mlp.up_proj.weight", mesh)) for i in range(5)]
     assert at == [f"- - | on pp={stage}" for stage in (0, 0, 1, 1, 2)]
     assert str(rules.layout("model.embed_tokens.weight", mesh)) == "- - | on pp=0,2"
     assert str(rules.layout("model.norm.weight", mesh)) == "- | on pp=2"
-    untied = Rules.load("llama", num_layers=5)
+    untied = Rules.load("llama", num_layers=5, tied=0)
     assert str(untied.layout("model.embed_tokens.weight", mesh)) == "- - | on pp=0"
     assert str(untied.layout("model.embed_tokens.weight", Mesh(pp=1))) == "- - | on pp=0"
 
 
 def test_experts() -> None:
-    rules = Rules.load("qwen3_moe", num_layers=4, num_experts=8, expert_size=48)
+    rules = Rules.load("qwen3_moe", num_layers=4, num_experts=8, expert_size=48, kv_heads=2)
     name = "model.layers.3.mlp.experts.{}.up_proj.weight".format
     at = [str(rules.layout(name(e), Mesh(ep=4, tp=2))) for e in range(8)]
     assert at == [f"tp - | on ep={e // 2}" for e in range(8)]
@@ -216,8 +222,10 @@ def test_fsdp_and_dots() -> None:
 def test_numbers_not_known_are_asked_for_or_counted() -> None:
     rules, name = Rules.load("mixtral"), "model.layers.{}.block_sparse_moe.experts.{}.w1.weight"
     names = [name.format(i, e) for i in range(6) for e in range(4)]
-    assert str(rules.layout(names[0], Mesh(tp=2))) == "tp -"
-    with pytest.raises(RulesError, match=r"mixtral: tensor .* on pp: needs num_layers: pass"):
+    assert str(rules.layout(names[0], Mesh(tp=1))) == "tp -"
+    with pytest.raises(RulesError, match=r"rule .*: needs kv_heads, which is not known: give the"):
+        rules.layout(names[0], Mesh(tp=2))
+    with pytest.raises(RulesError, match=r"mixtral: tensor .* on pp: needs num_layers, which is"):
         rules.layout(names[0], Mesh(pp=2))
     counted = rules.fit(names)
     assert (counted.numbers["num_layers"], counted.numbers["num_experts"]) == (6, 4)
@@ -227,11 +235,25 @@ def test_numbers_not_known_are_asked_for_or_counted() -> None:
         counted.layout(name.format(9, 0), Mesh(pp=2))
 
 
-def test_without_head_dim_the_cut_is_the_same_where_tp_divides_the_heads() -> None:
-    plain, whole = Rules.load("llama"), rules_for("llama")
-    for name, shape in shapes("llama").items():
-        a, b = (rules.layout(name, Mesh(tp=2), shape) for rules in (plain, whole))
-        assert a.same_as(b, shape)
+@pytest.mark.parametrize("family", Rules.families())
+def test_a_number_that_is_not_known_is_never_guessed(family: str) -> None:
+    """Without it a layout is the same as with it, or an error names it."""
+    whole = rules_for(family)
+    distinct = {re.sub(r"\d+", "0", name): name for name in shapes(family)}.values()
+    for name in whole.numbers:
+        numbers = {key: number for key, number in whole.numbers.items() if key != name}
+        lacking = Rules.load(family, **numbers)
+        for key, mesh in product(distinct, (Mesh(tp=2), Mesh(tp=4), Mesh(pp=2))):
+            shape = shapes(family)[key]
+            try:
+                found = lacking.layout(key, mesh, shape)
+            except RulesError as error:
+                if f"needs {name}, which is not known" not in str(error):
+                    raise
+            else:
+                assert found.same_as(whole.layout(key, mesh, shape), shape)
+    nothing_to_cut = Rules.load(family)
+    assert {nothing_to_cut.layout(key, Mesh(tp=1)).mesh for key in distinct} == {Mesh(tp=1)}
 
 
 FILE = """
@@ -264,11 +286,27 @@ def test_a_file(tmp_path: Path) -> None:
 
 
 def test_a_file_may_extend_a_family() -> None:
-    text = 'extends = "llama"\n[model]\nhead_dim = 64\n[tensors]\n"value_head.weight" = "- -"'
+    text = (
+        'extends = "llama"\n[model]\nhead_dim = 64\nkv_heads = 2\n[tensors]\n'
+        '"value_head.weight" = "- -"'
+    )
     rules = Rules.parse(text + '\n"*lm_head.weight" = "- -"')
     assert str(rules.layout("value_head.weight", Mesh(tp=2))) == "- -"
     assert str(rules.layout("lm_head.weight", Mesh(tp=2, pp=2))) == "- -"
     assert str(rules.layout("layers.0.self_attn.k_proj.weight", Mesh(tp=2))) == "tp*64 -"
+    with pytest.raises(
+        RulesError, match=r'\[model\] "heaf_dim" is used by no rule: write head_dim'
+    ):
+        Rules.parse(text.replace("head_dim", "heaf_dim"))
+    config = {"model_type": "llama", "num_attention_heads": 4, "num_key_value_heads": 4}
+    given = Rules.parse(text, source="own", num_layers=3).given(config=config | {"head_dim": 8})
+    assert given.numbers == {
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 64,
+        "num_layers": 3,
+        "tied": 0,
+    }, "arguments before the file before the config"
 
 
 def test_equal_layouts_are_one_object() -> None:
@@ -315,7 +353,7 @@ def test_a_name_no_rule_knows(name: str, message: str) -> None:
         Rules.load("llama").layout(name, Mesh(tp=2))
     assert "\n" not in str(raised.value)
     with pytest.raises(RulesError, match="3 names match no rule"):
-        Rules.load("llama").layouts([name, "lm_head.weight", "y", "z"], Mesh(tp=2))
+        Rules.load("llama", kv_heads=2).layouts([name, "lm_head.weight", "y", "z"], Mesh(tp=2))
 
 
 def test_no_mesh_wrong_numbers_wrong_shape() -> None:
@@ -402,7 +440,7 @@ def test_wrong_files(text: str, message: str) -> None:
         ('"*" = { layout = "-", on = "pp = 0 - 1" }', "pp=-1 with"),
         ('"*" = { layout = "-", on = "pp = n // (n - 4)" }', "divides by zero"),
         ('"*" = { layout = "pp", on = "pp = 1" }', 'axis "pp" appears twice'),
-        ('"*" = "tp*{m}"', 'rule "[*]": needs m: pass m='),
+        ('"*" = "tp*{m}"', 'rule "[*]": needs m, which is not known'),
         ('"*" = "tp*{n - 4}"', 'found "0".*at least 1'),
         ('"*" = "tp[1,2,3]"', "gives 3 sizes"),
         ('"a.*" = "-"\n"*.w" = "tp"', 'match "a.w" and are equally specific'),

@@ -52,9 +52,10 @@ def model_plan(
 ) -> rs.Plan:
     shapes = tensors(model)
     sides = []
-    for mesh, axes in ((have, fsdp), (want, None)):
-        rules = Rules.for_config(preset(model), fsdp=axes)
-        layouts = rules.layouts({name: s for name, (s, _) in shapes.items()}, rs.Mesh.parse(mesh))
+    for mesh, axes in ((rs.Mesh.parse(have), fsdp), (rs.Mesh.parse(want), None)):
+        replicate = " ".join(axis for axis in mesh.axes if axis != axes)
+        rules = Rules.load(config=preset(model), fsdp=axes, replicate=replicate)
+        layouts = rules.layouts({name: s for name, (s, _) in shapes.items()}, mesh)
         sides.append({n: rs.TensorSpec(s, d, layouts[n]) for n, (s, d) in shapes.items()})
     return rs.plan(*sides, **more)  # type: ignore[arg-type]
 

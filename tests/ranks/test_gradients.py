@@ -188,8 +188,8 @@ def raised(outcomes: Sequence[Outcome], kind: str, *words: str) -> None:
 
 def refused(rank: int, have: rs.Layout, options: dict) -> None:
     x = part(have, rank)
-    into = options.pop("into", False) and torch.zeros(COLUMNS.local_shape(rank, SHAPE)).double()
-    into = into if into is not False and rank > 1 else None
+    wants_into = options.pop("into", False) and COLUMNS.holds(rank) is not None
+    into = torch.zeros(COLUMNS.local_shape(rank, SHAPE)).double() if wants_into else None
     rs.move(x, have, COLUMNS, shape=SHAPE, dtype="float64", into=into, timeout=TIMEOUT, **options)
 
 

@@ -38,6 +38,7 @@ PUBLIC = [
     "Topology",
     "TopologyError",
     "UnfinishedError",
+    "UnsupportedError",
     "backward",
     "check",
     "describe",

@@ -37,7 +37,10 @@ __all__ = [*sorted(_HOMES)]
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'reshard.checkpoint' has no attribute '{name}'")
-    value = getattr(import_module(f"reshard.checkpoint.{_HOMES[name]}"), name)
+    from reshard.errors import needing_torch
+
+    with needing_torch(f"reshard.checkpoint.{name}"):
+        value = getattr(import_module(f"reshard.checkpoint.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 

@@ -19,11 +19,13 @@ from reshard.checkpoint.checksums import (
     damage,
     sum_of,
 )
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.crcs import Crcs, changed, crc_of, crcs_of
 from reshard.checkpoint.durable import replace_file
 from reshard.checkpoint.jobs import Job, Stamp
 from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.outputs import Literal
 from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
@@ -102,7 +104,7 @@ class Builder:
     _total: int = 0
 
     def __post_init__(self) -> None:
-        self._total = sum(int(transfer.target.num_bytes.sum()) for transfer in self.job.transfers)
+        self._total = sum(transfer.target_bytes for transfer in self.job.transfers)
         self.source = SourceFiles(self.storage, self.job.catalog, self._checker(), self._crcs())
         self.target = TargetFiles(self.place.data, self.job.output.files)
 
@@ -117,7 +119,7 @@ class Builder:
             if not read_journals(self.place.folder):  # there is nothing to resume
                 self.place.discard()
             raise
-        for literal in self.job.output.literals:
+        for literal in self._literals():
             self._put(literal.file, literal.offset, memoryview(literal.data))
         for copy in self.job.output.objects:
             source = copy.source
@@ -130,6 +132,14 @@ class Builder:
             for at, data in self._read(file.path, 0, file.size):
                 self._put(number, at, memoryview(data))
         replace_file(self.place.folder / "prepared", b"")
+
+    def _literals(self) -> Iterator[Literal]:
+        """What is known beforehand, but for what is around small tensors: that goes with them."""
+        output = self.job.output
+        yield from output.literals
+        for transfer in self.job.transfers:
+            if not transfer.is_packed(self.settings.window):
+                yield from output.tensors[transfer.name].literals()
 
     def copy(self) -> None:
         """Copy all chunks that fall to this process and are not done yet."""
@@ -158,8 +168,9 @@ class Builder:
 
     def seal(self) -> None:
         """Check that all is there and right, and write the checksums beside it."""
-        chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
-        self._check_all_done(set(chunks))
+        with collector_paused():
+            chunks = {record["chunk"]: Done.from_record(record) for record in self._records()}
+            self._check_all_done(set(chunks))
         self._check_source()
         self._check_crcs(chunks.values())
         self._check_resumed()

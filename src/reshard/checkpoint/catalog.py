@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.coverage import holes_of
@@ -117,6 +117,15 @@ class Catalog:
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
     """What the files say beside the tensors, such as ``format: pt``."""
+    values: Mapping[str, Any] = field(default_factory=dict)
+    """Entries that are plain values: numbers, texts, bytes, and lists, tuples and dicts of them.
+
+    Where JSON can hold one, ``metadata`` has it as a text, too.
+    """
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    """Plain values that other programs keep in the metadata of a .distcp: ``mcore_data``."""
+    left_out: tuple[str, ...] = ()
+    """Names of entries that are neither tensors nor plain values, and are not read."""
     others: tuple[StoredFile, ...] = ()
     """Files that belong to the checkpoint and hold no tensor: config.json, a tokenizer."""
     mesh: str | None = None

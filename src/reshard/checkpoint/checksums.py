@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.storage import check_path
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
 
 if TYPE_CHECKING:
     from reshard.checkpoint.storage import Storage
@@ -372,7 +372,7 @@ def _opened(text: bytes, where: str) -> dict[str, Any]:
         raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
     version = data.get("reshard-checksums")
     if version != VERSION:
-        raise DamageError(
+        raise UnsupportedError(
             f"{where} is of version {quoted(version)} and this reshard reads version {VERSION}: "
             f"use the reshard that wrote it, or delete it to go on without checksums"
         )

@@ -21,10 +21,11 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.beside import check_beside
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes, request_of
 from reshard.checkpoint.checksums import load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.cutting import Cut
 from reshard.checkpoint.direct import MOST_COPIED
 from reshard.checkpoint.durable import named
-from reshard.checkpoint.estimating import predicted_seconds
+from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.jobs import Job, plan_job
 from reshard.checkpoint.publish import Workplace, check_places
 from reshard.checkpoint.reading import Budget
@@ -39,6 +40,7 @@ from reshard.errors import (
     MemoryCapError,
     TargetError,
     UnfinishedError,
+    UnsupportedError,
 )
 from reshard.mesh import Mesh
 from reshard.rules import Rules
@@ -60,6 +62,8 @@ def convert(
     mesh: Mesh | str | None = None,
     rules: Rules | str | Path | None = None,
     layouts: Mapping[str, str | Layout] | None = None,
+    fsdp: str | None = None,
+    replicate: str | None = None,
     format: str | None = None,
     dtype: object = None,
     names: Names | None = None,
@@ -81,13 +85,13 @@ def convert(
 
     ``format`` is full (Hugging Face), sharded (safetensors that torch's reader loads), distcp, or
     ranks (the local tensors of each rank); sharded if there is a mesh. ``layouts`` go by name or
-    pattern and win over rules. ``dtype`` is for all floating-point parameters, or ``{pattern:
+    pattern and win over rules. ``fsdp`` names axes that cut dim 0 further, ``replicate`` axes along
+    which the rules replicate all. ``dtype`` is for all floating-point parameters, or ``{pattern:
     dtype}``. ``names`` renames, joins, stacks or takes tensors, as in ``plan``; without them the
     rules' own are taken. Parts of tensors that no name takes are listed in the report. ``drop``
     names tensors, by name or pattern, that are left out as far as no name takes them.
-    ``source_mesh`` and ``source_rules`` are for files of ranks that do not say how they were cut.
-    All buffers together take at most ``memory``. ``progress`` is called with bytes done and bytes
-    in all.
+    ``source_mesh`` and ``source_rules`` are for rank files that do not say how they were cut. All
+    buffers together take at most ``memory``. ``progress`` is called with bytes done and in all.
     """
     request = _Request(
         src=plain_path(src),
@@ -100,14 +104,14 @@ def convert(
         overwrite=overwrite,
         progress=progress,
     )
-    cut = Cut.of(mesh, rules, layouts, dtype)
-    source_cut = Cut.of(source_mesh, source_rules, None, None)
+    cut = Cut.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
-        catalog = formats.read(storage, rules=source_cut.rules, mesh=source_cut.mesh)
-        job = plan_job(
-            catalog, storage, cut, format=format, names=names, drop=drop,
-            max_shard_size=parse_bytes(max_shard_size),
-        )  # fmt: skip
+        with collector_paused():
+            catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
+            job = plan_job(
+                catalog, storage, cut, format=format, names=names, drop=drop,
+                max_shard_size=parse_bytes(max_shard_size),
+            )  # fmt: skip
         if dry_run:
             return _dry_run(request, job, storage)
         return _convert(request, job, storage, team)
@@ -207,9 +211,9 @@ def _build(builder: Builder, request: _Request) -> tuple[str, ...]:
     except BaseException as error:
         team.note_failure(place, error)
         match error:
-            case DamageError() if team.size == 1:
-                place.discard()  # of a damaged source nothing can be resumed
-            case TargetError() | UnfinishedError() | DamageError():
+            case DamageError() | UnsupportedError() if team.size == 1:
+                place.discard()  # of a source that cannot be read nothing can be resumed
+            case TargetError() | UnfinishedError() | DamageError() | UnsupportedError():
                 pass
             case OSError():  # which every CheckpointError is
                 raise UnfinishedError(f"{error}; what was written is kept for --resume") from error
@@ -275,9 +279,10 @@ def worker_bytes(window: int, casts: bool) -> int:
 def _dry_run(request: _Request, job: Job, storage: Storage) -> ConvertReport:
     place = request.place()
     kept = _check_target(request, job, place)
+    if not request.is_remote:
+        place.check_writable()
     settings = request.settings(storage)
-    seconds = predicted_seconds(job, storage, place.folder.parent)
-    return _report(request, place, job, settings, seconds, ALONE, dry_run=True, left_alone=kept)
+    return _report(request, place, job, settings, None, ALONE, dry_run=True, left_alone=kept)
 
 
 def _report(
@@ -302,7 +307,8 @@ def _report(
         format=job.format,
         dry_run=dry_run,
         num_tensors=len(job.transfers),
-        num_files=len(job.output.files),
+        num_files=job.num_files,
+        num_others=len(job.others),
         unique_bytes=job.unique_bytes,
         bytes_read=to_read if dry_run else builder.source.num_bytes if builder else 0,
         bytes_written=job.output.num_bytes - resumed if dry_run or builder else 0,

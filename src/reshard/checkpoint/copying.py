@@ -5,18 +5,25 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
+from math import prod
 from typing import Any
 
 from reshard.box import Box
 from reshard.checkpoint import digest
+from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.crcs import Crcs, Part
+from reshard.checkpoint.located import Located, Pieces
+from reshard.checkpoint.packing import CELLS, Pack, Packed, Placed, written
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Chunk, Transfer
 from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.zero_copy import zero_copy
+from reshard.dtypes import itemsize
 
 __all__ = ["CheckedReads", "Copier", "Done", "SourceFiles", "copy_all"]
 
@@ -140,11 +147,42 @@ class Copier:
         done = Done(chunk.number)
         writes = _Writes(self.target, done, self.checksums)
         reads = CheckedReads(self.source, done.crcs)
+        pack: list[int] = []
+        room = buffers.num_bytes
         for which, window in chunk.windows:
             transfer = self.transfers[which]
-            if not self._passed_through(transfer, window, done):
+            if transfer.is_packed(buffers.num_bytes):
+                size = transfer.most_bytes
+                if pack and size > room:
+                    self._copy_pack(pack, buffers, reads, writes)
+                    pack, room = [], buffers.num_bytes
+                pack.append(which)
+                room -= size
+            elif not self._passed_through(transfer, window, done):
                 self._copy_window(which, transfer, window, buffers, reads, writes)
+        if pack:
+            self._copy_pack(pack, buffers, reads, writes)
         return done
+
+    def _copy_pack(
+        self, numbers: Sequence[int], buffers: Buffers, reads: CheckedReads, writes: _Writes
+    ) -> None:
+        """Copy whole small tensors together."""
+        with collector_paused():
+            self._copy_packed(numbers, buffers, reads, writes)
+
+    def _copy_packed(
+        self, numbers: Sequence[int], buffers: Buffers, reads: CheckedReads, writes: _Writes
+    ) -> None:
+        transfers = [self.transfers[which] for which in numbers]
+        pack = Pack.of([_packed(t, t.have, t.stored) for t in transfers], buffers.window)
+        pack.read(buffers.scratch, reads)
+        if any(transfer.have != transfer.want for transfer in transfers):
+            pack = _cast_pack(pack, transfers, buffers)
+        if self.checksums:
+            writes.done.parts |= zip(numbers, pack.digests(), strict=True)
+        for one in written(_placed(pack, transfers)):
+            writes.write(one.file, one.offset, memoryview(one.data))
 
     def _copy_window(
         self,
@@ -176,6 +214,52 @@ class Copier:
             done.num_bytes += copied
             self.source.count(copied)
         return copied > 0
+
+
+def _packed(transfer: Transfer, dtype: str, held: Located | Pieces) -> Packed:
+    assert isinstance(held, Pieces)
+    width = itemsize(dtype)
+    return Packed(transfer.shape, width, prod(transfer.shape) * width, held.pieces)
+
+
+def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
+    """The same tensors in the dtypes of the output."""
+    made = Pack.of([_packed(t, t.want, t.written) for t in transfers], buffers.cast)
+    kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
+    for (have, want), group in kinds:
+        numbers = [*group]
+        source, target = (
+            each.buffer[each.starts[numbers[0]] : each.starts[numbers[-1] + 1]]
+            for each in (pack, made)
+        )
+        if have == want:
+            target[...] = source
+        else:
+            cells = CELLS[itemsize(have)], CELLS[itemsize(want)]
+            cast_into(source.view(cells[0]), have, target.view(cells[1]), want)
+    return made
+
+
+def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
+    """All that is written of a pack, in the order of files: boxes, and what is around them."""
+    order = [
+        (piece.file, piece.offset, number, which)
+        for number, transfer in enumerate(transfers)
+        for which, piece in enumerate(_written(transfer).pieces)
+    ]
+    for file, offset, number, which in sorted(order):
+        held = _written(transfers[number])
+        data = pack.bytes_of(number, held.pieces[which].box)
+        if held.around:
+            head, tail = held.around[which]
+            yield Placed(file, offset - len(head), b"".join((head, data, tail)))
+        else:
+            yield Placed(file, offset, data)
+
+
+def _written(transfer: Transfer) -> Pieces:
+    assert isinstance(transfer.written, Pieces)
+    return transfer.written
 
 
 def copy_all(

@@ -17,17 +17,17 @@ A change of dtype is for parameters alone, and what looks like another one may b
 
 from __future__ import annotations
 
+import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
+from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
-from typing import Any
 
 from reshard.checkpoint.casting import check_cast, is_float
-from reshard.checkpoint.formats.expected import config_of
-from reshard.checkpoint.given import as_mesh
+from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.outputs import Wanted
 from reshard.checkpoint.renaming import Outline
 from reshard.checkpoint.storage import Storage
@@ -35,10 +35,9 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError, quoted
 from reshard.layout import Layout
 from reshard.mesh import Mesh
-from reshard.models import numbers_of
 from reshard.rules import Rules
 
-__all__ = ["Cut", "Parameters", "uncast_note", "wanted_of"]
+__all__ = ["Cut", "Parameters", "notes_of", "uncast_note", "wanted_of"]
 
 FLOATS = ("float64", "float32", "float16", "bfloat16")
 """What a change of dtype for all tensors is about; all else stays as it is."""
@@ -55,6 +54,8 @@ class Cut:
     rules: Rules | None = None
     layouts: Mapping[str, str | Layout] = field(default_factory=dict)
     dtype: str | Mapping[str, str] | None = None
+    fsdp: str | None = None
+    replicate: str | None = None
 
     @classmethod
     def of(
@@ -63,6 +64,8 @@ class Cut:
         rules: Rules | str | Path | None,
         layouts: Mapping[str, str | Layout] | None,
         dtype: object,
+        fsdp: str | None = None,
+        replicate: str | None = None,
     ) -> Cut:
         """Read what a caller may write."""
         given = dtype is not None and not isinstance(dtype, Mapping)
@@ -73,33 +76,39 @@ class Cut:
                 "use float32, bfloat16, float16 or another float"
             )
         found = rules if isinstance(rules, Rules) or rules is None else Rules.load(rules)
-        return cls(as_mesh(mesh), found, layouts or {}, kept)  # type: ignore[arg-type]
+        return cls(as_mesh(mesh), found, layouts or {}, kept, fsdp, replicate)  # type: ignore[arg-type]
+
+    @property
+    def has_mesh(self) -> bool:
+        """Whether there are ranks to cut for."""
+        return bool(self.mesh or self.layouts or (self.rules and self.rules.mesh))
 
     def with_config(self, storage: Storage) -> Cut:
         """The same with the numbers of the model, from the config.json beside it."""
-        config = config_of(storage)
-        rules = self.rules
-        if rules is None and self.mesh is not None and not self.layouts:
-            if config is None:
-                raise RulesError(
-                    f"mesh {self.mesh} without rules: give --rules (rules=) with a family such as "
-                    "llama or a TOML file, or layouts"
-                )
-            rules = Rules.for_config(config)
-        elif rules is not None and config is not None:
-            rules = _with_numbers(rules, config)
-        return Cut(self.mesh, rules, self.layouts, self.dtype)
+        by_config = self.mesh is not None and not self.layouts
+        rules = as_rules(
+            self.rules, storage, fsdp=self.fsdp, replicate=self.replicate, by_config=by_config
+        )
+        if rules is None and (self.fsdp or self.replicate):
+            raise RulesError("fsdp and replicate are for rules and a mesh: the layouts say it all")
+        return replace(self, rules=rules)
 
-
-def _with_numbers(rules: Rules, config: Mapping[str, Any]) -> Rules:
-    """Rules with the numbers that they lack; a config of another kind of model changes nothing."""
-    try:
-        known = numbers_of(config)
-    except ReshardError:
-        return rules
-    lacking = {key for key, number in rules.numbers.items() if number is None}
-    numbers = {key: number for key, number in known.items() if key in lacking}
-    return Rules(rules.source, rules.document.with_numbers(numbers))
+    def check_whole(self, format: str) -> None:
+        """Raise for what says how to cut where tensors are written whole."""
+        told = {
+            "mesh": self.mesh,
+            "layouts": self.layouts,
+            "fsdp": self.fsdp,
+            "replicate": self.replicate,
+            "rules": self.rules if self.rules is not None and not self.rules.names else None,
+        }
+        name = next((name for name, value in told.items() if value), None)
+        if name is not None:
+            other = "give --format sharded, distcp or ranks" if self.has_mesh else "give --mesh"
+            raise LayoutError(
+                f"{name} would do nothing: format {format} writes whole tensors here; leave it "
+                f"out, or {other}"
+            )
 
 
 class Parameters:
@@ -107,13 +116,17 @@ class Parameters:
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
-        self._ends: dict[str, str | None] = {}
-        for name in shapes:
+
+    @cached_property
+    def _ends(self) -> dict[str, str | None]:
+        """The parameter with each end; None for an end that several have."""
+        ends: dict[str, str | None] = {}
+        for name in self.shapes:
             parts = name.split(".")
             for at in range(1, len(parts)):
                 end = ".".join(parts[at:])
-                self._ends[end] = None if end in self._ends else name
-        self._ends |= {name: name for name in shapes}
+                ends[end] = None if end in ends else name
+        return ends | {name: name for name in self.shapes}
 
     def followed_by(self, name: str, shape: tuple[int, ...]) -> str | None:
         """The parameter of the same shape whose name, or the end of it, is longest in a name."""
@@ -151,8 +164,11 @@ def wanted_of(outlines: Mapping[str, Outline], cut: Cut, whole: bool) -> dict[st
     """Every tensor of the output with its dtype and, unless it is to be whole, its layout."""
     layouts = {} if whole else _layouts(outlines, cut)
     parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
+    dtypes = {name: _dtype(name, outline, cut, parameters) for name, outline in outlines.items()}
+    if isinstance(cut.dtype, Mapping):
+        _check_overrides("dtype", cut.dtype, outlines)
     return {
-        name: Wanted(outline.shape, _dtype(name, outline, cut, parameters), layouts.get(name))
+        name: Wanted(outline.shape, dtypes[name], layouts.get(name))
         for name, outline in outlines.items()
     }
 
@@ -177,8 +193,18 @@ def uncast_note(outlines: Mapping[str, Outline], cut: Cut) -> tuple[str, ...]:
     return (note,)
 
 
+def notes_of(wanted: Mapping[str, Wanted], cut: Cut) -> tuple[str, ...]:
+    """What the report says of the layouts: axes that are read as two, ranks without a head."""
+    layouts = {name: tensor.layout for name, tensor in wanted.items() if tensor.layout is not None}
+    if cut.rules is None or not layouts or not (cut.mesh or cut.rules.mesh):
+        return ()
+    shapes = {name: wanted[name].shape for name in layouts}
+    return tuple(cut.rules.notes(layouts, shapes, cut.mesh))
+
+
 def _layouts(outlines: Mapping[str, Outline], cut: Cut) -> dict[str, Layout]:
-    given = {name: _given(name, cut) for name in outlines}
+    _check_overrides("layout", cut.layouts, outlines)
+    given = {name: _given(name, outline, cut) for name, outline in outlines.items()}
     found = {name: layout for name, layout in given.items() if layout is not None}
     open_names = [name for name in outlines if name not in found]
     rules = cut.rules.fit(outlines) if cut.rules is not None else None
@@ -193,20 +219,60 @@ def _layouts(outlines: Mapping[str, Outline], cut: Cut) -> dict[str, Layout]:
         found[name] = _following(name, outlines[name], parameters, found, cut, unknown)
     for name, layout in found.items():
         _check(name, outlines[name], layout)
+    if rules is not None and open_names:
+        rules.check_axes(found.values(), cut.mesh)
     return found
 
 
-def _given(name: str, cut: Cut) -> Layout | None:
-    """The layout that the caller gave for a name, or for a pattern that it matches."""
-    given = cut.layouts.get(name)
-    if given is None:
-        given = next((cut.layouts[key] for key in cut.layouts if fnmatchcase(name, key)), None)
-    if given is None or isinstance(given, Layout):
-        return given
+def _check_overrides(what: str, keys: Iterable[str], names: Iterable[str]) -> None:
+    """Raise for a name or a pattern that decides about no tensor: misspelt, or behind another."""
+    keys = [*keys]
+    deciding = {_override(name, keys) for name in names}
+    for key in keys:
+        if key in deciding:
+            continue
+        hidden = next((name for name in names if fnmatchcase(name, key)), None)
+        if hidden is not None:
+            raise LayoutError(
+                f"{what} {quoted(key)} decides nothing: {quoted(hidden)} and all others that it "
+                f"matches are matched by {quoted(str(_override(hidden, keys)))} before it; give it "
+                "first"
+            )
+        near = difflib.get_close_matches(key, [*names], n=3, cutoff=0.3)
+        nearest = ", ".join(map(quoted, near)) or "none"
+        raise LayoutError(
+            f"{what} {quoted(key)} matches no tensor: the nearest names are {nearest}"
+        )
+
+
+def _override(name: str, keys: Collection[str]) -> str | None:
+    """The override for a name: the name itself, else the first pattern that it matches."""
+    if name in keys:
+        return name
+    return next((key for key in keys if fnmatchcase(name, key)), None)
+
+
+def _given(name: str, outline: Outline, cut: Cut) -> Layout | None:
+    """The layout that the caller gave for a name, or for a pattern that it matches.
+
+    A pattern cuts no 0-d tensor: these are whole.
+    """
+    key = _override(name, cut.layouts)
+    if key is None:
+        return None
+    layout = cut.layouts[key]
+    if isinstance(layout, Layout):
+        return layout
     mesh = cut.mesh or (cut.rules.mesh if cut.rules is not None else None)
     if mesh is None:
-        raise LayoutError(f'layout "{given}" for {quoted(name)} needs a mesh: give mesh=')
-    return Layout(mesh, given)
+        raise LayoutError(f'layout "{layout}" for {quoted(name)} needs a mesh: give mesh=')
+    return _layout(mesh, layout if outline.shape or key == name else "...")
+
+
+@lru_cache(maxsize=1024)
+def _layout(mesh: Mesh, text: str) -> Layout:
+    """One object per layout: many tensors share one, and comparing them is then quick."""
+    return Layout(mesh, text)
 
 
 def _by_rules(name: str, outline: Outline, rules: Rules | None, cut: Cut) -> Layout:
@@ -250,7 +316,7 @@ def _dtype(name: str, outline: Outline, cut: Cut, parameters: Parameters) -> str
         case None:
             return outline.dtype
         case patterns:
-            keys = (key for key in patterns if key == name or fnmatchcase(name, key))
-            want = next((canonical_dtype(patterns[key]) for key in keys), outline.dtype)
+            key = _override(name, patterns)
+            want = outline.dtype if key is None else canonical_dtype(patterns[key])
     check_cast(outline.dtype, want, f"tensor {quoted(name)}")
     return want

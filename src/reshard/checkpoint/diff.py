@@ -224,8 +224,8 @@ def _cut(tensor: StoredTensor) -> frozenset[Box]:
 
 def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
     """The digests of these tensors; damage is raised."""
-    readers = (StoredReader(side, side.catalog.tensors[name]) for name in names)
-    found = dict(digests_of(readers, budget, meter, _raise))
+    tensors = (side.catalog.tensors[name] for name in names)
+    found = dict(digests_of(side, tensors, budget, meter, _raise))
     side.checker.finish(side.storage)
     side.check_crcs()
     return found

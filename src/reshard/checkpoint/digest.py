@@ -32,7 +32,7 @@ import numpy as np
 from reshard.box import Box, row_major
 from reshard.dtypes import itemsize
 
-__all__ = ["MODULUS", "VERSION", "combine", "finish", "part"]
+__all__ = ["MODULUS", "VERSION", "combine", "finish", "part", "whole"]
 
 VERSION = 2
 PRIMES = (8147, 8039, 7823, 7727, 7703, 7643, 7607, 7559)
@@ -76,6 +76,26 @@ def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
     numbers = array[..., np.newaxis].view(np.uint8)
     merged = _merged(numbers, tuple(zip(numbers.shape, (*steps, 1), strict=True)))
     return _of_bytes(*merged) * pow(256, start, MODULUS) % MODULUS
+
+
+def whole(rows: Array) -> list[int]:
+    """The values of many tensors of one size, each a row of bytes: quicker than one by one.
+
+    >>> tensors = np.arange(12, dtype=np.uint8).reshape(2, 6)
+    >>> whole(tensors)[1] == int.from_bytes(tensors[1].tobytes(), "little") % MODULUS
+    True
+    """
+    short = -rows.shape[1] % WORD
+    words = np.pad(rows, ((0, 0), (0, short))) if short else np.ascontiguousarray(rows)
+    words = words.view(f"<u{WORD}")
+    total = np.zeros((len(PRIMES), len(rows)))
+    for at in range(0, words.shape[1], COLUMNS):
+        block = words[:, at : at + COLUMNS].astype(np.float64)
+        weights = _column_weights(((block.shape[1], WORD),))
+        shift = np.array([[pow(256, at * WORD, prime)] for prime in PRIMES], dtype=np.float64)
+        total = np.fmod(total + np.fmod(weights @ block.T, _PRIMES) * shift, _PRIMES)
+    lanes = total.T.astype(np.int64).tolist()
+    return [_joined(each) for each in lanes]
 
 
 def combine(parts: Iterable[int]) -> int:

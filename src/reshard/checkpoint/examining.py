@@ -14,6 +14,7 @@ from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
+from reshard.checkpoint.packing import SMALL, Pack, Packed, tiles
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
@@ -32,8 +33,8 @@ class Problem:
     """One thing that is wrong."""
 
     kind: str
-    """``damage``, ``unreadable``, ``hole``, ``replicas``, ``absent``, ``shape``, ``dtype``,
-    ``values``, or ``object`` for an entry that is no tensor."""
+    """``damage``, ``unreadable``, ``unsupported``, ``hole``, ``replicas``, ``absent``, ``shape``,
+    ``dtype``, ``values``, or ``object`` for an entry that is no tensor."""
     message: str
     tensor: str | None = None
     file: str | None = None
@@ -69,8 +70,8 @@ def examine(
     """
     damaged: list[tuple[str, Chunk, bytes]] = []
     source.checker.tell(lambda *chunk: damaged.append(chunk))
-    readers = _readers(source, found)
-    for name, result in digests_of(readers, budget, progress, found.add):
+    tensors = _complete(source, found)
+    for name, result in digests_of(source, tensors, budget, progress, found.add):
         found.digests[name] = result
     if source.checksums is None:
         return
@@ -84,17 +85,22 @@ def examine(
         _check_digests(source, changed, found)
 
 
-def _readers(source: Source, found: Examined) -> Iterator[StoredReader]:
+def _complete(source: Source, found: Examined) -> Iterator[StoredTensor]:
+    """The tensors that have no holes; the others are told."""
     for tensor in source.catalog.tensors.values():
+        if tiles(tensor.shape, tensor.pieces):
+            yield tensor
+            continue
         try:
             # First, because it ends soon whatever the pieces are.
             holes = tensor.holes()
-            if holes:
-                found.add(_hole(source, tensor, holes))
-            else:
-                yield StoredReader(source, tensor)
         except CheckpointError as error:
             found.add(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
+            continue
+        if holes:
+            found.add(_hole(source, tensor, holes))
+        else:
+            yield tensor
 
 
 def _hole(source: Source, tensor: StoredTensor, holes: Sequence[Box]) -> Problem:
@@ -108,53 +114,131 @@ def _hole(source: Source, tensor: StoredTensor, holes: Sequence[Box]) -> Problem
 
 
 def digests_of(
-    readers: Iterable[StoredReader],
+    source: Source,
+    tensors: Iterable[StoredTensor],
     budget: Budget,
     progress: Progress,
     tell: Callable[[Problem], None],
 ) -> Iterator[tuple[str, str]]:
     """The digest of each tensor; replicas that disagree and what cannot be read are told."""
 
-    def work(task: tuple[StoredReader, Box], buffers: Buffers) -> int | CheckpointError:
-        reader, box = task
+    def work(task: _Task, buffers: Buffers) -> list[int] | CheckpointError:
         try:
-            return _part(reader, box, buffers, tell)
+            if isinstance(task, _Part):
+                return [_part(task.reader, task.box, buffers, tell)]
+            pack = Pack.of([packed_of(tensor) for tensor in task], buffers.window)
+            pack.read(buffers.scratch, source)
+            return pack.digests()
         except CheckpointError as error:
             return error
 
-    tasks = ((reader, box) for reader in readers for box in _boxes(reader, budget.window))
-    values: dict[str, int | None] = {}
-    last: StoredReader | None = None
     make = lambda: Buffers(budget.window, casts=False)  # noqa: E731
-    for (reader, box), result in in_order(work, tasks, budget.workers, make):
-        name = reader.tensor.name
-        progress(box.size * itemsize(reader.tensor.dtype))
-        if last is not None and last is not reader:
-            yield from _finished(last, values)
-        last = reader
-        known = values.setdefault(name, 0)
+    again: list[StoredTensor] = []
+    sums = _Sums(tell)
+    tasks = _tasks(source, tensors, budget.window, tell)
+    for task, result in in_order(work, tasks, budget.workers, make):
+        if isinstance(task, _Part):
+            progress(task.num_bytes)
+            yield from sums.add(task, result)
+        elif isinstance(result, CheckpointError):
+            again += task
+        else:
+            progress(sum(tensor.num_bytes for tensor in task))
+            for tensor, value in zip(task, result, strict=True):
+                yield tensor.name, digest.finish(value, tensor.shape, tensor.dtype)
+    # Of a pack that cannot be read, one by one, to name what is wrong.
+    alone = (part for tensor in again for part in _parts(source, tensor, budget.window, tell))
+    for part, result in in_order(work, alone, 1, make) if again else ():
+        progress(part.num_bytes)
+        yield from sums.add(part, result)
+    yield from sums.finish()
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A box of a tensor that is read and digested at a time."""
+
+    reader: StoredReader
+    box: Box
+
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes that is."""
+        return self.box.size * itemsize(self.reader.tensor.dtype)
+
+
+_Task = _Part | list[StoredTensor]
+"""A part of a tensor, or small tensors that are read together."""
+
+
+def packed_of(tensor: StoredTensor) -> Packed:
+    """A small tensor of a catalog, for a pack."""
+    return Packed(tensor.shape, itemsize(tensor.dtype), tensor.num_bytes, tensor.pieces)
+
+
+def _tasks(
+    source: Source,
+    tensors: Iterable[StoredTensor],
+    window: int,
+    tell: Callable[[Problem], None],
+) -> Iterator[_Task]:
+    """Small tensors in packs that fit into a window, and the others in boxes that do."""
+    pack: list[StoredTensor] = []
+    room = window
+    for tensor in tensors:
+        size = tensor.num_bytes
+        if not (0 < size <= min(SMALL, window) and tiles(tensor.shape, tensor.pieces)):
+            yield from _parts(source, tensor, window, tell)
+            continue
+        if size > room:
+            yield pack
+            pack, room = [], window
+        pack.append(tensor)
+        room -= size
+    if pack:
+        yield pack
+
+
+def _parts(
+    source: Source, tensor: StoredTensor, window: int, tell: Callable[[Problem], None]
+) -> Iterator[_Part]:
+    """The boxes to read of a tensor; an empty one has one, so that it has a digest too."""
+    try:
+        reader = StoredReader(source, tensor)
+        if tensor.num_bytes == 0:
+            yield _Part(reader, Box.whole(tensor.shape))
+        yield from (_Part(reader, box) for box in reader.boxes(window))
+    except CheckpointError as error:
+        tell(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
+
+
+class _Sums:
+    """Adds up the parts of tensors, which come one tensor after the other."""
+
+    def __init__(self, tell: Callable[[Problem], None]) -> None:
+        self._tell = tell
+        self._tensor: StoredTensor | None = None
+        self._value: int | None = 0
+        """None once a part could not be read."""
+
+    def add(self, part: _Part, result: list[int] | CheckpointError) -> Iterator[tuple[str, str]]:
+        """Add a part; gives the tensor before it, if that is now complete."""
+        tensor = part.reader.tensor
+        if tensor is not self._tensor:
+            yield from self.finish()
+            self._tensor, self._value = tensor, 0
         if isinstance(result, CheckpointError):
-            if known is not None:
-                tell(Problem("unreadable", str(result), name))
-            values[name] = None
-        elif known is not None:
-            values[name] = digest.combine([known, result])
-    if last is not None:
-        yield from _finished(last, values)
+            if self._value is not None:
+                self._tell(Problem("unreadable", str(result), tensor.name))
+            self._value = None
+        elif self._value is not None:
+            self._value = digest.combine([self._value, *result])
 
-
-def _boxes(reader: StoredReader, num_bytes: int) -> Iterator[Box]:
-    """The boxes to read; an empty tensor has one, so that it has a digest too."""
-    if reader.tensor.num_bytes == 0:
-        yield Box.whole(reader.tensor.shape)
-    yield from reader.boxes(num_bytes)
-
-
-def _finished(reader: StoredReader, values: dict[str, int | None]) -> Iterator[tuple[str, str]]:
-    tensor = reader.tensor
-    value = values.pop(tensor.name)
-    if value is not None:
-        yield tensor.name, digest.finish(value, tensor.shape, tensor.dtype)
+    def finish(self) -> Iterator[tuple[str, str]]:
+        """The digest of the last tensor, if there is one and all of it was read."""
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None and self._value is not None:
+            yield tensor.name, digest.finish(self._value, tensor.shape, tensor.dtype)
 
 
 def _part(reader: StoredReader, box: Box, buffers: Buffers, tell: Callable[[Problem], None]) -> int:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint.formats.expected import config_of
 from reshard.checkpoint.storage import Storage
+from reshard.errors import MeshError, RulesError
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -17,26 +18,41 @@ __all__ = ["as_mesh", "as_rules"]
 
 def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
     """A mesh, or its text such as ``tp=4``."""
-    if not isinstance(mesh, str):
-        return mesh
+    if mesh is None:
+        return None
     from reshard.mesh import Mesh
 
-    return Mesh.parse(mesh)
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f'mesh is {mesh!r:.60}: give a Mesh, or a text such as "dp=2 tp=4"')
+    return mesh
 
 
-def as_rules(rules: Rules | str | Path | None, storage: Storage) -> Rules | None:
-    """Rules, or the name of a family or a file; the checkpoint's config.json fills in numbers."""
-    if rules is None or not isinstance(rules, str | Path):
-        return rules
-    from reshard.errors import RulesError
-    from reshard.models import numbers_of
+def as_rules(
+    rules: Rules | str | Path | None,
+    storage: Storage,
+    *,
+    fsdp: str | None = None,
+    replicate: str | None = None,
+    by_config: bool = False,
+) -> Rules | None:
+    """Rules, or the name of a family or a file; numbers they lack come from the config.json.
+
+    Without rules, ``by_config`` takes those of the family that the config.json names.
+    """
+    if rules is None and not by_config:
+        return None
     from reshard.rules import Rules
 
-    loaded = Rules.load(rules)
     config = config_of(storage)
-    try:
-        numbers = numbers_of(config or {})
-    except RulesError:  # no config, or that of something else
-        return loaded
-    known = {key: number for key, number in numbers.items() if key in loaded.numbers}
-    return Rules.load(rules, fsdp=None, **known)
+    if isinstance(rules, Rules):
+        return rules.given(config=config, fsdp=fsdp, replicate=replicate)
+    if rules is not None and not isinstance(rules, str | Path):
+        raise RulesError(f"rules is {rules!r:.60}: give Rules, a family such as llama, or a file")
+    if rules is None and config is None:
+        raise RulesError(
+            f"{storage.root} has no config.json that names its model: give --rules (rules=) with a "
+            "family such as llama or a TOML file, or layouts"
+        )
+    return Rules.load(rules, config=config, fsdp=fsdp, replicate=replicate)

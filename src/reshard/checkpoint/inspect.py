@@ -23,7 +23,7 @@ from reshard.checkpoint.formats import survey
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.recovered import recovered
 from reshard.checkpoint.storage import Storage, open_storage
-from reshard.errors import DamageError, quoted
+from reshard.errors import quoted
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -91,6 +91,8 @@ class Inspection:
     metadata: Mapping[str, str]
     damage: tuple[str, ...]
     notes: tuple[str, ...]
+    unsupported: tuple[str, ...] = ()
+    """What is sound, as far as can be seen, and is not read."""
 
     @property
     def num_tensors(self) -> int:
@@ -104,8 +106,8 @@ class Inspection:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is damaged or missing."""
-        return not self.damage
+        """Whether all of it can be read: nothing is damaged, missing or unsupported."""
+        return not self.damage and not self.unsupported
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
@@ -123,6 +125,7 @@ class Inspection:
             "checksums": None if self.checksums is None else asdict(self.checksums),
             "metadata": dict(self.metadata),
             "damage": list(self.damage),
+            "unsupported": list(self.unsupported),
             "notes": list(self.notes),
         }
 
@@ -148,14 +151,16 @@ def inspect(
     """What a folder, a file or an address holds.
 
     Rules (a family such as ``llama``, or a TOML file) and a mesh are for files of ranks that do
-    not say how they were cut. Damage does not raise: it is part of the report. What is no
-    checkpoint at all is a CheckpointError.
+    not say how they were cut. Damage and what is not supported do not raise: they are part of the
+    report. What is no checkpoint at all is a CheckpointError.
     """
     with open_storage(path) as storage:
         catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
-        checksums, unreadable = _sidecar(storage)
+        checksums = None
+        with findings.noting():
+            checksums = _sidecar(storage)
     known: dict[Cut, Coverage] = {}
-    tensors, damage = [], [*findings.damage, *unreadable]
+    tensors, damage = [], [*findings.damage]
     for tensor in catalog.tensors.values():
         cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
         coverage = known.get(cut)
@@ -174,18 +179,16 @@ def inspect(
         catalog.metadata,
         tuple(damage),
         catalog.notes,
+        tuple(findings.unsupported),
     )
 
 
-def _sidecar(storage: Storage) -> tuple[Sidecar | None, tuple[str, ...]]:
-    """What there is of checksums, and what is wrong with them; no file is compared with them."""
-    try:
-        found = load(storage)
-    except DamageError as error:
-        return None, (str(error),)
+def _sidecar(storage: Storage) -> Sidecar | None:
+    """What there is of checksums; no file is compared with them."""
+    found = load(storage)
     if found is None:
-        return None, ()
-    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests)), ()
+        return None
+    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests))
 
 
 def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:

@@ -51,7 +51,7 @@ def tree(report: Inspection) -> str:
 
 
 def _headline(report: Inspection) -> str:
-    state = "damaged" if report.damage else "complete"
+    state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
     return (
         f"{report.path}: {report.format}, {_count(report.num_tensors, 'tensor')} of "
         f"{format_bytes(report.num_bytes)} in {_count(len(report.files), 'file')}, {state}"
@@ -100,7 +100,8 @@ def _facts(report: Inspection) -> Iterator[str]:
         yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
     if report.others:
         paths = [file.path for file in report.others]
-        yield f"others   {len(paths)} that hold no tensors: {_few(paths)}"
+        what = "hold no tensors" if report.files else "were not read"
+        yield f"others   {len(paths)} that {what}: {_few(paths)}"
     if report.checksums is not None:
         covered = _count(report.checksums.num_chunks, "chunk")
         tensors = _count(report.checksums.num_digests, "tensor")
@@ -111,7 +112,12 @@ def _facts(report: Inspection) -> Iterator[str]:
 
 
 def _findings(report: Inspection) -> Iterator[str]:
-    for title, found in (("damage", report.damage), ("notes", report.notes)):
+    lists = (
+        ("damage", report.damage),
+        ("unsupported", report.unsupported),
+        ("notes", report.notes),
+    )
+    for title, found in lists:
         if found:
             yield ""
             yield title

@@ -11,9 +11,12 @@ from pathlib import Path
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.companions import base_of, is_weights
-from reshard.checkpoint.cutting import Cut, uncast_note, wanted_of
+from reshard.checkpoint.cutting import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.formats.expected import config_of
+from reshard.checkpoint.formats.objects import object_texts
+from reshard.checkpoint.formats.recognised import is_distcp
 from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
+from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.renaming import Outline, feeds_for, left_over, outlines_of
 from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfers import Transfer, feeding, transfer_of
@@ -61,7 +64,7 @@ class Job:
     stamp: Stamp
     """The source as it was planned from."""
     notes: tuple[str, ...] = ()
-    """What the report says of the request."""
+    """What the report says of the request and of the layouts."""
     renamed: frozenset[str] = frozenset()
     """Tensors of the output that are not the source tensor of the same name, as it is."""
 
@@ -73,18 +76,24 @@ class Job:
     @property
     def unique_bytes(self) -> int:
         """Bytes of the source that are needed, each element once."""
-        return sum(int(transfer.source.num_bytes.sum()) for transfer in self.transfers)
+        return sum(transfer.source_bytes for transfer in self.transfers)
 
     @property
     def replica_bytes(self) -> int:
         """Bytes that the source holds a second time."""
-        return sum(int(transfer.replicas.num_bytes.sum()) for transfer in self.transfers)
+        return sum(int(t.replicas.num_bytes.sum()) for t in self.transfers if len(t.replicas))
 
     @property
     def copied_bytes(self) -> int:
         """Bytes that are copied without being part of a tensor."""
         objects = sum(copy.source.size for copy in self.output.objects)
         return objects + sum(file.size for file, _ in self.others)
+
+    @property
+    def num_files(self) -> int:
+        """Files of the output that hold tensors; files that are copied as they are do not count."""
+        made = self.output.files[: len(self.output.files) - len(self.others)]
+        return count_tensor_files(made)
 
     @property
     def casts(self) -> bool:
@@ -103,8 +112,7 @@ def plan_job(
     max_shard_size: int = 5 * 10**9,
 ) -> Job:
     """Plan a conversion; holes, misfits and unknown names are errors here."""
-    is_cut = bool(cut.mesh or cut.layouts or (cut.rules and cut.rules.mesh))
-    format = format or ("sharded" if is_cut else "full")
+    format = format or ("sharded" if cut.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(unknown_format(format))
     if max_shard_size < 1:
@@ -112,26 +120,31 @@ def plan_job(
             f"max_shard_size is {max_shard_size} bytes: give the most bytes of one file, such as "
             "5GB"
         )
-    if format != "full":
+    is_whole = format == "full" or (format == "distcp" and not cut.has_mesh)
+    if is_whole:
+        cut.check_whole(format)
+    else:
         cut = cut.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
     if not have and not catalog.objects:
         raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
     if names is None:
         names = names_of(cut.rules.names) if cut.rules is not None else {}
-    is_whole = format == "full" or (format == "distcp" and not is_cut)
     outlines = outlines_of(have, names, drop)
     if not outlines and not catalog.objects:
         raise CheckpointError(
             f"all tensors of {catalog.root} are dropped: nothing is left to write"
         )
     wanted = wanted_of(outlines, cut, is_whole)
+    texts = {} if format == "distcp" else object_texts(storage, catalog)
     output = plan_output(
         format,
         wanted,
-        metadata=catalog.metadata,
-        objects=tuple(catalog.objects.values()),
+        metadata={**catalog.metadata, **texts},
+        objects=[entry for name, entry in catalog.objects.items() if name not in texts],
         nesting=catalog.nesting,
+        values=catalog.values,
+        extras=catalog.extras,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
         max_shard_size=max_shard_size,
         base=_base(catalog, storage),
@@ -139,10 +152,12 @@ def plan_job(
     renamed = set[str]()
     transfers = tuple(_transfers(catalog, output, have, names, renamed))
     output, others = _with_others(output, catalog, format)
-    output = replace(output, left_out=(*output.left_out, *left_over(have, names, drop)))
+    output = replace(
+        output, left_out=(*output.left_out, *catalog.left_out, *left_over(have, names, drop))
+    )
     stamp = Stamp.of(catalog, storage)
     fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    notes = uncast_note(outlines, cut)
+    notes = (*notes_of(wanted, cut), *uncast_note(outlines, cut))
     return Job(
         catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
     )
@@ -202,8 +217,7 @@ def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
     [True, True, True, False]
     """
     indexes = tuple(f"{ending}.index.json" for ending in endings)
-    named = path.endswith((*endings, *indexes, ".distcp"))
-    return named or path.rpartition("/")[2] == ".metadata"
+    return path.endswith((*endings, *indexes)) or is_distcp(path.rpartition("/")[2])
 
 
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:
@@ -212,9 +226,8 @@ def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[T
     hasher.update(repr(sorted(names.items(), key=lambda item: item[0])).encode())
     for transfer in transfers:
         hasher.update(repr((transfer.name, transfer.shape, transfer.have, transfer.want)).encode())
-        for side in (transfer.source, transfer.target):
-            for table in (side.files, side.offsets, side.starts, side.stops, side.strides):
-                hasher.update(table.tobytes())
+        for side in (transfer.stored, transfer.written):
+            hasher.update(side.fingerprint())
     for made in output.files:
         hasher.update(json.dumps([made.path, made.size]).encode())
     for literal in output.literals:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
 
@@ -28,7 +28,7 @@ from reshard.box import Box
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.columns import Ints, distinct_first, numbered
 
-__all__ = ["Extent", "Located", "extents", "slabs"]
+__all__ = ["Extent", "Located", "Pieces", "extents", "slabs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,10 +58,15 @@ class Located:
     @classmethod
     def none(cls, num_dims: int, itemsize: int) -> Located:
         """No boxes at all."""
-        return cls.of((), num_dims, itemsize)
+        return _none(num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> bytes:
+        """Bytes that are the same for the same boxes in the same places."""
+        tables = (self.files, self.offsets, self.starts, self.stops, self.strides)
+        return b"".join(table.tobytes() for table in tables)
 
     def __getitem__(self, rows: Ints | slice) -> Located:
         """Some of the boxes."""
@@ -155,6 +160,40 @@ class Located:
         starts[:, :inner] += at
         stops[:, :inner] = starts[:, :inner] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
+
+
+@lru_cache(maxsize=1024)
+def _none(num_dims: int, itemsize: int) -> Located:
+    return Located.of((), num_dims, itemsize)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pieces:
+    """Pieces as objects: smaller than a table where there are one or two."""
+
+    num_dims: int
+    itemsize: int
+    pieces: tuple[StoredPiece, ...]
+    around: tuple[tuple[bytes, bytes], ...] = ()
+    """Bytes that stand before and behind each piece in its file, where the format has such."""
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the elements of all pieces."""
+        return sum(piece.box.size for piece in self.pieces) * self.itemsize
+
+    def fingerprint(self) -> bytes:
+        """Bytes that are the same for the same boxes in the same places."""
+        return repr(
+            [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]
+        ).encode()
+
+    def table(self) -> Located:
+        """The same as columns."""
+        return Located.of(self.pieces, self.num_dims, self.itemsize)
 
 
 def joined(parts: Sequence[Located]) -> Located:

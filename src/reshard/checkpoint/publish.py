@@ -134,6 +134,13 @@ class Workplace:
             self.old.rename(self.target)
         return False
 
+    def check_writable(self) -> None:
+        """Ask the system, without writing, whether the target's folder can be made and written."""
+        folder = self.target.parent
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+            raise TargetError(f"{exists} cannot be written to: choose another target")
+
     def enter(self) -> None:
         """Make the folder and take its lock; a second conversion is refused at once."""
         self.settle()

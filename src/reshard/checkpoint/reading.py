@@ -191,7 +191,7 @@ class StoredReader:
         for piece in self._transfer.source.boxes():
             yield from slabs(piece, limit)
 
-    def rows(self, num_bytes: int) -> Iterator[Box]:
+    def rows(self, num_bytes: int) -> Iterable[Box]:
         """The tensor in boxes of at most so many bytes, in row-major order."""
         return self._transfer.windows(num_bytes)
 

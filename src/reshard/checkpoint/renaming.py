@@ -115,6 +115,9 @@ def feeds_for(
     wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Outline], names: Names
 ) -> Iterator[tuple[str, list[Feed], tuple[Box, ...]]]:
     """For each output tensor the source tensors it is made of, and the boxes left to zeros."""
+    if not names:
+        yield from ((name, [Feed(name)], ()) for name in wanted)
+        return
     specs = {key: TensorSpec(o.shape, o.dtype, _ANYWHERE) for key, o in have.items()}
     for name, shape in wanted.items():
         found = feeds_of(name, TensorSpec(shape, "uint8", _ANYWHERE), specs, names)

@@ -24,6 +24,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.checksums import SIDECAR, load
 from reshard.checkpoint.companions import is_companion
+from reshard.checkpoint.formats.recognised import is_distcp
 from reshard.checkpoint.formats.safetensors_files import find_index, index_files
 from reshard.checkpoint.storage import COMMITTED, OURS, REQUEST, LocalStorage
 from reshard.errors import ReshardError, TargetError, quoted
@@ -31,9 +32,9 @@ from reshard.errors import ReshardError, TargetError, quoted
 __all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
 
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
-_DISTCP = re.compile(r"__\d+_\d+\.distcp")
-_SAFETENSORS = (".safetensors", ".safetensors.index.json", ".distcp")
-"""How files end that would be read together with safetensors files beside them, or instead."""
+_DISTCP = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+_SAFETENSORS = (".safetensors", ".safetensors.index.json")
+"""How files end that would be read together with safetensors files beside them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def _belonging(target: Path) -> frozenset[str]:
             found |= read & sizes.keys() if sizes else read
     ours = {SIDECAR, COMMITTED, REQUEST}
     stale = {path.name for path in target.iterdir() if _DISTCP.fullmatch(path.name)}
-    found |= ours | (stale if ".metadata" in found else set())
+    found |= ours | (stale if any(map(is_distcp, found)) else set())
     return frozenset(name for name in found if _in_way(target, name) == name)
 
 
@@ -196,7 +197,7 @@ def _check_not_read(target: Path, kept: Collection[str], files: Collection[str])
     if ".metadata" in files:
         return
     for name in kept:
-        if name.endswith(_SAFETENSORS):
+        if name.endswith(_SAFETENSORS) or is_distcp(name):
             raise TargetError(
                 f"{target}/{name} is no part of the checkpoint there, and would be read as a part "
                 "of the new one: move it away, or choose another target"

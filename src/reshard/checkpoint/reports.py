@@ -22,6 +22,9 @@ class ConvertReport:
     dry_run: bool
     num_tensors: int
     num_files: int
+    """Files that hold tensors, as ``inspect`` counts them."""
+    num_others: int
+    """Files that are copied as they are: a config, a tokenizer."""
     unique_bytes: int
     """Bytes of all source tensors that are used, each element once."""
     bytes_read: int
@@ -34,7 +37,7 @@ class ConvertReport:
     disk_needed: int
     disk_free: int | None
     seconds: float | None
-    """How long it took; in a dry run how long it will take, as far as a short probe can tell."""
+    """How long it took; None in a dry run."""
     checksums: bool
     was_complete: bool = False
     """Whether an earlier run of the same request had written all of it."""
@@ -81,7 +84,7 @@ class ConvertReport:
         verb = "would write" if self.dry_run else "wrote"
         lines = [
             f"{verb} {tensors} to {self.target}",
-            f"  format   {self.format}, {self.num_files} file{'s' * (self.num_files != 1)}",
+            f"  format   {self.format}, {self._files()}",
             f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
             f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
             f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",
@@ -98,6 +101,10 @@ class ConvertReport:
             lines.append(f"  kept     {_some(self.left_alone)}: {reason}")
         return lines + [f"  note     {note}" for note in self.notes[:5]]
 
+    def _files(self) -> str:
+        others = f", {self.num_others} copied that hold no tensors" if self.num_others else ""
+        return f"{self.num_files} file{'s' * (self.num_files != 1)}{others}"
+
     def _resumed(self) -> str:
         resumed = format_bytes(self.bytes_resumed)
         return f", and {resumed} by the run before" if self.bytes_resumed else ""
@@ -106,8 +113,7 @@ class ConvertReport:
         if self.seconds is None:
             return []
         rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
-        about = "about " if self.dry_run else ""
-        return [f"  time     {about}{self.seconds:.1f} s{rate}"]
+        return [f"  time     {self.seconds:.1f} s{rate}"]
 
 
 def _some(names: tuple[str, ...]) -> str:

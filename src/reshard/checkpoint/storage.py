@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Self
 
 from reshard.checkpoint.catalog import StoredFile
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
 
 __all__ = [
     "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "Range",
@@ -40,7 +40,7 @@ REQUEST = f"{OURS}-request.json"
 """The file that says which conversion a folder without checksums is the result of."""
 COMMITTED = "_RESHARD_COMMITTED"
 """The file that is written last where folders cannot be renamed."""
-TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin")
+TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
 """How a single file that holds tensors may be called."""
 MAX_FILES = 1 << 20
 MAX_OPEN = 128
@@ -87,7 +87,7 @@ def check_path(path: str) -> str:
     parts = path.split("/")
     bad = not path or "\0" in path or "\\" in path or any(p in ("", ".", "..") for p in parts)
     if bad:
-        raise DamageError(
+        raise UnsupportedError(
             f"the path {quoted(path)} leaves its checkpoint or is none: "
             "only plain paths below the checkpoint's folder are read"
         )
@@ -332,9 +332,9 @@ class LocalStorage(Storage):
         if snapshots:
             inside.append(f"{cache}/blobs")
         if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
-            raise DamageError(
-                f"{where} leads to {real}, outside of its checkpoint: copy the file, or the link's "
-                "target, into the folder"
+            raise UnsupportedError(
+                f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
+                "file into the folder"
             )
 
 

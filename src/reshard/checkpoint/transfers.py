@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 
 import numpy as np
@@ -26,7 +27,8 @@ import numpy as np
 from reshard.box import Box, uncovered
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.coverage import holes_of
-from reshard.checkpoint.located import Located, joined, slabs
+from reshard.checkpoint.located import Located, Pieces, joined, slabs
+from reshard.checkpoint.packing import SMALL, tiles
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
@@ -62,24 +64,62 @@ class Transfer:
     """The dtype in the source."""
     want: str
     """The dtype in the output."""
-    source: Located
+    stored: Located | Pieces
     """Every element once, in the coordinates of the output tensor."""
     replicas: Located
     """What the source holds a second time; it must be equal."""
-    target: Located
+    written: Located | Pieces
+    """Where the elements go."""
     regions: tuple[Box, ...]
     """What is cut into windows: the whole tensor, or the target pieces one by one."""
     is_padded: bool = False
     """Whether some elements have no source and are zero."""
 
-    def windows(self, num_bytes: int) -> Iterator[Box]:
+    @property
+    def source(self) -> Located:
+        """Where the elements are, as columns."""
+        return self.stored if isinstance(self.stored, Located) else self.stored.table()
+
+    @property
+    def target(self) -> Located:
+        """Where the elements go, as columns."""
+        return self.written if isinstance(self.written, Located) else self.written.table()
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read, each element once."""
+        if isinstance(self.stored, Pieces):
+            return prod(self.shape) * itemsize(self.have)
+        return _num_bytes(self.stored)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes that are written."""
+        return _num_bytes(self.written)
+
+    def is_packed(self, num_bytes: int) -> bool:
+        """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
+        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the whole tensor in the wider of both dtypes."""
+        return prod(self.shape) * max(itemsize(self.have), itemsize(self.want))
+
+    def windows(self, num_bytes: int) -> Iterable[Box]:
         """The windows, none longer than so many bytes in either dtype."""
+        if self.is_packed(num_bytes):
+            return self.regions
         limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
         return (window for region in self.regions for window in slabs(region, limit))
 
     def size_of(self, window: Box) -> int:
         """Bytes of a window in the output."""
         return window.size * itemsize(self.want)
+
+
+def _num_bytes(held: Located | Pieces) -> int:
+    return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,14 +152,31 @@ def transfer_of(
     shape: tuple[int, ...],
     want: str,
     fed: Sequence[Fed],
-    target: Located,
+    target: Located | Pieces,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
+    if isinstance(target, Pieces):
+        if _is_small(shape, have, want, fed):
+            none = Located.none(len(shape), itemsize(have))
+            stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
+            return Transfer(name, shape, have, want, stored, none, target, _whole(shape))
+        target = target.table()
     source, replicas = source_of(name, shape, fed, zeros)
     regions = _regions(shape, source, target)
     return Transfer(name, shape, have, want, source, replicas, target, regions, bool(zeros))
+
+
+def _is_small(shape: tuple[int, ...], have: str, want: str, fed: Sequence[Fed]) -> bool:
+    """Whether a tensor can be copied in a pack: it is small, and stored as it is."""
+    size = prod(shape) * max(itemsize(have), itemsize(want))
+    return 0 < size <= SMALL and _is_plain(shape, fed)
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box.whole(shape),)
 
 
 def one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
@@ -138,6 +195,11 @@ def source_of(
     name: str, shape: tuple[int, ...], fed: Sequence[Fed], zeros: Sequence[Box] = ()
 ) -> tuple[Located, Located]:
     """The pieces that hold each element once, and those that hold some of them again."""
+    if prod(shape) and _is_plain(shape, fed):
+        [stored] = fed
+        size = itemsize(stored.tensor.dtype)
+        found = Located.of(stored.tensor.pieces, len(shape), size)
+        return found, Located.none(len(shape), size)
     pieces = pieces_of(fed, len(shape))
     chosen, replicas = _without_replicas(pieces, prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
@@ -154,6 +216,14 @@ def pieces_of(fed: Sequence[Fed], num_dims: int) -> Located:
     """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
     parts = [_fed_pieces(each) for each in fed]
     return joined(parts) if parts else Located.none(num_dims, 1)
+
+
+def _is_plain(shape: tuple[int, ...], fed: Sequence[Fed]) -> bool:
+    """Whether a tensor is one stored tensor as it is, whose pieces are seen to be all of it."""
+    if len(fed) != 1 or fed[0].feed.moves:
+        return False
+    tensor = fed[0].tensor
+    return tensor.shape == shape and tiles(shape, tensor.pieces)
 
 
 def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:
@@ -268,8 +338,12 @@ def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[
     the buffer and out of it. A window of one target piece leaves as it lies. That is only done
     where the source can still be read in runs.
     """
-    whole = (Box.whole(shape),)
-    if not len(target) or target.num_bytes.mean() < WORTH_A_REGION:
+    whole = _whole(shape)
+    if (
+        prod(shape) * target.itemsize < WORTH_A_REGION
+        or not len(target)
+        or target.num_bytes.mean() < WORTH_A_REGION
+    ):
         return whole
     if not _cuts_rows(source, shape) or not _cuts_rows(target, shape):
         return whole

@@ -20,16 +20,25 @@ from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.collector import collector_paused
 from reshard.checkpoint.comparing import Difference, difference, differing_objects
 from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.examining import Examined, Problem, examine
+from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader
 from reshard.checkpoint.renamed import renamed
 from reshard.checkpoint.renaming import Outline, left_over
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, quoted
+from reshard.errors import (
+    CheckpointError,
+    DamageError,
+    NamesError,
+    ReshardError,
+    UnsupportedError,
+    quoted,
+)
 
 if TYPE_CHECKING:
     from reshard.mesh import Mesh
@@ -39,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = ["VerifyReport", "verify"]
 
 FORMAT = 1
+UNSUPPORTED = "unsupported"
 SHOWN = 20
 """Problems that are printed one by one."""
 
@@ -68,6 +78,11 @@ class VerifyReport:
         """Whether nothing is wrong."""
         return not self.problems
 
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether all that is wrong is that a part is of a kind that is not supported."""
+        return not self.ok and all(problem.kind == UNSUPPORTED for problem in self.problems)
+
     def __bool__(self) -> bool:
         return self.ok
 
@@ -81,6 +96,7 @@ class VerifyReport:
             yield f"{words}: {size}, digest {self.digest}"
         else:
             words = "damaged" if len(self.checkpoints) == 1 else "not equal"
+            words = UNSUPPORTED if self.is_unsupported else words
             count = len(self.problems)
             yield f"{words}: {count} problem{'s' if count != 1 else ''} in {size}:"
             yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
@@ -143,6 +159,8 @@ def verify(
     """
     if b is None and (names is not None or drop):
         raise NamesError("names and drop are about a conversion: give both checkpoints")
+    if b is None and (b_rules is not None or b_mesh is not None):
+        raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
     with open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
@@ -186,10 +204,14 @@ class _Side:
             checksums = load(storage)
         except DamageError as error:
             self.found.add(Problem("damage", str(error), file=SIDECAR))
-        catalog, damage = _survey(storage, rules, mesh, is_checked=checksums is not None)
-        for line in damage:
+        except UnsupportedError as error:
+            self.found.add(Problem(UNSUPPORTED, str(error), file=SIDECAR))
+        catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        for line in findings.damage:
             self.found.add(Problem("unreadable", line))
-        self.is_known = not damage
+        for line in findings.unsupported:
+            self.found.add(Problem(UNSUPPORTED, line))
+        self.is_known = not findings.any
         checker = Checker(checksums, storage.root)
         crcs = Crcs(crcs_of(storage, catalog, checksums))
         self.source = Source(catalog, storage, checksums, checker, crcs)
@@ -241,16 +263,19 @@ class _Side:
 
 def _survey(
     storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
-) -> tuple[Catalog, Sequence[str]]:
+) -> tuple[Catalog, Findings]:
     """What can be read of a checkpoint, and what is wrong with its headers."""
+    given, over = as_rules(rules, storage), as_mesh(mesh)
+    if given is not None and over is not None:
+        given.check_mesh(over)  # a wrong request is no damage
     try:
-        catalog, findings = formats.survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        with collector_paused():
+            return formats.survey(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise
         # A changed byte can make a header say anything; the checksums will tell where.
-        return Catalog(storage.root, "unreadable", (), {}), [str(error)]
-    return catalog, findings.damage
+        return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
 
 
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:

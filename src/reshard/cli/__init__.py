@@ -1,8 +1,9 @@
 """The command line: ``reshard show``, ``plan``, ``inspect``, ``convert``, ``verify``, ``demo``, ...
 
 Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
-answer is no, 2 bad usage or input, 3 failed midway, 130 interrupted. Only click is loaded here:
-every command loads what it needs when it runs, so that ``reshard --help`` is instant.
+answer is no, 2 bad usage or input, 3 failed midway, 4 a checkpoint of a kind that is not supported,
+130 interrupted. Only click is loaded here: every command loads what it needs when it runs, so that
+``reshard --help`` is instant.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from reshard.cli.convert import convert
 from reshard.cli.demo import demo
 from reshard.cli.diff import diff
 from reshard.cli.inspect import inspect
+from reshard.cli.output import UNSUPPORTED
+from reshard.cli.pipes import forgiving
 from reshard.cli.plan import plan
 from reshard.cli.show import show
 from reshard.cli.verify import verify
-from reshard.errors import ReshardError
+from reshard.errors import ReshardError, UnsupportedError
 
 __all__ = ["main", "run"]
 
@@ -61,6 +64,8 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     # Nothing here multiplies matrices, and starting threads for that takes a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    sys.stdout = sys.stdout and forgiving(sys.stdout)
+    sys.stderr = sys.stderr and forgiving(sys.stderr)
     sys.exit(run(sys.argv[1:]))
 
 
@@ -73,10 +78,6 @@ def run(arguments: Sequence[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     try:
         return _invoke([_protect(argument) for argument in arguments])
-    except BrokenPipeError:
-        # Whoever read our output has seen enough; nothing may be flushed to it at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     except (KeyboardInterrupt, click.Abort):
         return INTERRUPTED
 
@@ -91,9 +92,11 @@ def _invoke(arguments: list[str]) -> int:
         return done.exit_code
     except click.ClickException as error:
         return _complain(error.format_message())
+    except UnsupportedError as error:
+        return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
         return _complain(str(error))
-    except (BrokenPipeError, click.Abort):
+    except click.Abort:
         raise
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
@@ -117,9 +120,9 @@ def _protect(argument: str) -> str:
     return f" {argument}" if _LAYOUT.match(argument) else argument
 
 
-def _complain(message: str) -> int:
-    """Print an error as one line of printable characters."""
+def _complain(message: str, code: int = BAD_INPUT) -> int:
+    """Print an error as one line of printable characters; the exit code."""
     line = " ".join(message.split())
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     print(f"reshard: {line}", file=sys.stderr)
-    return BAD_INPUT
+    return code

@@ -9,6 +9,9 @@ import click
 
 __all__ = ["bench"]
 
+HELPERS = frozenset({"side_by_side.py"})
+"""Files beside the benchmarks that only help them."""
+
 
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
@@ -39,5 +42,4 @@ def _folder() -> Path | None:
 
 
 def _scripts(folder: Path) -> list[Path]:
-    everything = folder / "run.py"
-    return [everything] if everything.is_file() else sorted(folder.glob("*.py"))
+    return sorted(path for path in folder.glob("*.py") if path.name not in HELPERS)

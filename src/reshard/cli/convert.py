@@ -23,7 +23,12 @@ UNFINISHED = 3
 @click.option("--mesh", help='The mesh to cut for, such as "tp=2" or "dp=2 tp=4".')
 @click.option("--rules", help="A family such as llama, or a TOML file; else by config.json.")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
-    "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated."
+    "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated, the first that "
+    "matches counts; patterns leave 0-d tensors whole."
+))  # fmt: skip
+@click.option("--fsdp", metavar="AXES", help="Axes of the mesh that cut dim 0 further.")
+@click.option("--replicate", multiple=True, metavar="AXIS", help=(
+    "An axis of the mesh along which the rules replicate everything, on purpose; may be repeated."
 ))  # fmt: skip
 @click.option(
     "--format", type=click.Choice(["full", "sharded", "distcp", "ranks"]),
@@ -97,6 +102,7 @@ def _convert(
             src,
             dst,
             layouts=dict(map(_layout, words.pop("layouts"))),
+            replicate=" ".join(words.pop("replicate")) or None,
             names=None if names is None else read_names(names),
             source_rules=words.pop("from_rules"),
             source_mesh=words.pop("from_mesh"),

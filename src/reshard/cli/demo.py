@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["Comparison", "demo"]
 
 MODELS = ("llama-3-8b", "llama-3.2-1b")
-HAVE, FSDP, WANT = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11"
+HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
 SMALLER = 8
 """The second simulation divides every dim by this."""
 
@@ -139,10 +139,11 @@ def _real_size(model: str) -> Plan:
 
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     from reshard.cli.inputs import ModelSide, model_specs
+    from reshard.mesh import Mesh
     from reshard.planning.plan import plan
 
-    have = model_specs(config, ModelSide("from", HAVE, None, FSDP, None))
-    want = model_specs(config, ModelSide("to", WANT, None, None, None))
+    have, _ = model_specs(config, ModelSide("from", Mesh.parse(HAVE), fsdp=FSDP))
+    want, _ = model_specs(config, ModelSide("to", Mesh.parse(WANT), replicate=REPLICAS))
     return plan(have, want, memory=memory)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,10 +14,18 @@ from reshard.errors import FormatError, LayoutError, NotationError, PlanError
 if TYPE_CHECKING:
     from reshard.layout import Layout
     from reshard.mesh import Mesh
-    from reshard.rules import Rules
     from reshard.spec import TensorSpec
 
-__all__ = ["ModelSide", "model_config", "model_specs", "parse_lost", "parse_shape", "parse_side"]
+__all__ = [
+    "ModelSide",
+    "model_config",
+    "model_specs",
+    "parse_lost",
+    "parse_model_mesh",
+    "parse_shape",
+    "parse_side",
+    "replicated",
+]
 
 MAX_ELEMENTS = 1 << 56
 MAX_CONFIG = 1 << 24
@@ -79,13 +87,14 @@ def parse_lost(text: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class ModelSide:
-    """How one side of a model's move is cut: a mesh, rules, and axes of FSDP."""
+    """How one side of a model's move is cut: a mesh, rules, axes of FSDP and of replicas."""
 
     option: str
-    mesh: str
-    rules: str | None
-    fsdp: str | None
-    dtype: str | None
+    mesh: Mesh
+    rules: str | None = None
+    fsdp: str | None = None
+    replicate: str | None = None
+    dtype: str | None = None
 
 
 def model_config(name: str) -> Mapping[str, Any]:
@@ -108,38 +117,53 @@ def model_config(name: str) -> Mapping[str, Any]:
     return config
 
 
-def model_specs(config: Mapping[str, Any], side: ModelSide) -> dict[str, TensorSpec]:
-    """The specs of all tensors of a model on one side of a move."""
+def model_specs(
+    config: Mapping[str, Any], side: ModelSide
+) -> tuple[dict[str, TensorSpec], list[str]]:
+    """The specs of all tensors of a model on one side of a move, and notes about its layouts."""
     from reshard.models import tensors
+    from reshard.rules import Rules
     from reshard.spec import TensorSpec
 
     model = tensors(config)
-    rules = _rules(config, side)
-    layouts = rules.layouts({name: shape for name, (shape, _) in model.items()}, _mesh(side))
-    return {
+    shapes = {name: shape for name, (shape, _) in model.items()}
+    rules = Rules.load(side.rules, config=config, fsdp=side.fsdp, replicate=side.replicate)
+    layouts = rules.layouts(shapes, side.mesh)
+    specs = {
         name: TensorSpec(shape, side.dtype or dtype, layouts[name])
         for name, (shape, dtype) in model.items()
     }
+    return specs, [f"{side.option}: {note}" for note in rules.notes(layouts, shapes, side.mesh)]
 
 
-def _mesh(side: ModelSide) -> Mesh:
+def parse_model_mesh(text: str, option: str) -> Mesh:
+    """Read the mesh of one side of a model's move."""
     from reshard.mesh import Mesh
 
-    mesh, colon, layout = side.mesh.partition(":")
+    mesh, colon, layout = text.partition(":")
     if colon:
         raise PlanError(
-            f'{side.option} has the layout "{layout.strip()}": with --model the layouts come from '
+            f'{option} has the layout "{layout.strip()}": with --model the layouts come from '
             f'rules; give the mesh alone, "{mesh.strip()}"'
         )
     return Mesh.parse(mesh)
 
 
-def _rules(config: Mapping[str, Any], side: ModelSide) -> Rules:
-    from reshard.models import numbers_of
-    from reshard.rules import Rules
+def replicated(
+    axes: Sequence[str], sides: Sequence[tuple[Mesh | None, str | None]]
+) -> list[str | None]:
+    """The axes of ``--replicate`` for each side of a request, given as a mesh and its FSDP axes.
 
-    if side.rules is None:
-        return Rules.for_config(config, fsdp=side.fsdp)
-    rules = Rules.load(side.rules, fsdp=side.fsdp)
-    known = {key: n for key, n in numbers_of(config).items() if key in rules.numbers}
-    return Rules.load(side.rules, fsdp=side.fsdp, **known)
+    >>> from reshard.mesh import Mesh
+    >>> replicated(["dp"], [(Mesh(dp=2, tp=4), "dp"), (Mesh(dp=2), None), (None, None)])
+    [None, 'dp', None]
+    """
+    free = [
+        [axis for axis in (mesh.axes if mesh else ()) if axis not in (fsdp or "").split()]
+        for mesh, fsdp in sides
+    ]
+    for axis in axes:
+        if not any(axis in one for one in free):
+            known = ", ".join(dict.fromkeys(name for one in free for name in one)) or "no axis"
+            raise PlanError(f'--replicate "{axis}": the meshes have {known} to replicate along')
+    return [" ".join(axis for axis in axes if axis in one) or None for one in free]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import click
 
+from reshard.cli.two_checkpoints import REPLICATE, with_replicas
+
 __all__ = ["inspect"]
 
 
@@ -12,9 +14,19 @@ __all__ = ["inspect"]
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
 @click.option("--rules", help="How per-rank files are cut: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
+@click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json: bool) -> int:
-    """Say what a checkpoint holds, from its headers alone; exit code 1 if it is damaged.
+def inspect(
+    path: str,
+    tree: bool,
+    rules: str | None,
+    mesh: str | None,
+    replicate: tuple[str, ...],
+    as_json: bool,
+) -> int:
+    """Say what a checkpoint holds, from its headers alone.
+
+    Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
 
     \b
     reshard inspect ckpt                            tensors, cuts, files, damage
@@ -23,11 +35,14 @@ def inspect(path: str, tree: bool, rules: str | None, mesh: str | None, as_json:
     """
     from reshard.checkpoint.inspect import inspect as look
 
-    report = look(path, rules, mesh)
+    [given] = with_replicas(replicate, [(rules, mesh)])
+    report = look(path, given, mesh)
     if as_json:
         from reshard.cli.output import print_json
 
         print_json(report.to_dict())
     else:
         print(report.tree() if tree else report)
-    return 0 if report.ok else 1
+    from reshard.cli.output import code_of
+
+    return code_of(report.ok, is_unsupported=not report.damage)

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from reshard.show.ink import Line
 
-__all__ = ["print_json", "print_lines", "terminal_width", "wants_boxes"]
+__all__ = ["UNSUPPORTED", "code_of", "print_json", "print_lines", "terminal_width", "wants_boxes"]
+
+
+UNSUPPORTED = 4
+"""The exit code for a checkpoint of a kind that is not supported."""
+
+
+def code_of(ok: bool, is_unsupported: bool) -> int:
+    """The exit code of a command that answers a question about checkpoints."""
+    return 0 if ok else UNSUPPORTED if is_unsupported else 1
 
 
 def print_json(data: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
@@ -39,6 +39,7 @@ class Request:
     to_rules: str | None
     from_fsdp: str | None
     to_fsdp: str | None
+    replicate: tuple[str, ...]
 
 
 @click.command()
@@ -56,6 +57,9 @@ class Request:
 @click.option("--to-rules", help="Rules for the destination alone.")
 @click.option("--from-fsdp", metavar="AXES", help="Axes that cut dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that cut dim 0 of the destination further.")
+@click.option("--replicate", multiple=True, metavar="AXIS", help=(
+    "An axis along which the rules replicate everything, on purpose; may be repeated."
+))  # fmt: skip
 @click.option("--rank", type=int, help="Print what one rank does, step by step.")
 @click.option("--check", is_flag=True, help="Prove the plan; exit code 1 if it does not hold.")
 @click.option("--html", metavar="FILE", help="Write the plan as a page.")
@@ -68,53 +72,61 @@ def plan(
     html: str | None,
     save: str | None,
     as_json: bool,
-    **words: str | None,
+    **words: Any,
 ) -> int:
     """Plan a move: of one tensor, or of a whole model by rules.
 
     \b
     reshard plan --shape 8192,4096 --from "dp=2 tp=4: (dp tp) -" --to "tp=2 @ 8-9: - tp"
-    reshard plan --model llama-3-8b --from "dp=2 tp=4" --from-fsdp dp --to "dp=2 tp=2 @ 8-11"
+    reshard plan --model llama-3-8b --from "dp=2 tp=4" --from-fsdp dp --to "tp=4 @ 8-11"
+
+    With --model, every axis of a mesh must cut something, by the rules or by --from-fsdp and
+    --to-fsdp; replicas along an axis are asked for with --replicate.
     """
     words["from_rules"] = words["from_rules"] or rules
     words["to_rules"] = words["to_rules"] or rules
-    move = make_plan(Request(**words))  # type: ignore[arg-type]
+    move, notes = make_plan(Request(**words))
     _check_rank(move, rank)
     failure = _prove(move) if check else None
     _write(move, html, save)
     if as_json:
-        _print_json(move, rank, failure if check else "not asked")
+        _print_json(move, rank, failure if check else "not asked", notes)
     else:
-        _print(move, rank)
+        _print(move, rank, notes)
         if check:
             print(f"\n{failure or 'proven: every wanted element is written exactly once'}")
     return 1 if failure else 0
 
 
-def make_plan(request: Request) -> Plan:
-    """The plan that the options ask for."""
+def make_plan(request: Request) -> tuple[Plan, list[str]]:
+    """The plan that the options ask for, and notes about its layouts."""
     from reshard.planning.plan import plan as make
 
-    have, want = _sides(request)
-    return make(have, want, memory=request.memory, topology=_topology(request.topology))
+    have, want, notes = _sides(request)
+    topology = _topology(request.topology)
+    return make(have, want, memory=request.memory, topology=topology), notes
 
 
-def _sides(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+Sides: TypeAlias = "tuple[dict[str, TensorSpec], dict[str, TensorSpec], list[str]]"
+"""Source, destination, and notes about their layouts."""
+
+
+def _sides(request: Request) -> Sides:
     if (request.shape is None) == (request.model is None):
         given = "both" if request.shape is not None else "neither"
         raise PlanError(
             f"give --shape (one tensor) or --model (a whole model): {given} of them were given"
         )
-    have, want = _tensor(request) if request.shape is not None else _model(request)
-    return _without(have, request.without), want
+    have, want, notes = _tensor(request) if request.shape is not None else _model(request)
+    return _without(have, request.without), want, notes
 
 
-def _tensor(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
+def _tensor(request: Request) -> Sides:
     from reshard.cli.inputs import parse_shape, parse_side
     from reshard.spec import TensorSpec
 
-    for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp"):
-        if getattr(request, option) is not None:
+    for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate"):
+        if getattr(request, option):
             name = option.replace("_", "-")
             raise PlanError(f"--{name} is for --model: with --shape the layouts are given in full")
     shape = parse_shape(request.shape or "")
@@ -123,18 +135,30 @@ def _tensor(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSp
     want = TensorSpec(shape, request.to_dtype or dtype, parse_side(request.want, "--to"))
     have.layout.dims(shape)
     want.layout.dims(shape)
-    return {"tensor": have}, {"tensor": want}
+    return {"tensor": have}, {"tensor": want}, []
 
 
-def _model(request: Request) -> tuple[dict[str, TensorSpec], dict[str, TensorSpec]]:
-    from reshard.cli.inputs import ModelSide, model_config, model_specs
+def _model(request: Request) -> Sides:
+    from reshard.cli.inputs import (
+        ModelSide,
+        model_config,
+        model_specs,
+        parse_model_mesh,
+        replicated,
+    )
 
     config = model_config(request.model or "")
-    dtype = request.dtype
-    have = ModelSide("--from", request.have, request.from_rules, request.from_fsdp, dtype)
-    to = request.to_dtype or dtype
-    want = ModelSide("--to", request.want, request.to_rules, request.to_fsdp, to)
-    return model_specs(config, have), model_specs(config, want)
+    from_mesh = parse_model_mesh(request.have, "--from")
+    to_mesh = parse_model_mesh(request.want, "--to")
+    fsdp = request.from_fsdp, request.to_fsdp
+    copies = replicated(request.replicate, [*zip((from_mesh, to_mesh), fsdp, strict=True)])
+    dtype, to_dtype = request.dtype, request.to_dtype or request.dtype
+    sides = (
+        ModelSide("--from", from_mesh, request.from_rules, fsdp[0], copies[0], dtype),
+        ModelSide("--to", to_mesh, request.to_rules, fsdp[1], copies[1], to_dtype),
+    )
+    (have, about_have), (want, about_want) = (model_specs(config, side) for side in sides)
+    return have, want, [*about_have, *about_want]
 
 
 def _without(specs: dict[str, TensorSpec], ranks: str | None) -> dict[str, TensorSpec]:
@@ -180,7 +204,7 @@ def _write(move: Plan, html: str | None, save: str | None) -> None:
         move.save(save)
 
 
-def _print(move: Plan, rank: int | None) -> None:
+def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
     from reshard.cli.output import print_lines, terminal_width
     from reshard.planning.text import describe
     from reshard.show.ink import Span
@@ -197,10 +221,15 @@ def _print(move: Plan, rank: int | None) -> None:
         [
             [Span(first, bold=True)],
             *([Span(line, bold=line == "why")] for line in rest),
+            *([Span(line, bold=line == "notes")] for line in _noted(notes)),
             [],
             *draw(traffic_matrix(move, most)),
         ]
     )
+
+
+def _noted(notes: Sequence[str]) -> list[str]:
+    return ["", "notes", *_wrapped([f"  {note}" for note in notes])] if notes else []
 
 
 def _wrapped(sentences: Sequence[str]) -> list[str]:
@@ -246,7 +275,7 @@ def _step_lines(verb: str, steps: Steps) -> list[str]:
     return align(rows, right={0, 4}) + more
 
 
-def _print_json(move: Plan, rank: int | None, failure: str | None) -> None:
+def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
     from reshard.cli.output import print_json
     from reshard.planning.reasons import reasons
     from reshard.planning.serial import to_dict
@@ -257,6 +286,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None) -> None:
         **to_dict(move),
         "summary": move.summary().to_dict(),
         "why": reasons(move),
+        "notes": list(notes),
         "traffic": {
             "between": matrix.kind,
             "sources": matrix.sources,

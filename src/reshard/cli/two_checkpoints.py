@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import click
 
-__all__ = ["told", "with_options"]
+if TYPE_CHECKING:
+    from reshard.rules import Rules
+
+__all__ = ["REPLICATE", "told", "with_options", "with_replicas"]
+
+REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 
 
 class _Report(Protocol):
@@ -25,6 +30,7 @@ _OPTIONS = (
     click.option("--mesh", help='The mesh of files of ranks of A, such as "tp=4".'),
     click.option("--b-rules", help="How files of ranks of B are cut."),
     click.option("--b-mesh", help="The mesh of files of ranks of B."),
+    click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
     click.option("--quiet", is_flag=True, help="No progress bar."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
@@ -37,6 +43,24 @@ def with_options(command: C) -> C:
     return command
 
 
+def with_replicas(
+    axes: Sequence[str], sides: Sequence[tuple[str | None, str | None]]
+) -> list[Rules | str | None]:
+    """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
+    if not axes:
+        return [rules for rules, _ in sides]
+    from reshard.cli.inputs import replicated
+    from reshard.mesh import Mesh
+    from reshard.rules import Rules
+
+    meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]
+    copies = replicated(axes, [(mesh, None) for mesh in meshes])
+    return [
+        rules if axes is None or rules is None else Rules.load(rules, replicate=axes)
+        for (rules, _), axes in zip(sides, copies, strict=True)
+    ]
+
+
 def told(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
     """Call what compares with the words of the command line, and print what it reports."""
     from reshard.cli.meter import byte_meter
@@ -44,6 +68,8 @@ def told(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
 
     given = dict(words)
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
+    sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
+    given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
     with byte_meter(verb, quiet=quiet) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
     print_json(report.to_dict()) if as_json else print(report)

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from reshard.cli.output import code_of
 from reshard.cli.two_checkpoints import told, with_options
 
 __all__ = ["verify"]
@@ -24,9 +25,12 @@ def verify(names: str | None, **words: Any) -> int:
     reshard verify ckpt             every byte against its checksum, nothing missing
     reshard verify ckpt converted   the same tensors, bit by bit; exit code 1 if not
     reshard verify ckpt renamed --names names.toml
+
+    Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
     from reshard.checkpoint.verify import verify as check
     from reshard.planning.names_table import read_names
 
     words["names"] = None if names is None else read_names(names)
-    return 0 if told("verify", check, words).ok else 1
+    report = told("verify", check, words)
+    return code_of(report.ok, report.is_unsupported)

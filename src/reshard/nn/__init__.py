@@ -11,6 +11,11 @@ The names with an underscore are those of ``torch.distributed._shard``.
 
 from __future__ import annotations
 
+from reshard.errors import needing_torch
+
+with needing_torch("reshard.nn"):
+    import torch  # noqa: F401
+
 from reshard.nn.activations.handle import Resharding, resharding_of
 from reshard.nn.activations.known import mark_replicated
 from reshard.nn.activations.single import pack_activation, unpack_activation

@@ -18,7 +18,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from reshard.bytesize import parse_bytes
-from reshard.errors import PlanError
+from reshard.errors import PlanError, needing_torch
 from reshard.fingerprint import fingerprint
 from reshard.layout import Layout
 from reshard.planning.build import flows_of, load_of, world_of
@@ -252,4 +252,5 @@ def _engine() -> Any:
     """The live engine, which needs torch: loaded when something really moves."""
     from importlib import import_module
 
-    return import_module("reshard.tensors.running")
+    with needing_torch("running a plan"):
+        return import_module("reshard.tensors.running")

@@ -20,6 +20,7 @@ from reshard.errors import RulesError
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.models import family_of, numbers_of
+from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
 from reshard.rules.document import Document, Factor, located, quote
 from reshard.rules.reading import MAX_BYTES, families, read, read_family
 from reshard.rules.table import Table, UnmatchedError
@@ -37,19 +38,45 @@ class Rules:
     _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @classmethod
-    def load(cls, source: str | Path, *, fsdp: str | None = None, **numbers: int) -> Rules:
-        """The shipped rules of a model family, or a TOML file; numbers override the file's.
+    def load(
+        cls,
+        source: str | Path | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        **numbers: int,
+    ) -> Rules:
+        """The shipped rules of a model family, or a TOML file, with the numbers of a model.
 
-        >>> Rules.load("mixtral", num_experts=8).numbers["num_experts"]
-        8
+        ``config`` is a Hugging Face ``config.json``; without a source it names the family. A number
+        is taken from the arguments, else from the file, else from the config; else it is not known.
+
+        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+        ...           "num_key_value_heads": 8, "num_hidden_layers": 32}
+        >>> Rules.load("llama", config=config, num_layers=16).numbers
+        {'heads': 32, 'kv_heads': 8, 'head_dim': 128, 'num_layers': 16, 'tied': 0}
+        >>> Rules.load(config=config).source, Rules.load("llama").numbers["head_dim"]
+        ('llama', None)
         """
+        if source is None and config is None:
+            raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
+        source = family_of(config or {}) if source is None else source
         if isinstance(source, str) and source in families():
-            return cls(source, read_family(source))._with(fsdp, numbers)
-        return cls.parse(_read_file(source), source=str(source), fsdp=fsdp, **numbers)
+            rules = cls(source, read_family(source))
+        else:
+            rules = cls.parse(_read_file(source), source=str(source))
+        return rules.given(config=config, fsdp=fsdp, replicate=replicate, numbers=numbers)
 
     @classmethod
     def parse(
-        cls, text: str, *, source: str = "rules", fsdp: str | None = None, **numbers: int
+        cls,
+        text: str,
+        *,
+        source: str = "rules",
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        **numbers: int,
     ) -> Rules:
         """Rules from TOML text.
 
@@ -58,23 +85,39 @@ class Rules:
         'tp -'
         """
         with located(source):
-            return cls(source, read(text))._with(fsdp, numbers)
+            rules = cls(source, read(text))
+        return rules.given(fsdp=fsdp, replicate=replicate, numbers=numbers)
+
+    def given(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> Rules:
+        """The same rules with more said about the model and the request, as in ``load``.
+
+        >>> Rules.load("mixtral").given(numbers={"num_experts": 8}).numbers["num_experts"]
+        8
+        """
+        with located(self.source):
+            document = self.document.with_numbers(numbers or {})
+            unknown = [name for name, number in document.model.items() if number is None]
+            document = document.with_numbers(numbers_of(config or {}, unknown))
+            document = document if fsdp is None else document.with_fsdp(fsdp)
+            document = document if replicate is None else document.with_replicate(replicate)
+        return Rules(self.source, document)
 
     @classmethod
-    def for_config(
-        cls, config: Mapping[str, Any], *, fsdp: str | None = None, **numbers: int
-    ) -> Rules:
-        """The shipped rules for a Hugging Face ``config.json``, with its numbers.
+    def for_config(cls, config: Mapping[str, Any], **options: Any) -> Rules:
+        """Short for ``Rules.load(config=config)``.
 
-        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
-        ...           "num_key_value_heads": 8, "num_hidden_layers": 32}
+        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
         >>> Rules.for_config(config).numbers["head_dim"]
         128
         """
-        family = family_of(config)
-        document = read_family(family)
-        own = {key: n for key, n in numbers_of(config).items() if key in document.model}
-        return cls(family, document)._with(fsdp, {**own, **numbers})
+        return cls.load(config=config, **options)
 
     @staticmethod
     def families() -> tuple[str, ...]:
@@ -112,19 +155,36 @@ class Rules:
     ) -> dict[str, Layout]:
         """The layouts of many tensors, given by name or as {name: shape}.
 
-        >>> rules = Rules.load("llama", head_dim=128)
+        >>> rules = Rules.load("llama", head_dim=128, kv_heads=8)
         >>> rules.layouts({"lm_head.weight": (128256, 4096)}, Mesh(tp=8))
         {'lm_head.weight': Layout(Mesh(tp=8), 'tp -')}
         """
         with located(self.source):
             table = self._table(mesh)
+            shapes = names if isinstance(names, Mapping) else None
+            dims = {name: None if shapes is None else len(shapes[name]) for name in names}
             try:
-                if isinstance(names, Mapping):
-                    return {name: table.layout(name, len(names[name])) for name in names}
-                names = list(names)
-                return {name: table.layout(name, None) for name in names}
+                found = {name: table.layout(name, number) for name, number in dims.items()}
             except UnmatchedError as error:
-                raise RulesError(f"{error}{_others(table, names)}") from None
+                raise RulesError(f"{error}{_others(table, dims)}") from None
+        self.check_axes(found.values(), mesh)
+        return found
+
+    def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | None = None) -> None:
+        """Raise RulesError for an axis of the mesh that none of a model's layouts names.
+
+        Along such an axis every rank would hold a copy of everything: it is misspelt, needs
+        ``fsdp=``, or is meant, which ``replicate=`` says.
+        """
+        distinct = dict.fromkeys(layouts)
+        with located(self.source):
+            if distinct:
+                check_axes(self.document, self._mesh_or_own(mesh), layout_axes(distinct))
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
+        with located(self.source):
+            check_axes(self.document, mesh, rule_axes(self.document))
 
     def mesh_for(self, mesh: Mesh) -> Mesh:
         """The mesh that the layouts are written for: the same ranks in the same order.
@@ -140,6 +200,25 @@ class Rules:
                 mesh = _factored(mesh, factor, self.document.model[factor.at_most])
         return mesh
 
+    def notes(
+        self,
+        layouts: Mapping[str, Layout],
+        shapes: Mapping[str, Sequence[int]],
+        mesh: Mesh | None = None,
+    ) -> list[str]:
+        """What a reader should know of a model's layouts: axes read as two, ranks without a head.
+
+        >>> rules = Rules.load("llama", kv_heads=8, head_dim=128)
+        >>> shapes = {"layers.0.self_attn.q_proj.weight": (1024, 64)}
+        >>> notes = rules.notes(rules.layouts(shapes, Mesh(tp=16)), shapes, Mesh(tp=16))
+        >>> print(*(note[:64] for note in notes), sep="\\n")
+        tp=16 is read as kv=8 rep=2, because kv_heads is 8: 2 neighbours
+        warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
+        """
+        mesh = self._mesh_or_own(mesh)
+        notes = factored_axes(self.document, mesh, self.mesh_for(mesh))
+        return [*notes, *idle_ranks(layouts, shapes)]
+
     def fit(self, names: Iterable[str]) -> Rules:
         """The same rules with the numbers that were not given counted in all names of a model.
 
@@ -152,7 +231,7 @@ class Rules:
         model, counts = self.document.model, self.document.counts
         largest = {key: self._largest(index, names) for key, index in counts.items()}
         found = {key: at + 1 for key, at in largest.items() if model[key] is None and at >= 0}
-        return self._with(None, found)
+        return self.given(numbers=found)
 
     def _largest(self, index: str, names: Iterable[str]) -> int:
         patterns = [rule.pattern for rule in self.document.rules]
@@ -160,17 +239,14 @@ class Rules:
         matches = (pattern.regex.match(name) for name in names for pattern in patterns)
         return max((int(match[index]) for match in matches if match), default=-1)
 
-    def _with(self, fsdp: str | None, numbers: Mapping[str, int]) -> Rules:
-        with located(self.source):
-            document = self.document.with_numbers(numbers)
-            if fsdp is not None:
-                document = document.with_fsdp(fsdp)
-        return Rules(self.source, document)
-
-    def _table(self, mesh: Mesh | None) -> Table:
+    def _mesh_or_own(self, mesh: Mesh | None) -> Mesh:
         mesh = mesh or self.mesh
         if mesh is None:
             raise RulesError('no mesh: pass one, or write mesh = "dp=2 tp=4" into the file')
+        return mesh
+
+    def _table(self, mesh: Mesh | None) -> Table:
+        mesh = self._mesh_or_own(mesh)
         table = self._tables.get(mesh)
         if table is None:
             table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))

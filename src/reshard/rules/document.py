@@ -52,6 +52,10 @@ class Document:
     """The mesh to use where the caller names none."""
     fsdp: tuple[str, ...] = ()
     """The axes that cut dim 0 of everything further."""
+    replicate: tuple[str, ...] = ()
+    """The axes along which tensors are replicated on purpose."""
+    requested: tuple[str, ...] = ()
+    """The axes that the caller, not the file, named as one of these two: a mesh must have them."""
     model: Mapping[str, int | None] = field(default_factory=dict)
     """Numbers of the model; None where one has to be given."""
     counts: Mapping[str, str] = field(default_factory=dict)
@@ -71,6 +75,7 @@ class Document:
             axes=tuple(dict.fromkeys((*self.axes, *own.axes))),
             mesh=own.mesh or self.mesh,
             fsdp=own.fsdp or self.fsdp,
+            replicate=own.replicate or self.replicate,
             model={**self.model, **own.model},
             counts={**counts, **own.counts},
             factors=tuple(factors.values()),
@@ -95,7 +100,21 @@ class Document:
             if axis not in self.axes:
                 known = ", ".join(self.axes) or "none"
                 raise RulesError(f"fsdp={quote(axes)} names no axis of the rules: they are {known}")
-        return replace(self, fsdp=tuple(axes.split()))
+        named = tuple(axes.split())
+        return replace(self, fsdp=named, requested=(*self.requested, *named))
+
+    def with_replicate(self, axes: str) -> Document:
+        """This document with replicas along these axes meant, whether its layouts know them or not.
+
+        An axis cannot be asked to cut and to replicate at once.
+        """
+        named = tuple(axes.split())
+        twice = next((axis for axis in named if axis in self.fsdp), None)
+        if twice is not None:
+            raise RulesError(
+                f"axis {quote(twice)} is named by fsdp and by replicate: leave one out"
+            )
+        return replace(self, replicate=named, requested=(*self.requested, *named))
 
     def sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of all axes as formulas name them; 1 for axes the mesh lacks."""

@@ -9,6 +9,7 @@ reshard.errors.RulesError: [tensors] "*.weight": axis "pt" is not one of the axe
 
 from __future__ import annotations
 
+import difflib
 import tomllib
 from collections.abc import Collection, Mapping
 from functools import cache
@@ -17,6 +18,7 @@ from typing import Any
 
 from reshard.errors import RulesError
 from reshard.mesh import RESERVED, Mesh
+from reshard.models import NUMBERS
 from reshard.notation import parse
 from reshard.rules.document import Document, Factor, Rule, located, quote
 from reshard.rules.expression import names_of, parse_places
@@ -28,7 +30,7 @@ __all__ = ["MAX_BYTES", "families", "read", "read_family"]
 
 MAX_BYTES = 1 << 20
 MAX_RULES = 10_000
-_KEYS = ("extends", "mesh", "axes", "fsdp", "model", "factor", "tensors", "names")
+_KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
 _FOLDER = resources.files("reshard.rules") / "families"
 
 
@@ -58,6 +60,7 @@ def read(text: str) -> Document:
         axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
         mesh=mesh,
         fsdp=tuple(_text(data.get("fsdp", ""), 'key "fsdp"').split()),
+        replicate=tuple(_text(data.get("replicate", ""), 'key "replicate"').split()),
         model=_model(_table(data, "model")),
         counts=_counts(_table(data, "model")),
         factors=tuple(_factor(*item) for item in _table(data, "factor").items()),
@@ -66,7 +69,21 @@ def read(text: str) -> Document:
     )
     document = base.extended(own)
     _check(document)
+    known = {*base.model, *NUMBERS, *_used_numbers(document)}
+    for name in own.model:
+        near = difflib.get_close_matches(name, known, n=1)
+        if name not in known and near:
+            raise RulesError(f"[model] {quote(name)} is used by no rule: write {near[0]}")
     return document
+
+
+def _used_numbers(document: Document) -> set[str]:
+    """The numbers that some layout, place or factor of a document needs."""
+    used = {factor.at_most for factor in document.factors}
+    for rule in document.rules:
+        used |= rule.layout.names() if rule.layout else set()
+        used |= {name for place in rule.on or () for at in place.at for name in names_of(at)}
+    return used & document.model.keys()
 
 
 def _load(text: str) -> dict[str, Any]:
@@ -183,8 +200,7 @@ def _check_rule(rule: Rule, document: Document) -> None:
             raise RulesError(f"{{{capture}}} is also a number: give the index another name")
     if rule.layout:
         _names(rule.layout.names(), numbers)
-        sample = "".join(part if isinstance(part, str) else "1" for part in rule.layout.parts)
-        _known("axis", sorted(all_axes(parse(sample))), axes)
+        _known("axis", sorted(all_axes(parse(rule.layout.sample()))), axes)
     for place in rule.on or ():
         _known("axis", [place.axis], axes)
         for formula in place.at:

@@ -20,7 +20,8 @@ from reshard.notation import Words, parse
 from reshard.rules.document import Document, Rule, located, quote
 from reshard.rules.expression import Place, evaluate, names_of
 from reshard.rules.pattern import INDEX
-from reshard.rules.wording import cut_first_dim, keep_axes
+from reshard.rules.template import Template
+from reshard.rules.wording import all_axes, cut_first_dim, keep_axes
 
 __all__ = ["Table", "UnmatchedError", "advice"]
 
@@ -130,13 +131,37 @@ class Table:
 
     def _words(self, rule: Rule, num_dims: int | None) -> Words:
         assert rule.layout is not None
-        words = parse(rule.layout.fill(self._needed(rule.layout.names())))
+        words = self._filled(rule.layout)
+        self._check_factors(words)
         if num_dims is not None and words.expand(num_dims) is None:
             raise RulesError(
                 f'layout "{words}" has {len(words.dims)} words and the tensor {num_dims} dims: '
                 'write one word per dim, or "..." for dims that are whole'
             )
         return words
+
+    def _filled(self, layout: Template) -> Words:
+        """The words of a layout; a number that is not known may be missing where it cuts nothing.
+
+        Without tp, ``tp*{head_dim} -`` is the same for every head_dim: two values tell.
+        """
+        names = layout.names()
+        unknown = [name for name in sorted(names) if self._numbers.get(name) is None]
+        known = self._needed(names.difference(unknown))
+        words = parse(layout.fill(known | dict.fromkeys(unknown, 1)))
+        if unknown:
+            other = parse(layout.fill(known | dict.fromkeys(unknown, 2)))
+            cutting = {axis for axis in self._axes if self._mesh.axes[axis] > 1}
+            if keep_axes(words, cutting) != keep_axes(other, cutting):
+                raise RulesError(advice(self._document, unknown[0]))
+        return words
+
+    def _check_factors(self, words: Words) -> None:
+        """Whether a large axis is read as two depends on a number: it must be known."""
+        for factor in self._document.factors:
+            is_cut = self._mesh.axes.get(factor.axis, 1) > 1 and factor.axis in all_axes(words)
+            if is_cut and self._numbers.get(factor.at_most) is None:
+                raise RulesError(advice(self._document, factor.at_most))
 
     def _needed(self, names: Iterable[str]) -> dict[str, int]:
         numbers: dict[str, int] = {}
@@ -206,9 +231,12 @@ def _nothing(_: Sequence[str]) -> object:
 
 
 def advice(document: Document, name: str) -> str:
-    """What to do about a number of the model that nobody gave."""
+    """What to do about a number of the model that is not known."""
     counted = ", or count it with rules.fit(names)" if name in document.counts else ""
-    return f"needs {name}: pass {name}=..., or use Rules.for_config(config){counted}"
+    return (
+        f"needs {name}, which is not known: give the model's config.json (beside the checkpoint, "
+        f"or config=), {name}=..., or {name} under [model] of a rules file{counted}"
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -50,6 +50,10 @@ class Template:
         """The names its formulas use."""
         return {name for part in self.parts if not isinstance(part, str) for name in names_of(part)}
 
+    def sample(self) -> str:
+        """A layout text with the same axes, for any numbers."""
+        return "".join(part if isinstance(part, str) else "1" for part in self.parts)
+
     def fill(self, numbers: Mapping[str, int]) -> str:
         """The layout text for these numbers."""
         return "".join(

@@ -10,6 +10,11 @@ The names, and more than them, of ``torch.distributed._shard``: see the docs for
 and what is better.
 """
 
+from reshard.errors import needing_torch
+
+with needing_torch("reshard.sharded"):
+    import torch  # noqa: F401
+
 from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.chunk import ChunkShardingSpec
 from reshard.sharded.comparing import allclose, equal

@@ -188,7 +188,11 @@ def _shapes(
     layout: Layout, shape: tuple[int, ...], ranks: tuple[int, ...]
 ) -> frozenset[tuple[int, ...]]:
     """The different shapes that ranks have of a tensor."""
-    return frozenset(layout.local_shape(rank, shape) for rank in ranks)
+    held = (layout.holds(rank) is not None for rank in ranks)
+    return frozenset(
+        layout.local_shape(rank, shape) if is_held else (0,)
+        for rank, is_held in zip(ranks, held, strict=True)
+    )
 
 
 def _added_up(content: Content) -> Content:

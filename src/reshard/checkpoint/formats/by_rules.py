@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 
 from reshard.box import row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile
@@ -11,15 +12,16 @@ from reshard.checkpoint.formats.own_metadata import OwnMetadata
 from reshard.checkpoint.formats.per_rank import LocalFile, check_blocks, join_ranks
 from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import HeadedFile, common_metadata, read_headers
-from reshard.checkpoint.formats.torch_files import Content, read_torch_file
+from reshard.checkpoint.formats.torch_files import Content, beside_tensors, read_torch_file
 from reshard.checkpoint.formats.torch_tensors import LocalTensor
+from reshard.checkpoint.formats.zero import check_no_zero_files
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
-from reshard.errors import CheckpointError, DamageError, ReshardError, quoted
+from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
 from reshard.layout import Layout
 from reshard.mesh import Mesh
 from reshard.rules import Rules
 
-__all__ = ["read_by_rules", "read_own_ranks"]
+__all__ = ["cut_by_rules", "read_by_rules", "read_own_ranks"]
 
 
 def read_by_rules(
@@ -42,23 +44,58 @@ def read_by_rules(
             local.append(LocalFile(ranks[number], number, storage.where(file.path), tensors))
     examples = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
     layouts = rules.fit(examples).layouts(examples, mesh)
-    values: dict[str, str] = {}
-    nesting: dict[str, tuple[str | int, ...]] = {}
-    for content in contents.values():  # the first file's word, where they differ
-        values |= {name: text for name, text in content.values.items() if name not in values}
-        nesting |= {name: keys for name, keys in content.nesting.items() if name not in nesting}
     return Catalog(
         storage.root,
         "per-rank",
         tuple(files),
         join_ranks(local, layouts, {}, findings),
-        metadata=values,
         others=_others(listed, files),
         mesh=str(mesh),
         layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
-        nesting=nesting,
-        crcs=tuple(crc for content in contents.values() for crc in content.crcs),
+        **beside_tensors(contents.values()),
     )
+
+
+def cut_by_rules(
+    catalog: Catalog,
+    by_rank: Mapping[int, Catalog],
+    rules: Rules,
+    mesh: Mesh | None,
+    findings: Findings,
+) -> Catalog:
+    """The catalog of ranks that saved local tensors without each other, cut as rules say."""
+    if mesh is None:
+        raise CheckpointError(f"rules need a mesh to read {catalog.root}: give --mesh")
+    local: list[LocalFile] = []
+    first = 0
+    for rank, one in by_rank.items():
+        local += _local_files(rank, one, first)
+        first += len(one.files)
+    shapes = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
+    layouts = rules.fit(shapes).layouts(shapes, mesh)
+    return replace(
+        catalog,
+        tensors=join_ranks(local, layouts, {}, findings),
+        mesh=str(mesh),
+        layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
+    )
+
+
+def _local_files(rank: int, catalog: Catalog, first: int) -> Iterator[LocalFile]:
+    """The tensors of a rank, file by file."""
+    held: dict[int, dict[str, LocalTensor]] = {}
+    for name, tensor in catalog.tensors.items():
+        if len(tensor.pieces) != 1:
+            raise UnsupportedError(
+                f"{catalog.root}: tensor {quoted(name)} of rank {rank} is stored in "
+                f"{len(tensor.pieces)} parts, and by rules only whole local tensors are read"
+            )
+        [piece] = tensor.pieces
+        local = LocalTensor(tensor.dtype, tensor.shape, piece.strides, piece.offset)
+        held.setdefault(piece.file, {})[name] = local
+    for number, tensors in held.items():
+        where = f"{catalog.root}/{catalog.files[number].path}"
+        yield LocalFile(rank, first + number, where, tensors)
 
 
 def read_own_ranks(
@@ -111,7 +148,7 @@ def _note_layout(
         try:
             layout = Layout(Mesh.parse(said.mesh), tensor.layout)
             check_blocks(name, layout, tensor.shape, where)
-        except DamageError:
+        except CheckpointError:
             raise
         except ReshardError as error:
             raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
@@ -124,7 +161,7 @@ def _note_layout(
 
 
 def _files_of_ranks(
-    root: str, listed: Iterable[StoredFile], mesh: Mesh
+    root: str, listed: Sequence[StoredFile], mesh: Mesh
 ) -> tuple[list[StoredFile], list[int]]:
     files, ranks = [], []
     for file in listed:
@@ -133,6 +170,7 @@ def _files_of_ranks(
             files.append(file)
             ranks.append(rank)
     if not files:
+        check_no_zero_files(root, listed)
         raise CheckpointError(
             f"{root}: no file has a rank in its name, such as model-rank-0-part-0.safetensors or "
             "mp_rank_00/model_optim_rng.pt: rules and a mesh are for files of ranks"
@@ -152,7 +190,7 @@ def _contents(
             with findings.noting():
                 contents[file.path] = read_torch_file(storage, file, findings, number)
     for first in [*contents.values()][:1]:
-        first.values = {**common_metadata(headed), **first.values}
+        first.texts = {**common_metadata(headed), **first.texts}
     return contents
 
 

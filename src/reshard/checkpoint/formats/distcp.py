@@ -1,12 +1,14 @@
 """Checkpoints of ``torch.distributed.checkpoint``: a pickle of metadata and many small archives.
 
 ``.metadata`` lists every tensor with its boxes, and for each box the range of a ``.distcp`` file
-that is the archive of one ``torch.save``. Neither is given to Python's pickle.
+that is the archive of one ``torch.save``. Neither is given to Python's pickle. Classes that the
+metadata names and that are not known here, such as Megatron's plans, are read as records that
+nothing looks into.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from operator import add, gt
@@ -24,6 +26,7 @@ from reshard.checkpoint.catalog import (
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.pickle_machine import Record, unpickle
+from reshard.checkpoint.formats.plain import Visits, is_plain
 from reshard.checkpoint.formats.torch_tensors import (
     allow_tensors,
     dtype_of,
@@ -32,10 +35,9 @@ from reshard.checkpoint.formats.torch_tensors import (
 )
 from reshard.checkpoint.formats.torch_zip import Archive, read_archives
 from reshard.checkpoint.storage import Range, Storage, check_path
-from reshard.dtypes import ITEMSIZE
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import DamageError, UnsupportedError, quoted
 
-__all__ = ["METADATA", "read_distcp"]
+__all__ = ["METADATA", "read_metadata"]
 
 METADATA = ".metadata"
 MAX_METADATA = 1 << 29
@@ -50,23 +52,10 @@ MAX_KEYS = 64
 """Keys that lead to an entry of a nested state dict."""
 KNOWN_PICKLES = 1 << 12
 """Pickles that are kept because the next archive may have the same; a model has a few shapes."""
+EXTRAS = ("mcore_data",)
+"""Attributes that other programs give the metadata, and look for when they load it."""
 
 _DCP = "torch.distributed.checkpoint."
-_RECORDS = {
-    f"{_DCP}metadata.{name}"
-    for name in (
-        "Metadata", "TensorStorageMetadata", "BytesStorageMetadata", "ChunkStorageMetadata",
-        "TensorProperties", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
-        "MEM_FORMAT_ENCODING",
-    )
-} | {
-    f"{_DCP}filesystem._StorageInfo", "torch.Size", "torch.serialization._get_layout",
-    "torch.distributed._shard.sharded_tensor.metadata.TensorProperties",
-    "torch.distributed._shard.sharded_tensor.metadata.MEM_FORMAT_ENCODING",
-    "collections.OrderedDict", "pathlib.PosixPath", "pathlib.PurePosixPath",
-    "pathlib.WindowsPath", "pathlib._local.PosixPath", "pathlib._local.WindowsPath",
-}  # fmt: skip
-"""Everything that torch 2.1 to 2.13 pickle there."""
 
 
 Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
@@ -83,10 +72,12 @@ class _Chunk:
     range: Range
 
 
-def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
-    """The catalog of a folder with a ``.metadata``."""
-    where = storage.where(METADATA)
-    metadata = _metadata(storage, where)
+def read_metadata(
+    storage: Storage, listed: Sequence[StoredFile], path: str, findings: Findings
+) -> Catalog:
+    """The catalog of what a ``.metadata`` describes, without the other files of the folder."""
+    where = storage.where(path)
+    metadata = _metadata(storage, path, where)
     placed = _placed(_dict(metadata, "storage_data", where), where)
     sizes = {file.path: file.size for file in listed}
     shared = _check_ranges(storage.root, placed.values(), sizes, findings)
@@ -96,7 +87,7 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
-    left = most = storage.size(METADATA) // CHUNK_BYTES
+    left = most = storage.size(path) // CHUNK_BYTES
     for name, entry in _dict(metadata, "state_dict_metadata", where).items():
         with findings.noting():
             found = _entry(name, entry, placed, where)
@@ -104,7 +95,7 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
                 tensors[name] = found
                 left -= _num_chunks(entry)
                 if left < 0:
-                    raise DamageError(
+                    raise UnsupportedError(
                         f"{where}: up to {quoted(name)} its tensors have {most - left} chunks, and "
                         f"so many bytes have at most {most}: many share one list"
                     )
@@ -115,43 +106,41 @@ def read_distcp(storage: Storage, listed: Sequence[StoredFile], findings: Findin
     readable = [c for c in chunks if _fits(c.range, sizes) and c.range not in shared]
     pieces, crcs = _pieces(storage, readable, numbers, findings)
     tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
-    others = _others(listed, named, findings)
-    paths = _paths(metadata.field("planner_data"))
     return Catalog(
         storage.root,
         "distcp",
         files,
         tensors,
         objects,
-        others=others,
-        nesting=paths,
+        nesting=_paths(metadata.field("planner_data")),
+        extras=_extras(metadata, most, where, findings),
         crcs=tuple(crcs),
     )
 
 
-def _others(
-    listed: Sequence[StoredFile], named: Collection[str], findings: Findings
-) -> tuple[StoredFile, ...]:
-    """Files beside those of the checkpoint; not what an earlier save on more ranks left there."""
-    rest = [file for file in listed if file.path != METADATA and file.path not in named]
-    stale = [file.path for file in rest if file.path.endswith(".distcp")]
-    if stale:
-        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
-    return tuple(file for file in rest if not file.path.endswith(".distcp"))
+def _extras(metadata: Record, most: int, where: str, findings: Findings) -> dict[str, Any]:
+    """What other programs keep in the metadata, where it is plain."""
+    extras, visits = {}, Visits(most + MAX_KEYS)
+    for name in EXTRAS:
+        value = metadata.field(name)
+        if isinstance(value, dict) and is_plain(value, visits):
+            extras[name] = value
+        elif value is not None:
+            findings.note(f"{where}: {name} is not of plain values and is left out")
+    return extras
 
 
-def _metadata(storage: Storage, where: str) -> Record:
-    size = storage.size(METADATA)
+def _metadata(storage: Storage, path: str, where: str) -> Record:
+    size = storage.size(path)
     if size > MAX_METADATA:
-        raise DamageError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
-    found = unpickle(storage.read(METADATA, 0, size), _allowed, where)
-    if not isinstance(found, Record) or found.kind != f"{_DCP}metadata.Metadata":
-        raise DamageError(f"{where} is a pickle of something else than a checkpoint's metadata")
+        raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
+    found = unpickle(storage.read(path, 0, size), allow_tensors, where)
+    # The class may be a subclass of torch's, as Megatron's is.
+    if not isinstance(found, Record) or not isinstance(found.field("state_dict_metadata"), dict):
+        raise UnsupportedError(
+            f"{where} is a pickle of something else than the metadata of a checkpoint"
+        )
     return found
-
-
-def _allowed(module: str, name: str) -> bool:
-    return f"{module}.{name}" in _RECORDS or (module == "torch" and name in ITEMSIZE)
 
 
 def _dict(record: Record, name: str, where: str) -> dict[Any, Any]:
@@ -180,9 +169,11 @@ def _range(info: Record, where: str) -> Range:
     if not isinstance(path, str) or whole_numbers((offset, length)) is None:
         raise DamageError(f"{where} is stored in no range of a file")
     if len(path) > MAX_PATH:
-        raise DamageError(f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read")
+        raise UnsupportedError(
+            f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read"
+        )
     if info.field("transform_descriptors"):
-        raise CheckpointError(f"{where} is stored compressed or transformed: not supported")
+        raise UnsupportedError(f"{where} is stored compressed or transformed: not supported")
     return check_path(path), offset, length
 
 
@@ -234,7 +225,7 @@ def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTen
             raise DamageError(f"{where} is stored nowhere")
         return placed[name, None]
     if entry.kind != f"{_DCP}metadata.TensorStorageMetadata":
-        raise DamageError(f"{where} is a {entry.kind}")
+        raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
     properties = entry.field("properties")
     state = properties.state if isinstance(properties, Record) else None
     fields = state if isinstance(state, tuple) else ()
@@ -277,7 +268,7 @@ def _check_used(
     findings: Findings,
 ) -> None:
     for name, _ in placed:
-        if name not in tensors and name not in objects and not findings.damage:
+        if name not in tensors and name not in objects and not findings.any:
             findings.found(f"{where}: {quoted(name)} is stored and not described")
 
 
@@ -309,9 +300,10 @@ def _archives(
     """All archives of a batch; one by one where one of them is damaged."""
     try:
         return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
-    except DamageError as error:
+    except (DamageError, UnsupportedError) as error:
         if len(batch) == 1:
-            findings.found(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
+            note = findings.found if isinstance(error, DamageError) else findings.refuse
+            note(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
             return [None]
     return [_archives(storage, [chunk], findings)[0] for chunk in batch]
 

@@ -1,12 +1,15 @@
-"""Damage, collected: inspecting tells all that is wrong, reading stops at the first of it."""
+"""What is wrong with a checkpoint, collected: inspecting lists all of it, reading raises the first.
+
+Damage and what is merely not supported are kept apart: a copy from a backup mends only the first.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from reshard.errors import DamageError
+from reshard.errors import DamageError, UnsupportedError, quoted
 
 __all__ = ["Findings"]
 
@@ -18,20 +21,43 @@ class Findings:
     """What is wrong with a checkpoint, and what its reader should know; one line each."""
 
     damage: list[str] = field(default_factory=list)
+    unsupported: list[str] = field(default_factory=list)
+    """What is sound, as far as can be seen, and is not read."""
     notes: list[str] = field(default_factory=list)
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note damage that is found inside, and go on after it."""
+        """Note what is damaged or not supported inside, and go on after it."""
         try:
             yield
         except DamageError as error:
             self.found(str(error))
+        except UnsupportedError as error:
+            self.refuse(str(error))
 
     def found(self, what: str) -> None:
         """Note one damage; of thousands, the first tell enough."""
         if len(self.damage) < MAX_NOTED:
             self.damage.append(what)
+
+    def refuse(self, what: str) -> None:
+        """Note one thing that is not supported."""
+        if len(self.unsupported) < MAX_NOTED:
+            self.unsupported.append(what)
+
+    def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
+        """Note tensors that are in two files each: nothing says which of these counts."""
+        for (one, two), names in doubled.items():
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self.refuse(
+                f"tensor {quoted(names[0])}{more} is in {one} and in {two}, and nothing says which "
+                f"of them counts: {advice}"
+            )
+
+    @property
+    def any(self) -> bool:
+        """Whether something could not be read."""
+        return bool(self.damage or self.unsupported)
 
     def note(self, what: str) -> None:
         """Note what is no damage and yet worth knowing."""
@@ -39,8 +65,9 @@ class Findings:
             self.notes.append(what)
 
     def check(self, root: str) -> None:
-        """Raise what was found."""
-        if self.damage:
-            more = len(self.damage) - 1
-            others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
-            raise DamageError(f"{self.damage[0]}{others}")
+        """Raise what was found; damage first."""
+        for kind, found in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
+            if found:
+                more = len(found) - 1
+                others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
+                raise kind(f"{found[0]}{others}")

@@ -30,7 +30,7 @@ from typing import Any
 
 from reshard.checkpoint.formats.checks import checked_shape, shown
 from reshard.checkpoint.formats.safetensors_header import read_json
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import DamageError, UnsupportedError, quoted
 
 __all__ = ["KEY", "SHARDING", "OwnMetadata", "OwnTensor", "offsets_text"]
 
@@ -76,7 +76,7 @@ class OwnMetadata:
         where = f'{where}: "{KEY}" of its __metadata__'
         raw = read_json(text.encode("utf-8", "surrogatepass"), where)
         if raw.get("version") != VERSION:
-            raise CheckpointError(
+            raise UnsupportedError(
                 f"{where} has version {shown(raw.get('version'))} and this reshard reads "
                 f"{VERSION}: use a newer reshard"
             )

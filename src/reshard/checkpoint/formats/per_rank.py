@@ -21,7 +21,7 @@ from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch_tensors import LocalTensor
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, ReshardError, quoted
+from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
 from reshard.layout import Layout
 from reshard.notation import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.pieces import Piece
@@ -52,15 +52,15 @@ def join_ranks(
 ) -> dict[str, StoredTensor]:
     """The global tensors behind the local ones; shapes that are not given are found."""
     held: dict[str, dict[int, tuple[LocalFile, LocalTensor]]] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
     for file in files:
         for name, tensor in file.tensors.items():
             by_rank = held.setdefault(name, {})
             if file.rank in by_rank:
                 before = by_rank[file.rank][0].where
-                findings.found(
-                    f"tensor {quoted(name)} of rank {file.rank} is in {before} and in {file.where}"
-                )
+                doubled.setdefault((before, file.where), []).append(name)
             by_rank[file.rank] = file, tensor
+    findings.refuse_doubled(doubled, "keep one file of each rank for each tensor")
     ranks = {file.rank: file.where for file in files}
     joined: dict[str, StoredTensor] = {}
     count = 0
@@ -69,7 +69,7 @@ def join_ranks(
             joined[name] = _join(name, by_rank, layouts[name], shapes.get(name), ranks)
             count += len(joined[name].pieces)
             if count > MAX_PIECES:
-                raise CheckpointError(
+                raise UnsupportedError(
                     f"the layouts cut {len(joined)} of {len(held)} tensors into {count} pieces, at "
                     f"most {MAX_PIECES} are read: use larger blocks"
                 )
@@ -81,7 +81,7 @@ def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) 
     for cuts, length in zip(layout.dims(shape), shape, strict=True):
         blocks = max((length // block for block in _blocks(cuts)), default=0)
         if blocks > MAX_BLOCKS:
-            raise DamageError(
+            raise UnsupportedError(
                 f'{where}: tensor {quoted(name)} is dealt by "{layout}" in {blocks} blocks, at '
                 f"most {MAX_BLOCKS} are read"
             )
@@ -184,7 +184,7 @@ def _global_shape(
     ranks: Mapping[int, str],
 ) -> tuple[int, ...]:
     if layout.words.flat:
-        raise CheckpointError(
+        raise UnsupportedError(
             f'tensor {quoted(name)} has the layout "{layout}": files of flattened tensors do not '
             "say their shape and cannot be read"
         )
@@ -242,7 +242,7 @@ def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Ite
             index = [at // ideal[dim] % length for dim, length in enumerate(tensor.shape)]
             at, strides = sum(map(mul, index, tensor.strides)), tensor.strides
         elif tensor.strides != ideal:
-            raise CheckpointError(
+            raise UnsupportedError(
                 f"{file.where}: a flattened tensor with the strides {tensor.strides} is not read"
             )
         yield StoredPiece(piece.box, file.file, tensor.offset + at * size, strides)

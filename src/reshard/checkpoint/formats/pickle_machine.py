@@ -11,7 +11,7 @@ copy of a long list, a long key) is counted, so time and memory are those of the
 {'w': [1, 2.5, None]}
 >>> unpickle(pickle.dumps(datetime.date(2026, 1, 2)), allow_none, "a.pkl")
 Traceback (most recent call last):
-reshard.errors.DamageError: a.pkl: names datetime.date, which has no place there: nothing was run
+reshard.errors.UnsupportedError: a.pkl: names datetime.date, which is not read: nothing was run
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError, UnsupportedError, quoted
 
 __all__ = ["Global", "Record", "allow_none", "unpickle"]
 
@@ -96,14 +96,14 @@ def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
     machine = _Machine(data, allowed, where)
     try:
         return machine.run()
-    except DamageError:
+    except (DamageError, UnsupportedError):
         raise
     except (IndexError, struct.error):
         machine.fail("the pickle is cut short")
     except (KeyError, ValueError, TypeError, AttributeError, OverflowError):
         machine.fail("the pickle makes no sense")
     except MemoryError:
-        machine.fail("the pickle takes more memory than there is")
+        machine.refuse("the pickle takes more memory than there is")
 
 
 class _Machine:
@@ -133,11 +133,15 @@ class _Machine:
                 return self.stack.pop()
             step = steps[code]
             if step is None:
-                self.fail(f"the instruction {code:#04x} is not one of those that store tensors")
+                known = self.refuse if chr(code) in _OTHER_INSTRUCTIONS else self.fail
+                known(f"the pickle instruction {code:#04x} is not one of those that store tensors")
             step(self)
 
     def fail(self, why: str) -> NoReturn:
         raise DamageError(f"{self.where}: byte {self.at} of {len(self.data)}: {why}")
+
+    def refuse(self, why: str) -> NoReturn:
+        raise UnsupportedError(f"{self.where}: byte {self.at} of {len(self.data)}: {why}")
 
     def take(self, count: int) -> bytes:
         """The next bytes of the input; what is not there is never allocated."""
@@ -155,7 +159,9 @@ class _Machine:
         self.copied += count
         most = COPIES * len(self.data) + FREE_COPIES
         if self.copied > most:
-            self.fail(f"it copies {self.copied} elements, at most {most} for a pickle of its size")
+            self.refuse(
+                f"it copies {self.copied} elements, at most {most} for a pickle of its size"
+            )
 
     def line(self) -> str:
         end = self.data.find(b"\n", self.at, self.at + 4 * MAX_NAME)
@@ -188,8 +194,8 @@ class _Machine:
         if known is None:
             if not self.allowed(module, name):
                 path = quoted(f"{module}.{name}")[1:-1]
-                raise DamageError(
-                    f"{self.where}: names {path}, which has no place there: nothing was run"
+                raise UnsupportedError(
+                    f"{self.where}: names {path}, which is not read: nothing was run"
                 )
             known = self.globals[module, name] = Global(module, name)
         return known
@@ -302,12 +308,12 @@ def _key(machine: _Machine, key: Any) -> Any:
         machine.spend(len(parts))
         machine.tuple_keys += 1
         if machine.tuple_keys > MAX_TUPLE_KEYS:
-            machine.fail(f"more than {MAX_TUPLE_KEYS} keys of dicts are tuples")
+            machine.refuse(f"more than {MAX_TUPLE_KEYS} keys of dicts are tuples")
     for part in parts:
         if type(part) not in _SIMPLE:
             machine.fail(f"a {type(key).__name__} as the key of a dict")
         if type(part) is int and abs(part) >= MAX_KEY:
-            machine.fail(f"a number of {part.bit_length()} bits as the key of a dict")
+            machine.refuse(f"a number of {part.bit_length()} bits as the key of a dict")
     return key
 
 
@@ -340,7 +346,7 @@ def _new_with_keywords(machine: _Machine) -> None:
 
 
 def _record(machine: _Machine, kind: Any, args: tuple[Any, ...]) -> Any:
-    """What a call gives: tuples and dicts for torch's sizes and ordered dicts, else a record."""
+    """What a call gives: a tuple, dict or bytes for what is just that, else a record."""
     if type(kind) is not Global:
         machine.fail("a call of what is no name")
     if kind.module == "torch" and kind.name == "Size" and len(args) == 1:
@@ -351,6 +357,11 @@ def _record(machine: _Machine, kind: Any, args: tuple[Any, ...]) -> Any:
             return args[0]
     if kind.module == "collections" and kind.name == "OrderedDict" and not args:
         return {}
+    if kind.module == "_codecs" and len(args) == 2 and args[1] == "latin1":
+        machine.spend(len(args[0]))
+        return args[0].encode("latin1")  # how old protocols spell bytes
+    if kind.name == "bytes" and kind.module in ("builtins", "__builtin__") and not args:
+        return b""
     return Record(kind, args)
 
 
@@ -390,6 +401,8 @@ def _memoize(machine: _Machine) -> None:
 
 
 _STOP = ord(".")
+_OTHER_INSTRUCTIONS = frozenset("FILSTUVPgiop\x82\x83\x84\x97\x98")
+"""Those that Python knows and torch does not write: of protocols 0 and 1, of buffers outside."""
 _SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
 _INSTRUCTIONS: dict[str, Callable[[_Machine], None]] = {
     "\x80": _ignore_protocol, "\x95": _ignore_frame, "(": _mark, "0": _pop,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
 
 from reshard.box import Box, row_major
@@ -23,7 +24,7 @@ from reshard.checkpoint.formats.safetensors_header import (
     read_json,
 )
 from reshard.checkpoint.storage import Storage, check_path
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError, UnsupportedError, quoted
 
 __all__ = [
     "HeadedFile", "common_metadata", "find_index", "missing_parts", "read_headers", "read_whole",
@@ -35,7 +36,7 @@ BATCH = 1000
 MAX_INDEX = 1 << 28
 INDEX = ".safetensors.index.json"
 
-_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9}\.(?:safetensors|bin|pt|pth))\Z", re.DOTALL)
+_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9}\.(?:safetensors|bin|pt|pth|ckpt))\Z", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +92,18 @@ def read_whole(
     files = tuple(one.file for one in headed)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, str] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
     for number, one in enumerate(headed):
         for entry in one.header.entries:
             if entry.name in home:
-                findings.found(
-                    f"tensor {quoted(entry.name)} is in {home[entry.name]} and in {one.where}: "
-                    "give the rules and the mesh by which ranks wrote these files, or keep one"
-                )
+                doubled.setdefault((home[entry.name], one.where), []).append(entry.name)
                 continue
             home[entry.name] = one.where
-            piece = StoredPiece(
-                Box.whole(entry.shape), number, entry.offset, row_major(entry.shape)
-            )
+            piece = StoredPiece(_whole(entry.shape), number, entry.offset, _strides(entry.shape))
             tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
+    findings.refuse_doubled(
+        doubled, "name one of the files, or give the rules and the mesh by which ranks wrote them"
+    )
     used = {file.path for file in files}
     index = find_index(listed)
     if index is not None:
@@ -112,6 +112,11 @@ def read_whole(
     return Catalog(
         storage.root, "safetensors", files, tensors, metadata=common_metadata(headed), others=others
     )
+
+
+# One object for each shape: many tensors have the same.
+_whole = lru_cache(maxsize=4096)(Box.whole)
+_strides = lru_cache(maxsize=4096)(row_major)
 
 
 def check_index(
@@ -151,8 +156,8 @@ def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
     for path in dict.fromkeys(mapped.values()):
         try:
             check_path(path)
-        except DamageError as error:
-            raise DamageError(f"{where}: {error}") from None
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}") from None
     return mapped
 
 

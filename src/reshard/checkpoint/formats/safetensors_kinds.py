@@ -27,12 +27,16 @@ __all__ = ["read_safetensors"]
 
 
 def read_safetensors(
-    storage: Storage, listed: Sequence[StoredFile], findings: Findings, mesh: Mesh | None = None
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    named: Sequence[StoredFile],
+    findings: Findings,
+    mesh: Mesh | None = None,
 ) -> Catalog:
-    """The catalog of a folder of safetensors files, or of one such file."""
+    """The catalog of a folder of safetensors files, or of one such file; ``named`` are such."""
     index = find_index(listed)
     mapped = {} if index is None else index_files(storage, index)
-    files = _chosen(storage.root, listed, mapped, findings)
+    files = _chosen(storage.root, listed, named, mapped, findings)
     headed = read_headers(storage, files, findings)
     if index is not None:
         check_index(storage, index, headed, findings)
@@ -57,7 +61,11 @@ def read_safetensors(
 
 
 def _chosen(
-    root: str, listed: Sequence[StoredFile], mapped: Mapping[str, str], findings: Findings
+    root: str,
+    listed: Sequence[StoredFile],
+    files: Sequence[StoredFile],
+    mapped: Mapping[str, str],
+    findings: Findings,
 ) -> list[StoredFile]:
     """The files of the index; without one, those of the folder itself."""
     sizes = {file.path: file for file in listed}
@@ -69,10 +77,11 @@ def _chosen(
             if path not in sizes:
                 findings.found(f"{root}/{path} is missing: the index puts {count} tensors there")
         return [sizes[path] for path in sorted(names) if path in sizes]
-    files = [file for file in listed if file.path.endswith(".safetensors")]
     here = [file for file in files if "/" not in file.path]
     if here:
         return here
+    if not files:
+        raise CheckpointError(f"{root} has an index of safetensors files and none of these")
     folders = sorted({file.path.rpartition("/")[0] for file in files})
     more = f" and in {len(folders) - 1} more" if len(folders) > 1 else ""
     raise CheckpointError(

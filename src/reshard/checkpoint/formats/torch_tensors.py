@@ -17,7 +17,7 @@ from reshard.checkpoint.formats.checks import checked_shape, shown, whole_number
 from reshard.checkpoint.formats.pickle_machine import Global, Record
 from reshard.checkpoint.formats.torch_zip import Archive
 from reshard.dtypes import ITEMSIZE, itemsize
-from reshard.errors import CheckpointError, DamageError
+from reshard.errors import DamageError, UnsupportedError
 
 __all__ = ["LocalTensor", "allow_tensors", "dtype_of", "is_tensor", "tensor_of"]
 
@@ -44,9 +44,12 @@ bytes: enough for masks and positions, and too little for a small file to stand 
 _HARMLESS = {
     "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
     "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
-    "copyreg._reconstructor", "datetime.datetime", "datetime.timedelta", "datetime.timezone",
-    "decimal.Decimal", "fractions.Fraction", "uuid.UUID", "pathlib.PosixPath", "pathlib.Path",
-    "pathlib.PurePosixPath", "pathlib._local.PosixPath", "functools.partial",
+    "copyreg._reconstructor", "copyreg.__newobj__", "_io.BytesIO", "_io.StringIO",
+    *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+    "zoneinfo.ZoneInfo._unpickle", "zoneinfo._common.ZoneInfo._unpickle", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID", "uuid.SafeUUID", "functools.partial",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in (
+        "Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
     *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
         "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
         "bool", "list", "dict", "tuple", "object", "bytes")),
@@ -87,7 +90,7 @@ def dtype_of(value: object, where: str) -> str:
     name = value.name if isinstance(value, Global) and value.module == "torch" else None
     if name not in ITEMSIZE:
         kind = value.path if isinstance(value, Global) else shown(value)
-        raise CheckpointError(f"{where} has the dtype {kind}, which is not supported")
+        raise UnsupportedError(f"{where} has the dtype {kind}, which is not supported")
     return name
 
 
@@ -101,7 +104,7 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
         case "_v3", (storage, start, size, stride, _, _, kind, *extra):
             dtype = dtype_of(kind, where)
         case _:
-            raise CheckpointError(f"{where}: a tensor made by {record.kind} is not supported")
+            raise UnsupportedError(f"{where}: a tensor made by {record.kind} is not supported")
     _check_plain(extra, where)
     key, dtype, length = _storage(storage, dtype, where)
     shape = checked_shape(size, where)
@@ -148,7 +151,7 @@ def _check_plain(extra: list[Any], where: str) -> None:
     """A tensor whose values are to be conjugated or negated when used is not what its bytes say."""
     flags = extra[0] if extra else None
     if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
-        raise CheckpointError(
+        raise UnsupportedError(
             f"{where}: a lazily conjugated or negated tensor is not supported: "
             "save x.resolve_conj().resolve_neg()"
         )
@@ -169,7 +172,7 @@ def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int
         return key, dtype, count
     own = _STORAGES.get(kind)
     if own is None:
-        raise CheckpointError(f"{where}: a {kind} is not supported")
+        raise UnsupportedError(f"{where}: a {kind} is not supported")
     return key, dtype or own, count * itemsize(own)
 
 
@@ -198,7 +201,7 @@ def _check_inside(
 
 def _check_size(size: int, length: int, where: str) -> None:
     if size > max(SMALL, EXPANDED * length):
-        raise DamageError(
+        raise UnsupportedError(
             f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
             f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
         )

@@ -5,43 +5,45 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from reshard.box import Box
-from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.rank_names import rank_of
 from reshard.checkpoint.formats.safetensors_files import missing_parts
-from reshard.checkpoint.formats.torch_files import read_torch_file
-from reshard.checkpoint.storage import TENSOR_FILES, Storage
-from reshard.errors import CheckpointError, quoted
+from reshard.checkpoint.formats.torch_files import Content, beside_tensors, read_torch_file
+from reshard.checkpoint.formats.zero import check_no_zero_files
+from reshard.checkpoint.storage import Storage
+from reshard.errors import CheckpointError
 
 __all__ = ["read_torch"]
 
 
-def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> Catalog:
-    """The catalog of the torch files of a folder, or of one such file."""
-    files = _chosen(storage.root, listed)
+def read_torch(
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    named: Sequence[StoredFile],
+    findings: Findings,
+) -> Catalog:
+    """The catalog of the torch files of a folder, or of one such file; ``named`` may be such."""
+    files = _chosen(storage.root, named)
+    check_no_zero_files(storage.root, files)
     for path in missing_parts(files) if not storage.is_file else ():
         findings.found(f"{storage.where(path)} is missing: the names of the others count it")
     tensors: dict[str, StoredTensor] = {}
-    values: dict[str, str] = {}
-    nesting: dict[str, tuple[str | int, ...]] = {}
-    crcs: list[Crc] = []
+    doubled: dict[tuple[str, str], list[str]] = {}
+    contents: list[Content] = []
     for number, file in enumerate(files):
         with findings.noting():
             content = read_torch_file(storage, file, findings, number)
-            crcs += content.crcs
+            contents.append(content)
             for name, local in content.tensors.items():
                 if name in tensors:
-                    findings.found(
-                        f"tensor {quoted(name)} is in {files[tensors[name].pieces[0].file].path} "
-                        f"and in {file.path} of {storage.root}: name one of the files"
-                    )
+                    before = files[tensors[name].pieces[0].file].path
+                    doubled.setdefault((before, file.path), []).append(name)
                     continue
                 box = Box.whole(local.shape)
                 piece = StoredPiece(box, number, local.offset, local.strides)
                 tensors[name] = StoredTensor(name, local.shape, local.dtype, (piece,))
-            for name, text in content.values.items():
-                values.setdefault(name, text)
-            nesting |= content.nesting
+    findings.refuse_doubled(doubled, f"name one of the files of {storage.root}")
     used = {file.path for file in files}
     others = tuple(file for file in listed if file.path not in used)
     return Catalog(
@@ -49,15 +51,12 @@ def read_torch(storage: Storage, listed: Sequence[StoredFile], findings: Finding
         "torch",
         files,
         tensors,
-        metadata=values,
         others=others,
-        nesting=nesting,
-        crcs=tuple(crcs),
+        **beside_tensors(contents),
     )
 
 
-def _chosen(root: str, listed: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
-    files = [file for file in listed if file.path.endswith(TENSOR_FILES)]
+def _chosen(root: str, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
     ranks = {rank_of(file.path, None) for file in files} - {None}
     if len(ranks) > 1:
         raise CheckpointError(

@@ -19,7 +19,7 @@ from zlib import crc32
 
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.storage import Range, Storage
-from reshard.errors import CheckpointError, DamageError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
 
 __all__ = ["Archive", "Member", "archive_crcs", "read_archives"]
 
@@ -130,13 +130,28 @@ def _read_ends(storage: Storage, zips: Sequence[_Zip]) -> None:
             raise _no_zip(found.where, head)
 
 
+_OTHERS = {
+    b"\x80": "a pickle, as torch.save wrote it before torch 1.6",
+    b"\x1f\x8b": "compressed with gzip",
+    b"\x28\xb5\x2f\xfd": "compressed with zstd",
+    b"\x89HDF": "an HDF5 file",
+    b"GGUF": "a GGUF file",
+}
+"""How files begin that may have the same names, and what they are."""
+
+
 def _no_zip(where: str, head: bytes) -> CheckpointError:
-    if head[:1] == b"\x80":
-        return CheckpointError(
-            f"{where} is a pickle in the format before torch 1.6, which is not read: load it and "
-            "save it again with torch.save"
-        )
-    return DamageError(f"{where} begins with {head[:4]!r} and is no archive of torch.save")
+    what = next((what for begins, what in _OTHERS.items() if head.startswith(begins)), None)
+    if head[257:262] == b"ustar":
+        what = "a tar archive"
+    if head[8:9] == b"{" and int.from_bytes(head[:8], "little") < MAX_PICKLE:
+        what = "in the format of safetensors"
+    if what is None:
+        return DamageError(f"{where} begins with {head[:4]!r} and is no archive of torch.save")
+    return UnsupportedError(
+        f"{where} is {what}, which is not read: load it with what wrote it and save it again with "
+        "torch.save"
+    )
 
 
 def _end_of(found: _Zip) -> tuple[int, int, int]:
@@ -195,6 +210,7 @@ class _Listed(NamedTuple):
     header: int
     size: int
     crc: int
+    is_packed: bool
 
 
 def _members(found: _Zip, data: bytes) -> list[_Listed]:
@@ -210,12 +226,12 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
         header = row[16]
         if _FULL in (size, packed, header):
             size, packed, header = _wide(data[name_end:extra_end], size, packed, header)
-        if method or flags & 1 or packed != size:
+        is_packed = bool(method or flags & 1)
+        if packed != size and not is_packed:
             raise DamageError(
-                f"{found.where}: member {quoted(name)} is compressed or encrypted, which "
-                "torch.save never does"
+                f"{found.where}: member {quoted(name)} has {packed} bytes and {size} unpacked"
             )
-        members.append(_Listed(name, header, size, crc))
+        members.append(_Listed(name, header, packed, crc, is_packed))
         at = extra_end + row[12]
     if at != len(data) or not members:
         raise DamageError(f"{found.where}: its directory ends after {len(members)} members")
@@ -242,7 +258,7 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
 def _check_apart(found: _Zip, members: list[_Listed]) -> None:
     """Members follow each other; each has a header of its own before its bytes."""
     end, before = 0, ""
-    for name, header, size, _ in sorted(members, key=itemgetter(1)):
+    for name, header, size, *_ in sorted(members, key=itemgetter(1)):
         if header < end:
             raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
         end, before = header + _LOCAL.size + size, name
@@ -279,10 +295,25 @@ def _of_interest(found: _Zip, table: list[_Listed]) -> list[_Listed]:
         raise DamageError(f"{found.where}: two members of its directory have one name")
     pickles = [name for name in names if name.endswith("/data.pkl") and name.count("/") == 1]
     if len(pickles) != 1:
-        raise DamageError(f"{found.where}: {len(pickles)} members called data.pkl instead of one")
+        raise UnsupportedError(
+            f"{found.where} is a zip archive with {len(pickles)} members called data.pkl, and "
+            "torch.save writes one: is it of something else?"
+        )
     root = pickles[0].removesuffix("data.pkl")
-    wanted = (f"{root}data/", f"{root}data.pkl", f"{root}byteorder")
-    return [member for member in table if member.name.startswith(wanted)]
+    if f"{root}constants.pkl" in names:
+        raise UnsupportedError(
+            f"{found.where} is a TorchScript archive, which is not read: torch.jit.load it, and "
+            "torch.save its state_dict()"
+        )
+    places = (f"{root}data/", f"{root}data.pkl", f"{root}byteorder")
+    wanted = [member for member in table if member.name.startswith(places)]
+    packed = next((member.name for member in wanted if member.is_packed), None)
+    if packed is not None:
+        raise UnsupportedError(
+            f"{found.where}: member {quoted(packed)} is compressed or encrypted, which torch.save "
+            "never does: unpack it and zip it again without compression"
+        )
+    return wanted
 
 
 def _located(found: _Zip, member: _Listed, header: bytes) -> Member:
@@ -304,26 +335,28 @@ def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member | None]
         last = name.partition("/")[2]
         if last == "data.pkl":
             pickle = _content(storage, found, member)
-            _check_crc(found.where, name, pickle, member.crc)
         elif last == "byteorder" and _content(storage, found, member) != b"little":
-            raise CheckpointError(f"{found.where} was written on a big-endian machine")
+            raise UnsupportedError(
+                f"{found.where} was written on a big-endian machine, which is not supported: load "
+                "it with torch and save it again here"
+            )
         elif last.startswith("data/"):
             storages[last.removeprefix("data/")] = member
     return Archive(found.where, pickle, storages)
 
 
-def _check_crc(where: str, name: str, data: bytes, crc: int) -> None:
-    """Compare a member with its CRC-32; 0 stands where none was computed."""
-    if crc and crc32(data) != crc:
-        raise DamageError(
-            f"{where}: {quoted(name)} changed since torch saved it: its CRC-32 is "
-            f"{crc32(data):08x} and was {crc:08x}: restore the file from a copy"
-        )
-
-
 def _content(storage: Storage, found: _Zip, member: Member) -> bytes:
     if member.size > found.largest:
-        raise DamageError(f"{found.where}: a pickle of {member.size} bytes is too large")
+        raise UnsupportedError(
+            f"{found.where}: a pickle of {member.size} bytes, at most {found.largest} are read"
+        )
     path, offset, _ = found.range
-    known = found.known(member.offset - offset, member.size)
-    return storage.read(path, member.offset, member.size) if known is None else known
+    data = found.known(member.offset - offset, member.size)
+    data = storage.read(path, member.offset, member.size) if data is None else data
+    if member.crc and crc32(data) != member.crc:
+        raise DamageError(
+            f"{found.where}: bytes {member.offset} to {member.offset + member.size} changed since "
+            f"torch saved them: their CRC-32 is {crc32(data):08x} and was {member.crc:08x}: "
+            "restore the file from a copy"
+        )
+    return data

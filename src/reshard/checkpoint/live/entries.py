@@ -4,7 +4,7 @@ rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,13 +15,44 @@ from reshard.spec import TensorSpec
 from reshard.tensors.describe import spec_of
 from reshard.tensors.reading import parts_of
 
-__all__ = ["Entries", "entries_of"]
+__all__ = ["Entries", "Memory", "entries_of"]
 
 MAX_DEPTH = 64
 """A dict deeper than this holds itself."""
 
 Keys = tuple[str | int, ...]
 """The keys that lead to an entry, as torch's checkpoints have them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Which tensors of a rank are the same memory, as tied parameters are."""
+
+    names: frozenset[str]
+    """All tensors of the rank."""
+    groups: tuple[frozenset[str], ...]
+    """Names of one memory each, two or more."""
+    empty: frozenset[str]
+    """Tensors of which this rank has no element."""
+
+    def names_beside(self, name: str) -> set[str]:
+        """The other names of a tensor's memory."""
+        return {other for group in self.groups if name in group for other in group} - {name}
+
+    def has_as_one(self, one: str, two: str) -> bool:
+        """Whether two tensors are one memory here, or the rank has no element of either."""
+        without = self.empty | ({one, two} - self.names)
+        return {one, two} <= without or any({one, two} <= group for group in self.groups)
+
+    def to_data(self) -> list[list[Any]]:
+        """The groups and the empty tensors as plain data."""
+        return [[sorted(group) for group in self.groups], sorted(self.empty)]
+
+    @classmethod
+    def from_data(cls, names: Iterable[str], data: Sequence[Any]) -> Memory:
+        """Read what ``to_data`` gave."""
+        groups, empty = data
+        return cls(frozenset(names), tuple(map(frozenset, groups)), frozenset(empty))
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +67,20 @@ class Entries:
     def specs(self) -> dict[str, TensorSpec]:
         """What every tensor is and how it lies; an error names the tensor."""
         return {name: _spec(name, tensor) for name, tensor in self.tensors.items()}
+
+    def memory(self) -> Memory:
+        """Which of the tensors share all of their memory."""
+        groups: dict[tuple[Any, ...], list[str]] = {}
+        empty = []
+        for name, tensor in self.tensors.items():
+            parts = [part for part in parts_of(tensor) if part.numel()]
+            if parts:
+                key = tuple((p.data_ptr(), p.device, p.dtype, p.shape, p.stride()) for p in parts)
+                groups.setdefault(key, []).append(name)
+            else:
+                empty.append(name)
+        tied = tuple(frozenset(group) for group in groups.values() if len(group) > 1)
+        return Memory(frozenset(self.tensors), tied, frozenset(empty))
 
 
 def entries_of(state_dict: Mapping[Any, Any]) -> Entries:

@@ -2,36 +2,176 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Literal
 
 from reshard.checkpoint.casting import check_cast
+from reshard.checkpoint.live.entries import Memory
 from reshard.checkpoint.live.outline import Outline
-from reshard.errors import CheckpointError, NamesError, quoted
+from reshard.errors import CheckpointError, DisagreementError, NamesError, quoted
 from reshard.spec import TensorSpec
 
-__all__ = ["chosen_of"]
+__all__ = ["Fit", "Strict", "check_strict", "fit"]
+
+Strict = bool | Literal["exact"]
 
 MOST_NAMED = 5
+MOST_COMPARED = 10_000
+"""Names among which the nearest one is looked for; comparing takes some 20 microseconds each."""
+LEAST_LETTERS = 4
+"""Letters of a part of a name, below which one letter more or less makes another name."""
+
+_DIGITS = re.compile(r"\d+")
 
 
-def chosen_of(
-    want: Mapping[str, TensorSpec], outline: Outline, strict: bool, cast: bool
-) -> dict[str, TensorSpec]:
-    """What is loaded, by name; names, shapes and dtypes that do not fit are errors."""
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """What is loaded of a checkpoint into the tensors of a job."""
+
+    chosen: Mapping[str, TensorSpec]
+    missing: tuple[str, ...]
+    """Names that the checkpoint lacks, and that are not tied to one that it has."""
+    tied: tuple[str, ...]
+    """Names whose memory is filled under another name."""
+    copies: Mapping[str, Sequence[str]]
+    """Those of the tied names that the checkpoint has, by the name that is loaded: all are the same
+    memory here, and must hold the same there.
+    """
+
+
+def check_strict(strict: object) -> None:
+    """Refuse what is no value of ``strict``."""
+    if strict not in (True, False, "exact"):
+        raise CheckpointError(f'strict={quoted(strict)} is not known: use True, False or "exact"')
+
+
+def fit(
+    want: Mapping[str, TensorSpec],
+    outline: Outline,
+    memories: Mapping[int, Memory],
+    strict: Strict,
+    cast: bool,
+) -> Fit:
+    """What is loaded; names, shapes and dtypes that do not fit are errors."""
     stored = outline.catalog.tensors
-    missing = [name for name in want if name not in stored]
-    if strict and (missing or outline.unwanted):
-        raise NamesError(
-            f"{outline.catalog.root} and the state dict have other names: "
-            f"{_listed('the checkpoint lacks', missing)}"
-            f"{'; ' if missing and outline.unwanted else ''}"
-            f"{_listed('the state dict lacks', outline.unwanted)}: "
-            "strict=False loads what both have"
-        )
     chosen = {name: spec for name, spec in want.items() if name in stored}
+    absent = [name for name in want if name not in stored]
+    tied = tuple(name for name in absent if _is_tied(name, chosen, memories))
+    missing = [name for name in absent if name not in set(tied)]
+    root, unwanted = outline.catalog.root, outline.unwanted
+    misspelt = dict(_misspelt(missing, unwanted))
+    if missing and (strict or misspelt):
+        raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
+    if strict == "exact" and unwanted:
+        raise NamesError(
+            f"{root} holds {_listed(unwanted)}, which the state dict lacks: strict=True loads "
+            "without"
+        )
     for name, spec in chosen.items():
         _check_one(name, spec, outline, cast)
-    return chosen
+    copies = _copies(chosen, memories)
+    for name, others in copies.items():
+        for other in others:
+            _check_same(name, other, outline)
+            del chosen[other]
+    tied = (*tied, *(other for others in copies.values() for other in others))
+    return Fit(chosen, tuple(sorted(missing)), tied, copies)
+
+
+def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
+    """Whether all of a tensor's memory is filled under another name, on every rank that has it."""
+    others: set[str] | None = None
+    for memory in memories.values():
+        if name in memory.names and name not in memory.empty:
+            same = memory.names_beside(name)
+            others = same if others is None else others & same
+    return bool(others and others & chosen.keys())
+
+
+def _copies(
+    chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
+) -> dict[str, list[str]]:
+    """Names that would be loaded into one memory, by the first of them; all ranks must agree."""
+    copies: dict[str, list[str]] = {}
+    groups = dict.fromkeys(group for memory in memories.values() for group in memory.groups)
+    for group in groups:
+        first, *others = sorted(group & chosen.keys()) or [""]
+        for other in others:
+            apart = [r for r, memory in memories.items() if not memory.has_as_one(first, other)]
+            if apart:
+                raise DisagreementError(
+                    f"{quoted(first)} and {quoted(other)} are one memory on some ranks and two on "
+                    f"rank {apart[0]}: tie them on all ranks, or on none"
+                )
+            if other not in copies.setdefault(first, []):
+                copies[first].append(other)
+    return {first: others for first, others in copies.items() if others}
+
+
+def _check_same(one: str, two: str, outline: Outline) -> None:
+    """Refuse tensors for one memory that are known to differ; others are compared when read."""
+    dtypes = [outline.catalog.tensors[name].dtype for name in (one, two)]
+    digests = [outline.digests.get(name) for name in (one, two)]
+    if digests[0] != digests[1] or dtypes[0] != dtypes[1]:
+        raise CheckpointError(
+            f"tensors {quoted(one)} and {quoted(two)} are one memory in the state dict and differ "
+            f"in {outline.catalog.root}: untie them, or leave one of them out"
+        )
+
+
+def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Names that the checkpoint lacks, each with one that nobody asked for and that differs from it
+    by one typing error.
+    """
+    by_digits: dict[tuple[str, ...], list[str]] = {}
+    for name in unwanted if missing else ():
+        by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
+    for name in missing:
+        alike = by_digits.get(tuple(_DIGITS.findall(name)), ())
+        near = next((other for other in alike if _is_typo(name, other)), None)
+        if near is not None:
+            yield name, near
+
+
+def _is_typo(one: str, two: str) -> bool:
+    """Whether names differ by a letter more, less or other, or by two neighbours exchanged.
+
+    >>> _is_typo("lm_head.weight", "lm_haed.weight"), _is_typo("a.q.weight", "a.k.weight")
+    (True, False)
+    """
+    if abs(len(one) - len(two)) > 1:
+        return False
+    first = next((at for at, (a, b) in enumerate(zip(one, two, strict=False)) if a != b), None)
+    if first is None:
+        first = min(len(one), len(two))
+    rest, other = one[first:], two[first:]
+    exchanged = rest[:2] == other[1::-1] and rest[2:] == other[2:] and len(rest) > 1
+    if not (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or exchanged):
+        return False
+    start, stop = one.rfind(".", 0, first) + 1, one.find(".", first)
+    return len(one[start : stop if stop >= 0 else None]) >= LEAST_LETTERS
+
+
+def _lacking(
+    root: str, missing: Sequence[str], misspelt: Mapping[str, str], unwanted: Sequence[str]
+) -> NamesError:
+    near = {name: misspelt.get(name) or _nearest(name, unwanted) for name in missing[:MOST_NAMED]}
+    hints = [f"{quoted(name)} ({quoted(other)} is near)" if other else quoted(name)
+             for name, other in near.items()]  # fmt: skip
+    more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
+    advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
+    return NamesError(f"{root} lacks {', '.join(hints)}{more}: {advice}")
+
+
+def _nearest(name: str, names: Sequence[str]) -> str | None:
+    """The most similar name with the same numbers; of many thousands only some are compared."""
+    digits = _DIGITS.findall(name)
+    alike = [other for other in names if _DIGITS.findall(other) == digits]
+    found = get_close_matches(name, alike[:MOST_COMPARED], n=1)
+    return found[0] if found else None
 
 
 def _check_one(name: str, spec: TensorSpec, outline: Outline, cast: bool) -> None:
@@ -50,9 +190,6 @@ def _check_one(name: str, spec: TensorSpec, outline: Outline, cast: bool) -> Non
     check_cast(have.dtype, spec.dtype, f"tensor {quoted(name)} of {root}")
 
 
-def _listed(what: str, names: Sequence[str]) -> str:
-    if not names:
-        return ""
+def _listed(names: Sequence[str]) -> str:
     some = ", ".join(quoted(name) for name in names[:MOST_NAMED])
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return f"{what} {some}{more}"
+    return some + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")

@@ -2,15 +2,17 @@
 
     checkpoint.load("ckpt", into=model.state_dict())
 
-Each byte is read once in the whole job: the ranks share the reading, and what one has read for
-another goes there as any other move does.
+Each byte is read once in the whole job. What only one rank wants, it reads straight into its
+tensors. Of the rest the ranks share the reading, and what one has read for another goes there as
+any other move does.
 """
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,15 +23,18 @@ from reshard.checkpoint.checksums import SIDECAR, Checksums, damage, sum_of
 from reshard.checkpoint.checksums import load as load_checksums
 from reshard.checkpoint.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.given import as_mesh, as_rules
+from reshard.checkpoint.journal import boot_id
 from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.crc_records import CrcRecords
-from reshard.checkpoint.live.entries import Entries, entries_of
+from reshard.checkpoint.live.entries import Entries, Memory, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
-from reshard.checkpoint.live.fitting import chosen_of
+from reshard.checkpoint.live.fitting import Fit, Strict, check_strict, fit
 from reshard.checkpoint.live.outline import Outline
+from reshard.checkpoint.live.own_reads import OwnReader, own_wishes
 from reshard.checkpoint.live.placing import Placer
 from reshard.checkpoint.live.reports import LoadReport
 from reshard.checkpoint.live.sharing import Batch, Limits, Wish, batches_of
+from reshard.checkpoint.live.small_reads import are_small, place_small, read_small
 from reshard.checkpoint.located import Located
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.transfers import Fed, Transfer, source_of
@@ -57,7 +62,7 @@ def load(
     group: Group = None,
     rules: Rules | str | Path | None = None,
     mesh: Mesh | str | None = None,
-    strict: bool = True,
+    strict: Strict = True,
     cast: bool = False,
     check: bool = True,
     compare_replicas: bool = True,
@@ -68,7 +73,10 @@ def load(
 
     ``into`` may be nested, and holds DTensors, ShardedTensors or plain tensors, which are whole on
     their rank. ``rules`` and ``mesh`` are for files of ranks that do not say how they were cut.
-    Names must be the same on both sides, unless ``strict=False``; dtypes too, unless ``cast=True``.
+    Every tensor of ``into`` must be in the checkpoint, under its own name or that of a tensor tied
+    to it; ``strict=False`` leaves others as they were, but misspelt names are always errors. Names
+    that only the checkpoint has are listed in the report, and are an error with ``strict="exact"``.
+    Dtypes must be the same, unless ``cast=True``.
     Digests are compared where the checkpoint has some, unless ``check=False``; where it has none,
     what is stored twice is read twice and must be equal, unless ``compare_replicas=False`` takes
     the first. No rank stages more than ``memory``, or waits for another longer than ``timeout``
@@ -79,25 +87,26 @@ def load(
     circle = Circle(group, timeout)
     options = {"path": str(path), "strict": strict, "cast": cast, "check": check,
                "compare_replicas": compare_replicas, "memory": str(memory)}  # fmt: skip
-    entries, want = _wanted(circle, into, options)
-    sums: list[Checksums | None] = []
-    data = circle.first_does(lambda: _survey(path, want, rules, mesh, check, sums).to_data())
-    outline = Outline.from_data(data)
-    chosen = chosen_of(want, outline, strict, cast)
-    wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
-    limits = Limits.of(_share_of(memory), len(circle.ranks))
-    with _opened(circle, path) as storage:
+    with ExitStack() as stack:
+        here = _Here(circle, into, options, stack)
+        agreed = here.agree(lambda storage: _survey(storage, rules, mesh, check, here))
+        fitted = fit(agreed.specs, agreed.outline, agreed.memories, strict, cast)
+        chosen, outline = fitted.chosen, agreed.outline.joined(fitted.copies)
+        wishes = {n: _wish(outline, spec, n, compare_replicas) for n, spec in chosen.items()}
+        own, shared = own_wishes(wishes, maps=here.storage.is_local and len(set(agreed.hosts)) == 1)
         crcs = Crcs(outline.catalog.crcs)
         fetcher = Fetcher(
-            storage, outline.catalog, wishes, circle.rank, outline.digests, crcs or None
+            here.storage, outline.catalog, wishes, circle.rank, outline.digests, crcs or None
         )
-        placer = Placer(circle, wishes, chosen, entries.tensors, parse_bytes(memory) // 4)
-        run = _Run(
-            circle, fetcher, placer, outline, CrcRecords(crcs, wishes), sums[0] if sums else None
-        )
-        for batch in batches_of(wishes, circle.ranks, limits):
+        placer = Placer(circle, wishes, chosen, here.entries.tensors, parse_bytes(memory) // 4)
+        reader = OwnReader.of(fetcher.source, os.cpu_count() or 1, agreed.hosts.count(boot_id()))
+        run = _Run(circle, fetcher, placer, outline, CrcRecords(crcs, wishes), here.checksums)
+        small, large = (shared, {}) if are_small(shared) else ({}, shared)
+        run.read_own(reader, own, small)
+        limits = Limits.of(_share_of(memory), len(circle.ranks))
+        for batch in batches_of(large, circle.ranks, limits):
             run.do(batch)
-    return _report(run, chosen, entries, time.monotonic() - began, want)
+    return _report(run, fitted, here.entries, time.monotonic() - began)
 
 
 def _share_of(memory: int | str) -> int:
@@ -110,36 +119,70 @@ def _share_of(memory: int | str) -> int:
     return total // 2
 
 
-def _wanted(
-    circle: Circle, into: Mapping[Any, Any], options: Mapping[str, Any]
-) -> tuple[Entries, dict[str, TensorSpec]]:
-    """This rank's entries, and the specs that all ranks together have."""
-    found = []
+@dataclass(frozen=True, slots=True)
+class _Agreed:
+    """What all ranks know of each other and of the checkpoint."""
 
-    def describe() -> list[Any]:
-        _share_of(options["memory"])
-        found.append(entries_of(into))
-        return [specs_to_text(found[0].specs()), options]
+    specs: dict[str, TensorSpec]
+    """Those that all ranks together have."""
+    memories: dict[int, Memory]
+    """What is tied on each rank."""
+    outline: Outline
+    hosts: list[str]
+    """The host of each rank."""
 
-    said = circle.all_do(describe)
-    circle.check_alike({rank: one[1] for rank, one in said.items()}, "load")
-    return found[0], merge_specs({rank: specs_from_text(one[0]) for rank, one in said.items()})
+
+@dataclass(slots=True)
+class _Here:
+    """What this rank has, before it knows what the others have."""
+
+    circle: Circle
+    into: Mapping[Any, Any]
+    options: Mapping[str, Any]
+    stack: ExitStack
+    """Closes the files."""
+    entries: Entries = field(init=False)
+    storage: Storage = field(init=False)
+    checksums: Checksums | None = None
+    """Those of the checkpoint, on the first rank."""
+
+    def agree(self, survey: Callable[[Storage], Outline]) -> _Agreed:
+        """What the ranks have, and what is stored.
+
+        All of it is said in one round, so that a load without an exchange has two: this one, and
+        one at its end.
+        """
+
+        def describe() -> list[Any]:
+            _share_of(self.options["memory"])
+            check_strict(self.options["strict"])
+            self.entries = entries_of(self.into)
+            text = specs_to_text(self.entries.specs())
+            self.storage = self.stack.enter_context(open_storage(self.options["path"]))
+            outline = survey(self.storage).to_data() if self.circle.leads else None
+            return [text, self.options, self.entries.memory().to_data(), boot_id(), outline]
+
+        said = self.circle.all_do(describe)
+        self.circle.check_alike({rank: one[1] for rank, one in said.items()}, "load")
+        described = {rank: specs_from_text(one[0]) for rank, one in said.items()}
+        memories = {rank: Memory.from_data(described[rank], one[2]) for rank, one in said.items()}
+        specs = merge_specs(described)
+        outline = Outline.from_data(said[self.circle.ranks[0]][4]).about(specs)
+        return _Agreed(specs, memories, outline, [one[3] for one in said.values()])
 
 
 def _survey(
-    path: str | Path,
-    want: Mapping[str, TensorSpec],
+    storage: Storage,
     rules: Rules | str | Path | None,
     mesh: Mesh | str | None,
     check: bool,
-    sums: list[Checksums | None],
+    here: _Here,
 ) -> Outline:
     """What the first rank finds in the checkpoint; its checksums stay with it."""
-    with open_storage(path) as storage:
-        sums.append(load_checksums(storage) if check else None)
-        catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
-        crcs = crcs_of(storage, replace(catalog, objects={}), sums[0]) if check else ()
-        return Outline.of(catalog, want.keys(), sums[0].digests if sums[0] else {}, crcs)
+    here.checksums = sums = load_checksums(storage) if check else None
+    catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
+    crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
+    return Outline(replace(catalog, crcs=crcs), (), sums.digests if sums else {})
 
 
 def _wish(outline: Outline, spec: TensorSpec, name: str, compare_replicas: bool) -> Wish:
@@ -159,22 +202,6 @@ def _wish(outline: Outline, spec: TensorSpec, name: str, compare_replicas: bool)
     return Wish(transfer, spec.layout, is_whole)
 
 
-@contextmanager
-def _opened(circle: Circle, path: str | Path) -> Iterator[Storage]:
-    """The files, seen by every rank."""
-    found: list[Storage] = []
-
-    def open_here() -> None:
-        found.append(open_storage(path))
-
-    try:
-        circle.all_do(open_here)
-        yield found[0]
-    finally:
-        for storage in found:
-            storage.close()
-
-
 @dataclass(slots=True)
 class _Run:
     """A load under way."""
@@ -189,6 +216,30 @@ class _Run:
     _gap_bytes: int = 0
     _values: dict[str, int] = field(default_factory=dict)
     _done: int = 0
+
+    def read_own(
+        self, reader: OwnReader, own: Mapping[str, Wish], small: Mapping[str, Wish]
+    ) -> None:
+        """Read what no other rank wants into this rank's tensors, and what is small for all."""
+        if not own and not small:
+            return
+
+        def read() -> list[Any]:
+            reader.read(own, self.placer.views)
+            texts = read_small(small, self.fetcher.source) if self.circle.leads else {}
+            return [self.fetcher.num_bytes, texts]
+
+        count, total = len(own) + len(small), len(self.fetcher.wishes)
+        try:
+            said = self.circle.all_do(read)
+        except ReshardError as error:
+            raise type(error)(
+                f"{error}; up to {count} of {total} tensors were already changed: load again "
+                "before use"
+            ) from error.__cause__
+        place_small(small, said[self.circle.ranks[0]][1], self.placer.views)
+        self.bytes_read = sum(one[0] for one in said.values())
+        self._done += count
 
     def do(self, batch: Batch) -> None:
         """Read a batch, check it, and bring it to where it belongs."""
@@ -268,25 +319,20 @@ class _Run:
         return made
 
 
-def _report(
-    run: _Run,
-    chosen: Mapping[str, TensorSpec],
-    entries: Entries,
-    seconds: float,
-    want: Mapping[str, TensorSpec],
-) -> LoadReport:
+def _report(run: _Run, fitted: Fit, entries: Entries, seconds: float) -> LoadReport:
     outline = run.outline
     return LoadReport(
         source=outline.catalog.root,
         format=outline.catalog.format,
-        num_tensors=len(chosen),
+        num_tensors=len(fitted.chosen),
         unique_bytes=sum(wish.num_bytes for wish in run.fetcher.wishes.values()),
         bytes_read=run.bytes_read,
         bytes_moved=run.placer.bytes_moved,
         seconds=seconds,
         checked=bool(outline.digests),
         num_ranks=len(run.circle.ranks),
-        missing=tuple(sorted(want.keys() - chosen.keys())),
+        missing=fitted.missing,
+        tied=fitted.tied,
         unexpected=outline.unwanted,
         left_alone=tuple(entries.others),
         notes=outline.catalog.notes,

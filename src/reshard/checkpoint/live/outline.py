@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.box import Box
@@ -18,32 +18,33 @@ class Outline:
     """The part of a catalog that a load needs."""
 
     catalog: Catalog
-    """With pieces only for the tensors that are wanted."""
-    unwanted: tuple[str, ...]
+    unwanted: tuple[str, ...] = ()
     """Names of tensors that nobody asked for."""
     digests: Mapping[str, str] = field(default_factory=dict)
     """What the checksums of the checkpoint say of its tensors."""
 
-    @classmethod
-    def of(
-        cls,
-        catalog: Catalog,
-        names: Collection[str],
-        digests: Mapping[str, str],
-        crcs: Collection[Crc] = (),
-    ) -> Outline:
+    def about(self, names: Collection[str]) -> Outline:
         """The part that is about these names."""
+        catalog = self.catalog
         wanted = {name: one for name, one in catalog.tensors.items() if name in names}
         made = Catalog(
             catalog.root,
             catalog.format,
             catalog.files,
             wanted,
-            crcs=tuple(_touched(wanted, crcs)),
+            crcs=tuple(_touched(wanted, catalog.crcs)),
             notes=catalog.notes,
         )
-        known = {name: digests[name] for name in wanted if name in digests}
-        return cls(made, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
+        known = {name: self.digests[name] for name in wanted if name in self.digests}
+        return Outline(made, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
+
+    def joined(self, copies: Mapping[str, Sequence[str]]) -> Outline:
+        """The same, where each of these tensors has the pieces of its copies, too: as replicas."""
+        tensors = dict(self.catalog.tensors)
+        for name, others in copies.items():
+            pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
+            tensors[name] = replace(tensors[name], pieces=tuple(dict.fromkeys(pieces)))
+        return replace(self, catalog=replace(self.catalog, tensors=tensors))
 
     def to_data(self) -> dict[str, Any]:
         """The outline as plain data."""
@@ -53,7 +54,6 @@ class Outline:
             "files": [[file.path, file.size] for file in self.catalog.files],
             "tensors": [_tensor_data(tensor) for tensor in self.catalog.tensors.values()],
             "notes": list(self.catalog.notes),
-            "unwanted": list(self.unwanted),
             "digests": dict(self.digests),
             "crcs": [list(crc) for crc in self.catalog.crcs],
         }
@@ -66,7 +66,7 @@ class Outline:
         notes = tuple(data["notes"])
         crcs = tuple(Crc(*one) for one in data["crcs"])
         catalog = Catalog(data["root"], data["format"], files, tensors, crcs=crcs, notes=notes)
-        return cls(catalog, tuple(data["unwanted"]), data["digests"])
+        return cls(catalog, digests=data["digests"])
 
 
 def _touched(tensors: Mapping[str, StoredTensor], crcs: Collection[Crc]) -> Iterable[Crc]:

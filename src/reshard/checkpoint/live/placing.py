@@ -32,7 +32,7 @@ class Placer:
     ) -> None:
         self.bytes_moved = 0
         self._circle, self._wishes, self._specs, self._memory = circle, wishes, specs, memory
-        self._views = {
+        self.views: Mapping[str, Sequence[View]] = {
             name: views_of(tensors[name], spec.shape, circle.rank)
             for name, spec in specs.items()
             if name in tensors
@@ -42,7 +42,7 @@ class Placer:
         """Bring a batch to where it belongs."""
         if self._circle.is_alone:
             for one in fetched:
-                _copy(one, self._views.get(one.share.name, []))
+                _copy(one, self.views.get(one.share.name, []))
             return
         have: dict[str, TensorSpec] = {}
         want: dict[str, TensorSpec] = {}
@@ -100,7 +100,7 @@ class Placer:
 
     def _place(self, name: str, share: Share, number: int) -> dict[str, torch.Tensor]:
         """Where this rank wants a target, if it does."""
-        views = self._views.get(share.name, [])
+        views = self.views.get(share.name, [])
         if number >= len(views) or not (views[number][0] & share.window).size:
             return {}
         return {name: part_of(views[number], share.window)}

@@ -32,8 +32,10 @@ class LoadReport:
     num_ranks: int = 1
     missing: tuple[str, ...] = ()
     """Names that the checkpoint lacks (``strict=False``): these tensors are as they were."""
+    tied: tuple[str, ...] = ()
+    """Names whose memory was filled under another name, to which they are tied."""
     unexpected: tuple[str, ...] = ()
-    """Names that only the checkpoint has (``strict=False``)."""
+    """Names that only the checkpoint has."""
     left_alone: tuple[str, ...] = ()
     """Entries of the state dict that are no tensors."""
     notes: tuple[str, ...] = ()
@@ -58,6 +60,7 @@ class LoadReport:
         ]
         for word, names in (
             ("missing", self.missing),
+            ("tied", self.tied),
             ("unused", self.unexpected),
             ("no tensor", self.left_alone),
         ):
@@ -73,6 +76,7 @@ class SaveReport:
     format: str
     num_tensors: int
     num_files: int
+    """Files that hold tensors."""
     unique_bytes: int
     """Bytes of all tensors, each once."""
     bytes_written: int

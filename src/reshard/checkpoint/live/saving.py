@@ -33,6 +33,7 @@ from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.views import boxes_of
 from reshard.checkpoint.live.writing import Job, Writer, writers_of
 from reshard.checkpoint.outputs import Wanted, plan_output
+from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
@@ -88,7 +89,7 @@ def save(
         target=str(path),
         format=format,
         num_tensors=len(job.specs),
-        num_files=len(job.output.files),
+        num_files=count_tensor_files(job.output.files),
         unique_bytes=sum(spec.num_bytes for spec in job.specs.values()),
         bytes_written=sum(written.values()),
         busiest_bytes=max(written.values()),

@@ -25,7 +25,13 @@ def boxes_of(layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...
 
 
 def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return tuple(sorted(piece.box for piece in layout.pieces(rank, shape) if piece.box.size))
+    return tuple(sorted(piece.box for piece in _pieces(layout, rank, shape)))
+
+
+@lru_cache(maxsize=1024)
+def _pieces(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    """The pieces of one rank that hold anything."""
+    return tuple(piece for piece in layout.pieces(rank, shape) if piece.box.size)
 
 
 def views_of(tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[View]:
@@ -39,8 +45,7 @@ def views_of(tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[Vi
         pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
         found = [(box, part) for box, part in pairs if box.size]
     elif parts:
-        pieces = [piece for piece in layout.pieces(rank, shape) if piece.box.size]
-        found = [(piece.box, _view(parts[0], piece)) for piece in pieces]
+        found = [(p.box, _view(parts[0], p)) for p in _pieces(layout, rank, shape)]
     else:
         found = []
     return sorted(found, key=lambda view: view[0])

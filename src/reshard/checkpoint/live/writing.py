@@ -116,7 +116,7 @@ class Writer:
 
     def _writes(self) -> Iterator[_Write]:
         output = self._job.output
-        for literal in output.literals:
+        for literal in output.all_literals():
             if self._job.writers[literal.file] == self._rank:
                 yield _Write(literal.file, literal.offset, data=literal.data)
         for copy in output.objects:
@@ -131,11 +131,11 @@ class Writer:
         mine = {start for start, _, rank in self._job.owned[name] if rank == self._rank}
         views = views_of(self._tensors[name], spec.shape, self._rank) if mine else []
         size = itemsize(spec.dtype)
-        for row, start in enumerate(map(tuple, pieces.starts.tolist())):
-            at, whole = int(pieces.offsets[row]), pieces.box(row)
-            for box in slabs(whole, WINDOW // size) if start in mine else ():
+        for piece in pieces.pieces:
+            at, whole = piece.offset, piece.box
+            for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
                 view = next(view for view in views if whole in view[0])
-                yield _Write(int(pieces.files[row]), at, name, box, view)
+                yield _Write(piece.file, at, name, box, view)
                 at += box.size * size
 
     def _array(self, task: _Write) -> Any:
@@ -152,7 +152,6 @@ def writers_of(output: Output, owned: Mapping[str, Owned], first: int) -> dict[i
     found = dict.fromkeys(range(len(output.files)), first)
     for name, tensor in output.tensors.items():
         by_start = {start: rank for start, _, rank in owned[name]}
-        starts = map(tuple, tensor.pieces.starts.tolist())
-        for file, start in zip(tensor.pieces.files.tolist(), starts, strict=True):
-            found[file] = by_start[start]
+        for piece in tensor.pieces.pieces:
+            found[piece.file] = by_start[piece.box.start]
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.outputs.distcp import distcp
@@ -37,14 +38,23 @@ def plan_output(
     metadata: Mapping[str, str],
     objects: Sequence[StoredObject] = (),
     nesting: Mapping[str, tuple[str | int, ...]] | None = None,
+    values: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
     mesh: str | None = None,
     max_shard_size: int = 5 * 10**9,
     base: str = "model",
 ) -> Output:
-    """The files of a checkpoint in one of the formats; entries it cannot hold are listed."""
+    """The files of a checkpoint in one of the formats; entries it cannot hold are listed.
+
+    ``metadata`` are texts, which have a place in safetensors, and ``values`` plain values, which
+    have one in .distcp; what is in both is one thing.
+    """
+    values = values or {}
     match format:
         case "distcp":
-            return replace(distcp(tensors, objects, nesting), left_out=_said(metadata))
+            kept = {key: text for key, text in metadata.items() if key not in values}
+            output = distcp(tensors, objects, nesting, values, _about(tensors, extras or {}))
+            return replace(output, left_out=(*_said(kept), *_dropped(tensors, extras or {})))
         case "full":
             output = full(tensors, metadata, max_shard_size, base)
         case "sharded":
@@ -53,7 +63,26 @@ def plan_output(
             output = ranks(tensors, metadata)
         case _:
             raise CheckpointError(unknown_format(format))
-    return replace(output, left_out=tuple(entry.name for entry in objects))
+    names = (*(entry.name for entry in objects), *(n for n in values if n not in metadata))
+    return replace(output, left_out=(*names, *(extras or ())))
+
+
+def _about(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> dict[str, Any]:
+    """What other programs keep of each tensor, of those tensors that are there."""
+    return {
+        key: {name: one for name, one in extra.items() if name in tensors}
+        for key, extra in extras.items()
+    }
+
+
+def _dropped(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> tuple[str, ...]:
+    """What other programs keep of tensors that are not in the output under their name."""
+    return tuple(
+        f"{key} of {name}"
+        for key, extra in extras.items()
+        for name, one in extra.items()
+        if one and name not in tensors
+    )
 
 
 def _said(metadata: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""The zip files that ``torch.save`` makes of one tensor, known but for the tensor's bytes.
+"""The zip files that ``torch.save`` makes of one tensor, known but for the tensor's bytes; and of a
+plain value, known in full.
 
     archive/data.pkl            how to build the tensor of its storage
     archive/.format_version     1
@@ -19,13 +20,14 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 from zlib import crc32
 
 from reshard.box import row_major
 from reshard.checkpoint.outputs.pickles import Call, Global, Persistent, pickled
 from reshard.dtypes import itemsize
 
-__all__ = ["ALIGNMENT", "Archive"]
+__all__ = ["ALIGNMENT", "Archive", "value_archive"]
 
 ALIGNMENT = 64
 UTF8 = 0x0800
@@ -75,6 +77,18 @@ class Archive:
         members.add("version", b"3\n")
         members.finish()
         return cls(head, size, bytes(members.out[len(head) :]))
+
+
+def value_archive(value: Any) -> bytes:
+    """The zip file that ``torch.save`` makes of a plain value."""
+    members = _Members()
+    members.add("data.pkl", pickled(value))
+    members.add(".format_version", b"1")
+    members.add(".storage_alignment", str(ALIGNMENT).encode())
+    members.add("byteorder", b"little")
+    members.add("version", b"3\n")
+    members.finish()
+    return bytes(members.out)
 
 
 def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:

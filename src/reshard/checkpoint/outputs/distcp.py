@@ -7,12 +7,13 @@ it. ``.metadata`` is a pickle that says which box lies where.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
-from reshard.checkpoint.located import Located
-from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive
+from reshard.checkpoint.located import Pieces
+from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive, value_archive
 from reshard.checkpoint.outputs.output import (
     Literal,
     ObjectCopy,
@@ -21,7 +22,7 @@ from reshard.checkpoint.outputs.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.outputs.pickles import Call, Global, Instance, pickled
+from reshard.checkpoint.outputs.pickles import Call, Fields, Global, Instance, Shared, pickled
 from reshard.dtypes import itemsize
 
 __all__ = ["distcp"]
@@ -30,7 +31,15 @@ Path: TypeAlias = tuple[str | int, ...]
 """The keys that lead to an entry of a nested state dict."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR = Global(_METADATA, "TensorStorageMetadata")
+_CHUNK = Global(_METADATA, "ChunkStorageMetadata")
+_INDEX = Global(_METADATA, "MetadataIndex")
+_PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Global("torch", "Size")
+_INDEX_NAMES = ("fqn", "offset", "index")
+_PLACE_NAMES = ("relative_path", "offset", "length")
 _FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
 _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
 
@@ -49,48 +58,66 @@ class _Ranks:
             self.sizes.append(0)
         return self.numbers[rank]
 
-    def add(self, rank: int, size: int) -> tuple[int, int]:
-        """Room for so many bytes at the end of a rank's file."""
+    def add(self, rank: int, size: int) -> tuple[int, int, int]:
+        """Room for so many bytes at the end of a rank's file: which, where, and what is skipped."""
         file = self.file(rank)
-        offset = self.sizes[file] + -self.sizes[file] % ALIGNMENT
-        if offset > self.sizes[file]:
-            self.literals.append(Literal(file, self.sizes[file], bytes(offset - self.sizes[file])))
+        skipped = -self.sizes[file] % ALIGNMENT
+        offset = self.sizes[file] + skipped
         self.sizes[file] = offset + size
-        return file, offset
+        return file, offset, skipped
 
 
 def distcp(
     tensors: Mapping[str, Wanted],
     objects: Sequence[StoredObject] = (),
     nesting: Mapping[str, Path] | None = None,
+    values: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
 ) -> Output:
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
     ranks, made = _Ranks(), dict[str, OutputTensor]()
     states: dict[str, Any] = {}
     places: dict[Instance, Instance] = {}
-    archives: dict[tuple[str, tuple[int, ...]], Archive] = {}
     names = _file_names(tensors)
     for number, (name, wanted) in enumerate(tensors.items()):
         pieces, chunks = list[StoredPiece](), list[Instance]()
+        around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
-            box = Box(start, stop)
-            key = (wanted.dtype, box.shape)
-            archive = archives[key] = archives.get(key) or Archive.of(*key)
-            file, offset = ranks.add(rank, archive.size)
-            data = offset + archive.data_offset
-            ranks.literals.append(Literal(file, offset, archive.head))
-            ranks.literals.append(Literal(file, data + archive.data_size, archive.tail))
-            pieces.append(StoredPiece(box, file, data, row_major(box.shape)))
+            box, shape, strides = _box(start, stop)
+            archive = _archive(wanted.dtype, shape)
+            file, offset, skipped = ranks.add(rank, archive.size)
+            around.append((_padded(archive, skipped), archive.tail))
+            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
             places[_index(name, start, len(chunks))] = _place(names[rank], offset, archive.size)
-            chunks.append(_chunk(start, box.shape))
-        located = Located.of(pieces, len(wanted.shape), itemsize(wanted.dtype))
-        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, located)
+            chunks.append(_chunk(start, shape))
+        size = itemsize(wanted.dtype)
+        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
+        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
         states[name] = _tensor(wanted, chunks)
     copies = _add_objects(ranks, objects, names, states, places)
+    _add_values(ranks, values or {}, names, states, places)
     files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
-    metadata = pickled(_metadata(states, places, nesting or {}))
+    metadata = pickled(_metadata(states, places, nesting or {}, extras or {}))
     literals = (*ranks.literals, Literal(len(files), 0, metadata))
     return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
+    """A box, its shape and its strides."""
+    box = Box(start, stop)
+    return box, box.shape, row_major(box.shape)
+
+
+_archive = lru_cache(maxsize=4096)(Archive.of)
+
+
+@lru_cache(maxsize=4096)
+def _padded(archive: Archive, skipped: int) -> bytes:
+    """What stands before the elements, and before that zeros up to the end of the last box."""
+    return bytes(skipped) + archive.head
 
 
 def _file_names(tensors: Mapping[str, Wanted]) -> dict[int, str]:
@@ -110,28 +137,41 @@ def _add_objects(
     first = next(iter(ranks.numbers), 0)
     copies = []
     for entry in objects:
-        file, offset = ranks.add(first, entry.size)
+        file, offset, skipped = ranks.add(first, entry.size)
+        if skipped:
+            ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
         copies.append(ObjectCopy(entry, file, offset))
-        states[entry.name] = Instance(Global(_METADATA, "BytesStorageMetadata"))
-        index = Instance(
-            Global(_METADATA, "MetadataIndex"), _Fields(fqn=entry.name, offset=None, index=None)
-        )
-        places[index] = _place(names[first], offset, entry.size)
+        states[entry.name] = _BYTES
+        places[_bytes_index(entry.name)] = _place(names[first], offset, entry.size)
     return tuple(copies)
 
 
-class _Fields(dict[str, Any]):
-    """The fields of an object; as part of a key it is only equal to itself."""
+def _add_values(
+    ranks: _Ranks,
+    values: Mapping[str, Any],
+    names: Mapping[int, str],
+    states: dict[str, Any],
+    places: dict[Instance, Instance],
+) -> None:
+    """Plain values go into the first file, each as ``torch.save`` writes it."""
+    first = next(iter(ranks.numbers), 0)
+    for name, value in values.items():
+        data = value_archive(value)
+        file, offset, skipped = ranks.add(first, len(data))
+        ranks.literals.append(Literal(file, offset - skipped, bytes(skipped) + data))
+        states[name] = _BYTES
+        places[_bytes_index(name)] = _place(names[first], offset, len(data))
 
-    def __hash__(self) -> int:  # type: ignore[override]
-        return id(self)
 
-    def __eq__(self, other: object) -> bool:
-        return self is other
+def _bytes_index(name: str) -> Instance:
+    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, None, None)))
 
 
 def _metadata(
-    states: dict[str, Any], places: dict[Instance, Instance], nesting: Mapping[str, Path]
+    states: dict[str, Any],
+    places: dict[Instance, Instance],
+    nesting: Mapping[str, Path],
+    extras: Mapping[str, Any],
 ) -> Instance:
     return Instance(
         Global(_METADATA, "Metadata"),
@@ -141,37 +181,34 @@ def _metadata(
             "storage_data": places,
             "storage_meta": None,
             "version": "1.0.0",
+            **extras,
         },
     )
 
 
 def _tensor(wanted: Wanted, chunks: list[Instance]) -> Instance:
-    dtype = Global("torch", wanted.dtype)
-    properties = (dtype, _STRIDED, False, _FORMAT, False)
-    return Instance(
-        Global(_METADATA, "TensorStorageMetadata"),
-        {
-            "properties": Instance(Global(_METADATA, "TensorProperties"), properties),
-            "size": _size(wanted.shape),
-            "chunks": chunks,
-        },
-    )
+    values = (_properties(wanted.dtype), _size(wanted.shape), chunks)
+    return Instance(_TENSOR, Fields(("properties", "size", "chunks"), values))
+
+
+@cache
+def _properties(dtype: str) -> Instance:
+    state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
+    return Instance(Global(_METADATA, "TensorProperties"), state)
 
 
 def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Instance:
-    fields = {"offsets": _size(offsets), "sizes": _size(sizes)}
-    return Instance(Global(_METADATA, "ChunkStorageMetadata"), fields)
+    return Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes))))
 
 
 def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:
-    fields = _Fields(fqn=name, offset=_size(offset), index=number)
-    return Instance(Global(_METADATA, "MetadataIndex"), fields)
+    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, _size(offset), number)))
 
 
 def _place(path: str, offset: int, length: int) -> Instance:
-    fields = {"relative_path": path, "offset": offset, "length": length}
-    return Instance(Global("torch.distributed.checkpoint.filesystem", "_StorageInfo"), fields)
+    return Instance(_PLACE, Fields(_PLACE_NAMES, (path, offset, length)))
 
 
-def _size(values: tuple[int, ...]) -> Call:
-    return Call(Global("torch", "Size"), (values,))
+@lru_cache(maxsize=1 << 16)
+def _size(values: tuple[int, ...]) -> Shared:
+    return Shared(Call(_SIZE, (values,)))

@@ -6,21 +6,37 @@ headers. What is left to do is to copy boxes to their places.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from math import prod
+from functools import cached_property, lru_cache
+from math import lcm, prod
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredFile, StoredObject
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.located import Pieces
+from reshard.checkpoint.storage import TENSOR_FILES
 from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
 from reshard.layout import Layout
 from reshard.listed import listed_of
 
-__all__ = ["Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "owned_boxes"]
+__all__ = [
+    "Literal",
+    "ObjectCopy",
+    "Output",
+    "OutputTensor",
+    "Owned",
+    "Wanted",
+    "count_tensor_files",
+    "owned_boxes",
+]
+
+
+def count_tensor_files(files: Iterable[StoredFile]) -> int:
+    """How many of the files to be written hold tensors, and not only an index or metadata."""
+    return sum(file.path.endswith((*TENSOR_FILES, ".distcp")) for file in files)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +80,13 @@ class OutputTensor:
     name: str
     shape: tuple[int, ...]
     dtype: str
-    pieces: Located
+    pieces: Pieces
+
+    def literals(self) -> Iterator[Literal]:
+        """What stands around the pieces, as literals."""
+        for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
+            yield Literal(piece.file, piece.offset - len(head), head)
+            yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -74,10 +96,17 @@ class Output:
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, OutputTensor]
     literals: tuple[Literal, ...]
+    """Those that do not stand around the pieces of a tensor."""
     objects: tuple[ObjectCopy, ...] = ()
     left_out: tuple[str, ...] = ()
     """Names of entries, values and files of the source that are not in the output."""
     metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def all_literals(self) -> Iterator[Literal]:
+        """All literals, those around pieces too."""
+        yield from self.literals
+        for tensor in self.tensors.values():
+            yield from tensor.literals()
 
     @property
     def num_bytes(self) -> int:
@@ -85,7 +114,7 @@ class Output:
         return sum(file.size for file in self.files)
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, eq=False)
 class Owned:
     """The distinct boxes of a tensor, and the one rank that writes each."""
 
@@ -93,9 +122,14 @@ class Owned:
     stops: Ints
     ranks: Ints
 
-    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+    @cached_property
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Start, stop and rank of each box."""
         rows = zip(self.starts.tolist(), self.stops.tolist(), self.ranks.tolist(), strict=True)
-        return ((tuple(start), tuple(stop), rank) for start, stop, rank in rows)
+        return [(tuple(start), tuple(stop), rank) for start, stop, rank in rows]
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return iter(self.rows)
 
 
 def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
@@ -106,8 +140,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
     if layout is None:
         return _whole(wanted.shape, 0)
     _check_whole_values(name, layout)
-    listed = listed_of(layout, wanted.shape)
-    num_elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    num_elements, period = _counted(layout, wanted.shape)
     if num_elements != prod(wanted.shape):
         raise CoverageError(
             f'tensor {quoted(name)}: layout "{layout}" keeps {num_elements} of the '
@@ -115,8 +148,22 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
         )
     if not num_elements:
         return _whole(wanted.shape, layout.ranks[0])
+    return _turn(layout, wanted.shape, number % period)
+
+
+@lru_cache(maxsize=1024)
+def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements the boxes of a layout have, and after how many tensors turns repeat."""
+    listed = listed_of(layout, shape)
+    elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    return elements, lcm(*np.diff(listed.first).tolist())
+
+
+@lru_cache(maxsize=1024)
+def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> Owned:
+    listed = listed_of(layout, shape)
     counts = np.diff(listed.first)
-    turns = (np.arange(len(counts)) + number) % counts
+    turns = (np.arange(len(counts)) + turn) % counts
     return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
 
 

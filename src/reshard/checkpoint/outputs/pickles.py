@@ -5,8 +5,8 @@ class or a function), a call, and an object with a state. What torch's classes l
 the concern of ``distcp``.
 
 >>> import pickle
->>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x"]}))
-{'a': (1, -2, 3000000000), 'b': [True, None, 'x']}
+>>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x", 0.5, b"y"]}))
+{'a': (1, -2, 3000000000), 'b': [True, None, 'x', 0.5, b'y']}
 >>> pickle.loads(pickled(Call(Global("collections", "Counter"), ("aab",))))
 Counter({'a': 2, 'b': 1})
 """
@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
-__all__ = ["Call", "Global", "Instance", "Persistent", "pickled"]
+__all__ = ["Call", "Fields", "Global", "Instance", "Persistent", "Shared", "pickled"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +54,27 @@ class Persistent:
     id: tuple[Any, ...]
 
 
+class Fields(NamedTuple):
+    """A dict of names, as the state of an object: smaller than one where there are many."""
+
+    names: tuple[str, ...]
+    values: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Shared:
+    """A value that never changes and stands in many places: written once, and then named.
+
+    >>> import pickle
+    >>> size = Shared((1, 2))
+    >>> one, two = pickle.loads(pickled([size, size]))
+    >>> one is two
+    True
+    """
+
+    value: Any
+
+
 def pickled(value: Any) -> bytes:
     """A value as a pickle of protocol 2, which every Python reads."""
     writer = _Writer()
@@ -63,25 +86,29 @@ def pickled(value: Any) -> bytes:
 class _Writer:
     def __init__(self) -> None:
         self.out = bytearray()
-        self._known: dict[Any, int] = {}
+        self._known: dict[Any, bytes] = {}
+        """How each value that was written before is named."""
 
     def value(self, value: Any) -> None:
         """Write one value, whatever it is."""
-        match value:
-            case None:
-                self.out += pickle.NONE
-            case bool():
-                self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
-            case int():
-                self._int(value)
-            case str():
-                self._text(value)
-            case tuple():
-                self._tuple(value)
-            case list() | dict():
-                self._container(value)
-            case _:
-                self._object(value)
+        kind = type(value)
+        if kind in _NAMED:
+            name = self._known.get(value)
+            if name is not None:
+                self.out += name
+                return
+        write = _WRITERS.get(kind)
+        if write is None:
+            write = next((w for kind, w in _WRITERS.items() if isinstance(value, kind)), None)
+        if write is None:
+            raise TypeError(f"{type(value).__name__} is not written into pickles")
+        write(self, value)
+
+    def _none(self, value: None) -> None:
+        self.out += pickle.NONE
+
+    def _bool(self, value: bool) -> None:
+        self.out += pickle.NEWTRUE if value else pickle.NEWFALSE
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
@@ -90,22 +117,27 @@ class _Writer:
             self.out += pickle.BININT + struct.pack("<i", value)
         else:
             data = pickle.encode_long(value)
-            self.out += pickle.LONG1 + struct.pack("<B", len(data)) + data
+            short = len(data) < 256
+            self.out += pickle.LONG1 if short else pickle.LONG4
+            self.out += struct.pack("<B" if short else "<i", len(data)) + data
+
+    def _float(self, value: float) -> None:
+        self.out += pickle.BINFLOAT + struct.pack(">d", value)
+
+    def _bytes(self, value: bytes) -> None:
+        self.out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
 
     def _text(self, value: str) -> None:
-        if self._recall(value):
-            return
         data = value.encode("utf-8", "surrogatepass")
         self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
         self._remember(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
-        short = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
         if len(value) > 3:
             self.out += pickle.MARK
         for one in value:
             self.value(one)
-        self.out += short.get(len(value), pickle.TUPLE)
+        self.out += _SHORT.get(len(value), pickle.TUPLE)
 
     def _container(self, value: list[Any] | dict[Any, Any]) -> None:
         is_list = isinstance(value, list)
@@ -113,29 +145,33 @@ class _Writer:
         if not value:
             return
         self.out += pickle.MARK
-        for one in value:
+        for one in value if isinstance(value, list) else chain.from_iterable(value.items()):
             self.value(one)
-            if not is_list:
-                self.value(value[one])
         self.out += pickle.APPENDS if is_list else pickle.SETITEMS
 
-    def _object(self, value: Any) -> None:
-        match value:
-            case Global():
-                if not self._recall(value):
-                    self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-                    self._remember(value)
-            case Call():
-                self.value(value.function)
-                self.value(value.arguments)
-                self.out += pickle.REDUCE
-            case Persistent():
-                self.value(value.id)
-                self.out += pickle.BINPERSID
-            case Instance():
-                self._instance(value)
-            case _:
-                raise TypeError(f"{type(value).__name__} is not written into pickles")
+    def _fields(self, value: Fields) -> None:
+        self.out += pickle.EMPTY_DICT + pickle.MARK
+        for name, one in zip(value.names, value.values, strict=True):
+            self.value(name)
+            self.value(one)
+        self.out += pickle.SETITEMS
+
+    def _global(self, value: Global) -> None:
+        self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
+        self._remember(value)
+
+    def _call(self, value: Call) -> None:
+        self.value(value.function)
+        self.value(value.arguments)
+        self.out += pickle.REDUCE
+
+    def _persistent(self, value: Persistent) -> None:
+        self.value(value.id)
+        self.out += pickle.BINPERSID
+
+    def _shared(self, value: Shared) -> None:
+        self.value(value.value)
+        self._remember(value)
 
     def _instance(self, value: Instance) -> None:
         self.value(value.of)
@@ -146,12 +182,28 @@ class _Writer:
 
     def _remember(self, value: Any) -> None:
         """Number what is most likely said again."""
-        number = self._known[value] = len(self._known)
-        self.out += pickle.LONG_BINPUT + struct.pack("<I", number)
+        number = struct.pack("<I", len(self._known))
+        self._known[value] = pickle.LONG_BINGET + number
+        self.out += pickle.LONG_BINPUT + number
 
-    def _recall(self, value: Any) -> bool:
-        number = self._known.get(value)
-        if number is None:
-            return False
-        self.out += pickle.LONG_BINGET + struct.pack("<I", number)
-        return True
+
+_NAMED = frozenset({str, Global, Shared})
+"""What is named where it stands again."""
+_SHORT = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
+_WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
+    type(None): _Writer._none,
+    bool: _Writer._bool,
+    int: _Writer._int,
+    float: _Writer._float,
+    str: _Writer._text,
+    bytes: _Writer._bytes,
+    tuple: _Writer._tuple,
+    list: _Writer._container,
+    dict: _Writer._container,
+    Fields: _Writer._fields,
+    Global: _Writer._global,
+    Call: _Writer._call,
+    Persistent: _Writer._persistent,
+    Instance: _Writer._instance,
+    Shared: _Writer._shared,
+}

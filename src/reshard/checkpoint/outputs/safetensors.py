@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredPiece
@@ -16,7 +17,7 @@ from reshard.checkpoint.formats.own_metadata import (
     offsets_text,
 )
 from reshard.checkpoint.formats.safetensors_header import build_header
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.output import (
     Literal,
     Output,
@@ -46,10 +47,19 @@ class _File:
     rank: int | None = None
 
     def add_box(self, name: str, dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> None:
-        box = Box(start, stop)
-        self.tensors[name] = (dtype, box.shape)
+        shape, pieces = _one_piece(start, stop)
+        self.tensors[name] = (dtype, shape)
         self.offsets[name] = start
-        self.pieces[name] = (Piece(box, 0, row_major(box.shape)),)
+        self.pieces[name] = pieces
+
+
+@lru_cache(maxsize=4096)
+def _one_piece(
+    start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
+    """The shape of a box, and the box as the only piece of a file."""
+    box = Box(start, stop)
+    return box.shape, (Piece(box, 0, row_major(box.shape)),)
 
 
 def full(
@@ -78,22 +88,20 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
 
     A file holds one box of a tensor, so a rank with several boxes of one tensor has several files.
     """
-    boxes: dict[tuple[int, int], dict[str, tuple[tuple[int, ...], tuple[int, ...]]]] = {}
+    files: dict[tuple[int, int], _File] = {}
     for number, (name, wanted) in enumerate(tensors.items()):
         count: dict[int, int] = {}
         for start, stop, rank in owned_boxes(name, wanted, number):
             part = count[rank] = count.get(rank, -1) + 1
-            boxes.setdefault((rank, part), {})[name] = (start, stop)
+            if (rank, part) not in files:
+                files[rank, part] = _File("")
+            files[rank, part].add_box(name, wanted.dtype, start, stop)
         _check_count(name, wanted, max(count.values()) + 1)
-    position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in boxes}), 1)}
-    parts = max((part for _, part in boxes), default=0) + 1
-    files = []
-    for rank, part in sorted(boxes):
-        file = _File(f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors")
-        for name, (start, stop) in boxes[rank, part].items():
-            file.add_box(name, tensors[name].dtype, start, stop)
-        files.append(file)
-    return _assembled(files, tensors, metadata, own=mesh or "")
+    position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in files}), 1)}
+    parts = max((part for _, part in files), default=0) + 1
+    for (rank, part), file in files.items():
+        file.path = f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
+    return _assembled([files[key] for key in sorted(files)], tensors, metadata, own=mesh or "")
 
 
 def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
@@ -169,8 +177,8 @@ def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> 
 
 
 def _tensor(name: str, wanted: Wanted, pieces: list[StoredPiece]) -> OutputTensor:
-    located = Located.of(pieces, len(wanted.shape), itemsize(wanted.dtype))
-    return OutputTensor(name, wanted.shape, wanted.dtype, located)
+    placed = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces))
+    return OutputTensor(name, wanted.shape, wanted.dtype, placed)
 
 
 def _own_metadata(
@@ -186,9 +194,14 @@ def _own_metadata(
 
 
 def _described(wanted: Wanted, mesh: str) -> OwnTensor:
-    layout = wanted.layout
+    return OwnTensor(wanted.shape, _layout_text(wanted.layout, mesh))
+
+
+@lru_cache(maxsize=1024)
+def _layout_text(layout: Layout | None, mesh: str) -> str | None:
+    """A layout in the words of a mesh, if it has such."""
     known = layout is not None and not isinstance(layout, BoxLayout) and str(layout.mesh) == mesh
-    return OwnTensor(wanted.shape, str(layout) if known else None)
+    return str(layout) if known else None
 
 
 def _with_index(

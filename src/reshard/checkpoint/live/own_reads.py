@@ -1,0 +1,220 @@
+"""Reads what only one rank wants straight into the tensors of that rank.
+
+A tensor of which no two ranks want the same element (shards of FSDP, tensor or pipeline parallel)
+needs no exchange: each rank reads its own boxes of the file, and every byte is still read once in
+the whole job. A box that is one run of bytes in its file and in the tensor is read in place with
+``pread``. A box cut inside rows is many short runs:
+
+    file, row by row    |  rank 0  |  rank 1  |  rank 0  |  rank 1  |  rank 0  | ...
+
+A system call for each would take longer than the copy, so these are copied out of mapped pages, a
+few MiB at a time. That reads whole pages, which ranks of one host share and ranks of several hosts
+do not: there such a tensor is read by rows and exchanged, as is all that has replicas.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.box import Box
+from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.copying import SourceFiles
+from reshard.checkpoint.live.sharing import Wish
+from reshard.checkpoint.live.views import View, part_of
+from reshard.checkpoint.located import slabs
+from reshard.checkpoint.reading import in_order
+from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.transfers import Transfer
+from reshard.dtypes import itemsize
+from reshard.errors import DamageError
+from reshard.layout import Layout
+from reshard.listed import listed_of
+
+__all__ = ["OwnReader", "own_wishes"]
+
+STAGED = 16 << 20
+"""Bytes that are read at a time for a tensor that cannot be read into: on a GPU, of another dtype,
+or not contiguous."""
+MAPPED = 32 << 20
+"""Bytes of a file that are mapped at a time: mapped pages count as memory of the process."""
+LONGEST = 64 << 20
+"""Bytes that one task reads, so that workers share large tensors."""
+MOST_WORKERS = 4
+
+Array = np.ndarray[Any, Any]
+_CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
+_SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+def own_wishes(wishes: Mapping[str, Wish], maps: bool) -> tuple[dict[str, Wish], dict[str, Wish]]:
+    """The tensors that every rank reads for itself, and those that ranks read for each other.
+
+    ``maps`` says whether boxes that are no runs can be read too. All ranks find the same.
+    """
+    own: dict[str, Wish] = {}
+    shared: dict[str, Wish] = {}
+    for name, wish in wishes.items():
+        (own if _is_own(wish, maps) else shared)[name] = wish
+    return own, shared
+
+
+def _is_own(wish: Wish, maps: bool) -> bool:
+    """Not where ranks want the same elements, or a digest or replica is to be compared first."""
+    transfer = wish.transfer
+    if wish.is_whole or len(transfer.replicas) or not _has_one_holder(wish.layout, transfer.shape):
+        return False
+    return maps or all(
+        _is_run(piece, box & piece.box)
+        for box in _boxes(wish.layout, transfer.shape)
+        for piece in _pieces(transfer)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _has_one_holder(layout: Layout, shape: tuple[int, ...]) -> bool:
+    return bool((np.diff(listed_of(layout, shape).first) == 1).all())
+
+
+@lru_cache(maxsize=1024)
+def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    listed = listed_of(layout, shape)
+    rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
+    return tuple(Box(tuple(low), tuple(high)) for low, high in rows)
+
+
+def _is_run(piece: StoredPiece, box: Box) -> bool:
+    """Whether a box inside a piece is one run of bytes of its file, in row-major order."""
+    expected = 1
+    for length, stride in zip(reversed(box.shape), reversed(piece.strides), strict=True):
+        if length != 1 and stride != expected:
+            return False
+        expected *= length
+    return True
+
+
+def _pieces(transfer: Transfer) -> Iterator[StoredPiece]:
+    """Where each element of a tensor is stored, once."""
+    source = transfer.source
+    strides = (source.strides // source.itemsize).tolist()
+    places = zip(
+        source.boxes(), source.files.tolist(), source.offsets.tolist(), strides, strict=True
+    )
+    return (StoredPiece(box, file, at, tuple(steps)) for box, file, at, steps in places)
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A box of a stored piece, and the memory that it is read into."""
+
+    piece: StoredPiece
+    box: Box
+    into: torch.Tensor
+    dtype: str
+
+    @property
+    def start(self) -> int:
+        """The byte of the file at which the box begins."""
+        starts = zip(self.box.start, self.piece.box.start, self.piece.strides, strict=True)
+        before = sum((low - first) * stride for low, first, stride in starts)
+        return self.piece.offset + before * itemsize(self.dtype)
+
+    @property
+    def stop(self) -> int:
+        """The byte past the last one of the box."""
+        steps = zip(self.box.shape, self.piece.strides, strict=True)
+        last = sum((length - 1) * stride for length, stride in steps)
+        return self.start + (last + 1) * itemsize(self.dtype)
+
+    def cut(self, num_bytes: int) -> Iterator[_Task]:
+        """The same in parts of at most so many bytes."""
+        for box in slabs(self.box, max(num_bytes // itemsize(self.dtype), 1)):
+            yield _Task(self.piece, box, part_of((self.box, self.into), box), self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnReader:
+    """Reads the boxes of one rank into its tensors."""
+
+    source: SourceFiles
+    workers: int
+    """Threads; 1 reads in the calling thread."""
+
+    @classmethod
+    def of(cls, source: SourceFiles, num_cores: int, num_local: int) -> OwnReader:
+        """A reader for a host with so many cores and ranks; servers let several threads wait."""
+        share = num_cores // num_local if source.storage.is_local else MOST_WORKERS
+        return cls(source, max(min(share, MOST_WORKERS), 1))
+
+    def read(self, wishes: Mapping[str, Wish], views: Mapping[str, Sequence[View]]) -> None:
+        """Read what this rank wants of these tensors."""
+        tasks = sorted(self._tasks(wishes, views), key=lambda task: (task.piece.file, task.start))
+        if self.workers == 1:
+            for task in tasks:
+                self._read(task)
+            return
+        parts = [part for task in tasks for part in task.cut(LONGEST)]
+        for _ in in_order(lambda task, _: self._read(task), parts, self.workers, lambda: None):
+            pass
+
+    def _tasks(
+        self, wishes: Mapping[str, Wish], views: Mapping[str, Sequence[View]]
+    ) -> Iterator[_Task]:
+        for name, wish in wishes.items():
+            for piece in _pieces(wish.transfer):
+                for view in views.get(name, ()):
+                    box = view[0] & piece.box
+                    if box.size:
+                        yield _Task(piece, box, part_of(view, box), wish.transfer.have)
+
+    def _read(self, task: _Task) -> None:
+        kind: torch.dtype = getattr(torch, task.dtype)
+        here = task.into.device.type == "cpu" and task.into.dtype == kind
+        if here and task.into.is_contiguous() and _is_run(task.piece, task.box):
+            self._fill(task, task.into)
+        elif here and isinstance(self.source.storage, LocalStorage):
+            self._fill_by_rows(task)
+        else:
+            for part in task.cut(STAGED):
+                staged = torch.empty(part.box.shape, dtype=kind)
+                self._read(_Task(part.piece, part.box, staged, part.dtype))
+                part.into.copy_(staged)
+
+    def _fill(self, task: _Task, into: torch.Tensor) -> None:
+        """Read one run of bytes in place."""
+        memory = into.reshape(-1).view(torch.uint8).numpy().data
+        self.source.read_into(task.piece.file, task.start, memory)
+
+    def _fill_by_rows(self, task: _Task) -> None:
+        """Copy a strided box out of mapped pages, or element by element into a strided tensor."""
+        storage = self.source.storage
+        assert isinstance(storage, LocalStorage)
+        path = self.source.name(task.piece.file)
+        width = itemsize(task.dtype)
+        share = max(task.box.size * width * MAPPED // max(task.stop - task.start, 1), width)
+        with storage.using(path) as file:
+            for part in task.cut(share):
+                if part.stop > file.size:
+                    raise DamageError(
+                        f"{storage.where(path)}: bytes {part.start} to {part.stop} are wanted and "
+                        f"the file has {file.size}: it is cut short"
+                    )
+                _copy_mapped(file.descriptor, part, width)
+                self.source.count(part.box.size * width)
+
+
+def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
+    skipped = task.start % mmap.ALLOCATIONGRANULARITY
+    length = task.stop - task.start + skipped
+    with mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=task.start - skipped) as pages:
+        pages.madvise(mmap.MADV_WILLNEED)
+        strides = [stride * width for stride in task.piece.strides]
+        stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, skipped, strides)
+        task.into.view(_SAME_SIZE[width]).numpy()[...] = stored
+        del stored

@@ -1,0 +1,277 @@
+"""Many small tensors at a time: read in long ranges, digested together, written in long ranges.
+
+A checkpoint of a mixture of experts has tens of thousands of tensors. For a small one, a system
+call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors
+that follow each other in memory, row-major, without gaps:
+
+    file     | w0    | w1    | b1| ... another tensor ... | w2    |
+    pack     | w0    | w1    | b1| w2    |                           two reads, one digest call
+
+Nothing here knows what the tensors are for; ``copying`` and ``examining`` do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from reshard.box import Box, row_major
+from reshard.checkpoint import digest
+from reshard.checkpoint.catalog import StoredPiece
+
+__all__ = ["SMALL", "Pack", "Packed", "Placed", "tiles", "written"]
+
+SMALL = 64 << 10
+"""Bytes of the largest tensor that is packed."""
+GAP = 4096
+"""Bytes between two tensors of a file that are read along rather than stepped over."""
+ALONE = 64 << 10
+"""Bytes of a run from which on it is read for itself, into its place."""
+LONGEST = 4 << 20
+"""Bytes of one range that is written, and has one checksum."""
+AT_ONCE = 1 << 20
+"""Bytes that are digested at a time: they are widened eightfold."""
+
+Array = np.ndarray[Any, Any]
+CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+
+
+class Reads(Protocol):
+    """Where tensors are read from."""
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer with bytes of a file."""
+
+
+class Packed(NamedTuple):
+    """A small tensor: its shape, the bytes of an element, and where all of it is stored, once."""
+
+    shape: tuple[int, ...]
+    itemsize: int
+    num_bytes: int
+    pieces: Sequence[StoredPiece]
+
+
+class Placed(NamedTuple):
+    """Bytes, and the place in a file where they go."""
+
+    file: int
+    offset: int
+    data: bytes | memoryview
+
+
+class _Run(NamedTuple):
+    """Bytes of a file, and where in a pack they go."""
+
+    file: int
+    offset: int
+    size: int
+    place: int
+    tensor: int
+    """Of a box that is not one run of bytes, the tensor and the piece; else -1 and None."""
+    piece: StoredPiece | None
+
+    @property
+    def stop(self) -> int:
+        """The byte of the file past the last one."""
+        return self.offset + self.size
+
+
+def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
+    """Whether pieces are a tensor, each element once: one piece, or a row of them along one dim.
+
+    False does not say that they are not: ``coverage`` finds out.
+
+    >>> from reshard.box import Box
+    >>> halves = [StoredPiece(Box((0, 0), (4, 1)), 0, 0, (1, 1)),
+    ...           StoredPiece(Box((0, 1), (4, 2)), 0, 4, (1, 1))]
+    >>> tiles((4, 2), halves), tiles((4, 2), halves[:1]), tiles((4, 2), [*halves, halves[0]])
+    (True, False, False)
+    """
+    if len(pieces) == 1:
+        box = pieces[0].box
+        return box.stop == shape and not any(box.start)
+    if not pieces or not shape:
+        return False
+    first = pieces[0].box
+    dim = next((d for d, size in enumerate(first.stop) if size != shape[d]), None)
+    if dim is None or any(first.start):
+        return False
+    end = 0
+    for piece in pieces:
+        start, stop = piece.box.start, piece.box.stop
+        if start[dim] != end or start[:dim] != first.start[:dim] or any(start[dim + 1 :]):
+            return False
+        if stop[:dim] != shape[:dim] or stop[dim + 1 :] != shape[dim + 1 :]:
+            return False
+        end = stop[dim]
+    return end == shape[dim]
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    """Small tensors, one after the other in a buffer."""
+
+    tensors: Sequence[Packed]
+    buffer: Array
+    """Bytes; as many as all tensors together have, or more."""
+    starts: Sequence[int]
+    """Where each tensor begins, and where the last one ends."""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Packed], buffer: Array) -> Pack:
+        """A pack of these tensors, not yet read."""
+        sizes = (tensor.num_bytes for tensor in tensors)
+        return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
+
+    def read(self, scratch: Array, reads: Reads) -> None:
+        """Fill the buffer from files, in ranges that fit into ``scratch``."""
+        memory, spare = self.buffer.data, scratch.data
+        rising = sorted(self._runs(), key=lambda run: run[:2])
+        for runs in _spans(_merged(rising), len(scratch)):
+            first, stop = runs[0], max(run.stop for run in runs)
+            if len(runs) == 1 and first.piece is None:
+                place = memory[first.place : first.place + first.size]
+                reads.read_into(first.file, first.offset, place)
+                continue
+            reads.read_into(first.file, first.offset, spare[: stop - first.offset])
+            for run in runs:
+                at = run.offset - first.offset
+                if run.piece is None:
+                    memory[run.place : run.place + run.size] = spare[at : at + run.size]
+                else:
+                    self._copy_strided(run.tensor, run.piece, spare, at)
+
+    def _runs(self) -> Iterator[_Run]:
+        for number, (tensor, start) in enumerate(zip(self.tensors, self.starts, strict=False)):
+            first = tensor.pieces[0]
+            if len(tensor.pieces) == 1 and first.strides == _strides(tensor.shape):
+                yield _Run(first.file, first.offset, tensor.num_bytes, start, -1, None)
+                continue
+            for piece in tensor.pieces:
+                size = piece.box.size * tensor.itemsize
+                place = place_in(tensor.shape, piece.box)
+                if place is not None and piece.is_contiguous:
+                    at = start + place * tensor.itemsize
+                    yield _Run(piece.file, piece.offset, size, at, -1, None)
+                elif size:
+                    pairs = zip(piece.box.shape, piece.strides, strict=True)
+                    last = sum((length - 1) * stride for length, stride in pairs)
+                    span = (last + 1) * tensor.itemsize
+                    yield _Run(piece.file, piece.offset, span, 0, number, piece)
+
+    def _copy_strided(self, number: int, piece: StoredPiece, spare: memoryview, at: int) -> None:
+        width = self.tensors[number].itemsize
+        strides = [stride * width for stride in piece.strides]
+        stored: Array = np.ndarray(piece.box.shape, CELLS[width], spare, at, strides)
+        self.array(number)[_inside(piece.box)] = stored
+
+    def array(self, number: int) -> Array:
+        """One of the tensors."""
+        tensor = self.tensors[number]
+        cell = CELLS[tensor.itemsize]
+        return np.ndarray(tensor.shape, cell, self.buffer.data, self.starts[number])
+
+    def bytes_of(self, number: int, box: Box) -> bytes | memoryview:
+        """A box of one of the tensors, in row-major order."""
+        tensor = self.tensors[number]
+        place = place_in(tensor.shape, box)
+        if place is None:
+            part: bytes = self.array(number)[_inside(box)].tobytes()
+            return part
+        at = self.starts[number] + place * tensor.itemsize
+        return self.buffer.data[at : at + box.size * tensor.itemsize]
+
+    def digests(self) -> list[int]:
+        """The value of each tensor, for ``digest.finish``."""
+        by_size: dict[int, list[int]] = {}
+        for number, tensor in enumerate(self.tensors):
+            by_size.setdefault(tensor.num_bytes, []).append(number)
+        values = [0] * len(self.tensors)
+        memory, starts = self.buffer.data, self.starts
+        for size, numbers in by_size.items():
+            most = max(AT_ONCE // size, 1)
+            for at in range(0, len(numbers), most):
+                some = numbers[at : at + most]
+                joined = b"".join([memory[starts[n] : starts[n] + size] for n in some])
+                rows = np.frombuffer(joined, dtype=np.uint8).reshape(len(some), size)
+                for number, value in zip(some, digest.whole(rows), strict=True):
+                    values[number] = value
+        return values
+
+
+def written(placed: Iterable[Placed]) -> Iterator[Placed]:
+    """The same bytes, given in the order of files; what follows each other is one long range."""
+    parts: list[bytes | memoryview] = []
+    file, start, end = -1, 0, 0
+    for one in placed:
+        size = len(one.data)
+        if (one.file, one.offset) != (file, end) or end + size - start > LONGEST:
+            if parts:
+                yield Placed(file, start, b"".join(parts))
+            parts, file, start, end = [], one.file, one.offset, one.offset
+        parts.append(one.data)
+        end += size
+    if parts:
+        yield Placed(file, start, b"".join(parts))
+
+
+@lru_cache(maxsize=4096)
+def place_in(shape: tuple[int, ...], box: Box) -> int | None:
+    """The element at which a box begins in a row-major tensor, if there it is one run; else None.
+
+    >>> place_in((4, 6), Box((2, 0), (4, 6))), place_in((4, 6), Box((0, 2), (4, 4)))
+    (12, None)
+    """
+    is_cut = False
+    for length, size in zip(box.shape, shape, strict=True):
+        if is_cut and length != size:
+            return None
+        is_cut = is_cut or length > 1
+    strides = row_major(shape)
+    return sum(low * stride for low, stride in zip(box.start, strides, strict=True))
+
+
+_strides = lru_cache(maxsize=4096)(row_major)
+
+
+def _merged(runs: Iterable[_Run]) -> Iterator[_Run]:
+    """Runs in the order of their files, those that follow each other on both sides as one."""
+    last: _Run | None = None
+    for run in runs:
+        if last is not None and run.piece is None is last.piece:
+            follows = run.offset == last.stop and run.place == last.place + last.size
+            if follows and run.file == last.file:
+                last = last._replace(size=last.size + run.size)
+                continue
+        if last is not None:
+            yield last
+        last = run
+    if last is not None:
+        yield last
+
+
+def _spans(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:
+    """Runs that are read together, across gaps; a long one is read alone."""
+    span: list[_Run] = []
+    stop = 0
+    for run in runs:
+        near = span and run.file == span[0].file and run.offset - stop <= GAP
+        fits = near and max(stop, run.stop) - span[0].offset <= limit
+        if not fits or run.size >= ALONE or span[-1].size >= ALONE:
+            if span:
+                yield span
+            span, stop = [], 0
+        span.append(run)
+        stop = max(stop, run.stop)
+    if span:
+        yield span
+
+
+def _inside(box: Box) -> Any:
+    return (*(slice(low, high) for low, high in zip(box.start, box.stop, strict=True)), ...)
