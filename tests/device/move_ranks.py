@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.run.live import engine
 from tests import checks, generate, moves, state_cases
 from tests.device import activation_ranks, sharded_ranks, stand_in
 
@@ -124,7 +125,8 @@ def run_cases(num: int, states: bool) -> None:
             name: on_gpu(array, plan.have[name].dtype)
             for name, array in given.get(RANK, {}).items()
         }
-        handle = plan.start(tensors, timeout=20, _thread=seed % 5 == 0, device=DEVICE)
+        thread = seed % 5 == 0
+        handle = engine.start(plan, tensors, timeout=20, thread=thread, device=DEVICE)
         same(handle.wait(), expected.get(RANK, {}), (seed, states))
         assert handle.report.peak_staging <= plan.memory, seed
         if seed % 3 == 0:  # again, with what is kept, into tensors of other strides
