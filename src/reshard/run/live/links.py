@@ -109,6 +109,8 @@ class Door:
         self._listener.listen(1024)
         self._probe = ctypes.c_uint64(secrets.randbits(64))
         self._watched: dict[int, socket.socket] = {}
+        self._sockets: dict[int, socket.socket] = {}
+        """Connections that are being made; `close` closes those that came to nothing."""
 
     def meet(
         self, doors: Mapping[int, str], seconds: float, look_up: Callable[[], None]
@@ -117,13 +119,13 @@ class Door:
 
         Raises what ``look_up`` raises, which is called now and then.
         """
-        sockets: dict[int, socket.socket] = {}
+        sockets = self._sockets
         try:
-            return self._meet(doors, seconds, look_up, sockets)
-        except BaseException as error:
-            for link in sockets.values():
-                link.close()
-            if isinstance(error, LiveError) or not isinstance(error, BROKEN):
+            links = self._meet(doors, seconds, look_up, sockets)
+            self._sockets = {}
+            return links
+        except BROKEN as error:
+            if isinstance(error, LiveError):
                 raise
             missing = sorted(rank for rank in doors if rank not in sockets and rank != self.rank)
             whom = " and ".join(f"rank {rank}" for rank in missing) or "one of its host"
@@ -157,8 +159,9 @@ class Door:
     def close(self) -> None:
         """Accept no further connections."""
         self._listener.close()
-        while self._watched:
-            self._watched.popitem()[1].close()
+        for sockets in (self._watched, self._sockets):
+            while sockets:
+                sockets.popitem()[1].close()
         self.board.page.close_fd()
 
     def check_alive(self, doors: Mapping[int, str]) -> None:
