@@ -87,6 +87,8 @@ class Ticket:
         self.over = True
         with contextlib.suppress(ValueError):
             _open.remove(self)
+        # The call refers to its ticket: its tensors should go with their last user.
+        self.undo = self.watch_of = self.ranks = None
 
     def await_cleanup(self) -> None:
         """Wait until the other ranks know: nothing of the call may go on after it has raised."""
@@ -104,7 +106,6 @@ class Ticket:
                     self.undo()
         finally:
             self.finish()
-            self.undo = self.watch_of = None
             with contextlib.suppress(RuntimeError):
                 self._settled.release()
 
