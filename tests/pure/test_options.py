@@ -26,7 +26,7 @@ def test_what_was_given_is_kept() -> None:
         ({"timeout": "60"}, "a timeout of '60'"),
         ({"deadline": -1}, "a deadline of -1"),
         ({"transport": "rdma"}, "none of auto, peer, shared, network"),
-        ({"check": "never"}, "none of first, always"),
+        ({"check": "sometimes"}, "none of first, always, never"),
         ({"device": "gpu"}, 'give "cpu", "cuda"'),
         ({"device": 1.5}, 'give "cpu", "cuda"'),
     ],

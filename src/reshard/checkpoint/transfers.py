@@ -99,7 +99,11 @@ class Transfer:
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
-        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
+        if not isinstance(self.stored, Pieces) or self.most_bytes > num_bytes:
+            return False
+        # Boxes that lie between each other's rows in a file are written row by row.
+        written = self.written
+        return isinstance(written, Pieces) and all(p.is_contiguous for p in written.pieces)
 
     @property
     def most_bytes(self) -> int:
