@@ -18,7 +18,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
+import reshard as rs
 from reshard import checkpoint
 from reshard.box import row_major
 from reshard.checkpoint import digest
@@ -188,6 +190,7 @@ def test_many_tensors_cost_little_each(target: str, tmp_path: Path) -> None:
 
 SCRIPT = """
 import resource, sys
+import reshard as rs
 from reshard import checkpoint
 source, target, what = sys.argv[1:]
 if what == "verify":
@@ -217,3 +220,15 @@ def test_a_hundred_thousand_tensors(target: str, tmp_path: Path) -> None:
         spent = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         assert spent < seconds, what
         assert int(done.stdout) < 400 << 10, what
+
+
+@pytest.mark.parametrize("words", ["- x:4", "- x{8,6}", "- x~"])
+def test_boxes_between_each_others_rows(tmp_path: Path, words: str) -> None:
+    """Blocks, segments and zig-zag halves of columns lie row by row in a rank's file."""
+    tensor = np.arange(2 * 14, dtype=np.int32).reshape(2, 14)
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.mkdir()
+    save_file({"w": tensor}, source / "model.safetensors")
+    layout = rs.Layout(rs.Mesh(x=2), words)
+    checkpoint.convert(source, target, layouts={"w": layout}, format="ranks")
+    assert checkpoint.verify(source, target).ok
