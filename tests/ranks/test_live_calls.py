@@ -239,8 +239,7 @@ def test_200_calls_without_growth(pool: Pool, way: str) -> None:
     for before, after in pool.run(run_often, way, ranks=FOUR):
         # A few arenas take turns; one more may be made late.
         assert after["fds"] <= before["fds"] + 2, (before, after)
-        # A session that had to wait long makes a second connection to a store, once.
-        assert after["threads"] <= before["threads"] + 1, (before, after)
+        assert after["threads"] <= before["threads"], (before, after)
         assert after["mapped"] <= before["mapped"] + 2, (before, after)
         assert after["rss"] <= before["rss"] + 8, (before, after)
 

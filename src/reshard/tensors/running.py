@@ -40,11 +40,7 @@ def run(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Move this rank's tensors along a plan; gives new local tensors, or those of ``into``."""
-    return counted(
-        group,
-        lambda: plan.parties,
-        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=False).wait(),
-    )
+    return _started(plan, tensors, into, group, options, thread=False).wait()
 
 
 def start(
@@ -56,10 +52,22 @@ def start(
     **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors."""
+    return _started(plan, tensors, into, group, options, thread=True)
+
+
+def _started(
+    plan: Plan,
+    tensors: Mapping[Any, Any],
+    into: Mapping[Any, Any] | None,
+    group: dist.ProcessGroup | None,
+    options: dict[str, Any],
+    *,
+    thread: bool,
+) -> Handle:
     return counted(
         group,
         lambda: plan.parties,
-        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=True),
+        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=thread),
     )
 
 

@@ -105,6 +105,12 @@ class Crossing:
             return self._verdict() or self._judge()
         return None
 
+    def get(self, store: Store, key: str) -> bytes | None:
+        """What stands under a key of another part of the group's store; None if nothing does."""
+        with contextlib.suppress(PeerLostError):
+            return self._ask(lambda _: store.get(key) if store.check([key]) else None)
+        return None
+
     def _judge(self) -> str | None:
         """Look for a circle; whoever finds it tells everyone in it."""
         before, words = self._words, self._hear()

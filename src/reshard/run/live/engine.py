@@ -84,11 +84,7 @@ def run(
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Move this rank's tensors along a plan; every rank of the two layouts calls it."""
-    return counted(
-        group,
-        lambda: plan.parties,
-        lambda ticket: begin(ticket, plan, tensors, into, options, thread=False).wait(),
-    )
+    return start(plan, tensors, into=into, group=group, thread=False, **options).wait()
 
 
 def start(

@@ -21,7 +21,7 @@ from reshard.run.live.crossing import Crossing
 from reshard.run.live.links import who_gave_up
 from reshard.run.live.mailbox import Inbox, Kind, Message
 from reshard.run.live.tags import AheadError, Tag, order
-from reshard.run.live.team import ASK_SECONDS, Team
+from reshard.run.live.team import ASK_SECONDS, Team, outcome_key
 from reshard.run.live.wait_graph import WaitGraph
 
 __all__ = ["LOOK_EVERY", "PAUSE_GROWTH", "Watch"]
@@ -95,7 +95,7 @@ class Watch:
         self.touched: object = None
         """What other processes may write into."""
         self._what: Callable[[int], str] = lambda peer: "its part"
-        self._looked = self._looked_for_refusals = 0.0
+        self._looked = 0.0
         self._breathed = time.monotonic()
 
     def wait(
@@ -131,7 +131,6 @@ class Watch:
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         longest = max(quiet, key=lambda peer: quiet[peer])
         if self.is_meeting and quiet[longest] > LOOK_EVERY:
-            self._look_for_refusals()
             self._look_across(left)
         if self.ends is not None and now > self.ends:
             self._expire(longest, f"the deadline of {self.deadline:g} s")
@@ -164,22 +163,15 @@ class Watch:
                     )
                 )
 
-    def _look_for_refusals(self) -> None:
-        """Fail if a rank gave this call up when the session was not connected yet."""
-        if time.monotonic() - self._looked_for_refusals < POST_AFTER:
-            return
-        self._looked_for_refusals = time.monotonic()
-        refused = None
-        with contextlib.suppress(PeerLostError):
-            refused = self.team.refused(self.call)
-        if refused is not None:
-            self.fail(refused)
-
     def _look_across(self, left: Collection[int]) -> None:
-        """Do ranks that have not called wait for this one in another move?"""
+        """Have ranks given this call up before they were connected, or wait in another move?"""
+        team = self.team
         if self._crossing is None:
-            team = self.team
             self._crossing = Crossing(team.home, team.rank, team.ranks, self.move, self.call)
+        if self._crossing.is_due and self.call != team.first_call:
+            refused = self._crossing.get(team.caller, outcome_key(self.call))
+            if refused is not None:
+                self.fail(Cause.from_json(refused))
         found = self._crossing.look(left)
         if found is not None:
             self.team.skip_calls(self._crossing.given_up)

@@ -96,6 +96,7 @@ class Rendezvous:
         """Close what was opened. Not before the outcome is decided: a socket that is closed without
         an outcome means a process that has ended."""
         self.door.close()
+        self.crossing.close()
         if self.store is not None:
             _given_up.append(self.store)
         if self.line is not None:

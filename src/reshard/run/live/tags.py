@@ -40,8 +40,7 @@ class Tag:
             digest = hashlib.blake2b(str(tag).encode(), digest_size=8).digest()
             value = int.from_bytes(digest, "big") % MOST_NUMBER
         code = (value * MOST_COUNT + min(count, MOST_COUNT - 1)) * 2 + int(number)
-        more = f", call {count + 1} with it" if count else ""
-        return cls(f"tag {tag}{more}" if number else f'tag "{tag}"{more}', code)
+        return cls(shown(code) if number else f'tag "{tag}"' + _which(count), code)
 
 
 class AheadError(Exception):
@@ -59,7 +58,11 @@ def shown(code: int) -> str:
     if not code & 1:
         return "another tag"
     tag, count = divmod(code >> 1, MOST_COUNT)
-    return f"tag {tag}" + (f", call {count + 1} with it" if count else "")
+    return f"tag {tag}" + _which(count)
+
+
+def _which(count: int) -> str:
+    return f", call {count + 1} with it" if count else ""
 
 
 def order(one: int, other: int) -> int | None:

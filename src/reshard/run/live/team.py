@@ -84,7 +84,6 @@ class Team:
         self.mailbox = Mailbox(sockets, self.first_call)
         leader, lost = self.leader, self.mailbox.lost
         self.line.has_ended = lambda: leader in lost
-        self._home_line: Line | None = None
         self.arenas = Arenas(self._retire)
         self.turns = Turns()
         self.gpus: DeviceWires | None = None
@@ -114,20 +113,6 @@ class Team:
             return store.get(key) if store.check([key]) else None
 
         return self.line.ask(look, ASK_SECONDS)
-
-    def refused(self, call: int) -> Cause | None:
-        """Why a rank has given up a call before it was connected, if one has."""
-        if call == self.first_call:
-            return None
-        if self._home_line is None:
-            self._home_line = Line(self.caller, self.leader, ASK_SECONDS)
-        key = outcome_key(call)
-
-        def look(store: Store) -> bytes | None:
-            return store.get(key) if store.check([key]) else None
-
-        found = self._home_line.ask(look, ASK_SECONDS)
-        return None if found is None else Cause.from_json(found)
 
     @property
     def leader(self) -> int:
@@ -256,8 +241,6 @@ class Team:
         """Let all threads end that wait for something to do."""
         self.drop_wires()
         self.line.close()
-        if self._home_line is not None:
-            self._home_line.close()
 
     def close(self) -> None:
         """Close sockets and free memory."""
