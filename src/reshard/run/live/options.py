@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from reshard.errors import LiveError
+from reshard.run.live.tags import Tag
 
 __all__ = ["GRAD_CODES", "TRANSPORTS", "Options", "options_of"]
 
@@ -63,6 +64,8 @@ class Options:
             if not isinstance(seconds, int | float) or not seconds > 0:
                 raise LiveError(f"a {name} of {seconds!r}: give a number of seconds above 0")
         self._check_device()
+        if self.tag is not None:
+            Tag.of(self.tag, 0)  # says what is wrong with it
 
     @property
     def shared(self) -> dict[str, object]:

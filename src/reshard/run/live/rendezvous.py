@@ -97,6 +97,10 @@ class Rendezvous:
         an outcome means a process that has ended."""
         self.door.close()
         self.crossing.close()
+        candidate = self.session.candidate
+        if candidate is not None and candidate.first_call == self.number:
+            self.session.candidate = None
+            candidate.close()
         if self.store is not None:
             _given_up.append(self.store)
         if self.line is not None:

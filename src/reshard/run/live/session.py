@@ -225,7 +225,7 @@ class Session:
 
     def _settle_left(self, ticket: Ticket) -> None:
         """Account for calls of this thread that were left, their own error handling included."""
-        for other in _open:
+        for other in _open.copy():  # the cleanup thread takes them out meanwhile
             if other is not ticket and other.owner == ticket.owner:
                 ABANDONED.put((other, LiveError(f"rank {self.rank} was interrupted twice")))
                 other.await_cleanup()
@@ -291,14 +291,15 @@ class Session:
         _registering.open_for(ticket.owner)
         number, cause = self.number_of(ticket), Cause.of_any(error, self.rank)
         if ticket.watch_of is None and self.team is None:
-            with contextlib.suppress(RuntimeError):
-                if decide(self.caller, number, cause.to_json()) != MADE:
-                    if self.rendezvous is not None and self.rendezvous.number == number:
-                        self.rendezvous.give_up()
-                    return
+            outcome = ""
+            with contextlib.suppress(RuntimeError):  # a store that is gone tells the others itself
+                outcome = decide(self.caller, number, cause.to_json())
+            if outcome != MADE:
+                if self.rendezvous is not None and self.rendezvous.number == number:
+                    self.rendezvous.give_up()
+                return
             self.team = self.candidate
-        if self.team is None:
-            return
+        assert self.team is not None
         self.team.release_for(ticket.owner)
         watch = self._watch(ticket, self.team)
         try:
