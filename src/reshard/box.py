@@ -127,7 +127,11 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     >>> row_major((2, 3, 4))
     (12, 4, 1)
     """
-    return tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
 
 
 def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:

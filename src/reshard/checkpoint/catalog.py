@@ -50,8 +50,11 @@ class StoredPiece:
     @property
     def is_contiguous(self) -> bool:
         """Whether the box is one run of bytes, in row-major order."""
-        ideal = row_major(self.box.shape)
-        dims = zip(self.box.shape, self.strides, ideal, strict=True)
+        shape = self.box.shape
+        ideal = row_major(shape)
+        if self.strides == ideal:
+            return True
+        dims = zip(shape, self.strides, ideal, strict=True)
         return all(length == 1 or have == want for length, have, want in dims)
 
     def num_bytes(self, dtype: str) -> int:

@@ -328,6 +328,8 @@ def _damage(
     changed: Mapping[str, object],
 ) -> Iterator[Problem]:
     """Changed chunks, with the tensors that lie in them."""
+    if not damaged:
+        return
     told = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
     touched = tensors_at(source.catalog, told)
     for (path, chunk, found), names in zip(told, touched, strict=True):

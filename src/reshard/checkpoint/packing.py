@@ -242,18 +242,19 @@ _strides = lru_cache(maxsize=4096)(row_major)
 
 def _merged(runs: Iterable[_Run]) -> Iterator[_Run]:
     """Runs in the order of their files, those that follow each other on both sides as one."""
-    last: _Run | None = None
+    first: _Run | None = None
+    size = 0
     for run in runs:
-        if last is not None and run.piece is None is last.piece:
-            follows = run.offset == last.stop and run.place == last.place + last.size
-            if follows and run.file == last.file:
-                last = last._replace(size=last.size + run.size)
+        if first is not None and run.piece is None is first.piece:
+            follows = run.offset == first.offset + size and run.place == first.place + size
+            if follows and run.file == first.file:
+                size += run.size
                 continue
-        if last is not None:
-            yield last
-        last = run
-    if last is not None:
-        yield last
+        if first is not None:
+            yield first._replace(size=size)
+        first, size = run, run.size
+    if first is not None:
+        yield first._replace(size=size)
 
 
 def _spans(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:

@@ -21,6 +21,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Self
@@ -221,12 +222,22 @@ class LocalStorage(Storage):
         return [f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}" for status in found]
 
     def read(self, path: str, offset: int, length: int) -> bytes:
-        with self.using(path) as file:
-            if offset >= 0 <= length <= file.size - offset and length <= SHORT:
-                with suppress(OSError):  # then the long way says what is wrong
-                    data = os.pread(file.descriptor, length, offset)
-                    if len(data) == length:
-                        return data
+        return self.read_many([(path, offset, length)])[0]
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        """Ranges of one file that follow each other in the list take its lock once."""
+        found: list[bytes] = []
+        for path, some in groupby(ranges, key=itemgetter(0)):
+            with self.using(path) as file:
+                found += [self._read_short(file, *wanted) for wanted in some]
+        return found
+
+    def _read_short(self, file: _Open, path: str, offset: int, length: int) -> bytes:
+        if offset >= 0 <= length <= file.size - offset and length <= SHORT:
+            with suppress(OSError):  # then the long way says what is wrong
+                data = os.pread(file.descriptor, length, offset)
+                if len(data) == length:
+                    return data
         return super().read(path, offset, length)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:

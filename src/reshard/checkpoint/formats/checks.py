@@ -35,15 +35,17 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
     """
     # Thousands of tensors may refer to one list of millions: what is too long is not gone through.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
-    shape = None if too_long else whole_numbers(values)
-    if shape is not None:
+    if isinstance(values, list | tuple) and not too_long:
         count = 1
-        for size in shape:
+        for size in values:
+            if type(size) is not int or size < 0:
+                break
             count *= size or 1
-        if count <= MAX_ELEMENTS:
-            return shape
+        else:
+            if count <= MAX_ELEMENTS:
+                return tuple(values)
     about = where if name is None else f"{where}: tensor {quoted(name)}"
-    if shape is None and not too_long:
+    if not too_long and whole_numbers(values) is None:
         raise DamageError(f"{about} has the shape {shown(values)}: sizes are numbers from 0 on")
     raise DamageError(
         f"{about} has the shape {shown(values)}: no tensor has that many dims or elements"

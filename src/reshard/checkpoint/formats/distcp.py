@@ -28,10 +28,11 @@ from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.pickle_machine import Record, unpickle
 from reshard.checkpoint.formats.plain import Visits, is_plain
 from reshard.checkpoint.formats.torch_tensors import (
+    View,
     allow_tensors,
     dtype_of,
     is_tensor,
-    tensor_of,
+    view_of,
 )
 from reshard.checkpoint.formats.torch_zip import Archive, read_archives
 from reshard.checkpoint.storage import Range, Storage, check_path
@@ -278,7 +279,7 @@ def _pieces(
     """Where the elements of every chunk lie, archive by archive in the order of the files."""
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
-    pickles: dict[bytes, Any] = {}
+    views: dict[bytes, View] = {}
     order = sorted(chunks, key=lambda chunk: chunk.range)
     for first in range(0, len(order), BATCH):
         batch = order[first : first + BATCH]
@@ -286,7 +287,7 @@ def _pieces(
             with findings.noting():
                 if archive is not None:
                     file = numbers[chunk.range[0]]
-                    piece = _piece(chunk, archive, file, pickles)
+                    piece = _piece(chunk, archive, file, views)
                     pieces.setdefault(chunk.tensor, []).append(piece)
                     crcs += archive.crcs(file)
     for held in pieces.values():
@@ -308,16 +309,17 @@ def _archives(
     return [_archives(storage, [chunk], findings)[0] for chunk in batch]
 
 
-def _piece(chunk: _Chunk, archive: Archive, file: int, pickles: dict[bytes, Any]) -> StoredPiece:
+def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
     where = f"{archive.where}: {quoted(chunk.tensor)}"
-    record = pickles.get(archive.pickle)
-    if record is None:  # archives of one shape have the same pickle
+    view = views.get(archive.pickle)
+    if view is None:  # archives of one shape have the same pickle
         record = unpickle(archive.pickle, allow_tensors, where)
-        if len(pickles) < KNOWN_PICKLES:
-            pickles[archive.pickle] = record
-    if not is_tensor(record):
-        raise DamageError(f"{where} is no tensor")
-    local = tensor_of(record, archive, where)
+        if not is_tensor(record):
+            raise DamageError(f"{where} is no tensor")
+        view = view_of(record, where)
+        if len(views) < KNOWN_PICKLES:
+            views[archive.pickle] = view
+    local = view.within(archive, where)
     if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
         raise DamageError(
             f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "

@@ -126,11 +126,17 @@ class _Machine:
 
     def run(self) -> Any:
         data, steps = self.data, _STEPS
+        stack, memo, number = self.stack, self.memo, _NUMBER.unpack_from
         while True:
-            code = data[self.at]
-            self.at += 1
+            at = self.at
+            code = data[at]
+            if code == _LONG_GET:  # half of all instructions of a large .metadata
+                stack.append(memo[number(data, at + 1)[0]])
+                self.at = at + 5
+                continue
+            self.at = at + 1
             if code == _STOP:
-                return self.stack.pop()
+                return stack.pop()
             step = steps[code]
             if step is None:
                 known = self.refuse if chr(code) in _OTHER_INSTRUCTIONS else self.fail
@@ -150,9 +156,6 @@ class _Machine:
             self.fail("the pickle is cut short")
         self.at = stop
         return self.data[start:stop]
-
-    def number(self, width: int) -> int:
-        return int.from_bytes(self.take(width), "little")
 
     def spend(self, count: int) -> None:
         """Count elements that are gone through or copied although the input has them only once."""
@@ -208,9 +211,27 @@ def _push(value: Callable[[_Machine], Any]) -> Callable[[_Machine], None]:
     return step
 
 
-def _counted(width: int, convert: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
+def _number(form: str) -> Callable[[_Machine], None]:
+    """Push a number of the input."""
+    take = struct.Struct(form)
+
+    def step(machine: _Machine) -> None:
+        machine.stack.append(take.unpack_from(machine.data, machine.at)[0])
+        machine.at += take.size
+
+    return step
+
+
+def _counted(form: str, convert: Callable[[bytes], Any]) -> Callable[[_Machine], None]:
     """Push bytes that follow their own length."""
-    return _push(lambda machine: convert(machine.take(machine.number(width))))
+    length = struct.Struct(form)
+
+    def step(machine: _Machine) -> None:
+        count = length.unpack_from(machine.data, machine.at)[0]
+        machine.at += length.size
+        machine.stack.append(convert(machine.take(count)))
+
+    return step
 
 
 def _text(data: bytes) -> str:
@@ -379,19 +400,12 @@ def _get(machine: _Machine) -> None:
     machine.at += 1
 
 
-def _byte(machine: _Machine) -> None:
-    machine.stack.append(machine.data[machine.at])
-    machine.at += 1
+def _put(form: str) -> Callable[[_Machine], None]:
+    take = struct.Struct(form)
 
-
-def _short_text(machine: _Machine) -> None:
-    machine.at += 1
-    machine.stack.append(_text(machine.take(machine.data[machine.at - 1])))
-
-
-def _put(width: int) -> Callable[[_Machine], None]:
     def step(machine: _Machine) -> None:
-        machine.memo[machine.number(width)] = machine.stack[-1]
+        machine.memo[take.unpack_from(machine.data, machine.at)[0]] = machine.stack[-1]
+        machine.at += take.size
 
     return step
 
@@ -400,7 +414,8 @@ def _memoize(machine: _Machine) -> None:
     machine.memo[len(machine.memo)] = machine.stack[-1]
 
 
-_STOP = ord(".")
+_STOP, _LONG_GET = ord("."), ord("j")
+_NUMBER = struct.Struct("<I")
 _OTHER_INSTRUCTIONS = frozenset("FILSTUVPgiop\x82\x83\x84\x97\x98")
 """Those that Python knows and torch does not write: of protocols 0 and 1, of buffers outside."""
 _SIMPLE = frozenset({str, int, float, bool, type(None), bytes, Record, Global})
@@ -410,13 +425,11 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine], None]] = {
     "2": _push(lambda machine: machine.stack[-1]),
     "N": _push(lambda machine: None),
     "\x88": _push(lambda machine: True), "\x89": _push(lambda machine: False),
-    "J": _push(lambda machine: _integer(machine.take(4))),
-    "K": _byte, "M": _push(lambda machine: machine.number(2)),
-    "G": _push(lambda machine: struct.unpack(">d", machine.take(8))[0]),
-    "\x8a": _counted(1, _integer), "\x8b": _counted(4, _integer),
-    "X": _counted(4, _text), "\x8c": _short_text, "\x8d": _counted(8, _text),
-    "B": _counted(4, bytes), "C": _counted(1, bytes), "\x8e": _counted(8, bytes),
-    "\x96": _counted(8, bytes),
+    "J": _number("<i"), "K": _number("<B"), "M": _number("<H"), "G": _number(">d"),
+    "\x8a": _counted("<B", _integer), "\x8b": _counted("<I", _integer),
+    "X": _counted("<I", _text), "\x8c": _counted("<B", _text), "\x8d": _counted("<Q", _text),
+    "B": _counted("<I", bytes), "C": _counted("<B", bytes), "\x8e": _counted("<Q", bytes),
+    "\x96": _counted("<Q", bytes),
     "]": lambda machine: machine.stack.append([]), "}": lambda machine: machine.stack.append({}),
     ")": lambda machine: machine.stack.append(()),
     "\x8f": _push(lambda machine: []),
@@ -428,8 +441,7 @@ _INSTRUCTIONS: dict[str, Callable[[_Machine], None]] = {
     "c": _global, "\x93": _stack_global,
     "R": _reduce, "\x81": _reduce, "\x92": _new_with_keywords, "b": _build,
     "Q": _push(lambda machine: Record(None, (machine.stack.pop(),))),
-    "h": _get, "j": _push(lambda machine: machine.memo[machine.number(4)]),
-    "q": _put(1), "r": _put(4), "\x94": _memoize,
+    "h": _get, "q": _put("<B"), "r": _put("<I"), "\x94": _memoize,
 }  # fmt: skip
 """What each instruction does; sets are read as lists."""
 _STEPS = [_INSTRUCTIONS.get(chr(code)) for code in range(256)]

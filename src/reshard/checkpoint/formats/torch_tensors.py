@@ -19,7 +19,7 @@ from reshard.checkpoint.formats.torch_zip import Archive
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import DamageError, UnsupportedError
 
-__all__ = ["LocalTensor", "allow_tensors", "dtype_of", "is_tensor", "tensor_of"]
+__all__ = ["LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of", "view_of"]
 
 _STORAGES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
@@ -94,8 +94,33 @@ def dtype_of(value: object, where: str) -> str:
     return name
 
 
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a record says of a tensor, checked as far as that goes without its archive."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    """The element of its storage that is its first."""
+    storage: str
+    length: int
+    """Bytes of the storage."""
+
+    def within(self, archive: Archive, where: str) -> LocalTensor:
+        """The tensor of an archive whose pickle holds the record."""
+        offset = _place(archive, self.storage, self.length, where)
+        offset += self.start * itemsize(self.dtype)
+        return LocalTensor(self.dtype, self.shape, self.strides, offset, self.storage)
+
+
 def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     """Where a tensor's record says that its bytes are, checked against the archive."""
+    return view_of(record, where).within(archive, where)
+
+
+def view_of(record: Record, where: str) -> View:
+    """What a tensor's record says; thousands of archives may have the same."""
     record = _plain(record, where)
     dtype: str | None = None
     match record.kind.removeprefix(_REBUILD), record.args[:MAX_ARGS]:
@@ -113,10 +138,9 @@ def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
     if strides is None or type(start) is not int or start < 0:
         raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
     start, strides = _used(shape, start, strides)
-    offset = _place(archive, key, length, where) + start * itemsize(dtype)
     _check_inside(shape, strides, start, length // itemsize(dtype), where)
     _check_size(prod(shape) * itemsize(dtype), length, where)
-    return LocalTensor(dtype, shape, strides, offset, key)
+    return View(dtype, shape, strides, start, key, length)
 
 
 def _used(

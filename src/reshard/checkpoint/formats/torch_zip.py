@@ -93,17 +93,25 @@ def read_archives(
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive that has one; no member is read."""
     [members] = _all_members(storage, [_Zip(_where(storage, found), found, MAX_PICKLE)])
-    known = [member for member in members.values() if member is not None]
-    return [Crc(file, m.offset, m.size, m.crc) for m in known if m.crc and m.size]
+    return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
 
 
-def _all_members(storage: Storage, zips: list[_Zip]) -> list[dict[str, Member | None]]:
-    """The members of each archive by name; None for those that nobody reads."""
+def _all_members(storage: Storage, zips: list[_Zip]) -> list[dict[str, Member]]:
+    """The members of each archive that somebody reads, by name."""
     _read_ends(storage, zips)
     directories = [_directory(found, *_end_of(found)) for found in zips]
     content = _read_wanted(storage, zips, directories)
-    tables = [_members(found, data) for found, data in zip(zips, content, strict=True)]
-    return _finish(storage, zips, tables)
+    tables: list[list[_Listed]] = []
+    known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape often share theirs
+    for found, data in zip(zips, content, strict=True):
+        if data not in known:
+            members = _members(found, data)
+            known[data] = _of_interest(found, members), _end_apart(found, members)
+        table, end = known[data]
+        if end > found.range[2]:
+            raise DamageError(f"{found.where}: its members end at byte {end} of {found.range[2]}")
+        tables.append(table)
+    return _located(storage, zips, tables)
 
 
 def _where(storage: Storage, found: Range) -> str:
@@ -120,12 +128,14 @@ def _read_ends(storage: Storage, zips: Sequence[_Zip]) -> None:
         path, offset, length = found.range
         if length < _END.size:
             raise DamageError(f"{found.where}: {length} bytes are no archive of torch.save")
-        short = length <= HEAD + TAIL
-        wanted.append((path, offset, length if short else HEAD))
-        wanted.append((path, offset + length - TAIL, TAIL) if not short else (path, offset, 0))
-    data = storage.read_many(wanted)
-    for found, head, tail in zip(zips, data[::2], data[1::2], strict=True):
-        found.head, found.tail = head, tail or head
+        if length <= HEAD + TAIL:
+            wanted.append((path, offset, length))
+        else:
+            wanted += [(path, offset, HEAD), (path, offset + length - TAIL, TAIL)]
+    data = iter(storage.read_many(wanted))
+    for found in zips:
+        found.head = head = next(data)
+        found.tail = head if found.range[2] <= HEAD + TAIL else next(data)
         if head[:4] != b"PK\x03\x04":
             raise _no_zip(found.where, head)
 
@@ -235,7 +245,6 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
         at = extra_end + row[12]
     if at != len(data) or not members:
         raise DamageError(f"{found.where}: its directory ends after {len(members)} members")
-    _check_apart(found, members)
     return members
 
 
@@ -255,38 +264,29 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
     return numbers[0], numbers[1], numbers[2]
 
 
-def _check_apart(found: _Zip, members: list[_Listed]) -> None:
-    """Members follow each other; each has a header of its own before its bytes."""
+def _end_apart(found: _Zip, members: list[_Listed]) -> int:
+    """Where the last member ends; they follow each other, each with a header before its bytes."""
     end, before = 0, ""
     for name, header, size, *_ in sorted(members, key=itemgetter(1)):
         if header < end:
             raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
         end, before = header + _LOCAL.size + size, name
-    if end > found.range[2]:
-        raise DamageError(
-            f"{found.where}: member {quoted(before)} ends at byte {end} of {found.range[2]}"
-        )
+    return end
 
 
-def _finish(
+def _located(
     storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]
-) -> list[dict[str, Member | None]]:
+) -> list[dict[str, Member]]:
     """Find where the members begin, which only the header before each of them tells."""
-    wanted = [
-        (found, member)
-        for found, table in zip(zips, tables, strict=True)
-        for member in _of_interest(found, table)
-    ]
+    wanted = [(found, m) for found, table in zip(zips, tables, strict=True) for m in table]
     headers = _read_wanted(
         storage, [one for one, _ in wanted], [(m.header, _LOCAL.size) for _, m in wanted]
     )
-    begin: dict[tuple[int, str], Member] = {}
-    for (found, member), header in zip(wanted, headers, strict=True):
-        begin[id(found), member.name] = _located(found, member, header)
-    return [
-        {m.name: begin.get((id(found), m.name)) for m in table}
-        for found, table in zip(zips, tables, strict=True)
-    ]
+    places = (
+        _member(found, listed, header)
+        for (found, listed), header in zip(wanted, headers, strict=True)
+    )
+    return [{listed.name: next(places) for listed in table} for table in tables]
 
 
 def _of_interest(found: _Zip, table: list[_Listed]) -> list[_Listed]:
@@ -316,7 +316,7 @@ def _of_interest(found: _Zip, table: list[_Listed]) -> list[_Listed]:
     return wanted
 
 
-def _located(found: _Zip, member: _Listed, header: bytes) -> Member:
+def _member(found: _Zip, member: _Listed, header: bytes) -> Member:
     fields = _LOCAL.unpack(header)
     start = member.header + _LOCAL.size + fields[9] + fields[10]
     if fields[0] != b"PK\x03\x04" or start + member.size > found.range[2]:
@@ -326,12 +326,10 @@ def _located(found: _Zip, member: _Listed, header: bytes) -> Member:
     return Member(found.range[1] + start, member.size, member.crc)
 
 
-def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member | None]) -> Archive:
+def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member]) -> Archive:
     storages = {}
     pickle = b""
     for name, member in members.items():
-        if member is None:
-            continue
         last = name.partition("/")[2]
         if last == "data.pkl":
             pickle = _content(storage, found, member)

@@ -210,11 +210,23 @@ class OwnReader:
 
 
 def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
+    """Copy a box out of pages of its file.
+
+    Advice to read ahead (MADV_WILLNEED) costs a walk over all pages on every rank: warm loads gain
+    from its absence, and so do cold ones, where the page faults of one rank read ahead for all.
+    """
     skipped = task.start % mmap.ALLOCATIONGRANULARITY
     length = task.stop - task.start + skipped
-    with mmap.mmap(descriptor, length, prot=mmap.PROT_READ, offset=task.start - skipped) as pages:
-        pages.madvise(mmap.MADV_WILLNEED)
+    # private and writable only so that torch takes the array without a warning: nobody writes to it
+    with mmap.mmap(
+        descriptor,
+        length,
+        flags=mmap.MAP_PRIVATE,
+        prot=mmap.PROT_READ | mmap.PROT_WRITE,
+        offset=task.start - skipped,
+    ) as pages:
         strides = [stride * width for stride in task.piece.strides]
         stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, skipped, strides)
-        task.into.view(_SAME_SIZE[width]).numpy()[...] = stored
+        # torch copies runs of 1 to 2 KiB a fifth faster than numpy does
+        task.into.view(_SAME_SIZE[width]).copy_(torch.from_numpy(stored))
         del stored

@@ -22,7 +22,15 @@ from reshard.checkpoint.outputs.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.outputs.pickles import Call, Fields, Global, Instance, Shared, pickled
+from reshard.checkpoint.outputs.pickles import (
+    Call,
+    Fields,
+    Global,
+    Instance,
+    Pairs,
+    Shared,
+    pickled,
+)
 from reshard.dtypes import itemsize
 
 __all__ = ["distcp"]
@@ -77,10 +85,10 @@ def distcp(
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
     ranks, made = _Ranks(), dict[str, OutputTensor]()
     states: dict[str, Any] = {}
-    places: dict[Instance, Instance] = {}
+    places = Pairs([])
     names = _file_names(tensors)
     for number, (name, wanted) in enumerate(tensors.items()):
-        pieces, chunks = list[StoredPiece](), list[Instance]()
+        pieces, chunks = list[StoredPiece](), list[Shared]()
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
             box, shape, strides = _box(start, stop)
@@ -88,7 +96,9 @@ def distcp(
             file, offset, skipped = ranks.add(rank, archive.size)
             around.append((_padded(archive, skipped), archive.tail))
             pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
-            places[_index(name, start, len(chunks))] = _place(names[rank], offset, archive.size)
+            places.items.append(
+                (_index(name, start, len(chunks)), _place(names[rank], offset, archive.size))
+            )
             chunks.append(_chunk(start, shape))
         size = itemsize(wanted.dtype)
         placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
@@ -131,7 +141,7 @@ def _add_objects(
     objects: Sequence[StoredObject],
     names: Mapping[int, str],
     states: dict[str, Any],
-    places: dict[Instance, Instance],
+    places: Pairs,
 ) -> tuple[ObjectCopy, ...]:
     """Entries that are no tensors go into the first file, byte by byte as they were."""
     first = next(iter(ranks.numbers), 0)
@@ -142,7 +152,7 @@ def _add_objects(
             ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
         copies.append(ObjectCopy(entry, file, offset))
         states[entry.name] = _BYTES
-        places[_bytes_index(entry.name)] = _place(names[first], offset, entry.size)
+        places.items.append((_bytes_index(entry.name), _place(names[first], offset, entry.size)))
     return tuple(copies)
 
 
@@ -151,7 +161,7 @@ def _add_values(
     values: Mapping[str, Any],
     names: Mapping[int, str],
     states: dict[str, Any],
-    places: dict[Instance, Instance],
+    places: Pairs,
 ) -> None:
     """Plain values go into the first file, each as ``torch.save`` writes it."""
     first = next(iter(ranks.numbers), 0)
@@ -160,7 +170,7 @@ def _add_values(
         file, offset, skipped = ranks.add(first, len(data))
         ranks.literals.append(Literal(file, offset - skipped, bytes(skipped) + data))
         states[name] = _BYTES
-        places[_bytes_index(name)] = _place(names[first], offset, len(data))
+        places.items.append((_bytes_index(name), _place(names[first], offset, len(data))))
 
 
 def _bytes_index(name: str) -> Instance:
@@ -169,7 +179,7 @@ def _bytes_index(name: str) -> Instance:
 
 def _metadata(
     states: dict[str, Any],
-    places: dict[Instance, Instance],
+    places: Pairs,
     nesting: Mapping[str, Path],
     extras: Mapping[str, Any],
 ) -> Instance:
@@ -186,19 +196,20 @@ def _metadata(
     )
 
 
-def _tensor(wanted: Wanted, chunks: list[Instance]) -> Instance:
+def _tensor(wanted: Wanted, chunks: list[Shared]) -> Instance:
     values = (_properties(wanted.dtype), _size(wanted.shape), chunks)
     return Instance(_TENSOR, Fields(("properties", "size", "chunks"), values))
 
 
 @cache
-def _properties(dtype: str) -> Instance:
+def _properties(dtype: str) -> Shared:
     state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
-    return Instance(Global(_METADATA, "TensorProperties"), state)
+    return Shared(Instance(Global(_METADATA, "TensorProperties"), state))
 
 
-def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Instance:
-    return Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes))))
+@lru_cache(maxsize=1 << 16)
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shared:
+    return Shared(Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes)))))
 
 
 def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:

@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any, NamedTuple
 
-__all__ = ["Call", "Fields", "Global", "Instance", "Persistent", "Shared", "pickled"]
+__all__ = ["Call", "Fields", "Global", "Instance", "Pairs", "Persistent", "Shared", "pickled"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class Global:
     """The name of a class or function in a module."""
 
@@ -52,6 +51,13 @@ class Persistent:
     """What the reader knows under this id; torch names storages so."""
 
     id: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """A dict whose keys are objects: they are equal or not only once they are read."""
+
+    items: list[tuple[Any, Any]]
 
 
 class Fields(NamedTuple):
@@ -88,6 +94,8 @@ class _Writer:
         self.out = bytearray()
         self._known: dict[Any, bytes] = {}
         """How each value that was written before is named."""
+        self._keys: dict[tuple[str, ...], list[bytes]] = {}
+        """The same of all names of fields together: thousands of objects have the same ones."""
 
     def value(self, value: Any) -> None:
         """Write one value, whatever it is."""
@@ -139,20 +147,38 @@ class _Writer:
             self.value(one)
         self.out += _SHORT.get(len(value), pickle.TUPLE)
 
-    def _container(self, value: list[Any] | dict[Any, Any]) -> None:
-        is_list = isinstance(value, list)
-        self.out += pickle.EMPTY_LIST if is_list else pickle.EMPTY_DICT
-        if not value:
-            return
-        self.out += pickle.MARK
-        for one in value if isinstance(value, list) else chain.from_iterable(value.items()):
-            self.value(one)
-        self.out += pickle.APPENDS if is_list else pickle.SETITEMS
+    def _list(self, value: list[Any]) -> None:
+        self.out += pickle.EMPTY_LIST
+        if value:
+            self.out += pickle.MARK
+            for one in value:
+                self.value(one)
+            self.out += pickle.APPENDS
+
+    def _dict(self, value: dict[Any, Any]) -> None:
+        self._items(value.items())
+
+    def _pairs(self, value: Pairs) -> None:
+        self._items(value.items)
+
+    def _items(self, items: Collection[tuple[Any, Any]]) -> None:
+        self.out += pickle.EMPTY_DICT
+        if items:
+            self.out += pickle.MARK
+            for key, value in items:
+                self.value(key)
+                self.value(value)
+            self.out += pickle.SETITEMS
 
     def _fields(self, value: Fields) -> None:
+        keys = self._keys.get(value.names)
+        if keys is None:
+            self._items(tuple(zip(value.names, value.values, strict=True)))
+            self._keys[value.names] = [self._known[name] for name in value.names]
+            return
         self.out += pickle.EMPTY_DICT + pickle.MARK
-        for name, one in zip(value.names, value.values, strict=True):
-            self.value(name)
+        for key, one in zip(keys, value.values, strict=True):
+            self.out += key
             self.value(one)
         self.out += pickle.SETITEMS
 
@@ -198,8 +224,9 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     str: _Writer._text,
     bytes: _Writer._bytes,
     tuple: _Writer._tuple,
-    list: _Writer._container,
-    dict: _Writer._container,
+    list: _Writer._list,
+    dict: _Writer._dict,
+    Pairs: _Writer._pairs,
     Fields: _Writer._fields,
     Global: _Writer._global,
     Call: _Writer._call,

@@ -21,6 +21,7 @@ __all__ = ["Line"]
 
 MOST_SECONDS = 15.0
 END_SECONDS = 1.0
+SECOND_LOOK = 0.2
 
 T = TypeVar("T")
 
@@ -72,7 +73,11 @@ class Line:
 
     def _answer(self, reply: Reply, seconds: float) -> Any:
         try:
-            value, error = reply.get(timeout=seconds)
+            try:
+                value, error = reply.get(timeout=seconds)
+            except queue.Empty:
+                # A process that was stopped itself finds its time over and the answer on its way.
+                value, error = reply.get(timeout=SECOND_LOOK)
         except queue.Empty:
             if not self.is_stuck:
                 self._stuck = reply
