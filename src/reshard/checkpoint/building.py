@@ -102,6 +102,7 @@ class Builder:
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _unsynced: int = 0
     _total: int = 0
+    _num_chunks: int | None = None
 
     def __post_init__(self) -> None:
         self._total = sum(transfer.target_bytes for transfer in self.job.transfers)
@@ -275,10 +276,16 @@ class Builder:
                 self.source.count(count)
 
     def _to_do(self, done: set[int]) -> Iterator[Work]:
-        chunks = chunks_of(self.job.transfers, self.settings.window)
-        return (c for c in chunks if c.number not in done and self.team.takes(c.number))
+        count = 0
+        for chunk in chunks_of(self.job.transfers, self.settings.window):
+            count += 1
+            if chunk.number not in done and self.team.takes(chunk.number):
+                yield chunk
+        self._num_chunks = count
 
     def _check_all_done(self, done: set[int]) -> None:
+        if done.issuperset(range(self.num_chunks())):
+            return
         for chunk in chunks_of(self.job.transfers, self.settings.window):
             if chunk.number not in done:
                 name = self.job.transfers[chunk.windows[0][0]].name
@@ -296,7 +303,9 @@ class Builder:
 
     def num_chunks(self) -> int:
         """How many chunks there are in all."""
-        return sum(1 for _ in chunks_of(self.job.transfers, self.settings.window))
+        if self._num_chunks is None:
+            self._num_chunks = sum(1 for _ in chunks_of(self.job.transfers, self.settings.window))
+        return self._num_chunks
 
     def _records(self) -> list[dict[str, Any]]:
         return [record for record in read_journals(self.place.folder) if "chunk" in record]

@@ -34,8 +34,9 @@ ALONE = 64 << 10
 """Bytes of a run from which on it is read for itself, into its place."""
 LONGEST = 4 << 20
 """Bytes of one range that is written, and has one checksum."""
-AT_ONCE = 1 << 20
-"""Bytes that are digested at a time: they are widened eightfold."""
+AT_ONCE = 1 << 16
+"""Bytes that are digested at a time. Of more OpenBLAS makes work for a second thread, which then
+spins for longer than it works."""
 
 Array = np.ndarray[Any, Any]
 CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}

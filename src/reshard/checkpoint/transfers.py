@@ -99,11 +99,7 @@ class Transfer:
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
-        if not isinstance(self.stored, Pieces) or self.most_bytes > num_bytes:
-            return False
-        # Boxes that lie between each other's rows in a file are written row by row.
-        written = self.written
-        return isinstance(written, Pieces) and all(p.is_contiguous for p in written.pieces)
+        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
 
     @property
     def most_bytes(self) -> int:
@@ -162,7 +158,9 @@ def transfer_of(
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
     if isinstance(target, Pieces):
-        if _is_small(shape, have, want, fed):
+        # Boxes that lie between each other's rows in a file are written row by row.
+        runs = all(piece.is_contiguous for piece in target.pieces)
+        if runs and _is_small(shape, have, want, fed):
             none = Located.none(len(shape), itemsize(have))
             stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
             return Transfer(name, shape, have, want, stored, none, target, _whole(shape))
