@@ -153,6 +153,21 @@ def strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int,
     return tuple(found)
 
 
+def _no_rank(shard: ShardMetadata) -> NoRankError:
+    from reshard.sharded.rpc import is_running
+
+    worker = None if shard.placement is None else shard.placement.worker_name()
+    where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
+    if worker is None:
+        return NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
+    if is_running():
+        return NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
+    return NoRankError(
+        f"RPC framework needs to be initialized for using worker names: {where}; call "
+        "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
+    )
+
+
 @lru_cache(maxsize=4096)
 def layout_of_shards(shape: tuple[int, ...], shards: tuple[ShardMetadata, ...]) -> BoxLayout:
     """The boxes of shards, by the ranks that hold them, in the order in which they are given."""
@@ -160,10 +175,7 @@ def layout_of_shards(shape: tuple[int, ...], shards: tuple[ShardMetadata, ...]) 
     for shard in shards:
         rank = shard.rank
         if rank is None:
-            raise NoRankError(
-                f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names "
-                "no rank, and RPC workers are not asked: use placements such as rank:3/cpu"
-            )
+            raise _no_rank(shard)
         boxes.setdefault(rank, []).append(shard.box)
     return Layout.from_boxes(shape, boxes)
 

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from reshard.sharded.content import Group
-from reshard.sharded.making import check_no_rrefs, content_for, shapes_here, size_of
+from reshard.sharded.making import content_for, shapes_here, size_of
 from reshard.sharded.metadata import TensorProperties
+from reshard.sharded.rpc import check_rrefs
 from reshard.sharded.tensor import ShardedTensor, wrap
 
 if TYPE_CHECKING:
@@ -53,8 +54,10 @@ def _properties(
 def _new(
     fill: Fill, spec: ShardingSpec, size: Sequence[Size], process_group: Group, options: Any
 ) -> ShardedTensor:
-    check_no_rrefs(options.pop("init_rrefs", False))
-    return made(spec, size, _properties(**options), process_group, fill)
+    init_rrefs = options.pop("init_rrefs", False)
+    check_rrefs(init_rrefs)
+    tensor = made(spec, size, _properties(**options), process_group, fill)
+    return tensor.refer_to_others(init_rrefs)
 
 
 def empty(

@@ -12,13 +12,13 @@ from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec
 from reshard.sharded.making import (
     check_members,
-    check_no_rrefs,
     check_properties,
     content_for,
     home_of,
     size_of,
 )
 from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
+from reshard.sharded.rpc import check_rrefs
 from reshard.sharded.shard import Shard
 from reshard.sharded.telling import all_told_or_raised
 from reshard.sharded.tensor import ShardedTensor, wrap
@@ -57,16 +57,16 @@ def init_from_local_shards(
     properties = TensorProperties(
         getattr(torch, common["dtype"]), requires_grad=common["requires_grad"]
     )
-    return _made(
-        local_shards, ShardedTensorMetadata(tuple(shards), size, properties), None, process_group
-    )
+    metadata = ShardedTensorMetadata(tuple(shards), size, properties)
+    tensor = _made(local_shards, metadata, None, process_group)
+    return tensor.refer_to_others(init_rrefs)
 
 
 def _said(
     local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
 ) -> dict[str, Any]:
     """What a rank tells of its shards."""
-    check_no_rrefs(init_rrefs)
+    check_rrefs(init_rrefs)
     if not isinstance(local_shards, Sequence):
         raise TypeError(f"local_shards is of type {type(local_shards).__name__}: give a list")
     unknown = len(global_size) == 1 and global_size[0] is None
@@ -229,7 +229,7 @@ def _made(
     shards = tuple(stated.shards_metadata)
     shape, properties = tuple(stated.size), stated.tensor_properties
     layout = layout_of_shards(shape, shards)
-    check_members(layout, shards, group)
+    check_members(layout, group)
     parts = tuple(shard.tensor.detach() for shard in local_shards)
     device = parts[0].device if parts else home_of(group)
     known = infer_sharding_spec(shards) if spec is None else spec

@@ -21,7 +21,7 @@ from reshard.tensors.meshes import this_rank
 
 __all__ = [
     "check_members",
-    "check_no_rrefs",
+    "check_known",
     "check_properties",
     "content_for",
     "device_of",
@@ -44,7 +44,7 @@ def content_for(
     layout, stated = lowered(spec, shape, properties)
     if stated is not None:
         _check_whole(shape, stated)
-    check_members(layout, stated, group)
+    check_members(layout, group)
     device = device_of(stated, group)
     if isinstance(spec, LayoutShardingSpec):
         device = with_number(torch.device(spec.device))
@@ -68,15 +68,6 @@ def _check_whole(shape: torch.Size, stated: tuple[ShardMetadata, ...]) -> None:
     check_tensor(stated, shape)
 
 
-def check_no_rrefs(init_rrefs: bool) -> None:
-    """Refuse to make what is not there, rather than let someone look for it later."""
-    if init_rrefs:
-        raise NotImplementedError(
-            "init_rrefs=True asks for RPC references to remote shards, which are not made here: "
-            "leave it out, and reach shards of other ranks by reshard() or gather()"
-        )
-
-
 def check_properties(properties: TensorProperties) -> None:
     """Refuse what shards cannot be."""
     if properties.layout is not torch.strided:
@@ -91,17 +82,22 @@ def check_properties(properties: TensorProperties) -> None:
         )
 
 
-def check_members(layout: Layout, stated: Sequence[ShardMetadata] | None, group: Group) -> None:
+def check_members(layout: Layout, group: Group) -> None:
     """Refuse ranks that are not in the group."""
-    if not dist.is_initialized():
+    for rank in layout.ranks:
+        check_known(rank, group)
+
+
+def check_known(rank: int | None, group: Group) -> None:
+    """Refuse a rank that is not in the group, as far as this rank can tell."""
+    if not dist.is_initialized() or group is dist.GroupMember.NON_GROUP_MEMBER:
         return
     known = members(group)
-    for rank in layout.ranks:
-        if rank not in known:
-            raise ValueError(
-                f"Global rank {rank} does not exist in the process group of ranks {list(known)}: "
-                "give placements of its ranks, or the group that they are in"
-            )
+    if rank not in known:
+        raise ValueError(
+            f"Global rank {rank} does not exist in input process group: {list(known)}; give "
+            "placements of its ranks, or the group that they are in"
+        )
 
 
 def device_of(stated: Sequence[ShardMetadata] | None, group: Group) -> torch.device:

@@ -57,8 +57,15 @@ class ShardMetadata:
 
     @property
     def rank(self) -> int | None:
-        """The global rank that holds it, where its placement says so."""
-        return None if self.placement is None else self.placement.rank()
+        """The global rank that holds it, where its placement says so; RPC knows its workers."""
+        if self.placement is None:
+            return None
+        rank, worker = self.placement.rank(), self.placement.worker_name()
+        if rank is None and worker is not None:
+            from reshard.sharded.rpc import worker_rank
+
+            return worker_rank(worker)
+        return rank
 
     def on(self, device: torch.device) -> ShardMetadata:
         """The same shard on another device of the rank that holds it."""

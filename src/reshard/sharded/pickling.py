@@ -72,7 +72,7 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ShardedTe
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
     layout = layout_of_shards(shape, shards) if shards else Layout.from_dict(state["layout"])
     if not foreign.get():
-        check_members(layout, shards, group)
+        check_members(layout, group)
         if shards:
             check_disjoint(shards)
             check_tensor(shards, shape)

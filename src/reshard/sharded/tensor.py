@@ -39,6 +39,8 @@ class ShardedTensor(torch.Tensor):
     _content: Content
     _hook: RemovableHandle | None = None
     """Lays gradients out as the tensor is."""
+    _remote: dict[int, list[Any]] | None = None
+    """RPC references to the shards of other ranks, where they were asked for."""
 
     def __new__(
         cls,
@@ -54,13 +56,14 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """Shards with values that nobody has set yet."""
         from reshard.sharded.factories import made
-        from reshard.sharded.making import check_no_rrefs
+        from reshard.sharded.rpc import check_rrefs
 
-        check_no_rrefs(init_rrefs)
+        check_rrefs(init_rrefs)
         properties = TensorProperties(
             dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
         )
-        return made(sharding_spec, size, properties, process_group, torch.empty)
+        tensor = made(sharding_spec, size, properties, process_group, torch.empty)
+        return tensor.refer_to_others(init_rrefs)
 
     def __init__(self, *_: object, **__: object) -> None:
         """Everything is done by ``__new__``."""
@@ -190,10 +193,11 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """A tensor of which each rank has the shard that a spec gives it; nobody communicates."""
         from reshard.sharded.from_local import init_from_local_tensor as made
-        from reshard.sharded.making import check_no_rrefs
+        from reshard.sharded.rpc import check_rrefs
 
-        check_no_rrefs(init_rrefs)
-        return made(local_tensor, sharding_spec, *global_size, process_group=process_group)
+        check_rrefs(init_rrefs)
+        tensor = made(local_tensor, sharding_spec, *global_size, process_group=process_group)
+        return tensor.refer_to_others(init_rrefs)
 
     @classmethod
     def _init_from_local_shards_and_global_metadata(
@@ -206,17 +210,28 @@ class ShardedTensor(torch.Tensor):
     ) -> ShardedTensor:
         """A tensor of local shards and of what is known of all; nobody communicates."""
         from reshard.sharded.from_local import init_from_metadata as made
-        from reshard.sharded.making import check_no_rrefs
+        from reshard.sharded.rpc import check_rrefs
 
-        check_no_rrefs(init_rrefs)
-        return made(local_shards, sharded_tensor_metadata, sharding_spec, process_group)
+        check_rrefs(init_rrefs)
+        tensor = made(local_shards, sharded_tensor_metadata, sharding_spec, process_group)
+        return tensor.refer_to_others(init_rrefs)
+
+    def refer_to_others(self, init_rrefs: bool = True) -> ShardedTensor:
+        """Exchange RPC references to all shards; every worker of RPC calls this."""
+        if init_rrefs:
+            from reshard.sharded.rpc import exchanged_rrefs
+
+            self._remote = exchanged_rrefs(self._content.shards)
+        return self
 
     def remote_shards(self) -> dict[int, list[Any]]:
-        """References to the shards of other ranks, by RPC."""
-        raise RuntimeError(
-            "RPC references to remote shards were not made: there is no init_rrefs here, because "
-            "shards of other ranks are reached by reshard() and gather()"
-        )
+        """References to the shards of other ranks, by rank."""
+        if self._remote is None:
+            raise RuntimeError(
+                "ShardedTensor created with init_rrefs=False, no RRefs to remote shards available: "
+                "give init_rrefs=True, or reach them by reshard() and gather()"
+            )
+        return self._remote
 
     def is_pinned(self) -> bool:  # type: ignore[override]
         """Whether all of this rank's parts are in pinned memory."""

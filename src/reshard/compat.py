@@ -1,0 +1,189 @@
+"""The names of ``torch.distributed._shard``, at the same paths: imports change by one word.
+
+    from torch.distributed._shard.sharding_spec import ChunkShardingSpec      # before
+    from reshard.compat.sharding_spec import ChunkShardingSpec                # after
+
+The modules below this one have no files: what each of them holds is the table ``MODULES``. New code
+imports from ``reshard.sharded`` and ``reshard.nn``. What is not the same as in torch, and why, is in
+the docs (behaviours).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from reshard import nn, sharded
+from reshard.sharded import enumerable, inference
+from reshard.sharded.content import Group, layout_of_shards
+from reshard.sharded.making import check_known
+from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
+from reshard.sharded.tensor import ShardedTensor
+
+__all__ = ["MODULES"]
+
+__path__: list[str] = []  # a package, to Python, so that there may be modules below it
+
+MODULES = {
+    "": "_shard_tensor load_with_process_group shard_module shard_parameter",
+    "_utils": "narrow_tensor narrow_tensor_by_index",
+    "api": "_collect_local_shard _get_current_process_group _reshard_output _shard_tensor "
+    "load_with_process_group shard_module shard_parameter",
+    "metadata": "ShardMetadata",
+    "sharded_optim": "ShardedOptimizer named_params_with_sharded_tensor",
+    "sharded_optim.api": "ShardedOptimizer",
+    "sharded_tensor": "Shard ShardMetadata ShardedTensor ShardedTensorBase ShardedTensorMetadata "
+    "TensorProperties _sharded_op_impl custom_sharded_op_impl empty full init_from_local_shards "
+    "ones pre_load_state_dict_hook rand randn state_dict_hook zeros",
+    "sharded_tensor.api": "Shard ShardedTensor ShardedTensorBase ShardedTensorMetadata "
+    "TensorProperties _create_tensor_from_params",
+    "sharded_tensor.logger": "_get_or_create_logger",
+    "sharded_tensor.metadata": "ShardMetadata ShardedTensorMetadata TensorProperties",
+    "sharded_tensor.reshard": "build_reshard_metadata get_idx_from_placements "
+    "reshard_local_shard reshuffle_local_shard",
+    "sharded_tensor.shard": "Shard",
+    "sharded_tensor.utils": "_parse_and_validate_remote_device",
+    "sharder": "Sharder",
+    "sharding_plan": "ShardingPlan ShardingPlanner",
+    "sharding_plan.api": "ShardingPlan ShardingPlanner",
+    "sharding_spec": "ChunkShardingSpec DevicePlacementSpec EnumerableShardingSpec PlacementSpec "
+    "ShardMetadata ShardingSpec _infer_sharding_spec_from_shards_metadata",
+    "sharding_spec._internals": "check_tensor get_chunk_sharding_params get_chunked_dim_size "
+    "get_split_size validate_non_overlapping_shards_metadata",
+    "sharding_spec.api": "DevicePlacementSpec EnumerableShardingSpec PlacementSpec ShardMetadata "
+    "ShardingSpec _infer_sharding_spec_from_shards_metadata custom_sharding_spec_op",
+    "sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
+}
+"""What each module of ``torch.distributed._shard`` has, by its path below that."""
+
+
+def narrow_tensor(whole: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
+    """The part of a whole tensor that a shard is."""
+    return narrow_tensor_by_index(whole, metadata.shard_offsets, metadata.shard_sizes)
+
+
+def narrow_tensor_by_index(whole: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
+    """The part of a tensor that begins at these offsets and has these sizes."""
+    for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
+        whole = whole.narrow(dim, start, size)
+    return whole
+
+
+def check_tensor(shards_metadata: Any, tensor_dims: Any) -> None:
+    """Refuse shards that do not make up a tensor of this size."""
+    enumerable.check_tensor(shards_metadata, tensor_dims)
+
+
+def validate_non_overlapping_shards_metadata(shards: Any) -> None:
+    """Refuse shards that have an element in common."""
+    if shards:
+        enumerable.check_disjoint(shards)
+
+
+def state_dict_hook(
+    module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object
+) -> None:
+    """Add sharded tensors that are plain attributes of modules to a state dict."""
+    for key, _, _, value in _sharded_attributes(module, prefix):
+        destination[key] = value
+
+
+def pre_load_state_dict_hook(
+    module: torch.nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: object,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Set sharded tensors that are plain attributes of modules to those of a state dict."""
+    for key, owner, name, _ in _sharded_attributes(module, prefix):
+        if isinstance(state_dict.get(key), ShardedTensor):
+            setattr(owner, name, state_dict[key])
+
+
+def _sharded_attributes(
+    module: torch.nn.Module, prefix: str
+) -> list[tuple[str, torch.nn.Module, str, ShardedTensor]]:
+    found = []
+    for path, owner in module.named_modules():
+        start = f"{prefix}{path}." if path else prefix
+        for name, value in vars(owner).items():
+            if isinstance(value, ShardedTensor):
+                found.append((f"{start}{name}", owner, name, value))
+    return found
+
+
+def _create_tensor_from_params(
+    *size: int, local_device: torch.device, tensor_properties: TensorProperties
+) -> torch.Tensor:
+    """A tensor of one shard, with values that nobody has set yet."""
+    return torch.empty(
+        *size,
+        dtype=tensor_properties.dtype,
+        layout=tensor_properties.layout,
+        device=local_device,
+        requires_grad=tensor_properties.requires_grad,
+        memory_format=tensor_properties.memory_format,
+        pin_memory=tensor_properties.pin_memory,
+    )
+
+
+def _parse_and_validate_remote_device(
+    pg: Group, remote_device: Placement
+) -> tuple[int | None, torch.device]:
+    """The rank and the device of a placement, whose rank must be in the group."""
+    if remote_device is None:
+        raise ValueError("remote device is None: give a placement such as rank:0/cpu")
+    where = ShardMetadata([], [], remote_device)
+    layout_of_shards((), (where,))  # says why it names no rank
+    check_known(where.rank, pg)
+    return where.rank, torch.device(remote_device.device())
+
+
+def _get_or_create_logger() -> logging.Logger:
+    return logging.getLogger("reshard.sharded")
+
+
+_OBJECTS: dict[str, Any] = {
+    **{name: getattr(sharded, name) for name in sharded.__all__},
+    **{name: getattr(nn, name) for name in nn.__all__},
+    "ShardedTensorBase": ShardedTensor,
+    "_collect_local_shard": nn.collect_local_shard,
+    "_create_tensor_from_params": _create_tensor_from_params,
+    "_get_current_process_group": nn.current_process_group,
+    "_get_or_create_logger": _get_or_create_logger,
+    "_infer_sharding_spec_from_shards_metadata": inference.infer_sharding_spec,
+    "_reshard_output": nn.reshard_output,
+    "_shard_tensor": nn.shard_tensor,
+    "_sharded_op_impl": sharded.custom_sharded_op_impl,
+    "_parse_and_validate_remote_device": _parse_and_validate_remote_device,
+    "check_tensor": check_tensor,
+    "narrow_tensor": narrow_tensor,
+    "narrow_tensor_by_index": narrow_tensor_by_index,
+    "pre_load_state_dict_hook": pre_load_state_dict_hook,
+    "state_dict_hook": state_dict_hook,
+    "validate_non_overlapping_shards_metadata": validate_non_overlapping_shards_metadata,
+}
+
+
+def _install() -> None:
+    for path, names in MODULES.items():
+        full = f"{__name__}.{path}" if path else __name__
+        module = sys.modules.get(full) or ModuleType(full, f"Names of torch's ``{path}``.")
+        for name in names.split():
+            setattr(module, name, _OBJECTS[name])
+        if path:
+            module.__path__ = []
+            sys.modules[full] = module
+            above, _, last = full.rpartition(".")
+            setattr(sys.modules[above], last, module)
+
+
+_install()
