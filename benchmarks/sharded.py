@@ -73,15 +73,15 @@ def reshard_case(side: int, what: str, want: ChunkShardingSpec) -> Case:
         # Its reshard changes the tensor, so that each time needs a new one.
         fresh = theirs.init_from_local_shards(shards, side, side)
         began = time.perf_counter()
-        fresh.reshard(target)
+        fresh.resharded(target)
         return time.perf_counter() - began
 
     moved = rs.move(local, *layouts, shape=(side, side))
-    assert torch.equal(ours.reshard(want).local_tensor(), moved)
+    assert torch.equal(ours.resharded(want).local_tensor(), moved)
     return Case(
         f"{side}x{side} float32, {what}",
         {
-            "reshard": lambda: ours.reshard(want),
+            "reshard": lambda: ours.resharded(want),
             "rs.move": lambda: rs.move(local, *layouts, shape=(side, side)),
             "torch (with init_from_local_shards)": by_torch,
         },

@@ -4,8 +4,8 @@
     from reshard.compat.sharding_spec import ChunkShardingSpec                # after
 
 The modules below this one have no files: what each of them holds is the table ``MODULES``. New code
-imports from ``reshard.sharded`` and ``reshard.nn``. What is not the same as in torch, and why, is in
-the docs (behaviours).
+imports from ``reshard.sharded`` and ``reshard.nn``. docs/behaviours.md says what is not the same as
+in torch, and why.
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ def state_dict_hook(
     module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object
 ) -> None:
     """Add sharded tensors that are plain attributes of modules to a state dict."""
-    for key, _, _, value in _sharded_attributes(module, prefix):
-        destination[key] = value
+    for key, owner, name in _attributes(module, prefix):
+        if isinstance(vars(owner)[name], ShardedTensor):
+            destination[key] = vars(owner)[name]
 
 
 def pre_load_state_dict_hook(
@@ -103,21 +104,18 @@ def pre_load_state_dict_hook(
     error_msgs: list[str],
 ) -> None:
     """Set sharded tensors that are plain attributes of modules to those of a state dict."""
-    for key, owner, name, _ in _sharded_attributes(module, prefix):
+    for key, owner, name in _attributes(module, prefix):
         if isinstance(state_dict.get(key), ShardedTensor):
             setattr(owner, name, state_dict[key])
 
 
-def _sharded_attributes(
-    module: torch.nn.Module, prefix: str
-) -> list[tuple[str, torch.nn.Module, str, ShardedTensor]]:
-    found = []
-    for path, owner in module.named_modules():
-        start = f"{prefix}{path}." if path else prefix
-        for name, value in vars(owner).items():
-            if isinstance(value, ShardedTensor):
-                found.append((f"{start}{name}", owner, name, value))
-    return found
+def _attributes(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module, str]]:
+    """The key in a state dict, the module and the name of every plain attribute."""
+    return [
+        (f"{prefix}{path}.{name}" if path else f"{prefix}{name}", owner, name)
+        for path, owner in module.named_modules()
+        for name in vars(owner)
+    ]
 
 
 def _create_tensor_from_params(
@@ -148,7 +146,10 @@ def _parse_and_validate_remote_device(
 
 
 def _get_or_create_logger() -> logging.Logger:
-    return logging.getLogger("reshard.sharded")
+    logger = logging.getLogger("reshard.sharded")
+    if not logger.handlers:
+        logger.addHandler(logging.NullHandler())
+    return logger
 
 
 _OBJECTS: dict[str, Any] = {

@@ -24,7 +24,7 @@ def sharded_tensors(rank: int) -> None:
         full = full.reshape(rows, columns)
         for first, second in ((0, 1), (1, 0), (0, 0), (1, 1)):
             one = shard_tensor(full, spec(first)).requires_grad_()
-            other = one.reshard(spec(second, order=(2, 0, 3, 1)))
+            other = one.resharded(spec(second, order=(2, 0, 3, 1)))
             assert torch.equal(other.full_tensor(), full)
             (other * full).sum().backward()
             assert one.grad is not None
@@ -44,7 +44,7 @@ def sharded_devices(rank: int) -> None:
     mine = [shard for shard in up.metadata().shards_metadata if shard.rank == rank]
     assert [shard.placement.device() for shard in mine] == [torch.device("cuda:0")]
     assert torch.equal(up.full_tensor(), one.full_tensor())
-    placed = down.reshard(spec(1)) if rank >= 0 else None
+    placed = down.resharded(spec(1)) if rank >= 0 else None
     assert placed is not None
     assert placed.device == torch.device("cuda:0")
 

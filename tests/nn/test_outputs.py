@@ -80,7 +80,7 @@ def run_reshard(rank: int) -> None:
     tensor = sharded(24, 12, ROWS)
     module = Give(tensor)
     assert reshard_output(module, COLUMNS) is module
-    found, explicit = module(), tensor.reshard(COLUMNS)
+    found, explicit = module(), tensor.resharded(COLUMNS)
     assert found.local_tensor().shape == (24, 3)
     assert torch.equal(found.local_tensor(), explicit.local_tensor())
     assert found.metadata() == explicit.metadata()

@@ -133,7 +133,7 @@ def grids(rank: int) -> None:
     torch.distributed.broadcast(module.weight.data, 0, group=pool_group(4))
     full = module.weight.detach().clone()
     shard_parameter(module, "weight", GridShardingSpec([2, 2], PLACES), process_group=pool_group(4))
-    module.weight = nn.Parameter(module.weight.detach().reshard(ROWS))
+    module.weight = nn.Parameter(module.weight.detach().resharded(ROWS))
     x = torch.ones(2, 6, dtype=torch.float64)
     torch.testing.assert_close(module(x).full_tensor(), x @ full.t(), rtol=0, atol=1e-12)
 

@@ -204,9 +204,9 @@ def second_order(rank: int) -> None:
     for spec in (chunk(0), chunk(1), chunk(0, [3, 1, 0, 2])):
         ways: list[Callable[[Any], torch.Tensor]] = [
             whole,
-            lambda w: w.reshard(chunk(1)) if isinstance(w, ShardedTensor) else w,
+            lambda w: w.resharded(chunk(1)) if isinstance(w, ShardedTensor) else w,
             lambda w: (
-                ShardedTensor.from_dtensor(w.reshard(chunk(0)).to_dtensor(), pool_group(4))
+                ShardedTensor.from_dtensor(w.resharded(chunk(0)).to_dtensor(), pool_group(4))
                 if isinstance(w, ShardedTensor)
                 else w
             ),
@@ -246,7 +246,7 @@ def any_layout(rank: int) -> None:
         weight, plain = sharded(full, spec).requires_grad_(), full.clone().requires_grad_()
         with pytest.raises(RuntimeError, match="reshard it first"):
             F.linear(x, weight)
-        found = F.linear(x, weight.reshard(chunk(0))).tanh().sum() + (weight**2).sum()
+        found = F.linear(x, weight.resharded(chunk(0))).tanh().sum() + (weight**2).sum()
         wanted = F.linear(x, plain).tanh().sum() + (plain**2).sum()
         check_close(found, wanted)
         found.backward()

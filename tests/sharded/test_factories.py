@@ -160,7 +160,7 @@ def test_B35_along_columns(pool: Pool) -> None:
 
 
 def not_in_the_group(rank: int) -> None:
-    message = r"Global rank 5 does not exist in the process group of ranks \[0, 1, 2, 3\]"
+    message = r"Global rank 5 does not exist in input process group: \[0, 1, 2, 3\]"
     specs: list[ShardingSpec] = [
         chunk(0, [0, 5]),
         EnumerableShardingSpec([box([0, 0], [6, 6], 5)]),
@@ -196,9 +196,12 @@ WORKERS = [
 
 @pytest.mark.parametrize("spec", WORKERS, ids=["workers", "one worker", "no rank"])
 def test_B45_B46_placements_name_ranks(spec: ShardingSpec) -> None:
-    """There is no RPC here that could know a worker, so none can be missing or of another rank."""
+    """Workers are known to RPC only, which does not run here."""
+    message = (
+        r"(RPC framework needs to be initialized|names no rank).*placements such as rank:3/cpu"
+    )
     for kind in (ValueError, RuntimeError):
-        with pytest.raises(kind, match=r"names no rank.*use placements such as rank:3/cpu"):
+        with pytest.raises(kind, match=message):
             zeros(spec, 4)
 
 

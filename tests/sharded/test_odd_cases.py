@@ -78,7 +78,7 @@ def state_that_lies_otherwise(rank: int) -> None:
         if step == 2:
             state = optimizers[1].state[one]
             for name in ("exp_avg", "exp_avg_sq"):
-                state[name] = state[name].reshard(chunk(1))
+                state[name] = state[name].resharded(chunk(1))
         for parameter, optimizer in zip((whole, one), optimizers, strict=True):
             optimizer.zero_grad()
             (parameter**2).sum().backward()
@@ -283,7 +283,7 @@ def forgotten_groups(rank: int) -> None:
     group = torch.distributed.new_group([0, 1, 2, 3], use_local_synchronization=True)
     gone = weakref.ref(group)
     one = shard_tensor(numbered(8, 4), chunk(0), process_group=group)
-    one.reshard(chunk(1))
+    one.resharded(chunk(1))
     torch.distributed.destroy_process_group(group)
     del one, group
     gc.collect()
@@ -351,7 +351,7 @@ def test_one_process_without_a_group() -> None:
     full = numbered(6, 5)
     one = shard_tensor(full, ChunkShardingSpec(0, ALONE)).requires_grad_()
     assert [tuple(shard.tensor.shape) for shard in one.local_shards()] == [(3, 5), (3, 5)]
-    other = one.reshard(ChunkShardingSpec(1, ALONE))
+    other = one.resharded(ChunkShardingSpec(1, ALONE))
     assert torch.equal(other.local_shards()[1].tensor, full[:, 3:])
     assert torch.equal(one.full_tensor(), full)
     assert torch.equal(one.gather(), full)

@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 def _usable(weight: torch.Tensor) -> torch.Tensor:
     """Boxes are made rows, which DTensor can say."""
-    return weight.reshard(chunk(0)) if isinstance(weight, ShardedTensor) else weight
+    return weight.resharded(chunk(0)) if isinstance(weight, ShardedTensor) else weight
 
 
 def sharded_model(specs: dict[str, ShardingSpec]) -> Model:

@@ -80,7 +80,7 @@ def every_pair_of_dims(rank: int, size: tuple[int, int]) -> None:
                 for after in orders:
                     have, want = chunk(dim, before), chunk(other, after)
                     source = sharded(full, have)
-                    found = source.reshard(want)
+                    found = source.resharded(want)
                     check_same(found, full, want)
                     assert len(found.local_shards()) == 1
                     check_same(source, full, have)
@@ -98,7 +98,7 @@ def all_permutations(rank: int, size: tuple[int, int]) -> None:
     for dim in (0, 1):
         for order in permutations(range(4)):
             want = chunk(dim, order)
-            found = source.reshard(want)
+            found = source.resharded(want)
             check_same(found.detach(), full, want)
             (gradient,) = torch.autograd.grad(found, source, sharded(weight, want))
             assert isinstance(gradient, ShardedTensor)
@@ -141,11 +141,11 @@ def any_to_any(rank: int, size: tuple[int, int]) -> None:
     for have in specs_of(size):
         source = sharded(full, have).requires_grad_()
         for want in specs_of(size):
-            found = source.reshard(want)
+            found = source.resharded(want)
             check_same(found.detach(), full, want)
             (gradient,) = torch.autograd.grad(found, source, sharded(weight, want))
             check_same(gradient, weight, have)
-            check_same(found.detach().reshard(have), full, have)
+            check_same(found.detach().resharded(have), full, have)
 
 
 @pytest.mark.parametrize("size", [(6, 9), (13, 7)][: cases(1, 2)], ids=str)
@@ -156,9 +156,9 @@ def test_B4_B5_D9_D11_any_spec_to_any_other(pool: Pool, size: tuple[int, int]) -
 def nothing_to_do(rank: int) -> None:
     full = numbered(8, 6)
     source = sharded(full, chunk(0))
-    assert source.reshard(chunk(0)) is source
-    assert source.reshard(chunk(-2)) is source
-    assert source.reshard(chunk(1)) is not source
+    assert source.resharded(chunk(0)) is source
+    assert source.resharded(chunk(-2)) is source
+    assert source.resharded(chunk(1)) is not source
 
 
 def test_B6_D12_the_same_spec_gives_the_same_tensor(pool: Pool) -> None:
@@ -168,27 +168,33 @@ def test_B6_D12_the_same_spec_gives_the_same_tensor(pool: Pool) -> None:
 def in_place(rank: int) -> None:
     full = numbered(9, 6)
     source = sharded(full, chunk(0))
-    kept = source.reshard(chunk(1))
+    kept = source.resharded(chunk(1))
     check_same(source, full, chunk(0))
-    assert source.reshard_(chunk(1, [1, 0, 3, 2])) is source
+    assert source.reshard(chunk(1, [1, 0, 3, 2])) is source
     check_same(source, full, chunk(1, [1, 0, 3, 2]))
     check_same(kept, full, chunk(1))
     leaf = sharded(full, chunk(0)).requires_grad_()
-    with pytest.raises(RuntimeError, match=r"use reshard\(\)"):
-        leaf.reshard_(chunk(1))
-    moved = leaf.reshard(chunk(1))
+    with pytest.raises(RuntimeError, match=r"use resharded\(\)"):
+        leaf.reshard(chunk(1))
+    check_same(leaf.detach(), full, chunk(0))
+    result = leaf * 2
+    assert result.reshard(chunk(1)) is result
+    check_same(result.detach(), full * 2, chunk(1))
+    (result * 3).sum().backward()
+    check_same(leaf.grad, torch.full_like(full, 6.0), chunk(0))
+    moved = leaf.resharded(chunk(1))
     assert leaf.is_leaf
     assert not moved.is_leaf
 
 
-def test_D19_reshard_leaves_its_tensor_alone(pool: Pool) -> None:
+def test_D19_resharded_leaves_its_tensor_alone_and_reshard_changes_it(pool: Pool) -> None:
     pool.run(in_place, ranks=FOUR)
 
 
 def disagree(rank: int) -> str:
     source = sharded(numbered(8, 8), chunk(0))
     try:
-        source.reshard(chunk(1, [0, 1, 3, 2]) if rank == 2 else chunk(1))
+        source.resharded(chunk(1, [0, 1, 3, 2]) if rank == 2 else chunk(1))
     except ValueError as error:
         check_same(source, numbered(8, 8), chunk(0))
         return str(error)
@@ -206,7 +212,7 @@ def every_dtype(rank: int) -> None:
     for dtype in (torch.bool, torch.int64, torch.bfloat16, torch.complex64, torch.uint8):
         full = numbered(7, 6, dtype=torch.int64).to(dtype)
         check_same(
-            sharded(full, chunk(0)).reshard(chunk(1, [3, 0, 2, 1])), full, chunk(1, [3, 0, 2, 1])
+            sharded(full, chunk(0)).resharded(chunk(1, [3, 0, 2, 1])), full, chunk(1, [3, 0, 2, 1])
         )
 
 
@@ -219,7 +225,7 @@ def on_a_sub_group(rank: int) -> None:
         group, full = pool_group(2), numbered(5, 4)
         have, want = chunk(0, [1, 0]), chunk(1, [0, 1])
         source = shard_tensor(full, have, process_group=group)
-        check_same(source.reshard(want), full, want)
+        check_same(source.resharded(want), full, want)
 
 
 def test_reshard_on_a_sub_group(pool: Pool) -> None:

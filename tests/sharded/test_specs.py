@@ -99,7 +99,7 @@ def test_D8_no_chunk_begins_beyond_the_end(rows: int, expected: list[tuple[int, 
 
 
 def test_B39_named_dims_are_refused() -> None:
-    with pytest.raises(NotImplementedError, match='"rows" is a name'):
+    with pytest.raises(NotImplementedError, match='does not support named dimension "rows"'):
         ChunkShardingSpec("rows", ranks(0))  # type: ignore[arg-type]
 
 
@@ -359,8 +359,8 @@ def test_B87_a_spec_derived_from_one_of_ours() -> None:
 
     spec = Named("rows", 2)
     assert (spec.name, drawn(spec, 4)) == ("rows", ["[0:2] on 0", "[2:4] on 1"])
-    with pytest.raises(FrozenInstanceError):
-        spec.dim = 1
+    with pytest.raises(ValueError, match="needs to be an integer"):
+        spec.dim = None
 
 
 def test_B16_a_spec_may_shard_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,8 +396,9 @@ def test_D33_specs_are_values(kind: str) -> None:
     assert spec == make()
     assert {spec: 1}[make()] == 1
     assert pickle.loads(pickle.dumps(spec)) == copy.deepcopy(spec) == spec
-    with pytest.raises(FrozenInstanceError):
+    with pytest.raises((FrozenInstanceError, ValueError)):
         spec.placements = ()
+    assert spec == make()
     if not isinstance(spec, EnumerableShardingSpec):
         assert eval(repr(spec)) == spec
 

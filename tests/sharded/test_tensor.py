@@ -87,7 +87,7 @@ def frozen_by_assignment(rank: int) -> None:
         assert all(shard.tensor.requires_grad == wanted for shard in st.local_shards())
         assert st.metadata().tensor_properties.requires_grad == wanted
     assert len(st._backward_hooks or ()) == 1
-    (st.reshard(chunk(1)).full_tensor() * 3).sum().backward()
+    (st.resharded(chunk(1)).full_tensor() * 3).sum().backward()
     assert isinstance(st.grad, ShardedTensor)
     assert st.grad.metadata().shards_metadata == st.metadata().shards_metadata
     assert all(bool((shard.tensor == 3).all()) for shard in st.grad.local_shards())
@@ -196,22 +196,21 @@ def test_B27_metadata_takes_lists_and_keeps_tuples() -> None:
 
 def no_remote_shards(rank: int) -> None:
     st = zeros(chunk(0), 8, process_group=pool_group(4))
-    with pytest.raises(RuntimeError, match=r"there is no init_rrefs here.*reshard\(\)"):
+    with pytest.raises(RuntimeError, match=r"with init_rrefs=False.*reshard\(\)"):
         st.remote_shards()
     for make in (zeros, ShardedTensor):
-        with pytest.raises(RuntimeError, match="init_rrefs=True asks for RPC references"):
+        with pytest.raises(RuntimeError, match=r"RPC Framework .* init_rrefs=True"):
             make(chunk(0), 8, init_rrefs=True, process_group=pool_group(4))
         make(chunk(0), 8, init_rrefs=False, process_group=pool_group(4))
 
 
-def test_B28_there_are_no_rpc_references(pool: Pool) -> None:
-    """RPC is not maintained upstream, and no rank needs it to reach shards of others."""
+def test_B28_no_references_without_rpc(pool: Pool) -> None:
     pool.run(no_remote_shards, ranks=FOUR)
 
 
 def let_go(rank: int) -> None:
     st = shard_tensor(numbered(8, 6), chunk(0), process_group=pool_group(4)).requires_grad_()
-    moved = st.reshard(chunk(1))
+    moved = st.resharded(chunk(1))
     (moved * 2).full_tensor().sum().backward()
     gathered, copied = st.gather(), st.detach().clone()
     held = [st, moved, st.grad, copied, *st._content.parts, *moved._content.parts]

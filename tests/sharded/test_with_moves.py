@@ -85,7 +85,7 @@ def as_dtensors(rank: int) -> None:
         assert torch.equal(back.local_tensor(), source.local_tensor())
     leaf = DTensor.from_local(FULL, mesh, [Replicate()], run_check=False).requires_grad_()
     made = ShardedTensor.from_dtensor(leaf, pool_group(4))
-    made.reshard(ROWS).full_tensor().sum().backward()
+    made.resharded(ROWS).full_tensor().sum().backward()
     assert torch.equal(leaf.grad.full_tensor(), torch.ones_like(FULL))
     with pytest.raises(rs.OperationError, match="reshard it first"):
         cut(BOXES).to_dtensor(mesh)

@@ -15,6 +15,7 @@ _DEVICES = (
     # A rank is the number of its GPU there: tensor.to(self.rank), torch.rand(3, device=rank).
     (re.compile(r"\.to\((self\.)?rank\)"), '.to("cpu")'),
     (re.compile(r"device=(self\.)?rank\b"), 'device="cpu"'),
+    (re.compile(r"not TEST_MULTIGPU\b"), "False"),
     (re.compile(r"backend=.nccl."), 'backend="gloo"'),
 )
 

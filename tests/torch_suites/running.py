@@ -59,7 +59,8 @@ def adapted(folder: Path, into: Path, contender: str) -> None:
     for name in ("cpu_only", "by_moves"):
         shutil.copy(HERE / f"{name}.py", into / f"{name}.py")
     spec = find_spec(HELPERS)
-    assert spec is not None and spec.origin is not None
+    assert spec is not None
+    assert spec.origin is not None
     helpers = Path(spec.origin).parent
     for path in helpers.glob("**/*.py"):
         target = into / HELPERS_HERE / path.relative_to(helpers)

@@ -100,7 +100,7 @@ class Resharded:
 
     def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
         """A new tensor; the module's own may be the one that was given."""
-        return tensor.reshard(self.spec)
+        return tensor.resharded(self.spec)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ def _summed(tensor: ShardedTensor) -> ShardedTensor:
     cut = tensor.cut
     if cut.reduce is None:
         return tensor
-    return tensor.reshard(LayoutShardingSpec(unreduced(cut), str(tensor.device)))
+    return tensor.resharded(LayoutShardingSpec(unreduced(cut), str(tensor.device)))
 
 
 def _cut_dim(tensor: ShardedTensor) -> int | None:

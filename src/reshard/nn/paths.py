@@ -88,8 +88,8 @@ def find_slot(root: nn.Module, path: str) -> Slot:
     found = getattr(module, name)
     kind = "a plain Tensor" if isinstance(found, torch.Tensor) else type(found).__name__
     raise ValueError(
-        f"{type(module).__name__}.{name} (path {quoted(path)}) should be a Tensor that is a "
-        f"parameter or a buffer, found {kind}"
+        f"Expected {type(module).__name__}.{name} to be a Tensor, but found {kind}: {quoted(path)} "
+        "should be a parameter or a buffer"
     )
 
 

@@ -131,18 +131,18 @@ def _wrong_values(
     for path, value in plan.items():
         if not isinstance(value, ShardingSpec | Sharder):
             yield TypeError(
-                "Only `ShardingSpec` and `Sharder` are values of a plan, "
+                "Only `ShardingSpec` and `Sharder` are supported to shard, "
                 f"{quoted(path)} has {type(value).__name__}"
             )
         elif path == "":
             yield KeyError(
-                "the path of a Sharder or a spec must not be empty: the module itself stays, "
-                "name what is inside it"
+                "path must not be empty for custom sharder! Nor for a spec: the module itself "
+                "stays, name what is inside it"
             )
     for path, value in outputs.items():
         if not isinstance(value, ShardingSpec):
             yield TypeError(
-                "Only `ShardingSpec` is a value of an output_plan, "
+                "Only `ShardingSpec` is supported as output_plan, "
                 f"{quoted(path)} has {type(value).__name__}"
             )
     for given in (*plan, *outputs, *local):
@@ -226,8 +226,8 @@ def _conflicts(
         for other in others:
             if other is not sharder and is_below(other.path, sharder.path):
                 yield RuntimeError(
-                    f"{other} should not conflict with the Sharder of module {sharder}, which "
-                    "replaces all of it: remove one of the two"
+                    f"{other} should not conflict with the submodule tree of the Sharder of "
+                    f"{sharder}, which replaces all of it: remove one of the two"
                 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ from reshard.sharded.spec import AnyPlacement, ShardingSpec, check_dim, check_pl
 __all__ = ["ChunkShardingSpec"]
 
 
-@dataclass(frozen=True)
+@dataclass(unsafe_hash=True)
 class ChunkShardingSpec(ShardingSpec):
     """Cuts a dim into as many chunks as there are placements; they get them in order.
 
     The placements may name some ranks only, in any order, and a rank several times. A dim
-    counts from the back if negative; ``normalized`` makes -1 of 2 dims the same as 1.
+    counts from the back if negative; ``normalized`` makes -1 of 2 dims the same as 1. Both may be
+    assigned, as in torch; a tensor keeps the spec as it was when the tensor was made.
 
     >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
     >>> metadata = spec.build_metadata(torch.Size([5, 8]), TensorProperties())
@@ -32,8 +34,12 @@ class ChunkShardingSpec(ShardingSpec):
     placements: tuple[Placement, ...]
 
     def __init__(self, dim: int, placements: Iterable[AnyPlacement]) -> None:
-        object.__setattr__(self, "dim", check_dim(dim))
-        object.__setattr__(self, "placements", check_placements(placements))
+        self.dim = dim
+        self.placements = placements  # type: ignore[assignment]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        known = {"dim": check_dim, "placements": check_placements}.get(name)
+        object.__setattr__(self, name, value if known is None else known(value))
 
     def normalized(self, ndim: int) -> ChunkShardingSpec:
         """The same spec for tensors of so many dims, with the dim counted from the front.

@@ -116,6 +116,8 @@ class Content:
         """This rank's shards; views of its part where that holds several boxes."""
         rank = this_rank()
         mine = [shard for shard in self.shards_metadata if shard.rank == rank]
+        if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
+            mine = list(self.shards_metadata)  # without a group all may be here, of any rank
         if isinstance(self.layout, BoxLayout):
             return tuple(Shard(part, one) for part, one in zip(self.parts, mine, strict=True))
         return tuple(Shard(view, one) for view, one in zip(self._views(), mine, strict=True))

@@ -32,12 +32,14 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Op], Op]:
     return registered
 
 
-def custom_sharding_spec_op(spec_class: type[ShardingSpec], func: Any) -> Callable[[Op], Op]:
+def custom_sharding_spec_op(
+    sharding_spec_class: type[ShardingSpec], func: Any
+) -> Callable[[Op], Op]:
     """The same for tensors of one kind of spec only, where it comes first."""
 
     def registered(own: Op) -> Op:
         _check_signature(own, func)
-        _for_spec.setdefault(spec_class, {})[func] = own
+        _for_spec.setdefault(sharding_spec_class, {})[func] = own
         return own
 
     return registered

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from reshard.layout import Layout
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec
@@ -41,7 +43,8 @@ def init_from_local_shards(
 ) -> ShardedTensor:
     """A tensor of the shards that each rank has; ranks tell each other which these are.
 
-    With ``None`` as the size, shards lie one after the other along dim 0 in the order of ranks.
+    With ``None`` as the size, or as its first number, shards lie one after the other along dim 0 in
+    the order of ranks.
     """
     told = all_told_or_raised(
         lambda: _said(local_shards, global_size, init_rrefs), process_group, home_of(process_group)
@@ -69,7 +72,7 @@ def _said(
     check_rrefs(init_rrefs)
     if not isinstance(local_shards, Sequence):
         raise TypeError(f"local_shards is of type {type(local_shards).__name__}: give a list")
-    unknown = len(global_size) == 1 and global_size[0] is None
+    unknown = bool(global_size) and global_size[0] is None
     size = None if unknown else list(size_of(global_size))
     rows = [_row(shard) for shard in local_shards]
     kinds = {_kind(shard.tensor) for shard in local_shards}
@@ -107,21 +110,23 @@ def _common(told: Sequence[dict[str, Any]], ranks: tuple[int, ...]) -> dict[str,
     """What all ranks say alike; the error names two ranks that do not."""
     speaking = [(rank, said) for rank, said in zip(ranks, told, strict=True) if said["kind"]]
     if not speaking:
-        raise ValueError("Found no local shards on any rank: give at least one shard on one rank")
+        raise ValueError("have no local shards on all ranks: give at least one shard on one rank")
     first, said = speaking[0]
     for rank, other in speaking[1:]:
         for name in COMMON:
             one, two = said["kind"][name], other["kind"][name]
             if one != two:
                 raise ValueError(
-                    f"ShardedTensor {name} property does not match: rank {first} has {one} and "
-                    f"rank {rank} has {two}; give shards of one kind"
+                    f"ShardedTensor {name} property does not match from different ranks! Found "
+                    f"{name}={one} on rank:{first}, and {name}={two} on rank:{rank}: give shards "
+                    "of one kind"
                 )
     for rank, other in zip(ranks, told, strict=True):
         if other["size"] != said["size"]:
             raise ValueError(
-                f"ShardedTensor global_size property does not match: rank {first} has "
-                f"{said['size']} and rank {rank} has {other['size']}; give all ranks the same"
+                "ShardedTensor global_size property does not match from different ranks! Found "
+                f"global_size={said['size']} on rank:{first}, and global_size={other['size']} on "
+                f"rank:{rank}: give all ranks the same"
             )
     found: dict[str, Any] = said["kind"]
     return found
@@ -157,8 +162,8 @@ def init_from_local_tensor(
     check_properties(properties)
     if not local_tensor.is_contiguous():
         raise ValueError(
-            f"local_tensor with strides {local_tensor.stride()} is not a contiguous Tensor: call "
-            "contiguous()"
+            "local_tensor is not a contiguous Tensor. Its strides are "
+            f"{local_tensor.stride()}: call contiguous()"
         )
     content = content_for(sharding_spec, size, properties, process_group)
     mine = [shard for shard in content.shards_metadata if shard.rank == this_rank()]
@@ -184,6 +189,8 @@ def init_from_metadata(
         raise ValueError("shards_metadata must not be empty: say where the shards lie")
     check_properties(stated.tensor_properties)
     mine = [shard for shard in stated.shards_metadata if shard.rank in (rank, None)]
+    if not dist.is_initialized() and len(local_shards) == len(stated.shards_metadata):
+        mine = list(stated.shards_metadata)  # without a group all may be here, of any rank
     if len(mine) != len(local_shards):
         raise RuntimeError(
             f"Number of local shards ({len(local_shards)}) does not match number of local shards "
@@ -229,6 +236,8 @@ def _made(
     shards = tuple(stated.shards_metadata)
     shape, properties = tuple(stated.size), stated.tensor_properties
     layout = layout_of_shards(shape, shards)
+    if not dist.is_initialized() and len(local_shards) == len(shards):
+        layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})
     check_members(layout, group)
     parts = tuple(shard.tensor.detach() for shard in local_shards)
     device = parts[0].device if parts else home_of(group)

@@ -42,6 +42,11 @@ def to_layout(tensor: ShardedTensor, target: Content) -> ShardedTensor:
     return found
 
 
+def to_layout_in_place(tensor: ShardedTensor, target: Content) -> None:
+    """Lay this very tensor out as another content is."""
+    _to_layout_in_place(tensor, target)
+
+
 def to_parts(tensor: ShardedTensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts; their gradients are those parts of the gradient."""
     found: tuple[torch.Tensor, ...] = _to_parts(tensor) if tensor._content.parts else ()
@@ -105,6 +110,19 @@ class _ToLayout(torch.autograd.Function):
     def forward(ctx: Any, tensor: ShardedTensor, target: Content) -> ShardedTensor:
         ctx.source = replace(tensor._content, parts=())
         return wrap(laid_as(tensor._content, target))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return _back_to(ctx.source, gradients[0]), None
+
+
+class _ToLayoutInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor, target: Content) -> ShardedTensor:
+        ctx.source = replace(tensor._content, parts=())
+        tensor._content = laid_as(tensor._content, target)
+        ctx.mark_dirty(tensor)
+        return tensor
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
@@ -219,6 +237,7 @@ class _FromDTensor(torch.autograd.Function):
 
 
 _to_layout: Callable[..., Any] = _ToLayout.apply
+_to_layout_in_place: Callable[..., Any] = _ToLayoutInPlace.apply
 _to_parts: Callable[..., Any] = _ToParts.apply
 _from_parts: Callable[..., Any] = _FromParts.apply
 _to_whole: Callable[..., Any] = _ToWhole.apply

@@ -51,8 +51,19 @@ def _chunks_along(dim: int, shards: Sequence[ShardMetadata]) -> ChunkShardingSpe
     if len(placements) != len(rising):
         return None
     spec = ChunkShardingSpec(dim, placements)
-    metadata = spec.build_metadata(_size_around(shards), TensorProperties())
-    return spec if metadata.shards_metadata == tuple(rising) else None
+    size = _size_around([shard for shard in shards if not shard.is_empty] or shards)
+    found = spec.build_metadata(size, TensorProperties()).shards_metadata
+    pairs = zip(found, rising, strict=True)
+    return spec if all(one == _clamped(other, dim, size[dim]) for one, other in pairs) else None
+
+
+def _clamped(shard: ShardMetadata, dim: int, length: int) -> ShardMetadata:
+    """A shard as we have it: torch lets empty chunks begin behind the end of the dim."""
+    if not shard.is_empty or shard.shard_offsets[dim] <= length:
+        return shard
+    offsets = list(shard.shard_offsets)
+    offsets[dim] = length
+    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)
 
 
 def _size_around(shards: Sequence[ShardMetadata]) -> torch.Size:

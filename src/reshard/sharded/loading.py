@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import Any, cast
 
 import torch.distributed as dist
 
@@ -24,7 +25,8 @@ def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[dist.P
     with load_with_process_group(group):
         model.load_state_dict(torch.load("model.pt"))
     """
-    if not isinstance(process_group, dist.ProcessGroup):
+    outside = cast(Any, process_group) is dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(process_group, dist.ProcessGroup) and not outside:
         found = type(process_group).__name__
         raise TypeError(f"load_with_process_group takes a ProcessGroup, found {found}")
     if _group.get() is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import copy
 from functools import lru_cache
 from operator import index
 
@@ -20,8 +21,8 @@ from reshard.sharded.spec import ShardingSpec
 from reshard.tensors.meshes import this_rank
 
 __all__ = [
-    "check_members",
     "check_known",
+    "check_members",
     "check_properties",
     "content_for",
     "device_of",
@@ -48,8 +49,8 @@ def content_for(
     device = device_of(stated, group)
     if isinstance(spec, LayoutShardingSpec):
         device = with_number(torch.device(spec.device))
-    sizes = tuple(shape)
-    return Content(layout, sizes, properties.dtype, (), device, group, spec, stated)
+    kept = copy(spec)  # its fields may be assigned, as those of torch's specs
+    return Content(layout, tuple(shape), properties.dtype, (), device, group, kept, stated)
 
 
 def shapes_here(content: Content) -> list[tuple[int, ...]]:

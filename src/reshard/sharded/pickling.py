@@ -43,11 +43,18 @@ def reduced(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
         "layout": content.layout.to_dict() if content.stated is None else None,
         "shards": [_row(shard) for shard in content.stated or ()],
         "rank": this_rank(),
-        "local_rank": members(content.group).index(this_rank()),
-        "world_size": len(members(content.group)),
+        **_place(content.group),
     }
     parts = [_alone(part.detach()) for part in content.parts]
     return rebuild_sharded_tensor, (parts, state)
+
+
+def _place(group: Group) -> dict[str, int]:
+    """Where this rank is in a group; -1 for one that is not in it, as torch counts."""
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        return {"local_rank": -1, "world_size": -1}
+    known = members(group)
+    return {"local_rank": known.index(this_rank()), "world_size": len(known)}
 
 
 def _alone(part: torch.Tensor) -> torch.Tensor:
@@ -64,7 +71,8 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ShardedTe
     """A sharded tensor that was saved, in the process group that is current."""
     if not dist.is_initialized():
         raise RuntimeError(
-            "a ShardedTensor is loaded before init_process_group: make the process group first"
+            "Need to initialize default process group before a ShardedTensor is loaded: call "
+            "torch.distributed.init_process_group"
         )
     group = current_process_group()
     if not foreign.get():
@@ -114,10 +122,11 @@ def held_by(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
 
 def _check_place(state: State, group: Group) -> None:
     """Refuse the shards of other ranks, and those of a group of another size."""
+    place = _place(group)
     here = {
-        "Local rank": (state["local_rank"], members(group).index(this_rank())),
+        "Local rank": (state["local_rank"], place["local_rank"]),
         "Global rank": (state["rank"], this_rank()),
-        "World size": (state["world_size"], len(members(group))),
+        "Local world size": (state["world_size"], place["world_size"]),
     }
     for what, (before, now) in here.items():
         if before != now:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard.planning.plan import Plan, plan
 from reshard.sharded.content import Content, Group, members
-from reshard.sharded.gradients import from_local, to_layout
+from reshard.sharded.gradients import from_local, to_layout, to_layout_in_place
 from reshard.sharded.making import content_for
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
 from reshard.sharded.moving import laid_as
@@ -26,6 +26,7 @@ __all__ = [
     "build_reshard_metadata",
     "get_idx_from_placements",
     "plan_reshard",
+    "reshard_in_place",
     "reshard_local_shard",
     "resharded",
     "reshuffle_local_shard",
@@ -42,8 +43,6 @@ class PlacementsError(ValueError, RuntimeError):
 def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     """The same tensor as another spec cuts it; itself where every rank keeps what it has."""
     content = tensor._content
-    if spec is content.spec:
-        return tensor
     _check_spec(spec)
     target = _target(content, spec)
     if target.layout == content.layout and target.shards_metadata == content.shards_metadata:
@@ -53,29 +52,54 @@ def resharded(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
     return wrap(laid_as(content, target))
 
 
+def reshard_in_place(tensor: ShardedTensor, spec: ShardingSpec) -> ShardedTensor:
+    """Cut this very tensor in another way."""
+    _check_spec(spec)
+    content = tensor._content
+    target = _target(content, spec)
+    if target.layout == content.layout and target.shards_metadata == content.shards_metadata:
+        return tensor
+    if tensor.requires_grad and tensor.is_leaf:
+        raise RuntimeError(
+            "reshard() changes a tensor in place, and this one is a leaf that collects gradients: "
+            "use resharded(), which gives a new tensor, or reshard it before requires_grad_()"
+        )
+    if target.device.type != content.device.type:
+        raise ValueError(
+            f"reshard() keeps a tensor on its devices, which are {content.device.type}, and the "
+            f"spec is for {target.device.type}: move it with to(), or use resharded()"
+        )
+    if tensor.requires_grad and torch.is_grad_enabled():
+        to_layout_in_place(tensor, target)
+    else:
+        tensor._content = laid_as(content, target)
+    return tensor
+
+
 class _Alone:
     """Stands for the group where there is none."""
 
 
-_targets: WeakKeyDictionary[Any, dict[Any, Content]] = WeakKeyDictionary()
+_targets: WeakKeyDictionary[Any, dict[Any, tuple[Content, ShardingSpec, Any]]] = WeakKeyDictionary()
 """What specs give this rank, by group; training reshards the same tensors in every step."""
 
 
 def _target(content: Content, spec: ShardingSpec) -> Content:
     """What a spec gives this rank of a tensor, without its parts."""
     known = _targets.setdefault(content.group or dist.group.WORLD or _Alone, {})
-    quick = (id(spec), content.shape, content.dtype)
+    # What a spec is made of may be assigned, and these are other objects then.
+    fields = tuple(vars(spec).values())
+    quick = (id(spec), *map(id, fields), content.shape, content.dtype)
     found = known.get(quick)
-    # The cache keeps the spec alive, so that no other can have its id.
-    if found is None or found.spec is not spec:
+    if found is None:
         if len(known) >= MOST_TARGETS:
             known.clear()
         size, properties = torch.Size(content.shape), TensorProperties(content.dtype)
-        # Without the group: what a weak key points to may not point back.
-        found = known[quick] = replace(
-            content_for(spec, size, properties, content.group), group=None
-        )
-    return replace(found, group=content.group)
+        target = content_for(spec, size, properties, content.group)
+        # Without the group: what a weak key points to may not point back. With the spec and its
+        # fields: no other object can have their ids then.
+        found = known[quick] = (replace(target, group=None), spec, fields)
+    return replace(found[0], group=content.group)
 
 
 def _check_spec(spec: object) -> None:
@@ -86,7 +110,11 @@ def _check_spec(spec: object) -> None:
 
 
 def build_reshard_metadata(
-    st_size: Sequence[int], sharding_spec: ShardingSpec, group_or_world: Group | int = None
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    group_or_world: Group | int = None,
+    *,
+    world_size: int | None = None,
 ) -> tuple[tuple[ShardMetadata, ...], tuple[int, ...]]:
     """All shards of a spec in the order of ranks, and those ranks.
 
@@ -99,6 +127,7 @@ def build_reshard_metadata(
     shards = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
     ordered = tuple(sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank))
     ranks = tuple(-1 if shard.rank is None else shard.rank for shard in ordered)
+    group_or_world = group_or_world if world_size is None else world_size
     known = range(group_or_world) if isinstance(group_or_world, int) else members(group_or_world)
     for rank in ranks:
         if rank not in known:

@@ -15,14 +15,14 @@ __all__ = ["check_rrefs", "exchanged_rrefs", "is_running", "worker_rank"]
 
 def is_running() -> bool:
     """Whether ``init_rpc`` was called; torch may be built without RPC."""
-    return rpc.is_available() and rpc._is_current_rpc_agent_set()
+    return rpc.is_available() and bool(rpc._is_current_rpc_agent_set())  # type: ignore[attr-defined]
 
 
 def worker_rank(name: str) -> int | None:
     """The rank of a worker, which is its number; None for one that RPC does not know."""
     if not is_running():
         return None
-    workers = rpc._get_current_rpc_agent().get_worker_infos()
+    workers = rpc._get_current_rpc_agent().get_worker_infos()  # type: ignore[attr-defined]
     return next((worker.id for worker in workers if worker.name == name), None)
 
 
@@ -49,4 +49,5 @@ def exchanged_rrefs(shards: Sequence[Shard]) -> dict[int, list[Any]]:
     mine = [rpc.RRef(shard) for shard in shards]
     found = rpc.api._all_gather(mine)
     ranks = {name: rpc.get_worker_info(name).id for name in found}
-    return {ranks[name]: refs for name, refs in found.items() if ranks[name] != this_rank()}
+    others = {ranks[name]: refs for name, refs in found.items() if ranks[name] != this_rank()}
+    return {rank: refs for rank, refs in others.items() if refs}

@@ -101,7 +101,7 @@ def _content(name: str, tensor: torch.Tensor, spec: ShardingSpec, group: Group) 
     if isinstance(tensor, ShardedTensor) or hasattr(tensor, "device_mesh"):
         raise TypeError(
             f'"{name}" is a {type(tensor).__name__}, which is sharded already: use its reshard(), '
-            "or ShardedTensor.from_dtensor(tensor).reshard()"
+            "or ShardedTensor.from_dtensor(tensor).resharded()"
         )
     return content_for(spec, tensor.shape, TensorProperties(tensor.dtype, tensor.layout), group)
 

@@ -119,7 +119,7 @@ def check_dim(dim: object) -> int:
     """The dim of a spec: any whole number, since the tensor is not known yet."""
     if isinstance(dim, str):
         raise NotImplementedError(
-            f'sharding dim "{dim}" is a name, and named dims are not supported: give its number'
+            f'a ShardingSpec does not support named dimension "{dim}": give the number of the dim'
         )
     if not isinstance(dim, int | np.integer) or isinstance(dim, bool):
         raise ValueError(

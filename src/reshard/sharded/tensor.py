@@ -3,7 +3,8 @@
 spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
 st = zeros(spec, 10, 4)                      # this rank's shard: 5 x 4
 st.local_tensor()                            # differentiable, as everything here
-st.reshard(other_spec)                       # another ShardedTensor, along one plan
+st.reshard(other_spec)                       # this tensor in another way, along one plan
+st.resharded(other_spec)                     # a new one
 st + 2 * other                               # shard by shard
 torch.nn.functional.linear(x, st)            # through DTensor, where that can say the layout
 """
@@ -78,11 +79,34 @@ class ShardedTensor(torch.Tensor):
 
         What is written into that memory is not seen by autograd's check of saved tensors.
         """
+        shards = self._content.shards
+        return [Shard.of(self, number, shard) for number, shard in enumerate(shards)]
+
+    def shard_tensor(self, number: int) -> torch.Tensor:
+        """The tensor of one of this rank's shards; gradients flow back."""
         if not (self.requires_grad and torch.is_grad_enabled()):
-            return list(self._content.shards)
+            return self._content.shards[number].tensor
         from reshard.sharded.gradients import to_parts
 
-        return list(replace(self._content, parts=to_parts(self)).shards)
+        return replace(self._content, parts=to_parts(self)).shards[number].tensor
+
+    def set_shard(self, number: int, tensor: torch.Tensor) -> None:
+        """Make a tensor the memory of one of this rank's shards."""
+        content = self._content
+        if tensor.dtype != content.dtype:
+            raise ValueError(
+                f"a shard of {tensor.dtype} is assigned to a ShardedTensor of {content.dtype}: "
+                "cast one to the other"
+            )
+        if len(content.parts) == len(content.shards):
+            parts = list(content.parts)
+            parts[number] = tensor.detach()
+            self._content = replace(content, parts=tuple(parts))
+        else:  # several boxes in one part
+            with torch.no_grad():
+                content.shards[number].tensor.copy_(tensor)
+        if tensor.requires_grad and not self.requires_grad:
+            self.requires_grad_()
 
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
@@ -114,25 +138,47 @@ class ShardedTensor(torch.Tensor):
         return LayoutShardingSpec(content.layout)
 
     @property
+    def _metadata(self) -> ShardedTensorMetadata:
+        """The metadata with a list of shards, which code written for torch may sort."""
+        metadata = self.metadata()
+        object.__setattr__(metadata, "shards_metadata", list(metadata.shards_metadata))
+        return metadata
+
+    @property
+    def _local_shards(self) -> list[Shard]:
+        return self.local_shards()
+
+    @property
+    def _process_group(self) -> Group:
+        return self._content.group
+
+    @property
+    def _sharding_spec(self) -> ShardingSpec:
+        return self.sharding_spec()
+
+    @_sharding_spec.setter
+    def _sharding_spec(self, spec: ShardingSpec) -> None:
+        self._content = replace(self._content, spec=spec)
+
+    @property
     def process_group(self) -> Group:
         """The group of the ranks that hold shards; None is the default one."""
         return self._content.group
 
-    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """The same tensor, cut in another way; itself where nothing changes."""
+    def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same values cut in another way, as a new tensor; itself where nothing changes."""
         from reshard.sharded.resharding import resharded
 
         return resharded(self, resharding_spec)
 
-    def reshard_(self, resharding_spec: ShardingSpec) -> ShardedTensor:
-        """Cut this very tensor in another way; not one that gradients are collected in."""
-        if self.requires_grad:
-            raise RuntimeError(
-                "reshard_ would change a tensor that requires gradients under autograd's feet: use "
-                "reshard(), or call it before requires_grad_()"
-            )
-        self._content = self.reshard(resharding_spec)._content
-        return self
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Cut this very tensor in another way, as torch does, and return it.
+
+        Autograd follows. A leaf that collects gradients is refused: ``resharded`` gives a new one.
+        """
+        from reshard.sharded.resharding import reshard_in_place
+
+        return reshard_in_place(self, resharding_spec)
 
     def full_tensor(self) -> torch.Tensor:
         """The whole tensor, on every rank of the group; gradients flow back."""
@@ -232,6 +278,29 @@ class ShardedTensor(torch.Tensor):
                 "give init_rrefs=True, or reach them by reshard() and gather()"
             )
         return self._remote
+
+    def cpu(
+        self,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Group = None,
+    ) -> ShardedTensor:
+        """The same tensor in host memory, and of another group if one is given."""
+        return self._of_group(super().cpu(memory_format=memory_format), process_group)
+
+    def cuda(self, *args: Any, process_group: Group = None, **kwargs: Any) -> ShardedTensor:
+        """The same tensor on GPUs, and of another group if one is given."""
+        return self._of_group(super().cuda(*args, **kwargs), process_group)
+
+    def to(self, *args: Any, process_group: Group = None, **kwargs: Any) -> ShardedTensor:
+        """The same tensor on another device or of another dtype, and of another group if given."""
+        return self._of_group(super().to(*args, **kwargs), process_group)
+
+    def _of_group(self, tensor: Any, group: Group) -> ShardedTensor:
+        if group is None or group is tensor._content.group:
+            return cast(ShardedTensor, tensor)
+        made: Any = tensor.detach() if tensor is self else tensor
+        made._content = replace(made._content, group=group)
+        return cast(ShardedTensor, made)
 
     def is_pinned(self) -> bool:  # type: ignore[override]
         """Whether all of this rank's parts are in pinned memory."""
