@@ -168,9 +168,7 @@ def on_a_sub_group(rank: int) -> None:
     assert found.process_group is group
     assert equal(found, tensor)
     for other in (pool_group(4), pool_group(8)):
-        with pytest.raises(
-            RuntimeError, match="Local world size at save time was 2, but at load time"
-        ):
+        with pytest.raises(RuntimeError, match="Local world size at save time was 2"):
             loaded(stored(tensor), other)
 
 

@@ -62,7 +62,7 @@ class EnumerableShardingSpec(ShardingSpec):
     def __init__(self, shards: Iterable[ShardMetadata]) -> None:
         object.__setattr__(self, "shards", tuple(shards))
         if not self.shards:
-            raise ValueError("the list of shards is empty: give at least 1")
+            raise ValueError("Empty shard list provided: give at least 1 shard")
         check_disjoint(self.shards)
 
     @staticmethod
@@ -131,14 +131,15 @@ def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
     for shard in shards:
         if len(shard.shard_sizes) != len(shards[0].shard_sizes):
             raise ValueError(
-                f"shard {shard.box} has {len(shard.shard_sizes)} dims and shard {shards[0].box} "
-                f"has {len(shards[0].shard_sizes)}: give shards of one tensor"
+                f"Found inconsistent ranks for shards: {shard.box} has {len(shard.shard_sizes)} "
+                f"dims and {shards[0].box} has {len(shards[0].shard_sizes)}; give shards of one "
+                "tensor"
             )
     found = _overlapping([shard for shard in shards if not shard.is_empty])
     if found is not None:
         one, other = found
         raise ValueError(
-            f"shards {_named(one)} and {_named(other)} overlap in {one.box & other.box}: "
+            f"Shards {_named(one)} and {_named(other)} overlap in {one.box & other.box}: "
             "cut one of them, every element is in one shard"
         )
 
@@ -149,8 +150,8 @@ def check_tensor(shards: Sequence[ShardMetadata], tensor_sizes: Sequence[int]) -
     for shard in shards:
         if len(shard.shard_sizes) != len(size):
             raise ValueError(
-                f"the tensor has {len(size)} dims and shard {_named(shard)} has "
-                f"{len(shard.shard_sizes)}: give one offset and one size per dim of {list(size)}"
+                f"Rank of tensor is {len(size)}, but shards rank is {len(shard.shard_sizes)}: give "
+                f"shard {_named(shard)} one offset and one size per dim of {list(size)}"
             )
         for dim, (stop, length) in enumerate(zip(shard.box.stop, size, strict=True)):
             if stop > length:

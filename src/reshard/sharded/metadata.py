@@ -41,9 +41,10 @@ class ShardMetadata:
                 f"shard_offsets {offsets} and shard_sizes {sizes} should have the same number of "
                 f"elements, found {len(offsets)} and {len(sizes)}"
             )
-        for what, numbers in (("shard_offsets", offsets), ("shard_sizes", sizes)):
-            if any(number < 0 for number in numbers):
-                raise ValueError(f"{what} should be >= 0, found {numbers}")
+        if any(number < 0 for number in offsets):
+            raise ValueError(f"shard_offsets should be >=0, found {offsets}")
+        if any(number < 0 for number in sizes):
+            raise ValueError(f"shard_sizes should be >= 0, found {sizes}")
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
         where = Placement(placement) if isinstance(placement, str) else placement
