@@ -34,6 +34,14 @@ one no more.
 """
 
 
+SUITES = """## PyTorch's own tests
+
+`python -m tests.torch_suites FOLDER`, with `test/distributed` of PyTorch's source, runs its tests of
+`torch.distributed._shard` with `reshard.compat` in their imports, and its tests of DTensor with
+`rs.move` in place of `redistribute`. Of what passes with torch on a CPU, these do not pass:
+"""
+
+
 def table() -> Table:
     """All behaviours and defects, in words."""
     found: Table = tomllib.loads((ROOT / "tests" / "behaviours.toml").read_text())
@@ -67,7 +75,9 @@ def page_of(outcomes: Mapping[str, str]) -> str:
         for number, words in known[part].items():
             lines.append(row_of(number, words, tests.get(number, []), known["note"], outcomes))
         lines.append("")
-    return "\n".join(lines)
+    lines += [SUITES, "| test | why |", "|---|---|"]
+    lines += [f"| {name} | {why} |" for name, why in known["suites"].items()]
+    return "\n".join([*lines, ""])
 
 
 def row_of(

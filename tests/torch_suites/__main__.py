@@ -15,6 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from tests.behaviours import table
 from tests.torch_suites.running import CONTENDERS, Outcome, Suite, adapted, run, suites_in
 
 
@@ -45,7 +46,7 @@ def main() -> int:
         print(json.dumps([as_json(*row) for row in rows], indent=2))
     else:
         close(rows)
-    return int(any(differences(found) for _, found in rows))
+    return int(any(unexplained(found) for _, found in rows))
 
 
 def line_of(name: str, found: dict[str, Outcome]) -> str:
@@ -68,6 +69,12 @@ def differences(found: dict[str, Outcome]) -> dict[str, str]:
     return {test: ours.reasons.get(test, ours.tests.get(test, "not run")) for test in lost}
 
 
+def unexplained(found: dict[str, Outcome]) -> dict[str, str]:
+    """Differences for which docs/behaviours.md has no reason."""
+    known = table()["suites"]
+    return {test: why for test, why in differences(found).items() if test not in known}
+
+
 def close(rows: list[tuple[Suite, dict[str, Outcome]]]) -> None:
     total: dict[str, Outcome] = {}
     for suite, found in rows:
@@ -75,9 +82,13 @@ def close(rows: list[tuple[Suite, dict[str, Outcome]]]) -> None:
             all_of = total.setdefault(who, Outcome())
             all_of.tests |= {f"{suite.path} {test}": kind for test, kind in outcome.tests.items()}
     print(line_of("all", total))
+    known = table()["suites"]
     for suite, found in rows:
         for test, why in differences(found).items():
-            print(f"  {suite.path} {test}: {why}")
+            reason = f"explained: {known[test]}" if test in known else why
+            print(f"  {suite.path} {test}: {reason}")
+    count = sum(len(unexplained(found)) for _, found in rows)
+    print(f"{count} differences without an explanation")
 
 
 def as_json(suite: Suite, found: dict[str, Outcome]) -> dict[str, object]:
@@ -85,6 +96,7 @@ def as_json(suite: Suite, found: dict[str, Outcome]) -> dict[str, object]:
         "file": suite.path,
         "outcomes": {who: outcome.tests for who, outcome in found.items()},
         "differences": differences(found),
+        "unexplained": [*unexplained(found)],
     }
 
 

@@ -1,44 +1,32 @@
-"""Imported first by adapted tests: what asks for GPUs or NCCL gets the CPU and gloo.
+"""Imported first by adapted tests of DTensor: on the CPU, and ``redistribute`` is ``rs.move``."""
 
-The ranks of those tests are spawned and import the test's module, and so this one too.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
+import cpu_only  # noqa: F401 - the rest of what those tests need
 import torch
-import torch.distributed as dist
-from torch.distributed import rpc
-from torch.testing._internal import common_distributed
+from torch.distributed.tensor import DTensor
 
-init_process_group, new_group = dist.init_process_group, dist.new_group
+import reshard as rs
 
 
-def with_gloo(made: Callable[..., Any]) -> Callable[..., Any]:
-    def make(*args: Any, **kwargs: Any) -> Any:
-        if kwargs.get("backend") not in (None, "gloo"):
-            kwargs["backend"] = "gloo"
-        args = tuple("gloo" if one in ("nccl", "xccl") else one for one in args)
-        kwargs.pop("device_id", None)
-        return made(*args, **kwargs)
+def redistribute(
+    self: DTensor,
+    device_mesh: Any = None,
+    placements: Any = None,
+    *,
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> DTensor:
+    if placements is None:
+        raise RuntimeError("placements is needed for redistribute!")
+    mesh = self.device_mesh if device_mesh is None else device_mesh
+    if mesh is not self.device_mesh and mesh != self.device_mesh:
+        raise NotImplementedError("Cross device mesh comm not supported yet!")
+    options = {"dtype": forward_dtype, "backward_dtype": backward_dtype, "async_op": async_op}
+    given = {name: value for name, value in options.items() if value}
+    moved: DTensor = rs.move(self, to=(mesh, [*placements]), **given)
+    return moved
 
-    return make
 
-
-def always(*_: Any, **__: Any) -> Callable[[Any], Any]:
-    return lambda test: test
-
-
-def nothing(*_: Any, **__: Any) -> None:
-    return
-
-
-dist.init_process_group = with_gloo(init_process_group)
-dist.new_group = with_gloo(new_group)
-for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_backend"):
-    setattr(common_distributed, name, always)
-torch.cuda.set_device = nothing
-torch.accelerator.set_device_index = nothing
-rpc.TensorPipeRpcBackendOptions.set_device_map = nothing
-torch.Tensor.cuda = lambda self, *_, **__: self
-torch.nn.Module.cuda = lambda self, *_, **__: self
+DTensor.redistribute = redistribute
