@@ -36,7 +36,7 @@ one no more.
 
 SUITES = """## PyTorch's own tests
 
-`python -m tests.torch_suites FOLDER`, with `test/distributed` of PyTorch's source, runs its tests of
+`python -m tests.torch_suites FOLDER`, with `test/distributed` of PyTorch's source, runs tests of
 `torch.distributed._shard` with `reshard.compat` in their imports, and its tests of DTensor with
 `rs.move` in place of `redistribute`. Of what passes with torch on a CPU, these do not pass:
 """
