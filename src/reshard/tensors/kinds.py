@@ -34,7 +34,14 @@ if TYPE_CHECKING:
             """This rank's part, with gradients back to it."""
 
 
-__all__ = ["is_dtensor", "is_laid_out", "is_sharded_tensor", "knows_layout", "ready"]
+__all__ = [
+    "computed",
+    "is_dtensor",
+    "is_laid_out",
+    "is_sharded_tensor",
+    "knows_layout",
+    "ready",
+]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -70,3 +77,8 @@ def ready(tensor: torch.Tensor) -> torch.Tensor:
         waited: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
         return waited
     return tensor
+
+
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: a lazy conjugate or negative has others there."""
+    return tensor.resolve_conj().resolve_neg()

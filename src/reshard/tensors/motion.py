@@ -21,7 +21,7 @@ from reshard.run.live.options import options_of
 from reshard.run.live.session import Ticket
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
-from reshard.tensors.kinds import knows_layout
+from reshard.tensors.kinds import computed, knows_layout
 from reshard.tensors.way_back import WayBack, attached
 
 __all__ = ["Grad", "Motion", "plan_of"]
@@ -116,6 +116,7 @@ class Motion:
         wanted: bool | None,
     ) -> tuple[Tensor | None, bool]:
         """The result without a way back, and whether any rank wants one."""
+        local = None if local is None else computed(local)
         if local is not None and wanted is not None and not self.options:
             quick = swift.moved(ticket, self.plan, local, into, self.group, wanted)
             if quick is not None:
@@ -149,7 +150,7 @@ class Motion:
         if found is not None:
             options_of(self.options)  # nothing else looks whether there are such options
             if not engine.pass_silently(ticket, self.plan, self.options):
-                given = {} if local is None else {ONE: local.detach()}
+                given = {} if local is None else {ONE: computed(local).detach()}
                 # The source is the result, so it is not freed, whatever was asked for.
                 options = {"device": found.device, **self.options, "donate": False}
                 engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
@@ -178,7 +179,7 @@ class Motion:
 
     def _problem(self, dtensors: bool) -> str:
         op = self.have.reduce[0] if self.have.reduce else "sum"
-        if op not in ("sum", "avg"):
+        if op not in ("sum", "avg") and not dtensors:
             return (
                 f'the source "{self.have}" has a pending {op} and requires gradients: only a sum '
                 "and an avg have them here; detach it, or reduce it first"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -58,6 +58,9 @@ def move(
     memory: int | str | None = None,
     into: torch.Tensor | None = None,
     grad: Grad = "sum",
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
     """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
@@ -67,15 +70,65 @@ def move(
     tensor parallelism). ``want`` (or ``to``) is where it should go: a layout, for local tensors
     out, or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where
     nothing has to move the result shares the source's memory. Gradients flow back: see the docs.
+    ``async_op``, ``forward_dtype`` and ``backward_dtype`` are those of ``DTensor.redistribute``.
     Further options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``,
     ``check``.
     """
-    given = (tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, options)
+    kinds = Kinds(cast_to, forward_dtype, backward_dtype, async_op)
+    target = want if to is None else to
+    if is_dtensor(tensor) and have is None and not _is_on_mesh_of(tensor, target):
+        tensor = _settled(tensor, group, options)
+    given = (tensor, have, want, to, shape, dtype, kinds, device, memory, into, grad, options)
     return counted(
         group,
         lambda: _ranks_of(tensor, have, want, to),
         lambda ticket: _move(ticket, *given),
     )
+
+
+class Kinds(NamedTuple):
+    """What is asked for of dtypes, and whether the result may still be on its way."""
+
+    cast_to: object
+    forward: torch.dtype | None
+    backward: torch.dtype | None
+    async_op: bool
+
+    def check(self, is_redistribution: bool) -> None:
+        """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
+        for name, kind in (("forward_dtype", self.forward), ("backward_dtype", self.backward)):
+            if kind is None:
+                continue
+            if not isinstance(kind, torch.dtype):
+                raise TensorError(f"{name}={_quoted(kind)}: give a dtype, as torch.bfloat16")
+            if not is_redistribution:
+                raise TensorError(
+                    f"{name}={kind} is for a DTensor that gets other placements on its own mesh: "
+                    "give cast_to= for the dtype of the result"
+                )
+        if not isinstance(self.async_op, bool):
+            raise TensorError(f"async_op={_quoted(self.async_op)}: give True or False")
+        if self.forward is not None and self.cast_to is not None:
+            raise TensorError("cast_to= and forward_dtype= both say a dtype: give one of them")
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing is asked for."""
+        return self.cast_to is None and self.forward is None and self.backward is None
+
+
+def _is_on_mesh_of(tensor: DTensor, target: object) -> bool:
+    return isinstance(target, tuple | list) and bool(target) and target[0] == tensor.device_mesh
+
+
+def _settled(tensor: DTensor, group: dist.ProcessGroup | None, options: dict[str, Any]) -> Any:
+    """A DTensor with placements that a layout says, in a call of its own where it has others."""
+    from reshard.tensors.redistributing import settled
+
+    placements = settled(tensor)
+    if placements is None:
+        return tensor
+    return move(tensor, to=(tensor.device_mesh, placements), group=group, **options)
 
 
 def _move(
@@ -86,7 +139,7 @@ def _move(
     to: Target | None,
     shape: Sequence[int] | None,
     dtype: object,
-    cast_to: object,
+    kinds: Kinds,
     device: torch.device | str | None,
     memory: int | str | None,
     into: torch.Tensor | None,
@@ -102,15 +155,19 @@ def _move(
     if grad not in ("sum", "replicated"):
         raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
     usual = to is not None and have is None and shape is None and dtype is None and into is None
-    usual = usual and cast_to is None and device is None and group is None and memory is None
+    usual = usual and kinds.is_usual and device is None and group is None and memory is None
     if usual and not options:
         quick = _repeated(ticket, tensor, target)
         if quick is not None:
             return quick
-    source, have, sizes, kind = _source(tensor, have, shape, dtype)
-    cast_dtype = None if cast_to is None else canonical_dtype(cast_to)
     if not isinstance(memory, int | str | None):
         parse_bytes(memory)  # says what is wrong with it
+    on_mesh = have is None and is_dtensor(tensor) and _is_on_mesh_of(tensor, target)
+    kinds.check(on_mesh)
+    if on_mesh and (kinds.forward or kinds.backward or _is_special(tensor, target)):
+        return _redistributed(ticket, tensor, target, shape, kinds, memory, into, options)
+    cast_dtype = None if kinds.cast_to is None else canonical_dtype(kinds.cast_to)
+    source, have, sizes, kind = _source(tensor, have, shape, dtype)
     if isinstance(target, Layout):
         motion = _motion(have, target, sizes, kind, cast_dtype, memory, grad)
     else:
@@ -130,12 +187,47 @@ def _move(
     return into
 
 
+def _is_special(tensor: Any, target: Any) -> bool:
+    from reshard.tensors.redistributing import is_special
+
+    return len(target) == 2 and is_special(tensor, target[1])
+
+
+def _redistributed(
+    ticket: Ticket,
+    tensor: Any,
+    target: Any,
+    shape: Sequence[int] | None,
+    kinds: Kinds,
+    memory: int | str | None,
+    into: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    """A DTensor on the same mesh with placements, or casts, that need more than a layout says."""
+    from reshard.tensors.redistributing import Settings, redistribute, redistribution
+
+    _check_shape(tuple(tensor.shape), shape)
+    cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    settings = Settings(cap, ticket.group, options, kinds.backward)
+    cast_dtype = None if kinds.cast_to is None else canonical_dtype(kinds.cast_to)
+    how = redistribution(tensor, target, settings, cast_dtype, kinds.forward)
+    if into is None:
+        return redistribute(ticket, tensor, how)
+    how.check_into()
+    place = how.motion.place(into)
+    redistribute(ticket, tensor, how, place.local)
+    place.fill()
+    return into
+
+
 def _ranks_of(*given: Any) -> set[int]:
     """The ranks that the arguments of a move name, as far as they can be understood."""
     found: set[int] = set()
     for one in given:
         if isinstance(one, Layout):
             found |= {rank for rank in one.ranks if one.holds(rank) is not None}
+        elif is_dtensor(one):
+            found |= set(map(int, one.device_mesh.mesh.flatten().tolist()))
         elif knows_layout(one):
             layout = spec_of(one).layout
             found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
@@ -210,14 +302,18 @@ def _source(
 
 def _check_known(spec: TensorSpec, have: Layout | None, shape: Sequence[int] | None) -> None:
     """Refuse a description that differs from what the tensor says itself."""
-    if shape is not None and _sizes(shape) != spec.shape:
-        raise TensorError(
-            f"shape={_sizes(shape)} and the tensor itself says {spec.shape}: leave out shape="
-        )
+    _check_shape(spec.shape, shape)
     if have is not None and not is_part_of(spec.layout, have, spec.shape):
         raise TensorError(
             f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on mesh '
             f"{spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
+        )
+
+
+def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:
+    if shape is not None and _sizes(shape) != known:
+        raise TensorError(
+            f"shape={_sizes(shape)} and the tensor itself says {known}: leave out shape="
         )
 
 
