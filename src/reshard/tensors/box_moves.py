@@ -146,6 +146,16 @@ class BoxMove:
         ops = {self.have.placements[at].reduce_op for at in self.have.pending() if at not in kept}  # type: ignore[attr-defined]
         return str(next(iter(ops), "sum"))
 
+    def check(self, dtype: str) -> None:
+        """Refuse a reduction that a dtype does not have."""
+        floats, complexes = dtype.startswith(("float", "bfloat")), dtype.startswith("complex")
+        is_bitwise, is_ordered = self.op in _BITWISE, self.op in ("max", "min")
+        if (is_bitwise and (floats or complexes)) or (is_ordered and complexes):
+            raise LayoutError(
+                f"{list(self.have.placements)} of {dtype} to {list(self.want.placements)}: there is "
+                f"no {self.op} of {dtype}; reduce another dtype"
+            )
+
     @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
         """What is brought and what is wanted, as boxes."""

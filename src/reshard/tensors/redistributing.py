@@ -238,11 +238,7 @@ def _boxes(
     mesh = mesh_of(tensor.device_mesh)
     have = Placed(mesh, before, *reading_of(tensor._spec))
     boxes = BoxMove(have, Placed(mesh, after, *reading), tuple(tensor.shape))
-    if dtype.startswith("complex") and boxes.op in ("max", "min"):
-        raise LayoutError(
-            f"{list(tensor.placements)} of {dtype} to {list(after)}: complex numbers have no "
-            f"{boxes.op}; redistribute the real and imaginary parts"
-        )
+    boxes.check(dtype)
     return boxes
 
 
