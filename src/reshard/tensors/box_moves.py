@@ -152,8 +152,8 @@ class BoxMove:
         is_bitwise, is_ordered = self.op in _BITWISE, self.op in ("max", "min")
         if (is_bitwise and (floats or complexes)) or (is_ordered and complexes):
             raise LayoutError(
-                f"{list(self.have.placements)} of {dtype} to {list(self.want.placements)}: there is "
-                f"no {self.op} of {dtype}; reduce another dtype"
+                f"{list(self.have.placements)} of {dtype} to {list(self.want.placements)}: there "
+                f"is no {self.op} of {dtype}; reduce another dtype"
             )
 
     @cached_property

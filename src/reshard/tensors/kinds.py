@@ -30,8 +30,8 @@ if TYPE_CHECKING:
         cut: Layout
         _content: Content
 
-        def local_tensor(self) -> torch.Tensor:
-            """This rank's part, with gradients back to it."""
+        def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            """This rank's parts, with gradients; where it has none, a leaf for them."""
 
 
 __all__ = [

@@ -84,20 +84,32 @@ class Motion:
         return plan_of(self.have, self.want, self.shape, self.dtype, self.cast, self.memory)
 
     def run(
-        self, ticket: Ticket, local: Tensor | None, into: Tensor | None, device: Any
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        leaf: Tensor | None,
+        into: Tensor | None,
+        device: Any,
     ) -> Tensor | None:
-        """Move, and attach the way back if gradients are wanted anywhere."""
-        device = device if local is None else local.device
+        """Move, and attach the way back if gradients are wanted anywhere.
+
+        A rank without a local tensor may have a leaf that stands for it in backward.
+        """
+        if local is not None:
+            device = local.device
+        elif leaf is not None and device is None:
+            device = leaf.device
         enabled = torch.is_grad_enabled()
         # A rank without input cannot know, unless it refuses.
-        wanted = None if local is None and enabled else enabled and _requires_grad(local)
+        known = enabled and (leaf is not None or _requires_grad(local))
+        wanted = None if local is None and leaf is None and enabled else known
         if wanted:
             self.check_differentiable(into is not None)
         at_rest = self.stays(ticket, local) if into is None else None
         if at_rest is not None:
             if not wanted or self.grad == "replicated":
-                return at_rest
-            return attached(local, at_rest.detach(), self.way_back, device)
+                return at_rest if leaf is None else leaf.reshape(at_rest.shape)
+            return attached(local, leaf, at_rest.detach(), self.way_back, device)
         moved, wanted = self.moved(ticket, local, into, device, wanted)
         if not wanted:
             return moved if into is None else into
@@ -105,7 +117,7 @@ class Motion:
             raise TensorError(NOT_INTO)
         if moved is None:
             moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
-        return attached(local, moved, self.way_back, device)
+        return attached(local, leaf, moved, self.way_back, device)
 
     def moved(
         self,

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
-    Source = Callable[[], torch.Tensor | None]
+    Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 __all__ = ["backward", "move"]
 
@@ -178,7 +178,7 @@ def _move(
         motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
     if isinstance(target, Layout):
-        moved = motion.run(ticket, source(), place.local, device)
+        moved = motion.run(ticket, *source(), place.local, device)
     else:
         moved = _as_dtensor(ticket, tensor, source, motion, target, place.local, device)
     if into is None:
@@ -281,23 +281,23 @@ def _motion(
 def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
 ) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
-    """The local tensor, for whoever asks for it, and what it is a part of."""
+    """The local tensor, or a leaf in its place, when asked for, and what it is a part of."""
     if not isinstance(have, Layout | None):
         raise TensorError(f"have={_quoted(have)} is no layout: write rs.Layout(mesh, words)")
     if knows_layout(tensor):
         spec = spec_of(cast(torch.Tensor, tensor))
         _check_known(spec, have, shape)
-        return lambda: _local_with_grad(tensor), have or spec.layout, spec.shape, spec.dtype
+        return _parts_with_grad(tensor), have or spec.layout, spec.shape, spec.dtype
     if have is None or shape is None:
         raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
     sizes = _sizes(shape)
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: None, have, sizes, canonical_dtype(dtype)
+        return lambda: (None, None), have, sizes, canonical_dtype(dtype)
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
-    return lambda: tensor, have, sizes, tensor.dtype
+    return lambda: (tensor, None), have, sizes, tensor.dtype
 
 
 def _check_known(spec: TensorSpec, have: Layout | None, shape: Sequence[int] | None) -> None:
@@ -334,10 +334,14 @@ def _quoted(value: object) -> str:
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
+def _parts_with_grad(tensor: Any) -> Source:
+    """The parts of a tensor that knows its layout such that gradients find their way back."""
+    if is_laid_out(tensor):
+        return tensor._for_move
+    return lambda: (_local_with_grad(tensor), None)
+
+
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:
-    """The local tensor of a DTensor such that gradients find their way back to it."""
-    if is_laid_out(tensor) and len(tensor._content.parts) == 1:
-        return tensor.local_tensor()
     if not is_dtensor(tensor) or not (tensor.requires_grad and torch.is_grad_enabled()):
         return local_of(tensor)
     if tensor.device_mesh.get_coordinate() is None:
@@ -388,5 +392,5 @@ def _as_dtensor(
         if into is None and not moved.requires_grad:
             remember(tensor, target, motion, moved)
         return moved
-    moved = motion.run(ticket, source(), into, device or target[0].device_type)
+    moved = motion.run(ticket, *source(), into, device or target[0].device_type)
     return wrapped(moved, motion, target, tensor.stride() if is_dtensor(tensor) else None)

@@ -109,10 +109,15 @@ class WayBack:
         return total
 
 
-def attached(source: Tensor | None, moved: Tensor, back: WayBack, device: Any) -> Tensor:
+def attached(
+    source: Tensor | None, leaf: Tensor | None, moved: Tensor, back: WayBack, device: Any
+) -> Tensor:
     """The result of a move as autograd sees it: made from the source, or from a hidden leaf."""
     hidden = source is None
-    leaf = torch.zeros(0, device=device, requires_grad=True) if source is None else source
+    if source is not None:
+        leaf = source
+    elif leaf is None:
+        leaf = torch.zeros(0, device=device, requires_grad=True)
     # In a list: for autograd it is then a result, and no input that is handed through as a view,
     # into which nothing could be written. What shares the source's memory stays such a view.
     given = moved if _shares_memory(source, moved) else [moved]
