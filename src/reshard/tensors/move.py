@@ -25,6 +25,7 @@ from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
+from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
@@ -44,6 +45,7 @@ __all__ = ["backward", "move"]
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
+@outside_graphs
 def move(
     tensor: torch.Tensor | None,
     have: Layout | None = None,
@@ -247,6 +249,7 @@ def _repeated(ticket: Ticket, tensor: torch.Tensor | None, target: Target) -> DT
     return repeated(ticket, tensor, target)
 
 
+@outside_graphs
 def backward(moved: Any) -> None:
     """Take part in the backward of a move whose result this rank does not use.
 
