@@ -114,6 +114,27 @@ def test_mixed_sums_and_averages(pool: Pool) -> None:
     pool.run(mixed)
 
 
+def outside(rank: int) -> None:
+    """Ranks outside the mesh may call as well."""
+    mesh = mesh_on_four(SQUARE)
+    inside = rank < 4
+    for op, placement in (("avg", Replicate()), ("bor", Replicate()), ("sum", Partial("max"))):
+        made = torch.full((3,), 1 + rank // 2) if inside else torch.empty(0, dtype=torch.int64)
+        made = made if op == "bor" else made.float()
+        source = DTensor.from_local(
+            made, mesh, [Partial(op), Replicate()], run_check=False,
+            shape=torch.Size((3,)), stride=(1,),
+        )  # fmt: skip
+        moved = rs.move(source, to=(mesh, [placement, Shard(0)]), timeout=TIMEOUT)
+        assert moved.placements == (placement, Shard(0))
+        worth = {"avg": 1.5, "bor": 3, "sum": 3}[op]
+        assert moved.to_local().tolist() == [worth] * (2 - rank % 2 if inside else 0)
+
+
+def test_ranks_outside_the_mesh(pool: Pool) -> None:
+    pool.run(outside)
+
+
 def to_partials(rank: int) -> None:
     """Replicas as addends: what torch does inside, and with a name for it here."""
     mesh = mesh_on_four(SQUARE)

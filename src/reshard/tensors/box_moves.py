@@ -187,7 +187,7 @@ class BoxMove:
         return made  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)
 def _layouts(move: BoxMove) -> tuple[Layout, Layout]:
     have, want, shape = move.have, move.want, move.shape
     ranks, kept = have.mesh.ranks, want.pending()

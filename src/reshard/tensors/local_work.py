@@ -195,6 +195,7 @@ def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> 
     for at in axes:
         kind = _kind(want[at])
         known = "norm" in kind or kind in ("sum", "avg", "max", "min")
+        known = known and getattr(want[at], "offset_shape", ()) is not None
         divides = not hasattr(want[at], "mask_buffer") and ("norm" in kind or kind == "sum")
         if not known:
             raise LayoutError(
