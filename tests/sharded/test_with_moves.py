@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,6 +31,7 @@ BOXES = EnumerableShardingSpec(
         ShardMetadata([4, 2], [6, 4], "rank:2/cpu"),
     ]
 )
+WHOLE = rs.Layout(rs.Mesh(rank=4), "- -")
 FULL = torch.arange(60, dtype=torch.float64).reshape(10, 6)
 
 
@@ -44,15 +47,54 @@ def in_moves(rank: int) -> None:
         assert rs.layout_of(source) == source.cut
         moved = rs.move(source, to=want, group=group)
         assert torch.equal(moved, expected)
-    leaf = cut(ROWS).requires_grad_()
-    moved = rs.move(leaf, to=want, group=group)
-    (moved * 3).sum().backward()
-    assert isinstance(leaf.grad, ShardedTensor)
-    assert torch.equal(leaf.grad.full_tensor(), torch.full_like(FULL, 3.0))
 
 
 def test_a_move_takes_a_sharded_tensor(pool: Pool) -> None:
     pool.run(in_moves, ranks=FOUR)
+
+
+def gradients(rank: int) -> None:
+    """Ranks with no shard, one and two, to ranks that get nothing, a part, or all."""
+    group = pool_group(4)
+    wants = [
+        rs.Layout(rs.Mesh(x=4), "- x"),
+        rs.Layout(rs.Mesh(x=2), "x -"),
+        rs.Layout(rs.Mesh(x=2, ranks=[1, 3]), "- -"),
+        rs.layout_of(cut(BOXES)),
+        rs.layout_of(cut(ROWS)),
+    ]
+    weights = FULL.flip(0) + 1
+    for spec, want, rule in product((ROWS, BOXES), wants, ("sum", "replicated")):
+        what = f"{spec} to {want}, {rule}"
+        leaf = cut(spec).requires_grad_()
+        moved = rs.move(leaf, to=want, group=group, grad=rule, timeout=30)
+        assert moved.requires_grad, what
+        mine = rs.move(weights, WHOLE, want, shape=FULL.shape, group=group)
+        loss = (moved**2 * (1 if mine is None else mine)).sum()
+        (slope,) = torch.autograd.grad(loss, leaf, create_graph=True)
+        copies = 2 if want is wants[2] and rule == "sum" else 1
+        assert isinstance(slope, ShardedTensor), what
+        assert len(slope.local_shards()) == len(leaf.local_shards()), what
+        assert torch.equal(slope.detach().full_tensor(), 2 * FULL * weights * copies), what
+        slope.sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), 2 * weights * copies), what
+
+
+def test_gradients_of_a_move_reach_any_number_of_shards(pool: Pool) -> None:
+    pool.run(gradients, ranks=FOUR)
+
+
+def to_dtensors(rank: int) -> None:
+    mesh = DeviceMesh.from_group(pool_group(4), "cpu")
+    for spec in (ROWS, BOXES):
+        leaf = cut(spec).requires_grad_()
+        moved = rs.move(leaf, to=(mesh, [Shard(1)]), group=pool_group(4), timeout=30)
+        (moved * 3).sum().backward()
+        assert torch.equal(leaf.grad.full_tensor(), torch.full_like(FULL, 3.0))
+
+
+def test_gradients_of_a_move_to_a_dtensor(pool: Pool) -> None:
+    pool.run(to_dtensors, ranks=FOUR)
 
 
 def in_plans(rank: int) -> None:

@@ -29,6 +29,7 @@ __all__ = [
     "like",
     "replicated",
     "to_dtensor",
+    "to_joined",
     "to_layout",
     "to_local",
     "to_parts",
@@ -51,6 +52,22 @@ def to_parts(tensor: ShardedTensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts; their gradients are those parts of the gradient."""
     found: tuple[torch.Tensor, ...] = _to_parts(tensor) if tensor._content.parts else ()
     return found
+
+
+def to_joined(tensor: ShardedTensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's parts as a move takes them, with gradients: one as it is, several joined.
+
+    A rank without parts has an empty tensor beside that, so that it too has a part in backward.
+    """
+    content = tensor._content
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return content.local, None
+    if not content.parts:
+        return None, _to_nothing(tensor)
+    parts = to_parts(tensor)
+    if len(parts) == 1:
+        return parts[0], None
+    return torch.cat([part.reshape(-1) for part in parts]), None
 
 
 def to_local(tensor: ShardedTensor) -> torch.Tensor:
@@ -162,6 +179,28 @@ class _FromParts(torch.autograd.Function):
         return None, *to_parts(_back_to(ctx.content, gradients[0]))
 
 
+class _ToNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
+        ctx.content = content = tensor._content
+        return torch.zeros(0, dtype=content.dtype, device=content.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
+        found: ShardedTensor = _from_nothing(gradients[0], ctx.content)
+        return found
+
+
+class _FromNothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, nothing: torch.Tensor, content: Content) -> ShardedTensor:
+        return wrap(replace(content, parts=()))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
+        return _to_nothing(gradients[0]), None
+
+
 class _ToWhole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: ShardedTensor) -> torch.Tensor:
@@ -240,6 +279,8 @@ _to_layout: Callable[..., Any] = _ToLayout.apply
 _to_layout_in_place: Callable[..., Any] = _ToLayoutInPlace.apply
 _to_parts: Callable[..., Any] = _ToParts.apply
 _from_parts: Callable[..., Any] = _FromParts.apply
+_to_nothing: Callable[..., Any] = _ToNothing.apply
+_from_nothing: Callable[..., Any] = _FromNothing.apply
 _to_whole: Callable[..., Any] = _ToWhole.apply
 _replicated: Callable[..., Any] = _Replicated.apply
 _to_dtensor: Callable[..., Any] = _ToDTensor.apply

@@ -120,6 +120,12 @@ class ShardedTensor(torch.Tensor):
 
         return to_local(self)
 
+    def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """This rank's parts as a move takes them; where it has none, a leaf for gradients."""
+        from reshard.sharded.gradients import to_joined
+
+        return to_joined(self)
+
     def metadata(self) -> ShardedTensorMetadata:
         """All shards on all ranks, and what they have in common."""
         content, pinned = self._content, self.is_pinned()

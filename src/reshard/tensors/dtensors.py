@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.box import row_major
 from reshard.errors import LayoutError, TensorError
@@ -20,21 +20,50 @@ from reshard.tensors.kinds import ready
 from reshard.tensors.meshes import mesh_of, this_rank
 from reshard.tensors.placements import as_placed, read_placements
 
-__all__ = ["dtensor_layout", "dtensor_local", "dtensor_of"]
+__all__ = [
+    "Reading",
+    "check_shape_of",
+    "dtensor_layout",
+    "dtensor_local",
+    "dtensor_of",
+    "dtensor_with",
+    "expected_of",
+    "reading_of",
+]
+
+
+Reading = tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, bool]
+"""A shard order, if there is one, and whether strided shards are an order of nesting."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
     """The layout that a DTensor's placements say, if its local tensor has the shape they give."""
+    layout, expected = expected_of(tensor, tensor._spec.placements)
+    check_shape_of(tensor, expected, f'layout "{layout}"')
+    return layout
+
+
+def expected_of(
+    tensor: DTensor, placements: tuple[Placement, ...]
+) -> tuple[Layout, tuple[int, ...] | None]:
+    """The layout that a DTensor has by these placements, and this rank's local shape."""
     spec, rank = tensor._spec, this_rank()
+    mesh, (order, nested) = mesh_of(spec.mesh, rank), reading_of(spec)
+    return _expected(mesh, placements, order, tensor.shape, nested, rank)
+
+
+def reading_of(spec: DTensorSpec) -> Reading:
+    """DTensor's own shard order, and whether strided shards are read as an order of nesting."""
     nested = getattr(spec, "use_strided_shard_as_shard_order", True) is not False
-    mesh = mesh_of(spec.mesh, rank)
-    order = getattr(spec, "shard_order", None)
-    layout, expected = _expected(mesh, spec.placements, order, tensor.shape, nested, rank)
+    return getattr(spec, "shard_order", None), nested
+
+
+def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
+    """Refuse a local tensor of another shape than placements give this rank."""
     local = tensor._local_tensor
     # Where there is nothing to hold, FSDP2 has (0, 0) for (3, 0), and that harms nobody.
     if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
-        raise LayoutError(_differs(tensor, layout, expected))
-    return layout
+        raise LayoutError(_differs(tensor, by, expected))
 
 
 @lru_cache(maxsize=8192)
@@ -53,13 +82,13 @@ def _expected(
     return layout, layout.local_shape(rank, shape) if inside else None
 
 
-def _differs(tensor: DTensor, layout: Layout, expected: tuple[int, ...]) -> str:
+def _differs(tensor: DTensor, by: str, expected: tuple[int, ...]) -> str:
     """What to say of a local tensor that its placements do not explain."""
     held = tuple(tensor._local_tensor.shape)
     return (
         f"rank {this_rank()} holds a local tensor of shape {held} and placements "
-        f"{list(tensor.placements)} on mesh {layout.mesh} give it {expected} of the tensor "
-        f'{tuple(tensor.shape)}, as layout "{layout}": {_advice(tensor, held)}'
+        f"{list(tensor.placements)} on mesh {mesh_of(tensor.device_mesh)} give it {expected} of "
+        f"the tensor {tuple(tensor.shape)}, as {by}: {_advice(tensor, held)}"
     )
 
 
@@ -80,14 +109,19 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
     )
 
 
-def dtensor_local(tensor: DTensor) -> torch.Tensor | None:
-    """This rank's local tensor, in its layout's shape; None on a rank outside the mesh."""
+def dtensor_local(tensor: DTensor, expected: tuple[int, ...] | None = None) -> torch.Tensor | None:
+    """This rank's local tensor, in the shape that is expected; None on a rank outside the mesh.
+
+    That shape is the one of its layout, if none is given.
+    """
     if tensor.device_mesh.get_coordinate() is None:
         return None
     local = ready(tensor._local_tensor)
     if local.numel():
         return local
-    return local.reshape(dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape)))
+    if expected is None:
+        expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
+    return local.reshape(expected)
 
 
 def dtensor_of(
@@ -115,6 +149,21 @@ def dtensor_of(
     spec = _spec(_Same(device_mesh), placed, torch.Size(sizes), strides, local.dtype)
     # A copy: torch may change the spec of a tensor. Three times as quick as from_local.
     return DTensor(local.detach(), copy(spec), requires_grad=False)  # type: ignore[no-untyped-call]
+
+
+def dtensor_with(
+    local: torch.Tensor,
+    target: tuple[DeviceMesh, Sequence[Placement]],
+    like: DTensor,
+    reading: Reading,
+) -> DTensor:
+    """Wrap a local tensor with any placements; it has the shape and the stride of another."""
+    meta, (order, nested) = TensorMeta(like.shape, like.stride(), local.dtype), reading
+    spec = DTensorSpec(target[0], tuple(target[1]), tensor_meta=meta)
+    if not nested and any(isinstance(one, _StridedShard) for one in target[1]):
+        spec.use_strided_shard_as_shard_order = False
+        spec.shard_order = order  # type: ignore[assignment]
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 class _Same:

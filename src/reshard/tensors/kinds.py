@@ -30,11 +30,18 @@ if TYPE_CHECKING:
         cut: Layout
         _content: Content
 
-        def local_tensor(self) -> torch.Tensor:
-            """This rank's part, with gradients back to it."""
+        def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+            """This rank's parts, with gradients; where it has none, a leaf for them."""
 
 
-__all__ = ["is_dtensor", "is_laid_out", "is_sharded_tensor", "knows_layout", "ready"]
+__all__ = [
+    "computed",
+    "is_dtensor",
+    "is_laid_out",
+    "is_sharded_tensor",
+    "knows_layout",
+    "ready",
+]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
@@ -70,3 +77,8 @@ def ready(tensor: torch.Tensor) -> torch.Tensor:
         waited: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
         return waited
     return tensor
+
+
+def computed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: a lazy conjugate or negative has others there."""
+    return tensor.resolve_conj().resolve_neg()

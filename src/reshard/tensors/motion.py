@@ -21,7 +21,7 @@ from reshard.run.live.options import options_of
 from reshard.run.live.session import Ticket
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
-from reshard.tensors.kinds import knows_layout
+from reshard.tensors.kinds import computed, knows_layout
 from reshard.tensors.way_back import WayBack, attached
 
 __all__ = ["Grad", "Motion", "plan_of"]
@@ -84,20 +84,32 @@ class Motion:
         return plan_of(self.have, self.want, self.shape, self.dtype, self.cast, self.memory)
 
     def run(
-        self, ticket: Ticket, local: Tensor | None, into: Tensor | None, device: Any
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        leaf: Tensor | None,
+        into: Tensor | None,
+        device: Any,
     ) -> Tensor | None:
-        """Move, and attach the way back if gradients are wanted anywhere."""
-        device = device if local is None else local.device
+        """Move, and attach the way back if gradients are wanted anywhere.
+
+        A rank without a local tensor may have a leaf that stands for it in backward.
+        """
+        if local is not None:
+            device = local.device
+        elif leaf is not None and device is None:
+            device = leaf.device
         enabled = torch.is_grad_enabled()
         # A rank without input cannot know, unless it refuses.
-        wanted = None if local is None and enabled else enabled and _requires_grad(local)
+        known = enabled and (leaf is not None or _requires_grad(local))
+        wanted = None if local is None and leaf is None and enabled else known
         if wanted:
             self.check_differentiable(into is not None)
         at_rest = self.stays(ticket, local) if into is None else None
         if at_rest is not None:
             if not wanted or self.grad == "replicated":
-                return at_rest
-            return attached(local, at_rest.detach(), self.way_back, device)
+                return at_rest if leaf is None else leaf.reshape(at_rest.shape)
+            return attached(local, leaf, at_rest.detach(), self.way_back, device)
         moved, wanted = self.moved(ticket, local, into, device, wanted)
         if not wanted:
             return moved if into is None else into
@@ -105,7 +117,7 @@ class Motion:
             raise TensorError(NOT_INTO)
         if moved is None:
             moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
-        return attached(local, moved, self.way_back, device)
+        return attached(local, leaf, moved, self.way_back, device)
 
     def moved(
         self,
@@ -116,6 +128,7 @@ class Motion:
         wanted: bool | None,
     ) -> tuple[Tensor | None, bool]:
         """The result without a way back, and whether any rank wants one."""
+        local = None if local is None else computed(local)
         if local is not None and wanted is not None and not self.options:
             quick = swift.moved(ticket, self.plan, local, into, self.group, wanted)
             if quick is not None:
@@ -149,7 +162,7 @@ class Motion:
         if found is not None:
             options_of(self.options)  # nothing else looks whether there are such options
             if not engine.pass_silently(ticket, self.plan, self.options):
-                given = {} if local is None else {ONE: local.detach()}
+                given = {} if local is None else {ONE: computed(local).detach()}
                 # The source is the result, so it is not freed, whatever was asked for.
                 options = {"device": found.device, **self.options, "donate": False}
                 engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
@@ -178,7 +191,7 @@ class Motion:
 
     def _problem(self, dtensors: bool) -> str:
         op = self.have.reduce[0] if self.have.reduce else "sum"
-        if op not in ("sum", "avg"):
+        if op not in ("sum", "avg") and not dtensors:
             return (
                 f'the source "{self.have}" has a pending {op} and requires gradients: only a sum '
                 "and an avg have them here; detach it, or reduce it first"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from operator import index
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from reshard.layout import Layout
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
+from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
@@ -37,13 +38,14 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
     Target = Layout | tuple[DeviceMesh, Sequence[Placement]]
-    Source = Callable[[], torch.Tensor | None]
+    Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 
 __all__ = ["backward", "move"]
 
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
+@outside_graphs
 def move(
     tensor: torch.Tensor | None,
     have: Layout | None = None,
@@ -58,6 +60,9 @@ def move(
     memory: int | str | None = None,
     into: torch.Tensor | None = None,
     grad: Grad = "sum",
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
     **options: Any,
 ) -> Any:
     """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
@@ -67,15 +72,68 @@ def move(
     tensor parallelism). ``want`` (or ``to``) is where it should go: a layout, for local tensors
     out, or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where
     nothing has to move the result shares the source's memory. Gradients flow back: see the docs.
+    ``async_op``, ``forward_dtype`` and ``backward_dtype`` are those of ``DTensor.redistribute``.
     Further options: ``timeout`` (60 s without a sign of life), ``deadline``, ``transport``,
     ``check``.
     """
-    given = (tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, options)
+    kinds = Kinds(cast_to, forward_dtype, backward_dtype, async_op)
+    target = want if to is None else to
+    if is_dtensor(tensor) and have is None and not _is_on_mesh_of(tensor, target):
+        tensor = _settled(tensor, group, options)
+    given = (tensor, have, want, to, shape, dtype, kinds, device, memory, into, grad, options)
     return counted(
         group,
         lambda: _ranks_of(tensor, have, want, to),
         lambda ticket: _move(ticket, *given),
     )
+
+
+class Kinds(NamedTuple):
+    """What is asked for of dtypes, and whether the result may still be on its way."""
+
+    cast_to: object
+    forward: torch.dtype | None
+    backward: torch.dtype | None
+    async_op: bool
+
+    def check(self, is_redistribution: bool) -> None:
+        """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
+        for name, kind in (("forward_dtype", self.forward), ("backward_dtype", self.backward)):
+            if kind is None:
+                continue
+            if not isinstance(kind, torch.dtype):
+                raise TensorError(f"{name}={_quoted(kind)}: give a dtype, as torch.bfloat16")
+            if not is_redistribution:
+                raise TensorError(
+                    f"{name}={kind} is for a DTensor that gets other placements on its own mesh: "
+                    "give cast_to= for the dtype of the result"
+                )
+        if not isinstance(self.async_op, bool):
+            raise TensorError(f"async_op={_quoted(self.async_op)}: give True or False")
+        if self.forward is not None and self.cast_to is not None:
+            raise TensorError("cast_to= and forward_dtype= both say a dtype: give one of them")
+
+    @property
+    def is_usual(self) -> bool:
+        """Whether nothing is asked for."""
+        return self.cast_to is None and self.forward is None and self.backward is None
+
+
+def _is_on_mesh_of(tensor: DTensor, target: object) -> bool:
+    if not isinstance(target, tuple | list) or not target:
+        return False
+    # Comparing takes longer than asking for the same one.
+    return target[0] is tensor.device_mesh or bool(target[0] == tensor.device_mesh)
+
+
+def _settled(tensor: DTensor, group: dist.ProcessGroup | None, options: dict[str, Any]) -> Any:
+    """A DTensor with placements that a layout says, in a call of its own where it has others."""
+    from reshard.tensors.redistributing import settled
+
+    placements = settled(tensor)
+    if placements is None:
+        return tensor
+    return move(tensor, to=(tensor.device_mesh, placements), group=group, **options)
 
 
 def _move(
@@ -86,7 +144,7 @@ def _move(
     to: Target | None,
     shape: Sequence[int] | None,
     dtype: object,
-    cast_to: object,
+    kinds: Kinds,
     device: torch.device | str | None,
     memory: int | str | None,
     into: torch.Tensor | None,
@@ -102,15 +160,19 @@ def _move(
     if grad not in ("sum", "replicated"):
         raise TensorError(f'grad="{grad}": it is "sum" or "replicated"')
     usual = to is not None and have is None and shape is None and dtype is None and into is None
-    usual = usual and cast_to is None and device is None and group is None and memory is None
+    usual = usual and kinds.is_usual and device is None and group is None and memory is None
     if usual and not options:
         quick = _repeated(ticket, tensor, target)
         if quick is not None:
             return quick
-    source, have, sizes, kind = _source(tensor, have, shape, dtype)
-    cast_dtype = None if cast_to is None else canonical_dtype(cast_to)
     if not isinstance(memory, int | str | None):
         parse_bytes(memory)  # says what is wrong with it
+    on_mesh = have is None and is_dtensor(tensor) and _is_on_mesh_of(tensor, target)
+    kinds.check(on_mesh)
+    if on_mesh and (kinds.forward or kinds.backward or _is_special(tensor, target)):
+        return _redistributed(ticket, tensor, target, shape, kinds, memory, into, options)
+    cast_dtype = None if kinds.cast_to is None else canonical_dtype(kinds.cast_to)
+    source, have, sizes, kind = _source(tensor, have, shape, dtype)
     if isinstance(target, Layout):
         motion = _motion(have, target, sizes, kind, cast_dtype, memory, grad)
     else:
@@ -121,11 +183,44 @@ def _move(
         motion = replace(motion, group=group, options=options)
     place = NOWHERE if into is None else motion.place(into)
     if isinstance(target, Layout):
-        moved = motion.run(ticket, source(), place.local, device)
+        moved = motion.run(ticket, *source(), place.local, device)
     else:
         moved = _as_dtensor(ticket, tensor, source, motion, target, place.local, device)
     if into is None:
         return moved
+    place.fill()
+    return into
+
+
+def _is_special(tensor: Any, target: Any) -> bool:
+    from reshard.tensors.redistributing import is_special
+
+    return len(target) == 2 and is_special(tensor, target[1])
+
+
+def _redistributed(
+    ticket: Ticket,
+    tensor: Any,
+    target: Any,
+    shape: Sequence[int] | None,
+    kinds: Kinds,
+    memory: int | str | None,
+    into: torch.Tensor | None,
+    options: dict[str, Any],
+) -> Any:
+    """A DTensor on the same mesh with placements, or casts, that need more than a layout says."""
+    from reshard.tensors.redistributing import Settings, redistribute, redistribution
+
+    _check_shape(tuple(tensor.shape), shape)
+    cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    settings = Settings(cap, ticket.group, options, kinds.backward)
+    cast_dtype = None if kinds.cast_to is None else canonical_dtype(kinds.cast_to)
+    how = redistribution(tensor, target, settings, cast_dtype, kinds.forward)
+    if into is None:
+        return redistribute(ticket, tensor, how)
+    how.check_into()
+    place = how.motion.place(into)
+    redistribute(ticket, tensor, how, place.local)
     place.fill()
     return into
 
@@ -136,6 +231,8 @@ def _ranks_of(*given: Any) -> set[int]:
     for one in given:
         if isinstance(one, Layout):
             found |= {rank for rank in one.ranks if one.holds(rank) is not None}
+        elif is_dtensor(one):
+            found |= set(map(int, one.device_mesh.mesh.flatten().tolist()))
         elif knows_layout(one):
             layout = spec_of(one).layout
             found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
@@ -155,6 +252,7 @@ def _repeated(ticket: Ticket, tensor: torch.Tensor | None, target: Target) -> DT
     return repeated(ticket, tensor, target)
 
 
+@outside_graphs
 def backward(moved: Any) -> None:
     """Take part in the backward of a move whose result this rank does not use.
 
@@ -189,35 +287,39 @@ def _motion(
 def _source(
     tensor: torch.Tensor | None, have: Layout | None, shape: Sequence[int] | None, dtype: object
 ) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
-    """The local tensor, for whoever asks for it, and what it is a part of."""
+    """The local tensor, or a leaf in its place, when asked for, and what it is a part of."""
     if not isinstance(have, Layout | None):
         raise TensorError(f"have={_quoted(have)} is no layout: write rs.Layout(mesh, words)")
     if knows_layout(tensor):
         spec = spec_of(cast(torch.Tensor, tensor))
         _check_known(spec, have, shape)
-        return lambda: _local_with_grad(tensor), have or spec.layout, spec.shape, spec.dtype
+        return _parts_with_grad(tensor), have or spec.layout, spec.shape, spec.dtype
     if have is None or shape is None:
         raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
     sizes = _sizes(shape)
     if tensor is None:
         if dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
-        return lambda: None, have, sizes, canonical_dtype(dtype)
+        return lambda: (None, None), have, sizes, canonical_dtype(dtype)
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
-    return lambda: tensor, have, sizes, tensor.dtype
+    return lambda: (tensor, None), have, sizes, tensor.dtype
 
 
 def _check_known(spec: TensorSpec, have: Layout | None, shape: Sequence[int] | None) -> None:
     """Refuse a description that differs from what the tensor says itself."""
-    if shape is not None and _sizes(shape) != spec.shape:
-        raise TensorError(
-            f"shape={_sizes(shape)} and the tensor itself says {spec.shape}: leave out shape="
-        )
+    _check_shape(spec.shape, shape)
     if have is not None and not is_part_of(spec.layout, have, spec.shape):
         raise TensorError(
             f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on mesh '
             f"{spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
+        )
+
+
+def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:
+    if shape is not None and _sizes(shape) != known:
+        raise TensorError(
+            f"shape={_sizes(shape)} and the tensor itself says {known}: leave out shape="
         )
 
 
@@ -238,10 +340,14 @@ def _quoted(value: object) -> str:
     return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
 
 
+def _parts_with_grad(tensor: Any) -> Source:
+    """The parts of a tensor that knows its layout such that gradients find their way back."""
+    if is_laid_out(tensor):
+        return tensor._for_move
+    return lambda: (_local_with_grad(tensor), None)
+
+
 def _local_with_grad(tensor: Any) -> torch.Tensor | None:
-    """The local tensor of a DTensor such that gradients find their way back to it."""
-    if is_laid_out(tensor) and len(tensor._content.parts) == 1:
-        return tensor.local_tensor()
     if not is_dtensor(tensor) or not (tensor.requires_grad and torch.is_grad_enabled()):
         return local_of(tensor)
     if tensor.device_mesh.get_coordinate() is None:
@@ -292,5 +398,5 @@ def _as_dtensor(
         if into is None and not moved.requires_grad:
             remember(tensor, target, motion, moved)
         return moved
-    moved = motion.run(ticket, source(), into, device or target[0].device_type)
+    moved = motion.run(ticket, *source(), into, device or target[0].device_type)
     return wrapped(moved, motion, target, tensor.stride() if is_dtensor(tensor) else None)

@@ -26,7 +26,17 @@ from reshard.mesh import Mesh
 from reshard.notation import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
 from reshard.tensors.meshes import mesh_of
 
-__all__ = ["OPS", "Order", "as_placed", "layout_from", "read_placements", "shard_order"]
+__all__ = [
+    "OPS",
+    "Order",
+    "acting",
+    "as_placed",
+    "check_placements",
+    "layout_from",
+    "nesting_of",
+    "read_placements",
+    "shard_order",
+]
 
 OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
 """What torch calls a reduction, and what the notation calls it."""
@@ -73,10 +83,10 @@ def read_placements(
     ``order`` is DTensor's own shard order, where it has one. ``nested=False`` reads strided shards
     left to right, as torch cuts them, and not as an order of nesting.
     """
-    _check(mesh, placements, shape)
-    cutting = _cutting(mesh, placements, order, nested)
+    check_placements(mesh, placements, shape)
+    cutting = nesting_of(mesh, placements, order, nested)
     if cutting is None:
-        dims = _left_to_right(mesh, placements, shape)
+        dims = _one_by_one(mesh, placements, acting(placements, order), shape)
     else:
         axes = tuple(mesh.axes)
         dims = [tuple(Chunk(axes[at]) for at in cutting.get(d, ())) for d in range(len(shape))]
@@ -84,12 +94,13 @@ def read_placements(
     return _layout(mesh, Words(tuple(dims), rest, reduce=_reduction(mesh, placements)))
 
 
-def _cutting(
+def nesting_of(
     mesh: Mesh,
     placements: Sequence[Placement],
     order: tuple[tuple[int, tuple[int, ...]], ...] | None,
     nested: bool,
 ) -> Order | None:
+    """The mesh dims that cut each tensor dim in plain chunks; None where strides say otherwise."""
     strided = any(isinstance(placement, _StridedShard) for placement in placements)
     if strided and not nested:
         return None
@@ -104,7 +115,8 @@ def _layout(mesh: Mesh, words: Words) -> Layout:
     return Layout(mesh, words)
 
 
-def _check(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
+def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
+    """Refuse placements that a mesh or a shape cannot have, and reductions of other kinds."""
     if len(placements) != len(mesh.axes):
         raise LayoutError(
             f"{len(placements)} placements {list(placements)} on mesh {mesh}, which has "
@@ -164,10 +176,22 @@ def shard_order(
     return order
 
 
-def _left_to_right(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> list[Cuts]:
+def acting(
+    placements: Sequence[Placement], order: tuple[tuple[int, tuple[int, ...]], ...] | None
+) -> list[int]:
+    """The mesh dims in the order in which they cut: DTensor's own, or left to right."""
+    if order:
+        return [at for _, axes in order for at in axes]
+    return [at for at, one in enumerate(placements) if isinstance(one, Shard | _StridedShard)]
+
+
+def _one_by_one(
+    mesh: Mesh, placements: Sequence[Placement], order: Sequence[int], shape: Sequence[int]
+) -> list[Cuts]:
     """Each placement acts on what the one before left, strided ones as torch splits them."""
     dims: list[list[Cut]] = [[] for _ in shape]
-    for axis, placement in zip(mesh.axes, placements, strict=True):
+    names = tuple(mesh.axes)
+    for axis, placement in ((names[at], placements[at]) for at in order):
         if isinstance(placement, _StridedShard):
             lengths = _lengths(mesh, dims[placement.dim], shape[placement.dim])
             dims[placement.dim].append(_strided(mesh, axis, placement, lengths))

@@ -18,6 +18,7 @@ from reshard.run.live.engine import release
 from reshard.run.live.handle import Handle
 from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
+from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import tensors_in
 from reshard.tensors.fitting import check_fits, joined, place_of
 from reshard.tensors.meshes import this_rank
@@ -31,6 +32,7 @@ PLAIN = {torch.Tensor, torch.nn.Parameter, type(None)}
 """What is handed on as it is; a state dict of thousands of these is not looked through."""
 
 
+@outside_graphs
 def run(
     plan: Plan,
     tensors: Mapping[Any, Any],
@@ -43,6 +45,7 @@ def run(
     return _started(plan, tensors, into, group, options, thread=False).wait()
 
 
+@outside_graphs
 def start(
     plan: Plan,
     tensors: Mapping[Any, Any],

@@ -19,6 +19,7 @@ from reshard.planning.adjoint import SumMove
 from reshard.planning.plan import ONE, Plan
 from reshard.run.live import engine
 from reshard.tensors.boxes import Boxes, added, listed
+from reshard.tensors.kinds import computed
 
 __all__ = ["WayBack", "attached"]
 
@@ -108,12 +109,26 @@ class WayBack:
         return total
 
 
-def attached(source: Tensor | None, moved: Tensor, back: WayBack, device: Any) -> Tensor:
+def attached(
+    source: Tensor | None, leaf: Tensor | None, moved: Tensor, back: WayBack, device: Any
+) -> Tensor:
     """The result of a move as autograd sees it: made from the source, or from a hidden leaf."""
     hidden = source is None
-    leaf = torch.zeros(0, device=device, requires_grad=True) if source is None else source
-    found: Tensor = _moved(leaf, moved, back, hidden)
+    if source is not None:
+        leaf = source
+    elif leaf is None:
+        leaf = torch.zeros(0, device=device, requires_grad=True)
+    # In a list: for autograd it is then a result, and no input that is handed through as a view,
+    # into which nothing could be written. What shares the source's memory stays such a view.
+    given = moved if _shares_memory(source, moved) else [moved]
+    found: Tensor = _moved(leaf, given, back, hidden)
     return found
+
+
+def _shares_memory(source: Tensor | None, moved: Tensor) -> bool:
+    if source is None or not moved.numel():
+        return False
+    return source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr()
 
 
 def _as(tensor: Tensor, kind: torch.dtype) -> Tensor:
@@ -127,10 +142,12 @@ class _Moved(torch.autograd.Function):
     """Makes the result of a move the result of its input."""
 
     @staticmethod
-    def forward(ctx: Any, source: Tensor, moved: Tensor, back: WayBack, hidden: bool) -> Tensor:
+    def forward(
+        ctx: Any, source: Tensor, moved: Tensor | list[Tensor], back: WayBack, hidden: bool
+    ) -> Tensor:
         ctx.back, ctx.like = back, _Like(source)
         ctx.hidden = hidden
-        return moved.view_as(moved)
+        return moved[0] if isinstance(moved, list) else moved.view_as(moved)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -158,7 +175,7 @@ class _Back(torch.autograd.Function):
         ctx.back, ctx.like = back.back, _Like(gradient)
         # A rank that got nothing has an empty gradient, one that brought nothing an empty leaf.
         holds = back.move.have.holds(dist.get_rank()) is not None
-        local = _as(gradient.detach(), back.kind) if holds else None
+        local = computed(_as(gradient.detach(), back.kind)) if holds else None
         found = back.run(local, like.device)
         return like.of(None if hidden else found)
 

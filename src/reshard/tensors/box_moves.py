@@ -1,0 +1,256 @@
+"""Moves between placements that no words say: every rank's part as a list of boxes.
+
+A ``_StridedShard`` whose split factor no order of mesh dims explains cuts what an uneven ``Shard``
+left into parts that differ from rank to rank. And DTensor has reductions that a layout does not
+have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that moves, and
+are reduced where they arrive: more travels than by a layout, in exchange for any placements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, reduce
+from itertools import product
+from math import prod
+
+import torch
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from reshard.box import Box
+from reshard.dtypes import accumulator
+from reshard.errors import LayoutError
+from reshard.layout import Layout
+from reshard.mesh import Mesh
+from reshard.tensors.placements import acting, check_placements, nesting_of
+
+__all__ = ["BoxMove", "Placed"]
+
+Interval = tuple[int, int]
+Intervals = tuple[Interval, ...]
+Slices = tuple[slice, ...]
+
+MOST_BOXES = 1 << 16
+"""What a rank holds is listed box by box."""
+
+_BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
+
+
+@dataclass(frozen=True)
+class Placed:
+    """How placements on a mesh cut a tensor, as DTensor's spec says it."""
+
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
+    nested: bool = True
+    """Whether strided shards are read as an order of mesh dims, where they say one."""
+
+    def pending(self) -> list[int]:
+        """The mesh dims along which a reduction is pending."""
+        return [at for at, one in enumerate(self.placements) if one.is_partial()]
+
+    def addend(self, rank: int, axes: Sequence[int]) -> int:
+        """The number of a rank's addend among those along some mesh dims."""
+        sizes, place = tuple(self.mesh.axes.values()), tuple(self.mesh.coords(rank).values())
+        number = 0
+        for at in axes:
+            number = number * sizes[at] + place[at]
+        return number
+
+    def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+        """The shape of a rank's local tensor."""
+        return tuple(sum(b - a for a, b in dim) for dim in intervals_of(self, shape, rank))
+
+
+@lru_cache(maxsize=4096)
+def intervals_of(placed: Placed, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
+    """What a rank holds of each dim, in the order in which its local tensor has it."""
+    mesh = placed.mesh
+    check_placements(mesh, placed.placements, shape)
+    sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
+    nesting = nesting_of(mesh, placed.placements, placed.order, placed.nested)
+    order = acting(placed.placements, placed.order)
+    if nesting is not None:
+        order = [at for axes in nesting.values() for at in axes]
+    dims: list[Intervals] = [((0, size),) for size in shape]
+    for at in order:
+        placement = placed.placements[at]
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+        dims[dim] = _cut(dims[dim], 1 if nesting is not None else factor, sizes[at], place[at])
+    return tuple(dims)
+
+
+def _cut(held: Intervals, factor: int, num: int, place: int) -> Intervals:
+    """One chunk of every one of ``factor`` parts of what is held."""
+    length = sum(b - a for a, b in held)
+    part = max(1, -(-length // factor))
+    if factor > MOST_BOXES and part > 1:
+        raise LayoutError(f"a split factor of {factor} is too large: at most {MOST_BOXES} work")
+    found: list[Interval] = []
+    for start in range(0, length, part):
+        size = min(part, length - start)
+        chunk = -(-size // num)
+        first, last = min(size, place * chunk), min(size, (place + 1) * chunk)
+        found += _taken(held, start + first, start + last)
+    return tuple(_merged(found))
+
+
+def _taken(held: Intervals, first: int, last: int) -> Iterator[Interval]:
+    """The positions from ``first`` to ``last`` of what is held."""
+    at = 0
+    for start, stop in held:
+        low, high = max(first, at), min(last, at + stop - start)
+        if low < high:
+            yield start + low - at, start + high - at
+        at += stop - start
+
+
+def _merged(found: list[Interval]) -> Iterator[Interval]:
+    """The same with neighbours joined."""
+    current: Interval | None = None
+    for start, stop in found:
+        if current is not None and current[1] == start:
+            current = current[0], stop
+            continue
+        if current is not None:
+            yield current
+        current = start, stop
+    if current is not None:
+        yield current
+
+
+@dataclass(frozen=True)
+class BoxMove:
+    """From placements to placements on the same mesh."""
+
+    have: Placed
+    want: Placed
+    shape: tuple[int, ...]
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        """The shape of what moves: all addends, one after the other."""
+        sizes = tuple(self.have.mesh.axes.values())
+        return prod(sizes[at] for at in self.have.pending()), *self.shape
+
+    @property
+    def op(self) -> str:
+        """The reduction that is done on arrival; of those that stay pending there is none."""
+        kept = self.want.pending()
+        ops = {self.have.placements[at].reduce_op for at in self.have.pending() if at not in kept}  # type: ignore[attr-defined]
+        return str(next(iter(ops), "sum"))
+
+    def check(self, dtype: str) -> None:
+        """Refuse a reduction that a dtype does not have."""
+        floats, complexes = dtype.startswith(("float", "bfloat")), dtype.startswith("complex")
+        is_bitwise, is_ordered = self.op in _BITWISE, self.op in ("max", "min")
+        if (is_bitwise and (floats or complexes)) or (is_ordered and complexes):
+            raise LayoutError(
+                f"{list(self.have.placements)} of {dtype} to {list(self.want.placements)}: there "
+                f"is no {self.op} of {dtype}; reduce another dtype"
+            )
+
+    @cached_property
+    def layouts(self) -> tuple[Layout, Layout]:
+        """What is brought and what is wanted, as boxes."""
+        return _layouts(self)
+
+    def joined(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
+        """A rank's local tensor as the first layout has it."""
+        places = _places(intervals_of(self.have, self.shape, rank))
+        views = [local[slices].unsqueeze(0) for slices in places]
+        if not views or not local.numel():
+            return None
+        return views[0] if len(views) == 1 else torch.cat([view.reshape(-1) for view in views])
+
+    def local(
+        self, found: torch.Tensor | None, rank: int, dtype: torch.dtype, device: object
+    ) -> torch.Tensor:
+        """What arrived as the local tensor of the result, reduced."""
+        shape = self.want.local_shape(self.shape, rank)
+        made = torch.empty(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
+        if found is None or not made.numel():
+            return made  # type: ignore[no-any-return]
+        boxes = [Box(start, stop) for start, stop in _corners(self.want, self.shape, rank)]
+        rows = found.reshape(-1, sum(box.size for box in boxes))
+        reduced = _reduced(rows, self.op).to(dtype)
+        places, at = _places(intervals_of(self.want, self.shape, rank)), 0
+        for slices, box in zip(places, boxes, strict=True):
+            made[slices] = reduced[at : at + box.size].view(box.shape)
+            at += box.size
+        return made  # type: ignore[no-any-return]
+
+
+@lru_cache(maxsize=128)
+def _layouts(move: BoxMove) -> tuple[Layout, Layout]:
+    have, want, shape = move.have, move.want, move.shape
+    ranks, kept = have.mesh.ranks, want.pending()
+    numbers = {rank: have.addend(rank, have.pending()) for rank in ranks}
+    made_of: dict[int, set[int]] = {}
+    for rank in ranks:
+        made_of.setdefault(have.addend(rank, kept), set()).add(numbers[rank])
+    brought = {rank: _boxes(have, shape, rank, [numbers[rank]]) for rank in ranks}
+    wanted = {
+        rank: _boxes(want, shape, rank, sorted(made_of[have.addend(rank, kept)])) for rank in ranks
+    }
+    return Layout.from_boxes(move.whole, brought), Layout.from_boxes(move.whole, wanted)
+
+
+def _boxes(
+    placed: Placed, shape: tuple[int, ...], rank: int, addends: Sequence[int]
+) -> tuple[Box, ...]:
+    corners = [*_corners(placed, shape, rank)]
+    if len(corners) * len(addends) > MOST_BOXES:
+        raise LayoutError(
+            f"{list(placed.placements)} cut {shape} into {len(corners) * len(addends)} boxes on "
+            f"rank {rank}: at most {MOST_BOXES} work; redistribute to Shard first"
+        )
+    return tuple(
+        Box((number, *start), (number + 1, *stop)) for number in addends for start, stop in corners
+    )
+
+
+def _corners(
+    placed: Placed, shape: tuple[int, ...], rank: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The first and last corners of a rank's boxes."""
+    for chosen in product(*intervals_of(placed, shape, rank)):
+        yield tuple(start for start, _ in chosen), tuple(stop for _, stop in chosen)
+
+
+def _places(dims: Sequence[Intervals]) -> Iterator[Slices]:
+    """Where the boxes are in the local tensor."""
+    starts: list[list[slice]] = []
+    for held in dims:
+        at, found = 0, []
+        for start, stop in held:
+            found.append(slice(at, at + stop - start))
+            at += stop - start
+        starts.append(found)
+    yield from product(*starts)
+
+
+def _reduced(rows: torch.Tensor, op: str) -> torch.Tensor:
+    """The addends, one per row, reduced as the engine does it."""
+    if len(rows) == 1:
+        return rows[0]
+    if op in _BITWISE:
+        return reduce(_BITWISE[op], rows.unbind())
+    if op in ("max", "min"):
+        return rows.amax(0) if op == "max" else rows.amin(0)
+    if rows.dtype == torch.bool:
+        return rows.all(0) if op == "product" else rows.any(0)
+    wide = rows.to(getattr(torch, accumulator(str(rows.dtype).removeprefix("torch."))))
+    if op == "product":
+        return wide.prod(0)
+    total = wide.sum(0, dtype=wide.dtype)
+    if op != "avg":
+        return total
+    floors = not (wide.is_floating_point() or wide.is_complex())
+    return torch.div(total, len(rows), rounding_mode="floor" if floors else None)

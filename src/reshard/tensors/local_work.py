@@ -1,0 +1,214 @@
+"""Pending reductions that no layout says: which local work turns them into one that it does?
+
+A layout has one pending reduction (sum, avg, max, min or prod) over some axes. DTensor has more:
+
+* sums on some mesh dims and averages on others: one sum over all of them, then a division;
+* ``_MaskPartial``, a sum of rows that count on one rank only: the others become zero first;
+* ``_NormPartial``, a p-norm: the sum of p-th powers, then the p-th root;
+* a replicated tensor that becomes ``Partial``: each rank keeps its share of the value.
+
+Every mesh dim of size 1 is left alone, as torch does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+from reshard.dtypes import accumulator
+from reshard.errors import LayoutError, TensorError
+from reshard.tensors.meshes import this_rank
+
+__all__ = ["LocalWork", "work_for"]
+
+Placements = tuple[Placement, ...]
+
+_LINEAR = {"sum", "avg"}
+"""Reductions that can be done in any order among each other."""
+
+
+@dataclass(frozen=True)
+class LocalWork:
+    """What a rank does to its local tensor before and after a move between simpler placements."""
+
+    have: Placements
+    want: Placements
+    """The simpler placements: at most one kind of pending reduction, and none that is new."""
+    masks: tuple[Any, ...] = ()
+    """The ``_MaskPartial``s that are reduced."""
+    norm: float | None = None
+    """The exponent of a p-norm that is reduced."""
+    divisor: int = 1
+    """How many addends have the averages that are reduced as a part of a sum."""
+    shares: tuple[tuple[int, Partial], ...] = ()
+    """The mesh dims along which the result is given as addends, and how."""
+
+    @property
+    def needs_wide(self) -> bool:
+        """Whether sums go on being computed with, so that they are not rounded before."""
+        return self.norm is not None or self.divisor > 1
+
+    def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
+        """The dtypes that are moved, for a source and a destination of these."""
+        if not self.needs_wide:
+            return dtype, cast
+        wide = accumulator(dtype)
+        if not _is_inexact(dtype):
+            raise LayoutError(
+                f"{list(self.have)} of {dtype} needs a division or a root, which integers do not "
+                "have: cast it to a floating-point dtype first"
+            )
+        return (wide if self.norm is not None else dtype), wide
+
+    def before(self, local: torch.Tensor | None) -> torch.Tensor | None:
+        """The addends of the simpler reduction; the tensor that is given stays as it is."""
+        if local is None:
+            return None
+        for mask in self.masks:
+            if mask.mask_buffer.data is None:
+                raise TensorError(
+                    f"rank {this_rank()}: the mask of {mask!r} was used up when the tensor was "
+                    "redistributed before: keep that result, or compute the tensor again"
+                )
+            local = local.clone()
+            mask.mask_buffer.apply_mask(local)
+        if self.norm is None:
+            return local
+        wide = accumulator(str(local.dtype).removeprefix("torch."))
+        return local.to(getattr(torch, wide)) ** self.norm
+
+    def after(
+        self, moved: torch.Tensor, device_mesh: DeviceMesh, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The local tensor of the result."""
+        if self.divisor > 1:
+            # By a tensor: by a number a GPU multiplies with its rounded inverse.
+            moved = moved / torch.full((), self.divisor, dtype=moved.dtype, device=moved.device)
+        if self.norm is not None:
+            moved = moved ** (1.0 / self.norm)
+        moved = moved.to(dtype)
+        for axis, placement in self.shares:
+            moved = placement._partition_value(moved, device_mesh, axis)
+        # torch drops a mask when it was applied: the next lookup has another.
+        for mask in self.masks:
+            mask.mask_buffer.release_mask()
+        return moved
+
+
+def work_for(
+    sizes: Sequence[int], have: Placements, want: Placements, dtype: torch.dtype
+) -> LocalWork | None:
+    """What is to be done around a move; None if a layout says the reductions as they are."""
+    pairs = [*zip(sizes, have, want, strict=True)]
+    reduced = [at for at, (n, old, new) in enumerate(pairs) if n > 1 and _is_reduced(old, new)]
+    kept = [at for at, (_, old, new) in enumerate(pairs) if old.is_partial() and old == new]
+    shares = [at for at, (_, old, new) in enumerate(pairs) if new.is_partial() and old != new]
+    kinds = {_kind(have[at]) for at in (*reduced, *kept)}
+    plain = all(type(one) is Partial for one in (*have, *want) if one.is_partial())
+    if plain and not shares and len(kinds) < 2:
+        return None
+    _check_kinds(have, kinds)
+    _check_masks(have, want, kept)
+    _check_shares(want, [at for at in shares if sizes[at] > 1], dtype)
+    op = _one_word({_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds)
+    simple = [
+        (Partial(op) if at in kept or at in reduced else _settled(old), _settled(new))
+        for at, (_, old, new) in enumerate(pairs)
+    ]
+    ends = [Partial(op) if at in kept else new for at, (_, new) in enumerate(simple)]
+    averages = [at for at in reduced if op == "sum" and _kind(have[at]) == "avg"]
+    return LocalWork(
+        tuple(old for old, _ in simple),
+        tuple(ends),
+        tuple(have[at] for at in reduced if hasattr(have[at], "mask_buffer")),
+        next((norm for at in reduced if (norm := getattr(have[at], "norm_type", None))), None),
+        prod(sizes[at] for at in averages),
+        tuple(_shares(want, shares, sizes)),
+    )
+
+
+def _is_reduced(old: Placement, new: Placement) -> bool:
+    return old.is_partial() and old != new
+
+
+def _shares(
+    want: Placements, axes: Sequence[int], sizes: Sequence[int]
+) -> Iterator[tuple[int, Partial]]:
+    for at in axes:
+        placement = want[at]
+        if sizes[at] > 1 and isinstance(placement, Partial):
+            yield at, placement
+
+
+def _settled(placement: Placement) -> Placement:
+    return Replicate() if placement.is_partial() else placement
+
+
+def _kind(placement: Any) -> str:
+    """What is pending, such that equal kinds are the same reduction."""
+    norm = getattr(placement, "norm_type", None)
+    return str(placement.reduce_op) if norm is None else f"{norm}-norm"
+
+
+def _one_word(kinds: set[str]) -> str:
+    """The reduction of the simpler placements."""
+    if len(kinds) == 1 and "norm" not in next(iter(kinds)):
+        return next(iter(kinds))
+    return "sum"
+
+
+def _check_kinds(have: Placements, kinds: set[str]) -> None:
+    if len(kinds) > 1 and not kinds <= _LINEAR:
+        raise LayoutError(
+            f"placements {list(have)} are pending {' and '.join(sorted(kinds))}: which of them is "
+            "done first makes a difference; reduce one of them before the other comes up"
+        )
+
+
+def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> None:
+    """Refuse to leave a mask behind rows that other ranks have afterwards."""
+    for mask in (have[at] for at in kept if hasattr(have[at], "mask_buffer")):
+        rows = _rows_of(mask)
+        for old, new in zip(have, want, strict=True):
+            if old != new and any(getattr(one, "dim", rows) < rows for one in (old, new)):
+                raise LayoutError(
+                    f"placements {list(have)} to {list(want)} would cut the rows to which the mask "
+                    f"of {mask!r} belongs in another way: reduce it in the same call, to "
+                    "Replicate() or Shard"
+                )
+
+
+def _rows_of(mask: Any) -> int:
+    """How many dims a mask has: those it says rows of."""
+    data = mask.mask_buffer.data
+    return 1 << 30 if data is None else int(data.ndim)
+
+
+def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> None:
+    for at in axes:
+        kind = _kind(want[at])
+        known = "norm" in kind or kind in ("sum", "avg", "max", "min")
+        known = known and getattr(want[at], "offset_shape", ()) is not None
+        divides = not hasattr(want[at], "mask_buffer") and ("norm" in kind or kind == "sum")
+        if not known:
+            raise LayoutError(
+                f"a value cannot be given as {want[at]!r}: there are no addends of it for every "
+                "value; use Partial of sum, avg, max or min, or Replicate()"
+            )
+        if divides and not _is_inexact(str(dtype).removeprefix("torch.")):
+            raise LayoutError(
+                f"{dtype} cannot be given as {want[at]!r}: each rank would hold its share, and "
+                "integers cannot be divided; use Replicate()"
+            )
+
+
+def _is_inexact(dtype: str) -> bool:
+    kind: torch.dtype = getattr(torch, dtype)
+    return kind.is_floating_point or kind.is_complex

@@ -1,0 +1,25 @@
+"""Random redistributions against the truth and against torch: values, gradients, refusals."""
+
+from collections import Counter
+
+from tests.ranks.pool import Pool
+from tests.ranks.random_redistributions import run_cases, summary
+from tests.soak import cases
+
+AT_ONCE = 100
+
+
+def test_random_redistributions(pool: Pool) -> None:
+    """Whatever torch does right is done right here, and nothing is done wrong."""
+    counts: Counter[tuple[str, str]] = Counter()
+    number = cases(25, 2000)
+    for start in range(0, number, AT_ONCE):
+        seeds = range(start, min(number, start + AT_ONCE))
+        told = pool.run(run_cases, seeds, timeout=110)[:4]
+        problems = [problem for one in told for problem in one.problems]
+        assert not problems, "\n\n".join(problems[:4])
+        counts += summary(told)
+    for (ours, torchs), count in sorted(counts.items()):
+        print(f"{count} {ours} here, {torchs} by torch")
+    assert counts["right", "right"] > number / 2
+    assert not counts["refused", "right"], counts
