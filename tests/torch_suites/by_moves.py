@@ -23,7 +23,11 @@ def redistribute(
     mesh = self.device_mesh if device_mesh is None else device_mesh
     if mesh is not self.device_mesh and mesh != self.device_mesh:
         raise NotImplementedError("Cross device mesh comm not supported yet!")
-    options = {"dtype": forward_dtype, "backward_dtype": backward_dtype, "async_op": async_op}
+    options = {
+        "forward_dtype": forward_dtype,
+        "backward_dtype": backward_dtype,
+        "async_op": async_op,
+    }
     given = {name: value for name, value in options.items() if value}
     moved: DTensor = rs.move(self, to=(mesh, [*placements]), **given)
     return moved
