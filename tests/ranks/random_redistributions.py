@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
@@ -78,6 +79,8 @@ def random_case(seed: int) -> Case:
     dtype = rng.choice(DTYPES)
     op = rng.choice(OPS)
     have = tuple(_source_word(rng, len(shape), op) for _ in sizes)
+    if "Pmask" in have:
+        shape = tuple(size or 1 for size in shape)  # of nothing every mask is right
     want = tuple(_target_word(rng, len(shape), word) for word in have)
     back = tuple(_back_word(rng, word, len(shape)) for word in want)
     same = FLOATS if dtype.is_floating_point else COMPLEX
@@ -236,11 +239,10 @@ class Truth:
                 placement.mask_buffer.materialize_mask(mask[..., 0] if short else mask)
         if case.lazy and local.dtype.is_complex:
             local = local.conj_physical().conj()
-        size, stride = self.full.shape, self.full.stride()
-        made = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=size, stride=stride
-        )
-        return made.detach().requires_grad_(case.has_gradients)
+        # Not from_local, which refuses mixtures of reductions: those are to be refused later.
+        meta = TensorMeta(self.full.shape, self.full.stride(), case.dtype)
+        made = DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
+        return made.requires_grad_(case.has_gradients)
 
     def target(self, source: DTensor) -> list[Placement]:
         pairs = zip(self.case.want, source.placements, strict=True)
@@ -349,8 +351,8 @@ def run_case(case: Case, mesh: DeviceMesh, told: Told) -> tuple[str, str]:
     try:
         truth.source()
         wanted = truth.local()
-    except (RuntimeError, ValueError, AssertionError, NotImplementedError, IndexError):
-        wanted = None  # nothing that torch can make, or that has a value
+    except (RuntimeError, ValueError, AssertionError, NotImplementedError):
+        wanted = None  # it has no value
     theirs = NOT_TRIED if case.is_too_much_for_torch else attempt(case, truth, by_torch)
     ours = attempt(case, truth, by_reshard)
     mine, other = verdict(case, truth, wanted, ours), verdict(case, truth, wanted, theirs)
@@ -402,7 +404,7 @@ def verdict(case: Case, truth: Truth, wanted: torch.Tensor | None, outcome: Any)
     placed = [p for p in moved.placements if not isinstance(p, _MaskPartial)]
     if placed != target or moved.shape != truth.full.shape:
         return "wrong"
-    if moved.to_local().dtype != moved.dtype:
+    if moved.to_local().dtype != moved.dtype or not masks_fit(moved):
         return "wrong"
     if moved.dtype != (case.forward or case.dtype) or not close(moved.to_local(), wanted):
         return "wrong"
@@ -411,6 +413,13 @@ def verdict(case: Case, truth: Truth, wanted: torch.Tensor | None, outcome: Any)
     _, expected = truth.gradient(moved.dtype)
     same = gradient.placements == expected.placements and gradient.dtype == case.dtype
     return "right" if same and close(gradient.to_local(), expected.to_local()) else "wrong"
+
+
+def masks_fit(moved: DTensor) -> bool:
+    """Whether masks that stay pending are still of the rows that this rank has."""
+    masks = [p.mask_buffer.data for p in moved.placements if isinstance(p, _MaskPartial)]
+    shape = moved.to_local().shape
+    return all(mask is None or mask.shape == shape[: mask.ndim] for mask in masks)
 
 
 def close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
@@ -438,4 +447,13 @@ def summary(all_told: Sequence[Told]) -> Counter[tuple[str, str]]:
     return counts
 
 
-__all__ = ["Case", "Told", "random_case", "run_cases", "summary"]
+def refused_alone(all_told: Sequence[Told]) -> list[str]:
+    """What reshard said where torch did something, and was not wrong on any rank."""
+    return [
+        f"{random_case(seed)}: {text}"
+        for seed, text in all_told[0].refusals.items()
+        if all(told.outcomes[seed][1] == "right" for told in all_told)
+    ]
+
+
+__all__ = ["Case", "Told", "random_case", "refused_alone", "run_cases", "summary"]

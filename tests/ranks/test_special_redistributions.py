@@ -302,7 +302,7 @@ def refused(rank: int, what: str) -> None:
         ("mask", "in another way"),
         ("mixed", "pending max and sum"),
         ("shape", "rank 2 holds a local tensor of shape (5, 2)"),
-        ("integers", "integers do not have"),
+        ("integers", "integers are not divided"),
         ("into", "leave out into="),
     ],
 )

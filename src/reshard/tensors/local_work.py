@@ -59,13 +59,14 @@ class LocalWork:
         """The dtypes that are moved, for a source and a destination of these."""
         if not self.needs_wide:
             return dtype, cast
-        wide = accumulator(dtype)
+        if self.norm is not None:
+            return _wide(dtype), _wide(dtype)
         if not _is_inexact(dtype):
             raise LayoutError(
-                f"{list(self.have)} of {dtype} needs a division or a root, which integers do not "
-                "have: cast it to a floating-point dtype first"
+                f"sums and averages of {dtype} at once, {list(self.have)}: integers are not "
+                "divided here; cast it to a floating-point dtype first"
             )
-        return (wide if self.norm is not None else dtype), wide
+        return dtype, accumulator(dtype)
 
     def before(self, local: torch.Tensor | None) -> torch.Tensor | None:
         """The addends of the simpler reduction; the tensor that is given stays as it is."""
@@ -81,8 +82,8 @@ class LocalWork:
             mask.mask_buffer.apply_mask(local)
         if self.norm is None:
             return local
-        wide = accumulator(str(local.dtype).removeprefix("torch."))
-        return local.to(getattr(torch, wide)) ** self.norm
+        wide: torch.dtype = getattr(torch, _wide(str(local.dtype).removeprefix("torch.")))
+        return local.to(wide) ** self.norm
 
     def after(
         self, moved: torch.Tensor, device_mesh: DeviceMesh, dtype: torch.dtype
@@ -207,6 +208,11 @@ def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> 
                 f"{dtype} cannot be given as {want[at]!r}: each rank would hold its share, and "
                 "integers cannot be divided; use Replicate()"
             )
+
+
+def _wide(dtype: str) -> str:
+    """The dtype of powers; of integers they are rounded when the root is there."""
+    return accumulator(dtype) if _is_inexact(dtype) else "float64"
 
 
 def _is_inexact(dtype: str) -> bool:
