@@ -207,6 +207,17 @@ def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(content.with_parts(parts))
 
 
+def _new_alike(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new tensor of the same shape is sharded in the same way, whatever way that is."""
+    content = args[0]._content
+    if tuple(args[1]) != content.shape or content.layout.reduce is not None:
+        return _through_dtensor(func, args, kwargs)
+    if not content.parts:
+        return _to_copy(aten._to_copy.default, args[:1], kwargs)
+    parts = [func(part, part.shape, *args[2:], **kwargs) for part in content.parts]
+    return wrap(content.with_parts(parts))
+
+
 def _equal(func: Any, args: Any, kwargs: Any) -> bool:
     from reshard.sharded.comparing import equal
 
@@ -233,5 +244,9 @@ SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._to_copy: _to_copy,
     aten.equal: _equal,
     aten.new_empty_strided: _new_strided,
+    aten.new_empty: _new_alike,
+    aten.new_zeros: _new_alike,
+    aten.new_ones: _new_alike,
+    aten.new_full: _new_alike,
     aten._local_scalar_dense: _item,
 }

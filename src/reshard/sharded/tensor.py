@@ -24,6 +24,8 @@ from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from reshard.sharded.shard import Shard
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.utils.hooks import RemovableHandle
@@ -287,6 +289,45 @@ class ShardedTensor(torch.Tensor):
         from reshard.sharded.pickling import reduced
 
         return reduced(self)
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from reshard.sharded.dcp import write_items
+
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from reshard.sharded.dcp import chunk_list
+
+        return chunk_list(self._content)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        from reshard.sharded.dcp import tensor_shard
+
+        return tensor_shard(self._content, index)
+
+    @property
+    def global_shape(self) -> tuple[int, ...]:
+        """The shape of the whole tensor, for torch's protocol ``CheckpointableTensor``."""
+        return self._content.shape
+
+    @property
+    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where this rank's chunks begin in the whole tensor."""
+        from reshard.sharded.dcp import offsets_and_sizes
+
+        return tuple(offsets for offsets, _ in offsets_and_sizes(self._content))
+
+    @property
+    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
+        """Where this rank's chunks begin in this tensor, whose size is that of the whole one."""
+        return self.global_offsets
+
+    @property
+    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
+        """The shapes of this rank's chunks."""
+        from reshard.sharded.dcp import offsets_and_sizes
+
+        return tuple(sizes for _, sizes in offsets_and_sizes(self._content))
 
     def __tensor_flatten__(self) -> tuple[list[str], Content]:
         names = [f"_part{number}" for number in range(len(self._content.parts))]
