@@ -96,20 +96,20 @@ def chunk_list(content: Content) -> list[ChunkStorageMetadata]:
 def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
     """The memory of the chunk that an index names, to be written to a file or read into."""
     chunks = _chunks(content)
-    start = tuple(index.offset) if index.offset is not None else next(iter(chunks), None)
     if index.offset is None and len(chunks) > 1:
         raise ValueError(
             f"{quoted(index.fqn)} is asked for without an offset, and this rank has {len(chunks)} "
             "chunks of it: give the offset of one"
         )
+    start = next(iter(chunks), ()) if index.offset is None else tuple(index.offset)
     if start in chunks:
         return chunks[start].view(content.parts)
-    if 0 in content.shape and not any(start or ()):
+    if 0 in content.shape and not any(start):
         return torch.empty(content.shape, dtype=content.dtype, device=content.device)
     found = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
     raise ValueError(
-        f"rank {this_rank()} has no chunk of {quoted(index.fqn)} at {list(start or ())}; its "
-        f"chunks are {found}: make a plan for the tensor as it is sharded now"
+        f"rank {this_rank()} has no chunk of {quoted(index.fqn)} at {list(start)}; its chunks are "
+        f"{found}: make a plan for the tensor as it is sharded now"
     )
 
 

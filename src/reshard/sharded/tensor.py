@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -364,6 +365,7 @@ class ShardedTensor(torch.Tensor):
 
 def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
     """A ShardedTensor of what a rank has."""
+    _teach_torch()
     made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
         ShardedTensor,
         content.shape,
@@ -374,3 +376,11 @@ def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
     )
     made._content = content
     return made
+
+
+@cache
+def _teach_torch() -> None:
+    """Have torch's functions on state dicts know ShardedTensors, once there is one."""
+    from reshard.sharded.state_dicts import install
+
+    install()

@@ -1,0 +1,177 @@
+"""Sharded tensors in ``get_model_state_dict`` and the other functions that torch has beside it.
+
+With ``full_state_dict=True`` these gather DTensors and torch's own ShardedTensors, and leave any
+other tensor as it is: shards would pass for whole tensors. There is nothing to register with, so
+three functions of torch are replaced, by such that do the same for tensors of ours and then call
+them. This happens when the first ShardedTensor is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from reshard.errors import OperationError, TensorError, quoted
+from reshard.sharded.alone import cut_here
+from reshard.sharded.content import Content, members
+from reshard.sharded.gathering import gathered_on
+from reshard.sharded.moving import split
+from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.tensors.meshes import this_rank
+
+__all__ = ["install", "pre_load_state_dict_hook", "state_dict_hook"]
+
+Tensors = dict[str, Any]
+Function = Callable[..., Any]
+
+
+def install() -> None:
+    """Replace the functions of torch that gather and spread the tensors of a state dict."""
+    import torch.distributed._state_dict_utils as utils
+
+    for name, replacing in REPLACING.items():
+        original = getattr(utils, name, None)
+        if original is None:
+            continue
+        ours = replacing(original)
+        for module in (utils, sys.modules.get("torch.distributed.checkpoint.state_dict")):
+            if getattr(module, name, None) is original:
+                setattr(module, name, ours)
+
+
+def _gathering(original: Function) -> Function:
+    """For ``_gather_state_dict``: ShardedTensors become whole tensors."""
+
+    @wraps(original)
+    def gather(state_dict: Any, **options: Any) -> Any:
+        ranks = options.get("ranks_only") or ()
+        device = torch.device("cpu") if options.get("cpu_offload") else None
+        return original(_gathered(state_dict, ranks, device), **options)
+
+    return gather
+
+
+def _gathered(value: Any, ranks: Sequence[int], device: torch.device | None) -> Any:
+    """What is nested in dicts and lists, with whole tensors on the given ranks, or on all."""
+    if isinstance(value, ShardedTensor):
+        group = members(value._content.group)
+        whole = gathered_on(value, [rank for rank in group if not ranks or rank in ranks])
+        # At once: the whole tensors of a model may be too much for the device.
+        return whole if whole is None or device is None else whole.to(device)
+    if isinstance(value, dict):
+        return {key: _gathered(one, ranks, device) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        found = [_gathered(one, ranks, device) for one in value]
+        return tuple(found) if isinstance(value, tuple) else found
+    return value
+
+
+def _distributing(original: Function) -> Function:
+    """For ``_distribute_state_dict``: every rank has whole tensors and takes its parts of them."""
+
+    @wraps(original)
+    def distribute(full: Tensors, local: Tensors, *args: Any, **options: Any) -> None:
+        for name, value in full.items():
+            wanted = _sharded(local, [name])
+            original({name: value}, local, *args, **options)
+            _take_parts(local, wanted)
+
+    return distribute
+
+
+def _broadcasting(original: Function) -> Function:
+    """For ``_broadcast_tensors``: rank 0 has whole tensors, and every rank takes its parts."""
+
+    @wraps(original)
+    def broadcast(
+        full: Tensors, local: Tensors, keys: Sequence[str], *args: Any, **options: Any
+    ) -> None:
+        wanted = _sharded(local, keys)
+        original(full, local, keys, *args, **options)
+        _take_parts(local, wanted)
+
+    return broadcast
+
+
+REPLACING: Mapping[str, Callable[[Function], Function]] = {
+    "_gather_state_dict": _gathering,
+    "_distribute_state_dict": _distributing,
+    "_broadcast_tensors": _broadcasting,
+}
+
+
+def _sharded(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
+    """How the sharded ones among some tensors are cut."""
+    pairs = ((name, local.get(name)) for name in names)
+    return {name: one._content for name, one in pairs if isinstance(one, ShardedTensor)}
+
+
+def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:
+    """Put shards where torch has put whole tensors."""
+    for name, content in wanted.items():
+        found: Any = local.get(name)
+        if type(found) in (torch.Tensor, nn.Parameter):
+            local[name] = wrap(_cut(name, found.detach(), content))
+
+
+def _cut(name: str, whole: torch.Tensor, like: Content) -> Content:
+    """This rank's parts of a whole tensor that it has; nobody communicates."""
+    if tuple(whole.shape) != like.shape:
+        raise TensorError(
+            f"{quoted(name)} has shape {list(whole.shape)} in the state dict and the ShardedTensor "
+            f"has {list(like.shape)}: load the state dict of a model of the same sizes"
+        )
+    if like.layout.reduce is not None:
+        raise OperationError(
+            f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, of "
+            "which a sum is pending: reshard it first"
+        )
+    known = replace(like, dtype=whole.dtype, device=whole.device, parts=())
+    if like.layout.holds(this_rank()) is None:
+        return known
+    return known.with_parts(split(cut_here(whole, like.layout), like.layout, like.shape))
+
+
+def state_dict_hook(
+    module: nn.Module, destination: dict[str, Any], prefix: str, local_metadata: Any
+) -> None:
+    """Add ShardedTensors that are mere attributes to the state dict of a module.
+
+    For ``module._register_state_dict_hook``; parameters are there without it.
+    """
+    for path, one in module.named_modules():
+        for name, value in vars(one).items():
+            if isinstance(value, ShardedTensor):
+                destination[_key(prefix, path, name)] = value
+
+
+def pre_load_state_dict_hook(
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: Any,
+    strict: bool,
+    missing_keys: list[str],
+    unexpected_keys: list[str],
+    error_msgs: list[str],
+) -> None:
+    """Set attributes to the ShardedTensors that a state dict has for them.
+
+    For ``module._register_load_state_dict_pre_hook`` with ``with_module=True``.
+    """
+    for path, one in module.named_modules():
+        for name in vars(one):
+            value = state_dict.get(_key(prefix, path, name))
+            if isinstance(value, ShardedTensor):
+                setattr(one, name, value)
+
+
+def _key(prefix: str, path: str, name: str) -> str:
+    where = prefix + path
+    return f"{where}.{name}" if where else name
