@@ -14,14 +14,15 @@ Other versions of torch ask for the attributes of ``CheckpointableTensor``, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from reshard.box import Box, row_major
 from reshard.errors import OperationError, quoted
@@ -38,7 +39,14 @@ if TYPE_CHECKING:
 
     from reshard.sharded.tensor import ShardedTensor
 
-__all__ = ["chunk_list", "offsets_and_sizes", "tensor_shard", "write_items"]
+__all__ = [
+    "ChunkAttribute",
+    "chunk_list",
+    "chunk_offsets",
+    "chunk_sizes",
+    "tensor_shard",
+    "write_items",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,11 @@ def chunk_list(content: Content) -> list[ChunkStorageMetadata]:
     """What this rank reads of a tensor."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-    _check_values("loading it", content)
+    try:
+        _check_values("loading it", content)
+    except OperationError as error:
+        # A ValueError, which this is, would mean something else to torch, and not be shown.
+        raise RuntimeError(str(error)) from error
     return [
         ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
         for chunk in _chunks(content).values()
@@ -113,9 +125,33 @@ def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
     )
 
 
-def offsets_and_sizes(content: Content) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-    """Where the chunks of this rank begin, and how large they are."""
-    return tuple((chunk.box.start, chunk.box.shape) for chunk in _chunks(content).values())
+def chunk_offsets(content: Content) -> tuple[tuple[int, ...], ...]:
+    """Where the chunks of this rank begin in the whole tensor."""
+    return tuple(chunk.box.start for chunk in _chunks(content).values())
+
+
+def chunk_sizes(content: Content) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the chunks of this rank."""
+    return tuple(chunk.box.shape for chunk in _chunks(content).values())
+
+
+@dataclass(frozen=True)
+class ChunkAttribute:
+    """An attribute of torch's protocol ``CheckpointableTensor``, of a tensor that has a content."""
+
+    read: Callable[[Content], Any]
+
+    def __get__(self, tensor: ShardedTensor | None, owner: type | None = None) -> Any:
+        return self if tensor is None else self.read(tensor._content)
+
+    def __set__(self, tensor: ShardedTensor, value: object) -> None:
+        """Accept what it is: torch copies attributes from a meta tensor to its replacement."""
+        found = self.read(tensor._content)
+        if value != found:
+            raise AttributeError(
+                f"a ShardedTensor says itself which chunks it has, {found}, and is told {value}: "
+                "reshard it instead"
+            )
 
 
 def _check_saved(name: str, content: Content) -> None:
@@ -129,14 +165,21 @@ def _check_saved(name: str, content: Content) -> None:
                 content,
                 f"it is {kind}; give a tensor with memory of its own, such as a clone()",
             )
-    found, wanted = _num_elements(content.layout, content.shape), prod(content.shape)
+    found, wanted = _num_written(content), prod(content.shape)
     if found != wanted:
         raise _refused(
             f"saving {quoted(name)}",
             content,
             f"its shards have {found} of {wanted} elements, and the others would be missing; "
-            "reshard the tensor so that every element is on some rank",
+            "reshard the tensor so that every element is on some rank of a process group",
         )
+
+
+def _num_written(content: Content) -> int:
+    """How many elements the ranks have between them; without a process group only this one."""
+    if dist.is_initialized():
+        return _num_elements(content.layout, content.shape)
+    return sum(chunk.box.size for chunk in _chunks(content).values())
 
 
 def _check_values(what: str, content: Content) -> None:

@@ -21,6 +21,14 @@ import torch
 from reshard.errors import OperationError
 from reshard.layout import Layout
 from reshard.sharded.content import Content, Group
+from reshard.sharded.dcp import (
+    ChunkAttribute,
+    chunk_list,
+    chunk_offsets,
+    chunk_sizes,
+    tensor_shard,
+    write_items,
+)
 from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from reshard.sharded.shard import Shard
 
@@ -42,6 +50,11 @@ class ShardedTensor(torch.Tensor):
     _content: Content
     _hook: RemovableHandle | None = None
     """Lays gradients out as the tensor is."""
+    global_shape = ChunkAttribute(lambda content: content.shape)
+    global_offsets = ChunkAttribute(chunk_offsets)
+    # A place in the tensor itself: its size is that of the whole one.
+    local_offsets = ChunkAttribute(chunk_offsets)
+    local_sizes = ChunkAttribute(chunk_sizes)
 
     def __new__(
         cls,
@@ -292,43 +305,13 @@ class ShardedTensor(torch.Tensor):
         return reduced(self)
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from reshard.sharded.dcp import write_items
-
         return write_items(fqn, self)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        from reshard.sharded.dcp import chunk_list
-
         return chunk_list(self._content)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
-        from reshard.sharded.dcp import tensor_shard
-
         return tensor_shard(self._content, index)
-
-    @property
-    def global_shape(self) -> tuple[int, ...]:
-        """The shape of the whole tensor, for torch's protocol ``CheckpointableTensor``."""
-        return self._content.shape
-
-    @property
-    def global_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where this rank's chunks begin in the whole tensor."""
-        from reshard.sharded.dcp import offsets_and_sizes
-
-        return tuple(offsets for offsets, _ in offsets_and_sizes(self._content))
-
-    @property
-    def local_offsets(self) -> tuple[tuple[int, ...], ...]:
-        """Where this rank's chunks begin in this tensor, whose size is that of the whole one."""
-        return self.global_offsets
-
-    @property
-    def local_sizes(self) -> tuple[tuple[int, ...], ...]:
-        """The shapes of this rank's chunks."""
-        from reshard.sharded.dcp import offsets_and_sizes
-
-        return tuple(sizes for _, sizes in offsets_and_sizes(self._content))
 
     def __tensor_flatten__(self) -> tuple[list[str], Content]:
         names = [f"_part{number}" for number in range(len(self._content.parts))]
