@@ -63,16 +63,17 @@ class Content:
         """The same shards with other values, perhaps of another dtype or on another device."""
         if not parts:
             return replace(self, parts=())
-        device, stated = parts[0].device, self.stated
+        return self.of_kind(parts[0].dtype, parts[0].device, tuple(parts))
+
+    def of_kind(
+        self, dtype: torch.dtype, device: torch.device, parts: tuple[torch.Tensor, ...] = ()
+    ) -> Content:
+        """The same shards of another dtype or on another device, on a rank that may have none."""
+        stated = self.stated
         if stated is not None and device != self.device:
             stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
         return replace(
-            self,
-            parts=tuple(parts),
-            dtype=parts[0].dtype,
-            device=device,
-            stated=stated,
-            stated_stride=None,
+            self, parts=parts, dtype=dtype, device=device, stated=stated, stated_stride=None
         )
 
     def sized(self, shape: tuple[int, ...]) -> Content:

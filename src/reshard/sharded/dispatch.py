@@ -176,7 +176,7 @@ def _joined(like: Content, results: list[Any]) -> Any:
     if like.parts:
         return wrap(like.with_parts(results))
     # Done with nothing, only to know of which kind the result is.
-    return wrap(replace(like, dtype=results[0].dtype, device=results[0].device, stated_stride=None))
+    return wrap(like.of_kind(results[0].dtype, results[0].device))
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -189,8 +189,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if parts:
         return wrap(content.with_parts(parts))
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    known = replace(content, dtype=dtype or content.dtype, device=device or content.device)
-    return wrap(known)
+    where = content.device if device is None else torch.device(device)
+    return wrap(content.of_kind(dtype or content.dtype, where))
 
 
 def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:

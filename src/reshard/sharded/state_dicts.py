@@ -2,15 +2,14 @@
 
 With ``full_state_dict=True`` these gather DTensors and torch's own ShardedTensors, and leave any
 other tensor as it is: shards would pass for whole tensors. There is nothing to register with, so
-three functions of torch are replaced, by such that do the same for tensors of ours and then call
-them. This happens when the first ShardedTensor is made.
+the functions of torch that do it are replaced, by such that see to tensors of ours and call them
+for the others. This happens when the first ShardedTensor is made.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import wraps
 from typing import Any
 
@@ -99,10 +98,24 @@ def _broadcasting(original: Function) -> Function:
     return broadcast
 
 
+def _broadcasting_scalars(original: Function) -> Function:
+    """For ``_broadcast_state_dict``: tensors without dims, which go another way than the others."""
+
+    @wraps(original)
+    def broadcast(full: Tensors, local: Tensors, *args: Any, **options: Any) -> None:
+        found = _sharded(local, [*local])
+        wanted = {name: content for name, content in found.items() if not content.shape}
+        original(full, local, *args, **options)
+        _take_parts(local, wanted)
+
+    return broadcast
+
+
 REPLACING: Mapping[str, Callable[[Function], Function]] = {
     "_gather_state_dict": _gathering,
     "_distribute_state_dict": _distributing,
     "_broadcast_tensors": _broadcasting,
+    "_broadcast_state_dict": _broadcasting_scalars,
 }
 
 
@@ -132,10 +145,9 @@ def _cut(name: str, whole: torch.Tensor, like: Content) -> Content:
             f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, of "
             "which a sum is pending: reshard it first"
         )
-    known = replace(like, dtype=whole.dtype, device=whole.device, parts=())
     if like.layout.holds(this_rank()) is None:
-        return known
-    return known.with_parts(split(cut_here(whole, like.layout), like.layout, like.shape))
+        return like.of_kind(whole.dtype, whole.device)
+    return like.with_parts(split(cut_here(whole, like.layout), like.layout, like.shape))
 
 
 def state_dict_hook(
@@ -173,5 +185,4 @@ def pre_load_state_dict_hook(
 
 
 def _key(prefix: str, path: str, name: str) -> str:
-    where = prefix + path
-    return f"{where}.{name}" if where else name
+    return f"{prefix}{path}.{name}" if path else f"{prefix}{name}"
