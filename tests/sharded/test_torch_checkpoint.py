@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed._shard import sharded_tensor as theirs
 from torch.distributed._shard.metadata import ShardMetadata as TheirShard
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TheirProperties
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
@@ -206,6 +207,16 @@ def check_written_once(path: Path) -> None:
     assert len(metadata["ours, overlapping"].chunks) == 5
 
 
+def check_converted(path: Path) -> None:
+    """torch's own tool makes one file of it, without a process group."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp_to_torch_save(path, path.with_suffix(".pt"))
+    found = torch.load(path.with_suffix(".pt"))
+    for number, name in enumerate(MAKERS):
+        assert same_bits(found[name], value_of(number)), name
+
+
 def load_with_reshard(rank: int, path: Path, num_ranks: int) -> None:
     """Our own reader finds the same in a folder that torch has written."""
     wanted = {name: value_of(number) for number, name in enumerate(MAKERS)}
@@ -226,6 +237,7 @@ def test_any_kind_of_tensor_into_any_other(
     path = tmp_path / "saved"
     pool.run(save_all, path, before, ranks=range(before))
     check_written_once(path)
+    check_converted(path)
     pool.run(load_all, path, after, ranks=range(after))
     pool.run(load_with_reshard, path, after, ranks=range(after))
 
@@ -398,6 +410,7 @@ def bad_requests(rank: int, path: Path) -> dict[str, str]:
         "save pending": lambda: save("pending", pending),
         "save meta": lambda: save("meta", kept.to("meta")),
         "save a part": lambda: save("part", lost),
+        "save a tuple": lambda: save("tuple", (good, 1)),
     }
     found = {}
     for name, request in requests.items():
@@ -418,8 +431,12 @@ SAID = {
     "load pending": ("a sum over its ranks is pending",),
     "save pending": ('saving "a"', "a sum over its ranks is pending"),
     "save meta": ('saving "a"', "meta device"),
+    "save a tuple": ("stands in a tuple", "put the tensor into a dict"),
     "save a part": ('saving "a"', "40 of 70 elements"),
 }
+
+
+UNSAVED = ("pending", "meta", "part", "tuple")
 
 
 def test_bad_requests_are_errors_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
@@ -427,7 +444,7 @@ def test_bad_requests_are_errors_on_all_ranks(pool: Pool, tmp_path: Path) -> Non
     for name, texts in SAID.items():
         for rank, found in enumerate(told):
             assert all(text in found[name] for text in texts), (name, rank, found[name])
-    assert all(not (tmp_path / name / ".metadata").exists() for name in ("pending", "meta", "part"))
+    assert all(not (tmp_path / name / ".metadata").exists() for name in UNSAVED)
 
 
 def test_without_a_process_group(tmp_path: Path) -> None:

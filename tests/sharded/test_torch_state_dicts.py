@@ -213,6 +213,23 @@ def test_whole_tensors_are_spread_over_the_shards(pool: Pool) -> None:
         assert all(part in text for part in ("[7, 9]", "[7, 10]", "boxes"))
 
 
+def one_rank_only(rank: int) -> tuple[str, str]:
+    """Rank 0 has the state dict and does not say so, or another rank lacks a tensor."""
+    model, full = sharded(0, 4), Model(5).state_dict()
+    if rank == 2:
+        del full["rows"]
+    options = StateDictOptions(full_state_dict=True, strict=False)
+    found = refusal(lambda: set_model_state_dict(model, full, options=options))
+    check_same(model.state_dict(), Model(0).state_dict())
+    return found
+
+
+def test_ranks_that_load_different_tensors(pool: Pool) -> None:
+    for kind, text in pool.run(one_rank_only, ranks=FOUR):
+        assert kind == "DisagreementError"
+        assert all(part in text for part in ("rank 0 has", '"rows"', "rank 2", "broadcast"))
+
+
 def on_meta(rank: int) -> None:
     model, full = sharded(0, 4).to("meta"), Model(5).state_dict()
     assert all(value.is_meta for value in model.state_dict().values())

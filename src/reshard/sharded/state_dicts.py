@@ -8,6 +8,7 @@ for the others. This happens when the first ShardedTensor is made.
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -16,15 +17,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.errors import OperationError, TensorError, quoted
+from reshard.errors import DisagreementError, OperationError, TensorError, quoted
+from reshard.run.live.exchange import everyone_says
 from reshard.sharded.alone import cut_here
 from reshard.sharded.content import Content, members
 from reshard.sharded.gathering import gathered_on
 from reshard.sharded.moving import split
+from reshard.sharded.pickling import for_all_ranks
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["install", "pre_load_state_dict_hook", "state_dict_hook"]
+
+MEET_WITHIN = 60.0
+"""Seconds that a rank waits for others to load the same state dict."""
+LOADING = "loading a full state dict (with broadcast_from_rank0=True rank 0 alone may have it)"
 
 Tensors = dict[str, Any]
 Function = Callable[..., Any]
@@ -33,7 +40,9 @@ Function = Callable[..., Any]
 def install() -> None:
     """Replace the functions of torch that gather and spread the tensors of a state dict."""
     import torch.distributed._state_dict_utils as utils
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
+    DefaultSavePlanner.transform_object = _pickling(DefaultSavePlanner.transform_object)  # type: ignore[method-assign]
     for name, replacing in REPLACING.items():
         original = getattr(utils, name, None)
         if original is None:
@@ -42,6 +51,20 @@ def install() -> None:
         for module in (utils, sys.modules.get("torch.distributed.checkpoint.state_dict")):
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
+
+
+def _pickling(original: Function) -> Function:
+    """For ``DefaultSavePlanner.transform_object``: what is no tensor is pickled by one rank."""
+
+    @wraps(original)
+    def transform(planner: Any, write_item: Any, object: Any) -> Any:
+        token = for_all_ranks.set(True)
+        try:
+            return original(planner, write_item, object)
+        finally:
+            for_all_ranks.reset(token)
+
+    return transform
 
 
 def _gathering(original: Function) -> Function:
@@ -76,12 +99,38 @@ def _distributing(original: Function) -> Function:
 
     @wraps(original)
     def distribute(full: Tensors, local: Tensors, *args: Any, **options: Any) -> None:
+        _meet(_sharded(local, [*full]))
         for name, value in full.items():
             wanted = _sharded(local, [name])
             original({name: value}, local, *args, **options)
             _take_parts(local, wanted)
 
     return distribute
+
+
+def _meet(wanted: Mapping[str, Content]) -> None:
+    """Wait for the other ranks, which must load the same; else their shards would stay as they are.
+
+    Where rank 0 alone has the state dict, ``broadcast_from_rank0=True`` would be the right option.
+    """
+    groups = {members(content.group): content.group for content in wanted.values()}
+    for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
+        names = [name for name, one in wanted.items() if members(one.group) == ranks]
+        if len(ranks) > 1:
+            told = everyone_says(json.dumps(sorted(names)), group, MEET_WITHIN, LOADING)
+            _check_alike({rank: set(json.loads(text)) for rank, text in told.items()})
+
+
+def _check_alike(told: Mapping[int, set[str]]) -> None:
+    (first, names), *others = sorted(told.items())
+    for rank, found in others:
+        if found != names:
+            name = min(found ^ names)
+            has, lacks = (first, rank) if name in names else (rank, first)
+            raise DisagreementError(
+                f"rank {has} has {quoted(name)} in its full state dict and rank {lacks} has not: "
+                "give the same to all ranks, or to rank 0 with broadcast_from_rank0=True"
+            )
 
 
 def _broadcasting(original: Function) -> Function:
