@@ -18,6 +18,7 @@ from torch.distributed._shard import sharded_tensor as theirs
 from torch.distributed._shard.metadata import ShardMetadata as TheirShard
 from torch.distributed._shard.sharded_tensor.metadata import TensorProperties as TheirProperties
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 from torch.distributed.tensor import Shard as Cut
@@ -487,6 +488,13 @@ def attributes(rank: int) -> list[Any]:
         with pytest.raises(AttributeError, match="reshard it instead"):
             twin.local_sizes = ((1, 2),)
         told.append(rows)
+    several = ours("several")(value_of(0), 4)
+    for shard in several.local_shards():
+        found = several.__get_tensor_shard__(MetadataIndex("st", shard.metadata.shard_offsets, 99))
+        assert found.data_ptr() == shard.tensor.data_ptr()
+    for start, text in ((None, "no offset was provided"), ([1, 1], "Could not find shard")):
+        with pytest.raises(ValueError, match=text):
+            several.__get_tensor_shard__(MetadataIndex("st", start))
     return told
 
 

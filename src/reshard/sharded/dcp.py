@@ -110,8 +110,8 @@ def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
     chunks = _chunks(content)
     if index.offset is None and len(chunks) > 1:
         raise ValueError(
-            f"{quoted(index.fqn)} is asked for without an offset, and this rank has {len(chunks)} "
-            "chunks of it: give the offset of one"
+            f"Cannot lookup {quoted(index.fqn)}: this rank has {len(chunks)} chunks of it, and "
+            "no offset was provided: give the offset of one"
         )
     start = next(iter(chunks), ()) if index.offset is None else tuple(index.offset)
     if start in chunks:
@@ -120,8 +120,8 @@ def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
         return torch.empty(content.shape, dtype=content.dtype, device=content.device)
     found = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
     raise ValueError(
-        f"rank {this_rank()} has no chunk of {quoted(index.fqn)} at {list(start)}; its chunks are "
-        f"{found}: make a plan for the tensor as it is sharded now"
+        f"Could not find shard at {list(start)} of {quoted(index.fqn)} on rank {this_rank()}, which "
+        f"has {found}: make a plan for the tensor as it is sharded now"
     )
 
 
