@@ -34,7 +34,7 @@ from reshard.sharded import (
     ShardingSpec,
     shard_tensor,
 )
-from reshard.sharded.dcp import _chunks_on
+from reshard.sharded.dcp import _chunks_on, _num_elements
 from reshard.sharded.tensor import wrap
 from tests import generate
 from tests.cases import Side
@@ -258,6 +258,7 @@ def check_chunks(side: Side, shape: tuple[int, ...]) -> None:
     found = [index for one in starts.values() for index in cut_out(whole, one).reshape(-1).tolist()]
     wanted = {index for held in side.held(shape).values() for index in held.reshape(-1).tolist()}
     assert sorted(found) == sorted(wanted)
+    assert _num_elements(layout, shape) == len(wanted)
 
 
 def split(local: torch.Tensor, layout: Layout, rank: int) -> tuple[torch.Tensor, ...]:
@@ -488,7 +489,7 @@ def attributes(rank: int) -> list[Any]:
         with pytest.raises(AttributeError, match="reshard it instead"):
             twin.local_sizes = ((1, 2),)
         told.append(rows)
-    several = ours("several")(value_of(0), 4)
+    several = ours("grid")(value_of(0), 4)
     for shard in several.local_shards():
         found = several.__get_tensor_shard__(MetadataIndex("st", shard.metadata.shard_offsets, 99))
         assert found.data_ptr() == shard.tensor.data_ptr()

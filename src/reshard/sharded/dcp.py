@@ -28,6 +28,7 @@ from reshard.box import Box, row_major
 from reshard.errors import OperationError, quoted
 from reshard.layout import BoxLayout, Layout
 from reshard.listed import Listed, listed_of
+from reshard.notation import Packed
 from reshard.pieces import Piece
 from reshard.sharded.content import Content
 from reshard.tensors.meshes import this_rank
@@ -120,8 +121,8 @@ def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
         return torch.empty(content.shape, dtype=content.dtype, device=content.device)
     found = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
     raise ValueError(
-        f"Could not find shard at {list(start)} of {quoted(index.fqn)} on rank {this_rank()}, which "
-        f"has {found}: make a plan for the tensor as it is sharded now"
+        f"Could not find shard of {quoted(index.fqn)} at {list(start)}: rank {this_rank()} has "
+        f"{found}; make a plan for the tensor as it is sharded now"
     )
 
 
@@ -213,8 +214,9 @@ def _chunks_on(
     layout: Layout, shape: tuple[int, ...], rank: int
 ) -> Mapping[tuple[int, ...], Chunk]:
     pieces = {piece.box: (part, piece) for part, piece in _pieces(layout, shape, rank)}
+    boxes = pieces if _is_only_flat(layout) else _boxes_on(listed_of(layout, shape), rank)
     found = {}
-    for box in _boxes_on(listed_of(layout, shape), rank):
+    for box in boxes:
         # Boxes of other ranks cut those of this one only where they overlap without being equal.
         outer = box if box in pieces else next(one for one in pieces if box in one)
         found[box.start] = Chunk(box, *pieces[outer])
@@ -229,6 +231,16 @@ def _pieces(layout: Layout, shape: tuple[int, ...], rank: int) -> Iterator[tuple
     return ((0, piece) for piece in layout.pieces(rank, shape))
 
 
+def _is_only_flat(layout: Layout) -> bool:
+    """Whether ranks have ranges of a flattened tensor, which are equal or apart.
+
+    To list the boxes of all ranks would take long then: there is no table of them.
+    """
+    cuts = layout.words.flat
+    packed = any(isinstance(cut, Packed) for cut in cuts)
+    return bool(cuts) and not packed and not any(layout.words.dims)
+
+
 def _boxes_on(listed: Listed, rank: int) -> Iterator[Box]:
     """The boxes of a list that a rank holds."""
     places = np.flatnonzero(listed.holders == rank)
@@ -240,5 +252,7 @@ def _boxes_on(listed: Listed, rank: int) -> Iterator[Box]:
 
 @lru_cache(maxsize=4096)
 def _num_elements(layout: Layout, shape: tuple[int, ...]) -> int:
+    if not isinstance(layout, BoxLayout) and not layout.words.without:
+        return prod(shape)
     listed = listed_of(layout, shape)
     return int((listed.stops - listed.starts).prod(axis=1).sum())
