@@ -84,40 +84,6 @@ def validate_non_overlapping_shards_metadata(shards: Any) -> None:
         enumerable.check_disjoint(shards)
 
 
-def state_dict_hook(
-    module: torch.nn.Module, destination: dict[str, Any], prefix: str, local_metadata: object
-) -> None:
-    """Add sharded tensors that are plain attributes of modules to a state dict."""
-    for key, owner, name in _attributes(module, prefix):
-        if isinstance(vars(owner)[name], ShardedTensor):
-            destination[key] = vars(owner)[name]
-
-
-def pre_load_state_dict_hook(
-    module: torch.nn.Module,
-    state_dict: dict[str, Any],
-    prefix: str,
-    local_metadata: object,
-    strict: bool,
-    missing_keys: list[str],
-    unexpected_keys: list[str],
-    error_msgs: list[str],
-) -> None:
-    """Set sharded tensors that are plain attributes of modules to those of a state dict."""
-    for key, owner, name in _attributes(module, prefix):
-        if isinstance(state_dict.get(key), ShardedTensor):
-            setattr(owner, name, state_dict[key])
-
-
-def _attributes(module: torch.nn.Module, prefix: str) -> list[tuple[str, torch.nn.Module, str]]:
-    """The key in a state dict, the module and the name of every plain attribute."""
-    return [
-        (f"{prefix}{path}.{name}" if path else f"{prefix}{name}", owner, name)
-        for path, owner in module.named_modules()
-        for name in vars(owner)
-    ]
-
-
 def _create_tensor_from_params(
     *size: int, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
@@ -168,8 +134,6 @@ _OBJECTS: dict[str, Any] = {
     "check_tensor": check_tensor,
     "narrow_tensor": narrow_tensor,
     "narrow_tensor_by_index": narrow_tensor_by_index,
-    "pre_load_state_dict_hook": pre_load_state_dict_hook,
-    "state_dict_hook": state_dict_hook,
     "validate_non_overlapping_shards_metadata": validate_non_overlapping_shards_metadata,
 }
 

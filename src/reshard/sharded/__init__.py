@@ -44,6 +44,7 @@ from reshard.sharded.sizes import (
     get_split_size,
 )
 from reshard.sharded.spec import DevicePlacementSpec, PlacementSpec, ShardingSpec
+from reshard.sharded.state_dicts import pre_load_state_dict_hook, state_dict_hook
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "named_params_with_sharded_tensor",
     "ones",
     "plan_reshard",
+    "pre_load_state_dict_hook",
     "rand",
     "randn",
     "rebuild_sharded_tensor",
@@ -89,5 +91,6 @@ __all__ = [
     "reshuffle_local_shard",
     "shard_tensor",
     "shard_tensors",
+    "state_dict_hook",
     "zeros",
 ]

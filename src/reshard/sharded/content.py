@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from reshard.layout import BoxLayout, Layout
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.shard import Shard
 from reshard.tensors.meshes import this_rank
+from reshard.tensors.views import piece_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -62,16 +63,17 @@ class Content:
         """The same shards with other values, perhaps of another dtype or on another device."""
         if not parts:
             return replace(self, parts=())
-        device, stated = parts[0].device, self.stated
+        return self.of_kind(parts[0].dtype, parts[0].device, tuple(parts))
+
+    def of_kind(
+        self, dtype: torch.dtype, device: torch.device, parts: tuple[torch.Tensor, ...] = ()
+    ) -> Content:
+        """The same shards of another dtype or on another device, on a rank that may have none."""
+        stated = self.stated
         if stated is not None and device != self.device:
             stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
         return replace(
-            self,
-            parts=tuple(parts),
-            dtype=parts[0].dtype,
-            device=device,
-            stated=stated,
-            stated_stride=None,
+            self, parts=parts, dtype=dtype, device=device, stated=stated, stated_stride=None
         )
 
     def sized(self, shape: tuple[int, ...]) -> Content:
@@ -95,6 +97,11 @@ class Content:
             return False
         same = self.layout == other.layout or self.layout.same_as(other.layout, self.shape)
         return same and [p.shape for p in self.parts] == [p.shape for p in other.parts]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Copies have copies of the parts, perhaps on another device; all else is the same."""
+        names = [field.name for field in fields(self) if field.name != "parts"]
+        return _rebuilt, (_Shared({name: getattr(self, name) for name in names}), self.parts)
 
     @cached_property
     def shards_metadata(self) -> tuple[ShardMetadata, ...]:
@@ -125,14 +132,26 @@ class Content:
     def _views(self) -> list[torch.Tensor]:
         if not self.parts:
             return []
-        part = self.parts[0]
-        pieces = self.layout.pieces(this_rank(), self.shape)
-        if len(pieces) == 1 or not part.is_contiguous():
+        part, pieces = self.parts[0], self.layout.pieces(this_rank(), self.shape)
+        if len(pieces) == 1 and part.shape == pieces[0].box.shape:
             return [part]
-        return [
-            part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
-            for piece in pieces
-        ]
+        return [piece_view(part, piece) for piece in pieces]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Shared:
+    """What a content and its copies have in common, process groups for example."""
+
+    fields: dict[str, Any]
+
+    def __deepcopy__(self, memo: object) -> _Shared:
+        return self
+
+
+def _rebuilt(shared: _Shared, parts: Sequence[torch.Tensor]) -> Content:
+    content = Content(parts=tuple(parts), **shared.fields)
+    moved = any(part.device != content.device for part in parts)
+    return content.with_parts(parts) if moved else content
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:

@@ -176,7 +176,7 @@ def _joined(like: Content, results: list[Any]) -> Any:
     if like.parts:
         return wrap(like.with_parts(results))
     # Done with nothing, only to know of which kind the result is.
-    return wrap(replace(like, dtype=results[0].dtype, device=results[0].device, stated_stride=None))
+    return wrap(like.of_kind(results[0].dtype, results[0].device))
 
 
 def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
@@ -189,8 +189,8 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
     if parts:
         return wrap(content.with_parts(parts))
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
-    known = replace(content, dtype=dtype or content.dtype, device=device or content.device)
-    return wrap(known)
+    where = content.device if device is None else torch.device(device)
+    return wrap(content.of_kind(dtype or content.dtype, where))
 
 
 def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
@@ -204,6 +204,17 @@ def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
         func(part, part.shape, strides_like(tuple(part.shape), stride), **kwargs)
         for part in content.parts
     ]
+    return wrap(content.with_parts(parts))
+
+
+def _new_alike(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new tensor of the same shape is sharded in the same way, whatever way that is."""
+    content = args[0]._content
+    if tuple(args[1]) != content.shape or content.layout.reduce is not None:
+        return _through_dtensor(func, args, kwargs)
+    if not content.parts:
+        return _to_copy(aten._to_copy.default, args[:1], kwargs)
+    parts = [func(part, part.shape, *args[2:], **kwargs) for part in content.parts]
     return wrap(content.with_parts(parts))
 
 
@@ -233,5 +244,9 @@ SPECIAL: dict[Any, Callable[[Any, Any, Any], Any]] = {
     aten._to_copy: _to_copy,
     aten.equal: _equal,
     aten.new_empty_strided: _new_strided,
+    aten.new_empty: _new_alike,
+    aten.new_zeros: _new_alike,
+    aten.new_ones: _new_alike,
+    aten.new_full: _new_alike,
     aten._local_scalar_dense: _item,
 }

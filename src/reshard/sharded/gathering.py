@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 import torch
@@ -18,7 +19,7 @@ from reshard.tensors.meshes import this_rank
 from reshard.tensors.motion import plan_of
 from reshard.tensors.reading import whole_on
 
-__all__ = ["gathered"]
+__all__ = ["gathered", "gathered_on"]
 
 
 def gathered(
@@ -37,9 +38,20 @@ def gathered(
         if this_rank() != at or found is None:
             return None
         found = found if dtype is None else found.to(dtype)
-        if out is not None:
-            return out.copy_(found)
-        return found.clone() if _is_of(content, found) else found
+        return _own(content, found) if out is None else out.copy_(found)
+
+
+def gathered_on(tensor: ShardedTensor, ranks: Sequence[int]) -> torch.Tensor | None:
+    """The whole tensor on some ranks of its group, with memory of its own; None on the others."""
+    if not ranks:
+        return None
+    with torch.no_grad():
+        found = whole(tensor._content, ranks)
+        return _own(tensor._content, found) if found is not None and this_rank() in ranks else None
+
+
+def _own(content: Content, found: torch.Tensor) -> torch.Tensor:
+    return found.clone() if _is_of(content, found) else found
 
 
 def _is_of(content: Content, found: torch.Tensor) -> bool:

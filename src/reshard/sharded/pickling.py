@@ -7,12 +7,14 @@ called then is one function of ours, with numbers, texts and tensors.
 from __future__ import annotations
 
 from contextvars import ContextVar
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.box import Box
+from reshard.errors import OperationError
 from reshard.layout import BoxLayout, Layout
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
@@ -23,17 +25,22 @@ from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
 
-__all__ = ["foreign", "held_by", "marked", "rebuild_sharded_tensor", "reduced"]
+__all__ = ["for_all_ranks", "foreign", "held_by", "marked", "rebuild_sharded_tensor", "reduced"]
 
 State = dict[str, Any]
 
 foreign: ContextVar[bool] = ContextVar("foreign", default=False)
 """Whether shards that other ranks have saved may be loaded: for whoever puts them together."""
 
+for_all_ranks: ContextVar[bool] = ContextVar("for_all_ranks", default=False)
+"""Whether the pickle of one rank is written for all of them."""
+
 
 def reduced(tensor: ShardedTensor) -> tuple[Any, tuple[Any, ...]]:
     """What pickle writes."""
     content = tensor._content
+    if for_all_ranks.get():
+        _check_has_all(content)
     state: State = {
         "shape": list(content.shape),
         "dtype": str(content.dtype).removeprefix("torch."),
@@ -55,6 +62,18 @@ def _place(group: Group) -> dict[str, int]:
         return {"local_rank": -1, "world_size": -1}
     known = members(group)
     return {"local_rank": known.index(this_rank()), "world_size": len(known)}
+
+
+def _check_has_all(content: Content) -> None:
+    """Refuse to write the shards of this rank as if they were the tensor."""
+    pieces = content.layout.pieces(this_rank(), content.shape)
+    found, wanted = sum(piece.box.size for piece in pieces), prod(content.shape)
+    if found != wanted:
+        raise OperationError(
+            f'a ShardedTensor of layout "{content.layout}" and shape {list(content.shape)} stands '
+            f"in a tuple or an object, of which one rank writes its pickle: {found} of {wanted} "
+            "elements; put the tensor into a dict or a list, which torch looks into"
+        )
 
 
 def _alone(part: torch.Tensor) -> torch.Tensor:

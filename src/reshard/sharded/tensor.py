@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -21,10 +22,20 @@ import torch
 from reshard.errors import OperationError
 from reshard.layout import Layout
 from reshard.sharded.content import Content, Group
+from reshard.sharded.dcp import (
+    ChunkAttribute,
+    chunk_list,
+    chunk_offsets,
+    chunk_sizes,
+    tensor_shard,
+    write_items,
+)
 from reshard.sharded.metadata import ShardedTensorMetadata, TensorProperties
 from reshard.sharded.shard import Shard
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
     from torch.utils.hooks import RemovableHandle
@@ -42,6 +53,11 @@ class ShardedTensor(torch.Tensor):
     """Lays gradients out as the tensor is."""
     _remote: dict[int, list[Any]] | None = None
     """RPC references to the shards of other ranks, where they were asked for."""
+    global_shape = ChunkAttribute(lambda content: content.shape)
+    global_offsets = ChunkAttribute(chunk_offsets)
+    # A place in the tensor itself: its size is that of the whole one.
+    local_offsets = ChunkAttribute(chunk_offsets)
+    local_sizes = ChunkAttribute(chunk_sizes)
 
     def __new__(
         cls,
@@ -378,6 +394,15 @@ class ShardedTensor(torch.Tensor):
 
         return reduced(self)
 
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return chunk_list(self._content)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return tensor_shard(self._content, index)
+
     def __tensor_flatten__(self) -> tuple[list[str], Content]:
         names = [f"_part{number}" for number in range(len(self._content.parts))]
         return names, self._content
@@ -413,6 +438,7 @@ class ShardedTensor(torch.Tensor):
 
 def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
     """A ShardedTensor of what a rank has."""
+    _teach_torch()
     made: ShardedTensor = torch.Tensor._make_wrapper_subclass(
         ShardedTensor,
         content.shape,
@@ -423,3 +449,11 @@ def wrap(content: Content, requires_grad: bool = False) -> ShardedTensor:
     )
     made._content = content
     return made
+
+
+@cache
+def _teach_torch() -> None:
+    """Have torch's functions on state dicts know ShardedTensors, once there is one."""
+    from reshard.sharded.state_dicts import install
+
+    install()

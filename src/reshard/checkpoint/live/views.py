@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-import numpy as np
 import torch
 
 from reshard.box import Box
 from reshard.layout import BoxLayout, Layout
 from reshard.pieces import Piece
 from reshard.tensors.reading import layout_of, parts_of
+from reshard.tensors.views import inner_view, piece_view
 
 __all__ = ["boxes_of", "part_of", "views_of"]
 
@@ -45,25 +45,13 @@ def views_of(tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[Vi
         pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
         found = [(box, part) for box, part in pairs if box.size]
     elif parts:
-        found = [(p.box, _view(parts[0], p)) for p in _pieces(layout, rank, shape)]
+        found = [(p.box, piece_view(parts[0], p)) for p in _pieces(layout, rank, shape)]
     else:
         found = []
     return sorted(found, key=lambda view: view[0])
 
 
-def _view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A piece of a local tensor; pieces count elements as if it were contiguous."""
-    if local.is_contiguous():
-        at = local.storage_offset() + piece.offset
-        return local.as_strided(piece.box.shape, piece.strides, at)
-    start = np.unravel_index(piece.offset, tuple(local.shape)) if local.ndim else ()
-    lengths = zip(start, piece.box.shape, strict=True)
-    return local[tuple(slice(int(low), int(low) + length) for low, length in lengths)]
-
-
 def part_of(view: View, box: Box) -> torch.Tensor:
     """The part of a view that lies in a box."""
     outer, tensor = view
-    inner = outer & box
-    limits = zip(inner.start, inner.stop, outer.start, strict=True)
-    return tensor[tuple(slice(low - at, high - at) for low, high, at in limits)]
+    return inner_view(tensor, outer, box)
