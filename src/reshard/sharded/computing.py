@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout import Layout
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, Group, members
+from reshard.sharded.content import Content, Group, materialized, members
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
@@ -30,7 +30,7 @@ from reshard.tensors.placements import layout_from
 from reshard.tensors.placing import placements_of
 from reshard.tensors.reading import whole_on
 
-__all__ = ["content_of", "dtensor_from", "mesh_of_group", "through_dtensor"]
+__all__ = ["content_of", "dtensor_from", "fits_dtensor", "mesh_of_group", "through_dtensor"]
 
 aten = torch.ops.aten
 
@@ -73,10 +73,11 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             "with one placement per rank of its group, in order"
         )
     local = content.local
-    if prod(content.shape) == 0:
+    if prod(content.shape) == 0 or len(content.parts) > 1:
         # Empty tensors all lie alike, and their parts may still have different shapes.
         own = layout_from(mesh, placements, content.shape).local_shape(this_rank(), content.shape)
-        local = torch.empty(own, dtype=content.dtype, device=content.device)
+        empty = torch.empty(own, dtype=content.dtype, device=content.device)
+        local = empty if local is None or not prod(own) else local.reshape(own)
     return dtensor_of(
         local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
     )
@@ -87,6 +88,11 @@ def _placements(
     layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]
 ) -> tuple[Placement, ...] | None:
     return placements_of(layout, mesh, shape)
+
+
+def fits_dtensor(content: Content) -> bool:
+    """Whether placements of DTensor can say how a tensor lies."""
+    return _placements(content.layout, mesh_of_group(content), content.shape) is not None
 
 
 def content_of(tensor: DTensor, group: Group) -> Content:
@@ -123,7 +129,8 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
             return made
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             same = [Replicate()] * mesh.ndim
-            return dtensor_of(value.detach(), mesh, same, value.shape, stride=value.stride())
+            own = materialized(value.detach())
+            return dtensor_of(own, mesh, same, own.shape, stride=own.stride())
         return value
 
     def returned(value: object) -> object:

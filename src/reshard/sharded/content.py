@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from reshard.sharded.spec import ShardingSpec
 
-__all__ = ["Content", "Group", "layout_of_shards", "members"]
+__all__ = ["Content", "Group", "layout_of_shards", "materialized", "members", "part_shapes"]
 
 Group = Any
 """A process group, or None for the default one."""
@@ -50,6 +50,11 @@ class Content:
     """The DeviceMesh that the layout was read from, if it was."""
     stated_stride: tuple[int, ...] | None = None
     """The strides that the whole tensor would have, where DTensor says so."""
+
+    def __post_init__(self) -> None:
+        """Parts are memory that can be moved: flags that change how torch reads it are resolved."""
+        if any(map(_is_lazy, self.parts)):
+            object.__setattr__(self, "parts", tuple(map(materialized, self.parts)))
 
     @property
     def local(self) -> torch.Tensor | None:
@@ -93,8 +98,7 @@ class Content:
             return True
         if self.shape != other.shape or members(self.group) != members(other.group):
             return False
-        same = self.layout == other.layout or self.layout.same_as(other.layout, self.shape)
-        return same and [p.shape for p in self.parts] == [p.shape for p in other.parts]
+        return self.layout == other.layout or _is_same(self.layout, other.layout, self.shape)
 
     @cached_property
     def shards_metadata(self) -> tuple[ShardMetadata, ...]:
@@ -131,6 +135,37 @@ class Content:
             part.as_strided(piece.box.shape, piece.strides, part.storage_offset() + piece.offset)
             for piece in pieces
         ]
+
+
+def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a rank's parts."""
+    if isinstance(layout, BoxLayout):
+        return tuple(box.shape for box in layout.boxes.get(rank, ()))
+    held = layout.holds(rank) is not None
+    return (layout.local_shape(rank, shape),) if held else ()
+
+
+@lru_cache(maxsize=4096)
+def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether layouts are the same for all ranks; one that moved alone would wait for the others.
+
+    Empty tensors are the same in any layout, and their parts may still have different shapes.
+    """
+    ranks = {*one.ranks, *other.ranks}
+    return one.same_as(other, shape) and all(
+        part_shapes(one, rank, shape) == part_shapes(other, rank, shape) for rank in ranks
+    )
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reshard.errors import OperationError
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.at_once import changed, needs_values, on_whole, written
+from reshard.sharded.at_once import changed, first_content, needs_values, on_whole, written
 from reshard.sharded.chance import agreed
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.lists import on_lists
@@ -69,7 +69,7 @@ def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
     if targets:
         return changed(func, args, kwargs, targets)
     if needs_values(func, args):
-        return on_whole(func, args, kwargs, _first(args, kwargs))
+        return on_whole(func, args, kwargs, first_content(args, kwargs))
     return _through_dtensor(func, args, kwargs)
 
 
@@ -123,15 +123,10 @@ def _is_apart(view: ShardedTensor, base: ShardedTensor) -> bool:
     )
 
 
-def _first(args: Any, kwargs: Any) -> Content:
-    leaves, _ = tree_flatten((args, kwargs))
-    return next(leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor))
-
-
 def _through_dtensor(func: Any, args: Any, kwargs: Any) -> Any:
     from reshard.sharded.computing import through_dtensor
 
-    return through_dtensor(func, args, kwargs, _first(args, kwargs))
+    return through_dtensor(func, args, kwargs, first_content(args, kwargs))
 
 
 def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_content",
+    "as_laid_out",
     "from_dtensor",
     "from_local",
     "like",
@@ -59,7 +60,7 @@ def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
     source = replace(content, parts=())
 
     def laid_out(gradient: torch.Tensor) -> ShardedTensor:
-        found = _back_to(source, gradient)
+        found = as_laid_out(source, gradient)
         repeats = any(0 in part.stride() and part.numel() > 1 for part in found._content.parts)
         # What was spread from fewer elements cannot be added to.
         return cast(ShardedTensor, found.clone()) if repeats else found
@@ -108,10 +109,10 @@ class _ToLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _back_to(ctx.source, gradients[0]), None
+        return as_laid_out(ctx.source, gradients[0]), None
 
 
-def _back_to(source: Content, gradient: torch.Tensor) -> ShardedTensor:
+def as_laid_out(source: Content, gradient: torch.Tensor) -> ShardedTensor:
     """A gradient, whatever it is, as the tensor lies that it is of."""
     if not isinstance(gradient, ShardedTensor):
         gradient = replicated(gradient, source.group)
@@ -141,7 +142,7 @@ class _FromParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *to_parts(_back_to(ctx.content, gradients[0]))
+        return None, *to_parts(as_laid_out(ctx.content, gradients[0]))
 
 
 class _ToWhole(torch.autograd.Function):
@@ -155,7 +156,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        return _back_to(ctx.source, gradients[0])
+        return as_laid_out(ctx.source, gradients[0])
 
 
 class _Replicated(torch.autograd.Function):
@@ -194,7 +195,7 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _back_to(ctx.content, from_dtensor(gradients[0], ctx.content.group)), None
+        return as_laid_out(ctx.content, from_dtensor(gradients[0], ctx.content.group)), None
 
 
 class _FromDTensor(torch.autograd.Function):
