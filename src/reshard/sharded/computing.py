@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout import Layout
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, Group, materialized, members
+from reshard.sharded.content import Content, Group, materialized, members, strides_like
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
@@ -41,6 +41,8 @@ NEED_ALL = {
 """Operations that average what ranks have, of which DTensor takes each to count the same."""
 COUNTED = {aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin}
 """Operations of which DTensor takes a dim of -1 for one that is not cut."""
+BACKWARD = {aten.select_backward, aten.slice_backward}
+"""The same, where the dim is one of the tensor that the gradient is of: (gradient, sizes, dim)."""
 FINE_WITHOUT = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.view, aten._unsafe_view, aten.reshape,
     aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
@@ -78,9 +80,24 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
         own = layout_from(mesh, placements, content.shape).local_shape(this_rank(), content.shape)
         empty = torch.empty(own, dtype=content.dtype, device=content.device)
         local = empty if local is None or not prod(own) else local.reshape(own)
+    if local is not None:
+        local = _in_order(local, content.stride)
     return dtensor_of(
         local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
     )
+
+
+def _in_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A local tensor with its dims in the order of these strides: views then work on all ranks."""
+    if local.ndim != len(stride):
+        return local
+    wanted = strides_like(tuple(local.shape), stride)
+    dims = [dim for dim, size in enumerate(local.shape) if size > 1]
+    own = local.stride()
+    if sorted(dims, key=lambda dim: (own[dim], -dim)) == sorted(dims, key=lambda dim: wanted[dim]):
+        return local
+    made = torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device)
+    return made.copy_(local)
 
 
 @lru_cache(maxsize=4096)
@@ -153,6 +170,9 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
 def _from_front(func: Any, args: Any) -> Any:
     """Arguments with dims as DTensor's rules read them: from the front, and all by number."""
     first = args[0] if args else None
+    if func.overloadpacket in BACKWARD:
+        gradient, sizes, dim, *rest = args
+        return [gradient, sizes, dim % len(sizes), *rest]
     if not isinstance(first, torch.Tensor) or not first.ndim:
         return args
     counted, reduces = func.overloadpacket in COUNTED, torch.Tag.reduction in func.tags

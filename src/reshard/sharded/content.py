@@ -21,7 +21,15 @@ if TYPE_CHECKING:
 
     from reshard.sharded.spec import ShardingSpec
 
-__all__ = ["Content", "Group", "layout_of_shards", "materialized", "members", "part_shapes"]
+__all__ = [
+    "Content",
+    "Group",
+    "layout_of_shards",
+    "materialized",
+    "members",
+    "part_shapes",
+    "strides_like",
+]
 
 Group = Any
 """A process group, or None for the default one."""
@@ -49,7 +57,11 @@ class Content:
     mesh: DeviceMesh | None = None
     """The DeviceMesh that the layout was read from, if it was."""
     stated_stride: tuple[int, ...] | None = None
-    """The strides that the whole tensor would have, where DTensor says so."""
+    """The strides that the whole tensor would have, where they are not those of its rows.
+
+    The same on all ranks: autograd chooses operations by them. So they do not follow from the
+    parts, of which one with a single row lies like its transpose.
+    """
 
     def __post_init__(self) -> None:
         """Parts are memory that can be moved: flags that change how torch reads it are resolved."""
@@ -76,21 +88,16 @@ class Content:
             dtype=parts[0].dtype,
             device=device,
             stated=stated,
-            stated_stride=None,
         )
 
     def sized(self, shape: tuple[int, ...]) -> Content:
         """As it is cut, for a tensor of another shape; still without parts."""
         return replace(self, shape=shape, parts=(), spec=None, stated=None, stated_stride=None)
 
-    @cached_property
+    @property
     def stride(self) -> tuple[int, ...]:
-        """The strides that the whole tensor would have: its dims lie as those of a part."""
-        if self.stated_stride is not None:
-            return self.stated_stride
-        if len(self.parts) != 1 or self.parts[0].ndim != len(self.shape):
-            return row_major(self.shape)
-        return strides_like(self.shape, self.parts[0].stride())
+        """The strides that the whole tensor would have."""
+        return row_major(self.shape) if self.stated_stride is None else self.stated_stride
 
     def is_like(self, other: Content) -> bool:
         """Whether every rank holds the same elements of both, in the same order."""

@@ -16,6 +16,8 @@ __all__ = ["called"]
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__"}
 """Functions that change their first argument, and do not have the name of one that does."""
+NO_MEMORY = "its data is not allocated"
+"""What torch says of a function that reads the memory of a tensor below the dispatcher."""
 OF_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 """Functions that ask for gradients of the very tensors that they are given."""
 TAKES_INPUTS = {F.embedding, F.embedding_bag, F.linear}
@@ -59,8 +61,16 @@ def _done(func: Any, args: Any, kwargs: Any) -> Any:
     collects = bool(kwargs.get("requires_grad")) and _makes_new(func)
     if collects:
         kwargs = {**kwargs, "requires_grad": False}
-    with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **kwargs)
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        raise OperationError(
+            f"{getattr(func, '__name__', func)} reads the memory of a tensor itself, which is not "
+            "supported for ShardedTensor: take full_tensor() or local_tensor()"
+        ) from error
     return made.requires_grad_() if collects else made
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, Group, members
+from reshard.sharded.content import Content, Group, members, strides_like
 from reshard.sharded.moving import laid_as, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.reading import whole_on
@@ -55,11 +55,13 @@ def to_local(tensor: ShardedTensor) -> torch.Tensor:
     return found
 
 
-def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
+def like(content: Content) -> Callable[[torch.Tensor | None], ShardedTensor | None]:
     """Lays a gradient out as its tensor is: an optimizer then finds its shards side by side."""
     source = replace(content, parts=())
 
-    def laid_out(gradient: torch.Tensor) -> ShardedTensor:
+    def laid_out(gradient: torch.Tensor | None) -> ShardedTensor | None:
+        if gradient is None:
+            return None  # an operation gave none
         found = as_laid_out(source, gradient)
         repeats = any(0 in part.stride() and part.numel() > 1 for part in found._content.parts)
         # What was spread from fewer elements cannot be added to.
@@ -95,7 +97,9 @@ def as_content(gradient: torch.Tensor, like: Content) -> Content:
 
 def _whole_content(tensor: torch.Tensor, group: Group) -> Content:
     layout, part = whole_on(members(group)), tensor.detach()
-    return Content(layout, tuple(part.shape), part.dtype, (part,), part.device, group)
+    shape = tuple(part.shape)
+    stride = strides_like(shape, tuple(part.stride()))
+    return Content(layout, shape, part.dtype, (part,), part.device, group, stated_stride=stride)
 
 
 # Backward goes through the same functions as forward, so that it has gradients itself.
