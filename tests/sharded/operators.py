@@ -133,7 +133,7 @@ def cases_of(name: str, dtype: str, ranks: int, limit: int) -> Iterator[tuple[st
 
 
 def _given(sample: Any, layout: str, ranks: int, every: bool) -> Any:
-    """How each tensor of a sample is sharded; None where nothing is, or nothing more than before."""
+    """How each tensor of a sample is sharded; None where ``every`` adds nothing to the first."""
     leaves, _ = tree_flatten((sample.input, sample.args, sample.kwargs))
     specs = [
         spec_of(layout, leaf.shape, ranks)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from reshard import CoverageError, Layout, Mesh
+from reshard import CoverageError, Layout, Mesh, OperationError
 from reshard.sharded import (
     ChunkShardingSpec,
     LayoutShardingSpec,

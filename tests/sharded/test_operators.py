@@ -16,9 +16,7 @@ from tests.sharded.operators import (
 )
 from tests.soak import soaking
 
-A_FEW = ("__rsub__", "_chunk_cat", "fft.hfft", "gather", "linalg.pinv", "matmul", "mul",
-         "nn.functional.conv1d", "nn.functional.embedding_bag", "scatter_add", "select", "sgn",
-         "sum", "view_copy")  # fmt: skip
+A_FEW = ("__rmatmul__", "exp", "fft.hfft", "gather", "sgn")
 """Operators that were wrong once, or took another way on each rank."""
 SAMPLES = 4
 """Per operator, when soaking; ``python -m tests.sharded.operators`` runs all."""
@@ -40,8 +38,8 @@ def a_few(rank: int) -> list[Outcome]:
 def test_some_operators(pool: Pool) -> None:
     found = pool.run(a_few, ranks=range(2))[0]
     assert not failures(found)
-    right = {one.case.split()[0] for one in found if one.kind == RIGHT}
-    assert right == {*A_FEW}
+    assert {one.case.split()[0] for one in found if one.kind == RIGHT} == {*A_FEW}
+    assert len(found) > 50
 
 
 @pytest.mark.skipif(not soaking(), reason="takes half an hour: make soak")

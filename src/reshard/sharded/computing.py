@@ -75,16 +75,22 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             "with one placement per rank of its group, in order"
         )
     local = content.local
-    if prod(content.shape) == 0 or len(content.parts) > 1:
-        # Empty tensors all lie alike, and their parts may still have different shapes.
-        own = layout_from(mesh, placements, content.shape).local_shape(this_rank(), content.shape)
-        empty = torch.empty(own, dtype=content.dtype, device=content.device)
-        local = empty if local is None or not prod(own) else local.reshape(own)
+    own = _local_shape(mesh, placements, content.shape, this_rank())
+    if local is not None and tuple(local.shape) != own:
+        # The same elements: several parts, or none of a tensor that could be cut along other dims.
+        local = local.reshape(own) if prod(own) else local.new_empty(own)
     if local is not None:
         local = _in_order(local, content.stride)
     return dtensor_of(
         local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
     )
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], rank: int
+) -> tuple[int, ...]:
+    return layout_from(mesh, placements, shape).local_shape(rank, shape)
 
 
 def _in_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
