@@ -373,10 +373,13 @@ def main() -> int:
     part, parts = map(int, given.part.split("/"))
     names = given.ops.split(",") if given.ops else sorted(database())[part::parts]
     outcomes, begun = [], time.monotonic()
-    for one in run_all(names, given.dtypes.split(","), given.ranks, given.samples):
-        outcomes.append(one)
-        if one.kind not in ALL_RIGHT or (given.verbose and one.kind == REFUSED):
-            print(f"{one.kind}: {one.case}: {one.text}", flush=True)
+    try:
+        for one in run_all(names, given.dtypes.split(","), given.ranks, given.samples):
+            outcomes.append(one)
+            if one.kind not in ALL_RIGHT or (given.verbose and one.kind == REFUSED):
+                print(f"{one.kind}: {one.case}: {one.text}", flush=True)
+    except KeyboardInterrupt:
+        print(f"interrupted in {outcomes[-1].case.split()[0] if outcomes else names[0]}")
     print(table(outcomes))
     print(f"{len(outcomes)} cases on {given.ranks} ranks in {time.monotonic() - begun:.0f} s")
     return int(any(one.kind not in ALL_RIGHT for one in outcomes))
