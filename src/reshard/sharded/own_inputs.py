@@ -42,6 +42,8 @@ def on_inputs(func: Any, args: Any, kwargs: Any, otherwise: Callable[[Any, Any],
         return otherwise(args, kwargs)
     if isinstance(source, ShardedTensor) and func is not F.embedding_bag:
         return otherwise(args, kwargs)
+    if not isinstance(source, torch.Tensor) or source.is_meta or torch.compiler.is_compiling():
+        return otherwise(args, kwargs)  # there are no values to compare
     given = {name: _plain(name, value) for name, value in given.items()}
     call = _Call(func, given, weight)
     asked = call.compared()
@@ -79,7 +81,8 @@ class _Call:
         """Whether DTensor looks up rows in a weight that lies like this."""
         from reshard.sharded.computing import fits_dtensor
 
-        return self.given["max_norm"] is None and fits_dtensor(self.weight._content)
+        plain = not any(self.given[name] for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+        return plain and fits_dtensor(self.weight._content)
 
     def compared(self) -> _Asked:
         """Whether ranks have inputs of their own, and what they ask for; all raise, or none."""
