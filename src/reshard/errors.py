@@ -177,7 +177,7 @@ class TensorError(LiveError):
     """A tensor given to a move does not fit its spec, or is no tensor."""
 
 
-class OperationError(ReshardError, RuntimeError, TypeError):
+class OperationError(ReshardError, RuntimeError):
     """A sharded tensor does not have an operation, or not in the layout that it has."""
 
 

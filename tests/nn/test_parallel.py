@@ -59,7 +59,8 @@ def train_side_by_side(rank: int, hidden: int, bias: bool) -> list[int]:
             forward = moved.call_count
             found.square().sum().backward()
             moves += [forward, moved.call_count - forward]
-        assert comms.get_total_counts() == 0
+        # Ranks compare hashes of the plain input once: it might be each rank's own.
+        assert comms.get_total_counts() == 1
         torch.testing.assert_close(found.full_tensor(), expected, rtol=0, atol=1e-12)
         assert type(inputs[1].grad) is torch.Tensor
         torch.testing.assert_close(inputs[1].grad, inputs[0].grad, rtol=0, atol=1e-12)

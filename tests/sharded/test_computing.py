@@ -112,19 +112,6 @@ def test_B75_embedding_with_gradients(pool: Pool) -> None:
     pool.run(embeddings, ranks=FOUR)
 
 
-def bags(rank: int) -> None:
-    index, starts = torch.tensor([0, 3, 9, 9, 1, 10]), torch.tensor([0, 2, 5])
-    for dim in (0, 1):
-        try:
-            check_op(lambda w: F.embedding_bag(index, w, starts, mode="sum"), [(12, 8)], [dim])
-        except RuntimeError as error:
-            assert "not supported for ShardedTensor" in str(error)  # noqa: PT017
-
-
-def test_B75_embedding_bag_is_right_or_refused(pool: Pool) -> None:
-    pool.run(bags, ranks=FOUR)
-
-
 def attention(rank: int) -> None:
     for heads in (4, 6):
         for dim in (0, 1, 2):

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_flatten, tree_map
 
 from reshard.errors import OperationError
 from reshard.sharded.content import Content
@@ -17,7 +17,7 @@ from reshard.sharded.gradients import as_content
 from reshard.sharded.moving import moved_to, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
 
-__all__ = ["changed", "needs_values", "on_whole", "written"]
+__all__ = ["changed", "first_content", "needs_values", "on_whole", "written"]
 
 aten = torch.ops.aten
 
@@ -41,24 +41,34 @@ def needs_values(func: Any, args: Any) -> bool:
 
 def on_whole(func: Any, args: Any, kwargs: Any, like: Content) -> Any:
     """Do an operation with whole tensors; every rank has the whole result."""
+    results = func(*tree_map(_whole, args), **tree_map(_whole, kwargs))
+    return tree_map(lambda value: _kept(value, like), results)
 
-    def kept(value: object) -> object:
-        return wrap(as_content(value, like)) if isinstance(value, torch.Tensor) else value
 
-    return tree_map(kept, func(*tree_map(_whole, args), **tree_map(_whole, kwargs)))
+def _kept(value: Any, like: Content) -> Any:
+    return wrap(as_content(value, like)) if isinstance(value, torch.Tensor) else value
 
 
 def changed(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
     """Do an operation that changes tensors, and put what it made of them where they lie."""
-    copies = {id(one): whole(one._content).clone() for one in targets}  # type: ignore[union-attr]
+    sharded = [one for one in targets if isinstance(one, ShardedTensor)]
+    copies = {id(one): whole(one._content).clone() for one in sharded}  # type: ignore[union-attr]
 
     def lent(value: Any) -> Any:
         return copies.get(id(value)) if id(value) in copies else _whole(value)
 
-    func(*tree_map(lent, args), **tree_map(lent, kwargs))
-    for one in targets:
+    results = func(*tree_map(lent, args), **tree_map(lent, kwargs))
+    for one in sharded:
         _put(func, one, copies[id(one)])
-    return targets[0] if len(targets) == 1 else tuple(targets)
+    owners = {id(copies[id(one)]): one for one in sharded}
+    like = first_content(args, kwargs)
+
+    def returned(value: Any) -> Any:
+        if any(value is one for one in targets):
+            return value
+        return owners[id(value)] if id(value) in owners else _kept(value, like)
+
+    return tree_map(returned, results)
 
 
 def _put(func: Any, target: ShardedTensor, made: torch.Tensor) -> None:
@@ -71,6 +81,12 @@ def _put(func: Any, target: ShardedTensor, made: torch.Tensor) -> None:
     moved = moved_to(as_content(made, content), content.layout)
     for part, new in zip(content.parts, moved.parts, strict=True):
         part.copy_(new)
+
+
+def first_content(args: Any, kwargs: Any) -> Content:
+    """What a rank has of the first sharded tensor among arguments."""
+    leaves, _ = tree_flatten((args, kwargs))
+    return next(leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor))
 
 
 def _whole(value: Any) -> Any:

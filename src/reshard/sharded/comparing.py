@@ -8,9 +8,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from reshard.errors import OperationError
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["allclose", "equal"]
+
+
+class MixedOperandError(OperationError, TypeError):
+    """A sharded tensor is compared with something that is none."""
+
 
 Compare = Callable[[torch.Tensor, torch.Tensor], bool]
 
@@ -28,7 +34,7 @@ def allclose(one: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
 def _compared(one: Any, other: Any, same: Compare) -> bool:
     for operand in (one, other):
         if not isinstance(operand, ShardedTensor):
-            raise TypeError(
+            raise MixedOperandError(
                 f"a ShardedTensor is compared with a {type(operand).__name__}: both must be "
                 "ShardedTensors; compare full_tensor() with a plain one"
             )

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout import Layout
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, Group, members
+from reshard.sharded.content import Content, Group, materialized, members, strides_like
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
@@ -30,7 +30,7 @@ from reshard.tensors.placements import layout_from
 from reshard.tensors.placing import placements_of
 from reshard.tensors.reading import whole_on
 
-__all__ = ["content_of", "dtensor_from", "mesh_of_group", "through_dtensor"]
+__all__ = ["content_of", "dtensor_from", "fits_dtensor", "mesh_of_group", "through_dtensor"]
 
 aten = torch.ops.aten
 
@@ -41,6 +41,8 @@ NEED_ALL = {
 """Operations that average what ranks have, of which DTensor takes each to count the same."""
 COUNTED = {aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin}
 """Operations of which DTensor takes a dim of -1 for one that is not cut."""
+BACKWARD = {aten.select_backward, aten.slice_backward}
+"""The same, where the dim is one of the tensor that the gradient is of: (gradient, sizes, dim)."""
 FINE_WITHOUT = {
     aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.view, aten._unsafe_view, aten.reshape,
     aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
@@ -73,13 +75,35 @@ def dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             "with one placement per rank of its group, in order"
         )
     local = content.local
-    if prod(content.shape) == 0:
-        # Empty tensors all lie alike, and their parts may still have different shapes.
-        own = layout_from(mesh, placements, content.shape).local_shape(this_rank(), content.shape)
-        local = torch.empty(own, dtype=content.dtype, device=content.device)
+    own = _local_shape(mesh, placements, content.shape, this_rank())
+    if local is not None and tuple(local.shape) != own:
+        # The same elements: several parts, or none of a tensor that could be cut along other dims.
+        local = local.reshape(own) if prod(own) else local.new_empty(own)
+    if local is not None:
+        local = _in_order(local, content.stride)
     return dtensor_of(
         local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
     )
+
+
+@lru_cache(maxsize=4096)
+def _local_shape(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], shape: tuple[int, ...], rank: int
+) -> tuple[int, ...]:
+    return layout_from(mesh, placements, shape).local_shape(rank, shape)
+
+
+def _in_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A local tensor with its dims in the order of these strides: views then work on all ranks."""
+    if local.ndim != len(stride):
+        return local
+    wanted = strides_like(tuple(local.shape), stride)
+    dims = [dim for dim, size in enumerate(local.shape) if size > 1]
+    own = local.stride()
+    if sorted(dims, key=lambda dim: (own[dim], -dim)) == sorted(dims, key=lambda dim: wanted[dim]):
+        return local
+    made = torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device)
+    return made.copy_(local)
 
 
 @lru_cache(maxsize=4096)
@@ -87,6 +111,11 @@ def _placements(
     layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]
 ) -> tuple[Placement, ...] | None:
     return placements_of(layout, mesh, shape)
+
+
+def fits_dtensor(content: Content) -> bool:
+    """Whether placements of DTensor can say how a tensor lies."""
+    return _placements(content.layout, mesh_of_group(content), content.shape) is not None
 
 
 def content_of(tensor: DTensor, group: Group) -> Content:
@@ -123,7 +152,8 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
             return made
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             same = [Replicate()] * mesh.ndim
-            return dtensor_of(value.detach(), mesh, same, value.shape, stride=value.stride())
+            own = materialized(value.detach())
+            return dtensor_of(own, mesh, same, own.shape, stride=own.stride())
         return value
 
     def returned(value: object) -> object:
@@ -146,6 +176,9 @@ def through_dtensor(func: Any, args: Any, kwargs: Any, first: Content) -> Any:
 def _from_front(func: Any, args: Any) -> Any:
     """Arguments with dims as DTensor's rules read them: from the front, and all by number."""
     first = args[0] if args else None
+    if func.overloadpacket in BACKWARD:
+        gradient, sizes, dim, *rest = args
+        return [gradient, sizes, dim % len(sizes), *rest]
     if not isinstance(first, torch.Tensor) or not first.ndim:
         return args
     counted, reduces = func.overloadpacket in COUNTED, torch.Tag.reduction in func.tags

@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
     from reshard.sharded.spec import ShardingSpec
 
-__all__ = ["Content", "Group", "layout_of_shards", "members"]
+__all__ = [
+    "Content",
+    "Group",
+    "layout_of_shards",
+    "materialized",
+    "members",
+    "part_shapes",
+    "strides_like",
+]
 
 Group = Any
 """A process group, or None for the default one."""
@@ -50,7 +58,16 @@ class Content:
     mesh: DeviceMesh | None = None
     """The DeviceMesh that the layout was read from, if it was."""
     stated_stride: tuple[int, ...] | None = None
-    """The strides that the whole tensor would have, where DTensor says so."""
+    """The strides that the whole tensor would have, where they are not those of its rows.
+
+    The same on all ranks: autograd chooses operations by them. So they do not follow from the
+    parts, of which one with a single row lies like its transpose.
+    """
+
+    def __post_init__(self) -> None:
+        """Parts are memory that can be moved: flags that change how torch reads it are resolved."""
+        if any(map(_is_lazy, self.parts)):
+            object.__setattr__(self, "parts", tuple(map(materialized, self.parts)))
 
     @property
     def local(self) -> torch.Tensor | None:
@@ -72,22 +89,16 @@ class Content:
         stated = self.stated
         if stated is not None and device != self.device:
             stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
-        return replace(
-            self, parts=parts, dtype=dtype, device=device, stated=stated, stated_stride=None
-        )
+        return replace(self, parts=parts, dtype=dtype, device=device, stated=stated)
 
     def sized(self, shape: tuple[int, ...]) -> Content:
         """As it is cut, for a tensor of another shape; still without parts."""
         return replace(self, shape=shape, parts=(), spec=None, stated=None, stated_stride=None)
 
-    @cached_property
+    @property
     def stride(self) -> tuple[int, ...]:
-        """The strides that the whole tensor would have: its dims lie as those of a part."""
-        if self.stated_stride is not None:
-            return self.stated_stride
-        if len(self.parts) != 1 or self.parts[0].ndim != len(self.shape):
-            return row_major(self.shape)
-        return strides_like(self.shape, self.parts[0].stride())
+        """The strides that the whole tensor would have."""
+        return row_major(self.shape) if self.stated_stride is None else self.stated_stride
 
     def is_like(self, other: Content) -> bool:
         """Whether every rank holds the same elements of both, in the same order."""
@@ -95,8 +106,7 @@ class Content:
             return True
         if self.shape != other.shape or members(self.group) != members(other.group):
             return False
-        same = self.layout == other.layout or self.layout.same_as(other.layout, self.shape)
-        return same and [p.shape for p in self.parts] == [p.shape for p in other.parts]
+        return self.layout == other.layout or _is_same(self.layout, other.layout, self.shape)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Copies have copies of the parts, perhaps on another device; all else is the same."""
@@ -152,6 +162,37 @@ def _rebuilt(shared: _Shared, parts: Sequence[torch.Tensor]) -> Content:
     content = Content(parts=tuple(parts), **shared.fields)
     moved = any(part.device != content.device for part in parts)
     return content.with_parts(parts) if moved else content
+
+
+def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """The shapes of a rank's parts."""
+    if isinstance(layout, BoxLayout):
+        return tuple(box.shape for box in layout.boxes.get(rank, ()))
+    held = layout.holds(rank) is not None
+    return (layout.local_shape(rank, shape),) if held else ()
+
+
+@lru_cache(maxsize=4096)
+def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether layouts are the same for all ranks; one that moved alone would wait for the others.
+
+    Empty tensors are the same in any layout, and their parts may still have different shapes.
+    """
+    ranks = {*one.ranks, *other.ranks}
+    return one.same_as(other, shape) and all(
+        part_shapes(one, rank, shape) == part_shapes(other, rank, shape) for rank in ranks
+    )
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
+def materialized(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.resolve_conj().resolve_neg()
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:

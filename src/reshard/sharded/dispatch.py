@@ -14,15 +14,16 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from reshard.errors import OperationError
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.at_once import changed, needs_values, on_whole, written
+from reshard.sharded.at_once import changed, first_content, needs_values, on_whole, written
 from reshard.sharded.chance import agreed
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.lists import on_lists
 from reshard.sharded.losses import is_loss, loss_of
+from reshard.sharded.misjudged import is_misjudged
 from reshard.sharded.moving import moved_to
 from reshard.sharded.spreading import parts_like
 from reshard.sharded.tensor import ShardedTensor, wrap
@@ -37,7 +38,8 @@ ONE_BY_ONE = {
     aten.randn_like, aten.randint_like, aten.uniform_, aten.normal_, aten.bernoulli_,
     aten.exponential_, aten.random_, aten.log_normal_, aten.geometric_, aten.cauchy_,
     aten.lift_fresh, aten.contiguous, aten.lerp_, aten.lerp, aten.masked_fill_, aten.masked_fill,
-    aten.where, aten._fused_dropout, aten.native_dropout, aten.nan_to_num_,
+    aten.where, aten._fused_dropout, aten.native_dropout, aten.nan_to_num_, aten._conj,
+    aten._conj_physical, aten._neg_view,
 }  # fmt: skip
 """Operations on elements, which torch does not mark as such."""
 
@@ -46,8 +48,18 @@ ON_LISTS = ("_foreach", "_amp_foreach", "_fused_ada", "_fused_sgd")
 """How the names of operations on lists of tensors begin."""
 
 
+LAZY = [getattr(torch._C.DispatchKey, name) for name in ("Conjugate", "Negative", "ZeroTensor")]
+"""What resolves the flags of lazy tensors; torch leaves it out while it runs our operations."""
+
+
 def dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     """Do an operation of which some argument is a ShardedTensor."""
+    resolves = torch._C._SetExcludeDispatchKeyGuard
+    with resolves(LAZY[0], False), resolves(LAZY[1], False), resolves(LAZY[2], False):
+        return _dispatched(func, args, kwargs)
+
+
+def _dispatched(func: Any, args: Any, kwargs: Any) -> Any:
     targets = written(func, args, kwargs)
     _check_written(func, targets)
     result = _done(func, args, kwargs, targets)
@@ -60,6 +72,9 @@ def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
     special = SPECIAL.get(func.overloadpacket)
     if special is not None:
         return special(func, args, kwargs)
+    view = _viewed_by(func)
+    if view is not None:
+        return tree_map(torch.clone, dispatched(view, args, kwargs))
     if is_loss(func):
         return loss_of(func, args, kwargs, one_by_one)
     if _is_on_elements(func):
@@ -68,9 +83,18 @@ def _done(func: Any, args: Any, kwargs: Any, targets: list[Any]) -> Any:
         return on_lists(func, args, kwargs)
     if targets:
         return changed(func, args, kwargs, targets)
-    if needs_values(func, args):
-        return on_whole(func, args, kwargs, _first(args, kwargs))
+    if needs_values(func, args) or is_misjudged(func, args):
+        return on_whole(func, args, kwargs, first_content(args, kwargs))
     return _through_dtensor(func, args, kwargs)
+
+
+@cache
+def _viewed_by(func: Any) -> Any:
+    """The view that an operation such as ``view_copy`` copies; None for any other."""
+    name = func.overloadpacket.__name__
+    view = getattr(aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
+    found = getattr(view, func._overloadname, None)
+    return found if found is not None and found.is_view else None
 
 
 @cache
@@ -123,15 +147,10 @@ def _is_apart(view: ShardedTensor, base: ShardedTensor) -> bool:
     )
 
 
-def _first(args: Any, kwargs: Any) -> Content:
-    leaves, _ = tree_flatten((args, kwargs))
-    return next(leaf._content for leaf in leaves if isinstance(leaf, ShardedTensor))
-
-
 def _through_dtensor(func: Any, args: Any, kwargs: Any) -> Any:
     from reshard.sharded.computing import through_dtensor
 
-    return through_dtensor(func, args, kwargs, _first(args, kwargs))
+    return through_dtensor(func, args, kwargs, first_content(args, kwargs))
 
 
 def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
@@ -147,7 +166,17 @@ def one_by_one(func: Any, args: Any, kwargs: Any) -> Any:
         own = [parts[number] if isinstance(parts, tuple) else parts for parts in lying]
         some_args, some_kwargs = tree_unflatten(own, tree)
         results.append(func(*some_args, **some_kwargs))
-    return targets[0] if targets else _joined(like, results)
+    if targets:
+        return targets[0]
+    return _joined(replace(like, stated_stride=_strides(like, kwargs)), results)
+
+
+def _strides(like: Content, kwargs: Any) -> tuple[int, ...] | None:
+    """The strides of a result, which has those of a tensor if it is not asked for others."""
+    asked = kwargs.get("memory_format")
+    if asked is None or asked is torch.preserve_format:
+        return like.stated_stride
+    return torch.empty(like.shape, device="meta", memory_format=asked).stride()
 
 
 def _widest(leaves: list[Any]) -> Content | None:
@@ -186,6 +215,7 @@ def _to_copy(func: Any, args: Any, kwargs: Any) -> ShardedTensor:
         # Rounded one by one, addends would make another sum.
         content = moved_to(content, unreduced(content.layout))
     parts = [func(part, **kwargs) for part in content.parts]
+    content = replace(content, stated_stride=_strides(content, kwargs))
     if parts:
         return wrap(content.with_parts(parts))
     dtype, device = kwargs.get("dtype"), kwargs.get("device")
@@ -198,8 +228,9 @@ def _new_strided(func: Any, args: Any, kwargs: Any) -> Any:
     content, stride = args[0]._content, tuple(args[2])
     if tuple(args[1]) != content.shape:
         return _through_dtensor(func, args, kwargs)
+    content = replace(content, stated_stride=stride)
     if any(part.ndim != len(stride) for part in content.parts) or not content.parts:
-        return _to_copy(aten._to_copy.default, args[:1], kwargs)
+        return _to_copy(aten._to_copy.default, (wrap(content),), kwargs)
     parts = [
         func(part, part.shape, strides_like(tuple(part.shape), stride), **kwargs)
         for part in content.parts

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
+from torch.nn import functional as F
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reshard.errors import OperationError
@@ -15,6 +16,12 @@ __all__ = ["called"]
 IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
 IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__"}
 """Functions that change their first argument, and do not have the name of one that does."""
+NO_MEMORY = "its data is not allocated"
+"""What torch says of a function that reads the memory of a tensor below the dispatcher."""
+OF_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+"""Functions that ask for gradients of the very tensors that they are given."""
+TAKES_INPUTS = {F.embedding, F.embedding_bag, F.linear}
+"""Functions of inputs, which may be each rank's own, and a weight."""
 SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
@@ -38,15 +45,32 @@ def called(func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         from reshard.sharded.attention import attended
 
         return attended(func, *_with_replicas(args, kwargs))
+    if func in TAKES_INPUTS:
+        from reshard.sharded.own_inputs import on_inputs
+
+        return on_inputs(func, args, kwargs, lambda args, kwargs: _done(func, args, kwargs))
+    return _done(func, args, kwargs)
+
+
+def _done(func: Any, args: Any, kwargs: Any) -> Any:
+    """Call a function below ``__torch_function__``."""
     if _writes_plain(func, args, kwargs):
         args, kwargs = _with_whole(args, kwargs)
-    elif torch.is_grad_enabled():
+    elif torch.is_grad_enabled() and func not in OF_AUTOGRAD:
         args, kwargs = _with_replicas(args, kwargs)
     collects = bool(kwargs.get("requires_grad")) and _makes_new(func)
     if collects:
         kwargs = {**kwargs, "requires_grad": False}
-    with torch._C.DisableTorchFunctionSubclass():
-        made = func(*args, **kwargs)
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            made = func(*args, **kwargs)
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        raise OperationError(
+            f"{getattr(func, '__name__', func)} reads the memory of a tensor itself, which is not "
+            "supported for ShardedTensor: take full_tensor() or local_tensor()"
+        ) from error
     return made.requires_grad_() if collects else made
 
 

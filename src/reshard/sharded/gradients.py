@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, Group, members
+from reshard.sharded.content import Content, Group, members, strides_like
 from reshard.sharded.moving import laid_as, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.reading import whole_on
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "as_content",
+    "as_laid_out",
     "from_dtensor",
     "from_local",
     "like",
@@ -76,12 +77,14 @@ def to_local(tensor: ShardedTensor) -> torch.Tensor:
     return found
 
 
-def like(content: Content) -> Callable[[torch.Tensor], ShardedTensor]:
+def like(content: Content) -> Callable[[torch.Tensor | None], ShardedTensor | None]:
     """Lays a gradient out as its tensor is: an optimizer then finds its shards side by side."""
     source = replace(content, parts=())
 
-    def laid_out(gradient: torch.Tensor) -> ShardedTensor:
-        found = _back_to(source, gradient)
+    def laid_out(gradient: torch.Tensor | None) -> ShardedTensor | None:
+        if gradient is None:
+            return None  # an operation gave none
+        found = as_laid_out(source, gradient)
         repeats = any(0 in part.stride() and part.numel() > 1 for part in found._content.parts)
         # What was spread from fewer elements cannot be added to.
         return cast(ShardedTensor, found.clone()) if repeats else found
@@ -116,7 +119,9 @@ def as_content(gradient: torch.Tensor, like: Content) -> Content:
 
 def _whole_content(tensor: torch.Tensor, group: Group) -> Content:
     layout, part = whole_on(members(group)), tensor.detach()
-    return Content(layout, tuple(part.shape), part.dtype, (part,), part.device, group)
+    shape = tuple(part.shape)
+    stride = strides_like(shape, tuple(part.stride()))
+    return Content(layout, shape, part.dtype, (part,), part.device, group, stated_stride=stride)
 
 
 # Backward goes through the same functions as forward, so that it has gradients itself.
@@ -130,7 +135,7 @@ class _ToLayout(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _back_to(ctx.source, gradients[0]), None
+        return as_laid_out(ctx.source, gradients[0]), None
 
 
 class _ToLayoutInPlace(torch.autograd.Function):
@@ -143,10 +148,10 @@ class _ToLayoutInPlace(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _back_to(ctx.source, gradients[0]), None
+        return as_laid_out(ctx.source, gradients[0]), None
 
 
-def _back_to(source: Content, gradient: torch.Tensor) -> ShardedTensor:
+def as_laid_out(source: Content, gradient: torch.Tensor) -> ShardedTensor:
     """A gradient, whatever it is, as the tensor lies that it is of."""
     if not isinstance(gradient, ShardedTensor):
         gradient = replicated(gradient, source.group)
@@ -176,7 +181,7 @@ class _FromParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        return None, *to_parts(_back_to(ctx.content, gradients[0]))
+        return None, *to_parts(as_laid_out(ctx.content, gradients[0]))
 
 
 class _ToNothing(torch.autograd.Function):
@@ -212,7 +217,7 @@ class _ToWhole(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> ShardedTensor:
-        return _back_to(ctx.source, gradients[0])
+        return as_laid_out(ctx.source, gradients[0])
 
 
 class _Replicated(torch.autograd.Function):
@@ -251,7 +256,7 @@ class _ToDTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
-        return _back_to(ctx.content, from_dtensor(gradients[0], ctx.content.group)), None
+        return as_laid_out(ctx.content, from_dtensor(gradients[0], ctx.content.group)), None
 
 
 class _FromDTensor(torch.autograd.Function):

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import quoted
-from reshard.layout import BoxLayout, Layout
+from reshard.layout import Layout
 from reshard.run.live.routes import with_number
 from reshard.sharded.by_layout import LayoutShardingSpec, lowered
-from reshard.sharded.content import Content, Group, members
+from reshard.sharded.content import Content, Group, members, part_shapes
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
 from reshard.sharded.spec import ShardingSpec
@@ -55,11 +55,7 @@ def content_for(
 
 def shapes_here(content: Content) -> list[tuple[int, ...]]:
     """The shapes of this rank's parts."""
-    rank, layout = this_rank(), content.layout
-    if isinstance(layout, BoxLayout):
-        return [box.shape for box in layout.boxes.get(rank, ())]
-    held = layout.holds(rank) is not None
-    return [layout.local_shape(rank, content.shape)] if held else []
+    return list(part_shapes(content.layout, this_rank(), content.shape))
 
 
 @lru_cache(maxsize=4096)
