@@ -4,8 +4,8 @@
     python -m tests.sharded.operators --ops matmul,sgn          # if anything is wrong
 
 Every sample of every operator runs on plain tensors, and then on ShardedTensors of several
-layouts, forward and backward. After each case the ranks compare what became of it, over a process
-group of their own: an error on one rank alone cannot disturb the cases that follow.
+layouts, forward and backward. After each case the ranks compare what became of it through the
+store: an error on one rank alone cannot disturb the cases that follow.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import hashlib
+import json
 import sys
 import time
 import warnings
@@ -28,6 +29,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from reshard.errors import OperationError
@@ -51,7 +53,7 @@ OUTCOMES = (RIGHT, REFUSED, WRONG, RAISED, APART, CRASHED, HUNG)
 ALL_RIGHT = {RIGHT, REFUSED}
 LAYOUTS = ("rows", "last, reversed", "grid", "uneven", "two each")
 DTYPES = {"float64": torch.float64, "complex128": torch.complex128, "int64": torch.int64}
-CASE_TIMEOUT, OPERATOR_TIMEOUT = 15.0, 1200.0
+CASE_TIMEOUT, OPERATOR_TIMEOUT = 60.0, 1200.0
 
 DRAWN = {"bernoulli", "cauchy", "exponential", "geometric", "log_normal", "normal", "multinomial",
          "rand_like", "randint_like", "randn_like", "uniform", "empty_like", "new_empty",
@@ -235,16 +237,15 @@ def compare(found: list[Any], wanted: list[Any], exact: bool) -> None:
             )
 
 
-_telling: dict[int, Any] = {}
+_rounds: Counter[int] = Counter()
 
 
 def _told(value: Any, ranks: int) -> list[Any]:
-    """What every rank says, over a group that no operation uses."""
-    if ranks not in _telling:
-        _telling[ranks] = dist.new_group(range(ranks), use_local_synchronization=True)
-    found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, value, group=_telling[ranks])
-    return found
+    """What every rank says, through the store: an operation that waits cannot disturb it."""
+    store = dist.PrefixStore(f"operators/{ranks}/{_rounds[ranks]}", _get_default_store())
+    _rounds[ranks] += 1
+    store.set(str(dist.get_rank()), json.dumps(value))
+    return [json.loads(store.get(str(rank))) for rank in range(ranks)]
 
 
 def run_operator(
@@ -252,6 +253,8 @@ def run_operator(
 ) -> list[Outcome]:
     """All cases of an operator from this one on; each is noted in the folder as it begins."""
     found = []
+    database()
+    _told(None, ranks)  # all ranks have what they need: from here on, waiting counts
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for at, (case, given) in enumerate(cases_of(name, dtype, ranks, limit)):
@@ -299,7 +302,7 @@ def _watched(folder: str | None, rank: int, case: str) -> Iterator[None]:
 
 def _agreed(case: str, told: list[tuple[tuple[str, str] | None, int]]) -> list[Outcome]:
     """One outcome of all ranks."""
-    ended = {outcome for outcome, _ in told}
+    ended = {outcome and tuple(outcome) for outcome, _ in told}
     if len({outcome and outcome[0] for outcome in ended}) > 1:
         return [Outcome(case, APART, " | ".join(str(one) for one in told))]
     outcome = told[0][0]
