@@ -58,9 +58,12 @@ class Case:
     def is_too_much_for_torch(self) -> bool:
         """Whether torch's ranks enter different collectives: they abort, or mix up later ones.
 
-        So it does with strided shards on two axes, unless everything comes out even.
+        So it does with strided shards on two axes, unless everything comes out even, and with two
+        masks, of which the second does not fit what the first one left.
         """
         words = (*self.have, *self.want, *self.back)
+        if self.have.count("Pmask") > 1:
+            return True
         factors = [int(word.split("x")[1]) for word in words if word[0] == "T"]
         if len(self.sizes) < 2 or not factors:
             return False

@@ -2,13 +2,16 @@
 
 from collections import Counter
 
+import pytest
+
 from tests.ranks.pool import Pool
 from tests.ranks.random_redistributions import refused_alone, run_cases, summary
-from tests.soak import cases
+from tests.soak import cases, soaking
 
 AT_ONCE = 100
 
 
+@pytest.mark.timeout(1800 if soaking() else 120)
 def test_random_redistributions(pool: Pool) -> None:
     """Whatever torch does right is done right here, and nothing is done wrong."""
     counts: Counter[tuple[str, str]] = Counter()
