@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,7 +70,7 @@ class Shard:
         if self._owner is None:
             self._tensor = tensor
         else:
-            self._owner.set_shard(self._number, tensor)
+            _assign(self._owner, self._number, tensor)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Shard:
         values = self.tensor
@@ -81,6 +82,25 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard(tensor={self.tensor}, metadata={self.metadata})"
+
+
+def _assign(owner: ShardedTensor, number: int, tensor: torch.Tensor) -> None:
+    """Make a tensor the memory of one of the shards that this rank has of another."""
+    content = owner._content
+    if tensor.dtype != content.dtype:
+        raise ValueError(
+            f"a shard of {tensor.dtype} is assigned to a ShardedTensor of {content.dtype}: cast "
+            "one to the other"
+        )
+    if len(content.parts) == len(content.shards):
+        parts = list(content.parts)
+        parts[number] = tensor.detach()
+        owner._content = replace(content, parts=tuple(parts))
+    else:  # several boxes in one part
+        with torch.no_grad():
+            content.shards[number].tensor.copy_(tensor)
+    if tensor.requires_grad and not owner.requires_grad:
+        owner.requires_grad_()
 
 
 def _check(tensor: torch.Tensor, metadata: ShardMetadata) -> None:

@@ -106,24 +106,6 @@ class ShardedTensor(torch.Tensor):
 
         return replace(self._content, parts=to_parts(self)).shards[number].tensor
 
-    def set_shard(self, number: int, tensor: torch.Tensor) -> None:
-        """Make a tensor the memory of one of this rank's shards."""
-        content = self._content
-        if tensor.dtype != content.dtype:
-            raise ValueError(
-                f"a shard of {tensor.dtype} is assigned to a ShardedTensor of {content.dtype}: "
-                "cast one to the other"
-            )
-        if len(content.parts) == len(content.shards):
-            parts = list(content.parts)
-            parts[number] = tensor.detach()
-            self._content = replace(content, parts=tuple(parts))
-        else:  # several boxes in one part
-            with torch.no_grad():
-                content.shards[number].tensor.copy_(tensor)
-        if tensor.requires_grad and not self.requires_grad:
-            self.requires_grad_()
-
     def local_tensor(self) -> torch.Tensor:
         """The tensor of this rank's only shard; gradients flow back."""
         shards = self._content.shards
