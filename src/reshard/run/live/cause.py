@@ -19,6 +19,8 @@ __all__ = ["MOST_CHARACTERS", "Cause"]
 
 MOST_CHARACTERS = 2000
 """A longer text is cut short: the same for all ranks, whichever way they are told."""
+MOST_CALLS = 16
+"""Calls of other sessions that a cause may name."""
 
 _ERRORS: dict[str, type[LiveError]] = {
     "lost": PeerLostError,
@@ -36,20 +38,27 @@ class Cause:
     text: str
     tag: int = 0
     """The code of the failed call's tag; 0 if it has none."""
+    calls: tuple[tuple[tuple[int, ...], int], ...] = ()
+    """Calls of other sessions that failed with it, by their ranks: they count as made."""
 
     def to_json(self) -> str:
         """As it stands in the store, and follows a message; never longer than that may be."""
         text = self.text
         if len(text) > MOST_CHARACTERS:
             text = text[: MOST_CHARACTERS - 3] + "..."
-        return json.dumps({"kind": self.kind, "text": text, "tag": self.tag})
+        data = {"kind": self.kind, "text": text, "tag": self.tag}
+        calls = json.dumps(self.calls[:MOST_CALLS])
+        fits = self.calls and len(calls) <= MOST_CHARACTERS
+        return json.dumps({**data, "calls": json.loads(calls)} if fits else data)
 
     @classmethod
     def from_json(cls, text: bytes) -> Cause:
         """Read what ``to_json`` wrote; anything else is told as it is."""
         try:
             data = json.loads(text)
-            return cls(str(data["kind"]), str(data["text"]), int(data.get("tag", 0)))
+            listed = data.get("calls", [])[:MOST_CALLS]
+            calls = tuple((tuple(map(int, ranks)), int(call)) for ranks, call in listed)
+            return cls(str(data["kind"]), str(data["text"]), int(data.get("tag", 0)), calls)
         except (ValueError, TypeError, KeyError, AttributeError):
             return cls("error", f"a cause that cannot be read: {text[:200]!r}")
 

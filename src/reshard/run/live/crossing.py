@@ -111,6 +111,14 @@ class Crossing:
             return self._ask(lambda _: store.get(key) if store.check([key]) else None)
         return None
 
+    def told(self) -> str | None:
+        """What another rank has found, if it has told this one."""
+        if self._line is None:
+            return None
+        with contextlib.suppress(PeerLostError):
+            return self._verdict()
+        return None
+
     def _judge(self) -> str | None:
         """Look for a circle; whoever finds it tells everyone in it."""
         before, words = self._words, self._hear()

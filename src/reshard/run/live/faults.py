@@ -153,6 +153,9 @@ class Watch:
         for peer in set(left) - self.by_network:
             if passed.get(peer, 0) > self.call and peer not in hellos:
                 self._check_aborted()
+                if self._crossing is not None:
+                    # It may have given up a circle in which it found this rank too.
+                    self._fail_crossed(self._crossing.told())
                 self.fail(
                     Cause(
                         "disagree",
@@ -172,10 +175,11 @@ class Watch:
             refused = self._crossing.get(team.caller, outcome_key(self.call))
             if refused is not None:
                 self.fail(Cause.from_json(refused))
-        found = self._crossing.look(left)
-        if found is not None:
-            self.team.skip_calls(self._crossing.given_up)
-            self.fail(Cause("disagree", found))
+        self._fail_crossed(self._crossing.look(left))
+
+    def _fail_crossed(self, found: str | None) -> None:
+        if found is not None and self._crossing is not None:
+            self.fail(Cause("disagree", found, calls=tuple(self._crossing.given_up)))
 
     def check_given_up(self) -> None:
         """Fail if a rank of this host that called long ago has given up since.
@@ -355,6 +359,7 @@ class Watch:
         self.fail(Cause("lost", f"rank {peer} is gone ({how}) and {waits}"))
 
     def _raise(self, cause: Cause) -> NoReturn:
+        self.team.skip_calls(cause.calls)
         if self.is_meeting and self.tag is not None and order(self.tag_code, cause.tag) == 1:
             raise AheadError(cause)  # this rank left out the call that failed
         self.cause = cause

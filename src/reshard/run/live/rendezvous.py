@@ -13,6 +13,7 @@ import json
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed as dist
@@ -80,7 +81,8 @@ class Rendezvous:
         try:
             return self._connect()
         except ReshardError as error:
-            outcome = decide(self.caller, self.number, Cause.of_any(error, self.rank).to_json())
+            cause = replace(Cause.of_any(error, self.rank), calls=tuple(self.crossing.given_up))
+            outcome = decide(self.caller, self.number, cause.to_json())
             candidate = self.session.candidate
             if outcome == MADE and candidate is not None:
                 return candidate
@@ -88,6 +90,7 @@ class Rendezvous:
             self._raise(Cause.from_json(outcome.encode()))
 
     def _raise(self, cause: Cause) -> NoReturn:
+        self.session.skip_calls(cause.calls)
         said = "(on rank" in cause.text
         text = cause.text if said or cause.kind != "lost" else f"{cause.text}, before {self.what}"
         raise Cause(cause.kind, text).error("" if said else self._status[1:-1])
