@@ -8,7 +8,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 NOT_IMPORTED = {
-    "aiohttp", "furo", "import-linter", "mypy", "myst-parser", "pytest-timeout", "ruff",
+    "aiohttp", "expecttest", "furo", "import-linter", "mypy", "myst-parser", "pytest-timeout", "ruff",
     "sphinx",
 }  # fmt: skip
 """Tools that are started, and what others import."""
