@@ -6,6 +6,7 @@ import pytest
 
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError, PeerLostError
 from reshard.run.live.cause import MOST_CHARACTERS, Cause
+from reshard.run.live.mailbox import MOST_TEXT
 
 
 @pytest.mark.parametrize("error", [PeerLostError, MoveTimeoutError, DisagreementError, LiveError])
@@ -24,6 +25,24 @@ def test_a_long_cause_is_cut_alike_for_all(letter: str) -> None:
     assert once.tag == 3
 
 
-@pytest.mark.parametrize("said", [b"", b"[]", b"{}", b'{"kind": 1}', b"\xff\xfe", b"null"])
+def test_calls_of_other_sessions_come_along_while_they_are_few() -> None:
+    few = Cause("disagree", "crossed", calls=(((0, 1, 2), 7), ((0, 1, 2, 3), 9)))
+    assert Cause.from_json(few.to_json().encode()) == few
+    many = Cause("disagree", "\N{GREEK SMALL LETTER ALPHA}" * 9999, calls=((tuple(range(256)), 1),))
+    assert Cause.from_json(many.to_json().encode()).calls == many.calls
+    assert len(many.to_json()) <= MOST_TEXT
+    more = Cause("disagree", "crossed", calls=((tuple(range(257)), 1),))
+    assert Cause.from_json(more.to_json().encode()).calls == ()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"", b"[]", b"{}", b'{"kind": 1}', b"\xff\xfe", b"null",
+        b'{"kind": "late", "text": "x", "tag": Infinity}',
+        b'{"kind": "late", "text": "x", "calls": [[1, 2]]}',
+        b'{"kind": "late", "text": "x", "calls": 5}',
+    ],
+)  # fmt: skip
 def test_what_is_no_cause_is_told_as_it_is(said: bytes) -> None:
     assert "cannot be read" in Cause.from_json(said).text

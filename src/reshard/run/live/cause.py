@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from typing import Any
 
 from reshard import errors
 from reshard.errors import (
@@ -15,12 +16,13 @@ from reshard.errors import (
     TensorError,
 )
 
-__all__ = ["MOST_CHARACTERS", "Cause"]
+__all__ = ["MOST_CHARACTERS", "MOST_RANKS", "Cause"]
 
 MOST_CHARACTERS = 2000
 """A longer text is cut short: the same for all ranks, whichever way they are told."""
-MOST_CALLS = 16
-"""Calls of other sessions that a cause may name."""
+MOST_RANKS = 256
+"""Ranks, with repetition, of the sessions whose calls a cause names. Of more it names none: a rank
+then counts those calls when it finds the circle itself."""
 
 _ERRORS: dict[str, type[LiveError]] = {
     "lost": PeerLostError,
@@ -46,20 +48,20 @@ class Cause:
         text = self.text
         if len(text) > MOST_CHARACTERS:
             text = text[: MOST_CHARACTERS - 3] + "..."
-        data = {"kind": self.kind, "text": text, "tag": self.tag}
-        calls = json.dumps(self.calls[:MOST_CALLS])
-        fits = self.calls and len(calls) <= MOST_CHARACTERS
-        return json.dumps({**data, "calls": json.loads(calls)} if fits else data)
+        data: dict[str, Any] = {"kind": self.kind, "text": text, "tag": self.tag}
+        if 0 < sum(len(ranks) for ranks, _ in self.calls) <= MOST_RANKS:
+            data["calls"] = self.calls
+        return json.dumps(data)
 
     @classmethod
     def from_json(cls, text: bytes) -> Cause:
         """Read what ``to_json`` wrote; anything else is told as it is."""
         try:
             data = json.loads(text)
-            listed = data.get("calls", [])[:MOST_CALLS]
+            listed = data.get("calls", [])
             calls = tuple((tuple(map(int, ranks)), int(call)) for ranks, call in listed)
             return cls(str(data["kind"]), str(data["text"]), int(data.get("tag", 0)), calls)
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
             return cls("error", f"a cause that cannot be read: {text[:200]!r}")
 
     @classmethod

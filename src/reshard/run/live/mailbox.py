@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from reshard.errors import LiveError
 from reshard.run.live.arena import Arena
-from reshard.run.live.cause import MOST_CHARACTERS
+from reshard.run.live.cause import MOST_CHARACTERS, MOST_RANKS
 from reshard.run.live.gate import Gate
 
 __all__ = ["FAR", "MESSAGE_BYTES", "Inbox", "Kind", "Mailbox", "Message", "packed"]
@@ -32,7 +32,7 @@ _FORM = struct.Struct("<4sIQ16sQQQQQQQ")
 _MAGIC = b"rsh2"
 MESSAGE_BYTES = _FORM.size
 
-MOST_TEXT = 6 * MOST_CHARACTERS + 256
+MOST_TEXT = 6 * MOST_CHARACTERS + 16 * MOST_RANKS + 256
 """Bytes of text that may follow a message: a cause, of which JSON may spend 6 on a character."""
 
 MOST_BYTES = MESSAGE_BYTES + MOST_TEXT + 1
