@@ -6,12 +6,14 @@ import signal
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from reshard.errors import LiveError
 from tests.ranks.faults import TRANSPORTS, Tried, check_same, plan_of, source_of, tried
 from tests.ranks.outcome import Returned
 from tests.ranks.pool import fresh_ranks
@@ -35,7 +37,7 @@ def move_on_and_on(rank: int, transport: str, how: str) -> tuple[Tried, str]:
             time.sleep(LATE_SECONDS)  # the others wait for it to make connections
         while True:
             if how == "handle":
-                plan.start(given, **options).wait()
+                finished(plan.start(given, **options))
             else:
                 plan.run(given, **options)
 
@@ -46,6 +48,17 @@ def move_on_and_on(rank: int, transport: str, how: str) -> tuple[Tried, str]:
 
 class OutsideError(Exception):
     """The interrupt came between two calls of ours: nobody can hear of it but the test."""
+
+
+def finished(handle: Any) -> None:
+    try:
+        handle.wait()
+    except KeyboardInterrupt:
+        # The thread of the move may have been done already: then no call was interrupted.
+        with suppress(LiveError):
+            handle.wait()
+            raise OutsideError from None
+        raise
 
 
 def inside(move: Callable[[], None]) -> None:
