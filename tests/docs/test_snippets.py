@@ -24,7 +24,7 @@ def test_document(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 @pytest.mark.parametrize("name", MODULES)
 def test_docstrings(name: str) -> None:
-    if name.endswith("device_kernel"):
+    if name.endswith("gpu_kernel"):
         pytest.importorskip("triton", reason="Triton comes with torch for GPUs only")
     report = doctest.testmod(importlib.import_module(name), optionflags=doctest.ELLIPSIS)
     assert report.failed == 0

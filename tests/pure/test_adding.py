@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.run.live import adding
+from reshard.live.copy import reduce as adding
 from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
 from tests.moves import check_counts
 
@@ -27,7 +27,7 @@ def some(rng: np.random.Generator, shape: list[int], order: list[int], dtype: st
 
 @given(
     shape=st.lists(st.integers(0, 7), max_size=3),
-    dtype=st.sampled_from(sorted(adding.ADDED)),
+    dtype=st.sampled_from(sorted(adding.DIRECT)),
     op=st.sampled_from(OPS),
     count=st.integers(2, 5),
     slice_bytes=st.sampled_from([1, 16, 64, 1 << 18]),
@@ -67,7 +67,7 @@ def test_nothing_but_sums_is_written(op: str, count: int) -> None:
     assert np.array_equal(total, expected)
 
 
-@pytest.mark.parametrize("dtype", sorted(d for d in adding.ADDED if not d.startswith("int")))
+@pytest.mark.parametrize("dtype", sorted(d for d in adding.DIRECT if not d.startswith("int")))
 def test_what_is_not_a_number_is_no_error(dtype: str) -> None:
     """As in torch: numpy would warn, which some turn into an error."""
     values = cast(np.array([np.nan, np.inf, 1.0], "float32"), "float32", dtype)

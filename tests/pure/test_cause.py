@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError, PeerLostError
-from reshard.run.live.cause import MOST_CHARACTERS, Cause
-from reshard.run.live.mailbox import MOST_TEXT
+from reshard.live.session.cause import MAX_CHARACTERS, Cause
+from reshard.live.session.control import MAX_TEXT
 
 
 @pytest.mark.parametrize("error", [PeerLostError, MoveTimeoutError, DisagreementError, LiveError])
 def test_a_cause_comes_back_as_the_error_it_was(error: type[LiveError]) -> None:
-    told = Cause.from_json(Cause.of(error("rank 3 was lost")).to_json().encode())
+    told = Cause.from_json(Cause.of(error("rank 3 was lost"), 0).to_json().encode())
     assert type(told.error("")) is error
     assert str(told.error("round 2 of 3")) == "rank 3 was lost (round 2 of 3)"
 
@@ -20,7 +20,7 @@ def test_a_cause_comes_back_as_the_error_it_was(error: type[LiveError]) -> None:
 def test_a_long_cause_is_cut_alike_for_all(letter: str) -> None:
     cause = Cause("tensor", letter * 100_000, tag=3)
     once = Cause.from_json(cause.to_json().encode())
-    assert len(once.text) == MOST_CHARACTERS
+    assert len(once.text) == MAX_CHARACTERS
     assert Cause.from_json(once.to_json().encode()) == once
     assert once.tag == 3
 
@@ -30,7 +30,7 @@ def test_calls_of_other_sessions_come_along_while_they_are_few() -> None:
     assert Cause.from_json(few.to_json().encode()) == few
     many = Cause("disagree", "\N{GREEK SMALL LETTER ALPHA}" * 9999, calls=((tuple(range(256)), 1),))
     assert Cause.from_json(many.to_json().encode()).calls == many.calls
-    assert len(many.to_json()) <= MOST_TEXT
+    assert len(many.to_json()) <= MAX_TEXT
     more = Cause("disagree", "crossed", calls=((tuple(range(257)), 1),))
     assert Cause.from_json(more.to_json().encode()).calls == ()
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from reshard.errors import LiveError
-from reshard.run.live.options import Options, options_of
+from reshard.live.options import Options, options_from
 
 
 def test_what_was_given_is_kept() -> None:
-    assert options_of({"timeout": 5, "device": "cpu"}) == Options(timeout=5, device="cpu")
-    assert options_of({}) == Options()
+    assert options_from({"timeout": 5, "device": "cpu"}) == Options(timeout=5, device="cpu")
+    assert options_from({}) == Options()
 
 
 @pytest.mark.parametrize(
@@ -37,6 +37,6 @@ def test_what_was_given_is_kept() -> None:
 )
 def test_what_cannot_be_meant_is_refused(given: dict[str, Any], said: str) -> None:
     with pytest.raises(LiveError) as caught:
-        options_of(given)
+        options_from(given)
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import reshard as rs
-from reshard.run.live import session
+from reshard.live.failure import cleanup
 
 ROWS, COLUMNS = 24, 48
 LARGE = 504
@@ -81,7 +81,7 @@ def is_inside(frame: FrameType | None, anywhere: bool) -> bool:
     while frame is not None:
         if anywhere and frame.f_code is Moves.make.__code__:
             return True
-        if frame.f_code is session.counted.__code__ and "ticket" in frame.f_locals:
+        if frame.f_code is cleanup.counted.__code__ and "ticket" in frame.f_locals:
             return True
         frame = frame.f_back
     return False

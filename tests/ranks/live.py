@@ -20,7 +20,9 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live import addresses, memory, neighbours, network
+from reshard.live.program import runs
+from reshard.live.program.modes import Policy
+from reshard.live.transport import gloo, host
 from tests import checks, generate, moves, state_cases
 from tests.cases import Case
 from tests.ranks.rank import pool_group
@@ -186,14 +188,12 @@ def limits_of(transport: str) -> Iterator[str]:
     """Limits that are made so low that small tensors go the ways of large ones."""
     with pytest.MonkeyPatch.context() as patch:
         if transport in ("large", "many runs"):
-            patch.setattr(neighbours, "SMALL", 0)
+            patch.setattr(host, "HOST", Policy(eager_bytes=0))
         if transport == "many runs":
-            for module in (addresses, neighbours):
-                patch.setattr(module, "MOST_RUNS", 3)
-            patch.setattr(memory, "MOST_PIECES", 4)
-            patch.setattr(memory, "MOST_BYTES", 50)
+            patch.setattr(runs, "MAX_PIECES", 4)
+            patch.setattr(runs, "MAX_BYTES", 50)
         if transport == "straight":
-            patch.setattr(network, "DIRECT_BYTES", 1)
+            patch.setattr(gloo, "GLOO", Policy(block_bytes=1))
         yield {"large": "auto", "many runs": "peer", "straight": "network"}.get(
             transport, transport
         )

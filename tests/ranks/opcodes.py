@@ -8,7 +8,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from reshard.run.live import mailbox, session
+from reshard.live.session import mailbox, session
 from tests.ranks.interrupts import Moves, RaisedByHandlerError, Seen, is_inside, size_of
 
 __all__ = ["KINDS", "disturb"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live import meeting, rendezvous
+from reshard.live.session import rendezvous, store
 from tests import checks
 from tests.generate import chance
 from tests.ranks.cutting import Moved, random_moved
@@ -328,7 +328,7 @@ def run_batches(rank: int, num_ranks: int, seeds: range) -> Found:
             with pytest.MonkeyPatch.context() as patch, limits_of(batch.limits):
                 if batch.hosts == 2:
                     host = f"host {rank % 3 % 2}"
-                    for module in (meeting, rendezvous):
+                    for module in (store, rendezvous):
                         patch.setattr(module, "host_identity", lambda host=host: host)
                 in_thread(partial(run_batch, rank, batch, group, found), batch.thread)
         except Exception:

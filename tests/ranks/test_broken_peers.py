@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from reshard.run.live import agreement, links
-from reshard.run.live.mailbox import Kind, Message
-from reshard.run.live.session import teams
-from reshard.run.live.team import Team
+from reshard.live.failure import agreement
+from reshard.live.session import listener
+from reshard.live.session.connections import Connections
+from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting, encode
+from reshard.live.session.session import all_connections
 from tests.ranks.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.soak import soaking, within
@@ -29,37 +30,36 @@ def unsealed(num_bytes: int) -> int:
     return fd
 
 
-def say(team: Team, data: bytes, fd: int | None = None) -> None:
-    for peer in team.links:
-        team.mailbox.send_bytes(peer, data, fd)
+def say(connections: Connections, data: bytes, fd: int | None = None) -> None:
+    for peer in connections.peers.values():
+        if fd is None:
+            peer.socket.send(data)
+        else:
+            socket.send_fds(peer.socket, [data], [fd])
 
 
-def message(team: Team, kind: Kind, *numbers: int) -> bytes:
-    digest = bytes.fromhex(plan_of((16, 52)).digest)
-    return Message(kind, team.mailbox.num_over, digest, *numbers).pack()
+def sent(connections: Connections, kind: type, *fields: object, **named: object) -> bytes:
+    message: Control = kind(connections.mailbox.num_finished, *fields, **named)
+    return encode(message)
 
 
-NONSENSE: dict[str, Callable[[Team], None]] = {
-    "garbage": lambda team: say(team, os.urandom(88)),
-    "a long text": lambda team: say(team, message(team, Kind.WAITS) + bytes(9000)),
-    "an unknown kind": lambda team: say(team, b"rsh2" + b"\xff" * 84),
-    "a far call": lambda team: say(team, Message(Kind.HELLO, 1 << 60, bytes(16)).pack()),
-    "memory that can shrink": lambda team: say(
-        team, message(team, Kind.READY, 0, 5), unsealed(4096)
+DIGEST = bytes.fromhex(plan_of((16, 52)).digest)
+
+NONSENSE: dict[str, Callable[[Connections], None]] = {
+    "garbage": lambda to: say(to, os.urandom(88)),
+    "a long text": lambda to: say(to, sent(to, Waiting, b"") + bytes(20_000)),
+    "an unknown kind": lambda to: say(to, b"rsh3" + b"\xff" * 84),
+    "a far call": lambda to: say(to, encode(Hello(1 << 60, bytes(16)))),
+    "memory that can shrink": lambda to: say(to, sent(to, Ready, 0, 5), unsealed(4096)),
+    "no memory at all": lambda to: say(
+        to, sent(to, Ready, 0, 5), os.open("/dev/null", os.O_RDONLY)
     ),
-    "no memory at all": lambda team: say(
-        team, message(team, Kind.READY, 0, 5), os.open("/dev/null", os.O_RDONLY)
+    "a place outside": lambda to: say(
+        to, sent(to, Hello, DIGEST, eager=1, buffer=1 << 40, offset=1 << 50)
     ),
-    "a place outside": lambda team: say(
-        team, message(team, Kind.HELLO, 0, 0, 0, 1 + (1 << 40), 1 << 50, 0)
-    ),
-    "addresses that are none": lambda team: say(
-        team, message(team, Kind.HELLO, 0, 1 << 62, 1 << 40, 0, 0, 0)
-    ),
-    "a broken cause": lambda team: say(team, message(team, Kind.ABORT) + b"\xff{"),
-    "somebody who waits for nonsense": lambda team: say(
-        team, message(team, Kind.WAITS) + b'{"peer": []'
-    ),
+    "addresses that are none": lambda to: say(to, sent(to, Hello, DIGEST, table_at=1 << 62)),
+    "a broken cause": lambda to: say(to, sent(to, Abort, b"\xff{")),
+    "somebody who waits for nonsense": lambda to: say(to, sent(to, Waiting, b'{"peer": []')),
 }
 
 
@@ -68,8 +68,8 @@ def hear_nonsense(rank: int, what: str, transport: str) -> Tried:
     options: Any = {"transport": transport, "timeout": 1.5}
     plan.run(source_of(plan, rank), **options)
     if rank == BROKEN:
-        (team,) = teams()
-        NONSENSE[what](team)
+        (connections,) = all_connections()
+        NONSENSE[what](connections)
         time.sleep(2.5)
         os._exit(0)
     return tried(lambda: plan.run(source_of(plan, rank), **options))
@@ -90,9 +90,9 @@ def test_nonsense_from_a_peer(what: str, transport: str) -> None:
 def meet_strangers(rank: int) -> str:
     """Somebody comes to the door before the others, says nothing or nonsense, and stays."""
     kept = []
-    usual = links.Door.meet
+    usual = listener.Listener.connect_all
 
-    def besieged(door: links.Door, *args: Any) -> Any:
+    def besieged(door: listener.Listener, *args: Any) -> Any:
         for word in (None, b"nonsense", b'[3, "wrong name"]', b"[[[["):
             stranger = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stranger.connect("\0" + door.name)
@@ -103,7 +103,7 @@ def meet_strangers(rank: int) -> str:
 
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(links.Door, "meet", besieged)
+            patch.setattr(listener.Listener, "connect_all", besieged)
         plan = plan_of((16, 52))
         outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=10))
     for stranger in kept:
@@ -121,7 +121,7 @@ def hear_a_broken_store(rank: int) -> Tried:
     plan.run(source_of(plan, rank), timeout=5)
     with pytest.MonkeyPatch.context() as patch:
         if rank == BROKEN:
-            patch.setattr(agreement.Terms, "to_json", lambda terms: '{"broken": ')
+            patch.setattr(agreement.Signature, "to_json", lambda terms: '{"broken": ')
         other = plan_of((16, 60))
         outcome = tried(lambda: other.run(source_of(other, rank), timeout=3))
     plan.run(source_of(plan, rank), timeout=5)

@@ -66,7 +66,7 @@ def inside(move: Callable[[], None]) -> None:
         move()
     except KeyboardInterrupt as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        if not any("reshard/run" in file for file in files):
+        if not any("reshard/live" in file for file in files):
             raise OutsideError from None
         raise
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.rendezvous import Rendezvous
+from reshard.live.session.rendezvous import Rendezvous
 from tests.ranks.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
 from tests.ranks.outcome import Died, Returned
 from tests.ranks.pool import fresh_ranks

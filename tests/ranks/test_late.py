@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.session import teams
+from reshard.live.session.session import all_connections
 from tests.ranks.faults import (
     COLUMNS,
     FOUR,
@@ -70,8 +70,8 @@ def come_late_after_hearing(rank: int, options: dict[str, Any]) -> Tried:
     dist.barrier(group)
     if rank == LATE:
         time.sleep(0.5)
-        for team in teams(group):
-            team.mailbox.step(0.0)
+        for connections in all_connections(group):
+            connections.mailbox.step(0.0)
         time.sleep(2.0)
     outcome = tried(lambda: move(**options if rank == LATE else {"timeout": 1.0}))
     moves_well(rank, group)
@@ -117,21 +117,22 @@ def test_the_first_in_a_row_is_to_blame(pool: Pool, transport: str) -> None:
 
 def work_long(rank: int, transport: str) -> None:
     """A rank that works longer than the timeout, with signs of life, is not given up."""
-    from reshard.run.live.call import Call
+    from reshard.live.transport.exchange import Exchange
 
     group, plan = pool_group(4), plan_of((16, 44))
     given = source_of(plan, rank)
-    usual = Call._copy
+    usual = Exchange._copy
 
-    def slowly(call: Call, *args: Any) -> None:
+    def slowly(exchange: Exchange, *args: Any) -> None:
         end = time.monotonic() + 2.5
         while rank == 1 and time.monotonic() < end:
             time.sleep(0.05)
-            call.watch.breathe()
-        usual(call, *args)
+            watch = exchange._wait.__self__  # type: ignore[attr-defined]
+            watch.heartbeat()
+        usual(exchange, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Call, "_copy", slowly)
+        patch.setattr(Exchange, "_copy", slowly)
         result = plan.run(given, group=group, transport=transport, timeout=1.0)
     assert torch.equal(result["tensor"], plan.run(given, group=group)["tensor"])
 

@@ -43,7 +43,7 @@ def test_the_next_move_works(pool: Pool) -> None:
 
 def forgotten(rank: int) -> None:
     """A rank that has compared a plan meets others that have not, or have forgotten."""
-    from reshard.run.live.session import sessions
+    from reshard.live.session.session import sessions
 
     run(4096)
     if rank != 1:

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live import lots
-from reshard.run.live.line import Line
-from reshard.run.live.session import teams
-from reshard.run.live.team import Team
+from reshard.live.program import rounds
+from reshard.live.session.connections import Connections
+from reshard.live.session.session import all_connections
+from reshard.live.session.store import StoreClient
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -33,8 +33,8 @@ def plan_of(shape: tuple[int, ...], **options: object) -> rs.Plan:
     return rs.plan(HAVE, WANT, shape=shape, **options)
 
 
-def team_of_four() -> Team:
-    return next(team for team in teams() if team.ranks == (0, 1, 2, 3))
+def team_of_four() -> Connections:
+    return next(team for team in all_connections() if team.ranks == (0, 1, 2, 3))
 
 
 def run_into_others(rank: int, transport: str, shape: tuple[int, ...]) -> None:
@@ -106,8 +106,8 @@ def test_very_many_short_rows(pool: Pool, transport: str) -> None:
 
 
 def run_without_keeping(rank: int, transport: str) -> None:
-    kept = lots.MAX_KEPT_BLOCKS
-    lots.MAX_KEPT_BLOCKS = 0
+    kept = rounds.MAX_KEPT_BYTES
+    rounds.MAX_KEPT_BYTES = 0
     try:
         for shape in (SMALL, LARGE):
             plan = plan_of(shape)
@@ -118,7 +118,7 @@ def run_without_keeping(rank: int, transport: str) -> None:
                     out["tensor"], local_of(numbered(shape, first=first), WANT, rank)
                 )
     finally:
-        lots.MAX_KEPT_BLOCKS = kept
+        rounds.MAX_KEPT_BYTES = kept
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)
@@ -131,13 +131,13 @@ def asks_of_calls(rank: int, transport: str, check: str) -> tuple[list[int], lis
     shape = (8, 40 + 4 * TRANSPORTS.index(transport) + (check == "always"))
     plan = plan_of(shape)
     mine = {"tensor": local_of(numbered(shape), HAVE, rank)}
-    asked, counts, keys = Line.ask, [0], []
+    asked, counts, keys = StoreClient.begin, [0], []
 
-    def counting(self: Line, question: object, seconds: float | None = None) -> object:
+    def counting(self: StoreClient, question: object, seconds: float | None = None) -> object:
         counts[-1] += 1
         return asked(self, question, seconds)
 
-    Line.ask = counting
+    StoreClient.begin = counting
     try:
         for _ in range(6):
             plan.run(mine, transport=transport, check=check)
@@ -146,7 +146,7 @@ def asks_of_calls(rank: int, transport: str, check: str) -> tuple[list[int], lis
             dist.barrier(pool_group(4))
             counts.append(0)
     finally:
-        Line.ask = asked
+        StoreClient.begin = asked
     return counts[:-1], keys
 
 
@@ -173,20 +173,20 @@ def asks_of_silent_calls(rank: int) -> list[int]:
     shape = (8, 12)
     plan = rs.plan(HAVE, HAVE, shape=shape)
     mine = local_of(numbered(shape), HAVE, rank)
-    asked, counts = Line.ask, []
+    asked, counts = StoreClient.begin, []
 
-    def counting(self: Line, question: object, seconds: float | None = None) -> object:
+    def counting(self: StoreClient, question: object, seconds: float | None = None) -> object:
         counts[-1] += 1
         return asked(self, question, seconds)
 
-    Line.ask = counting
+    StoreClient.begin = counting
     try:
         for check in ("first", "first", "always"):
             counts.append(0)
             assert torch.equal(plan.run({"tensor": mine}, check=check)["tensor"], mine)
             dist.barrier(pool_group(4))
     finally:
-        Line.ask = asked
+        StoreClient.begin = asked
     return counts
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.session import teams
+from reshard.live.session.session import all_connections
 from tests.ranks.live import local_of, locals_of, numbered, same_bits
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -156,7 +156,7 @@ def release_and_run(rank: int, transport: str, shape: tuple[int, ...]) -> None:
     dist.barrier(pool_group(4))
     if transport == "shared":
         assert shared_bytes() < before
-    assert all(not team.arenas._free for team in teams())
+    assert all(not one.buffers._free for one in all_connections())
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live.session import teams
+from reshard.live.session.session import all_connections
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
@@ -48,7 +48,7 @@ def stand_by(rank: int) -> tuple[float, bool]:
     if rank in (1, 2, 5):
         time.sleep(2)
     move(rank, plan)
-    return time.perf_counter() - start, any(team.ranks == (1, 2, 5) for team in teams())
+    return time.perf_counter() - start, any(one.ranks == (1, 2, 5) for one in all_connections())
 
 
 def test_ranks_outside_both_layouts_return_at_once(pool: Pool) -> None:

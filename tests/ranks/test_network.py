@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import threading
+import gc
 from unittest import mock
 
 import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import network, session
+from reshard.live.failure import cleanup
+from reshard.live.program.modes import Policy
+from reshard.live.session.worker import Worker
+from reshard.live.transport import gloo
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
@@ -40,7 +43,7 @@ def move_single_elements(rank: int, dtype: torch.dtype) -> None:
     """Sent without packing; torch calls a tensor of one element contiguous whatever its strides."""
     have, want = (rs.Layout(rs.Mesh(dp=4), words) for words in ("dp", "-"))
     full = torch.arange(1, 4).to(dtype)
-    with mock.patch.object(network, "DIRECT_BYTES", 1):
+    with mock.patch.object(gloo, "GLOO", Policy(block_bytes=1)):
         for step in (0, 2, 3):
             local = torch.zeros(7, dtype=dtype).as_strided((1 if rank < 3 else 0,), (step,))
             local.copy_(full[rank : rank + 1])
@@ -55,8 +58,8 @@ def test_single_elements_of_any_strides(pool: Pool) -> None:
         pool.run(move_single_elements, dtype, ranks=range(4))
 
 
-def leave_while_waiting(rank: int) -> list[str]:
-    """Rank 1 does not make the second call; gives the threads that rank 0 has at its end."""
+def leave_while_waiting(rank: int) -> list[Worker]:
+    """Rank 1 does not make the second call; gives the workers that rank 0 has at its end."""
     have, want = (rs.Layout(rs.Mesh(dp=2), words) for words in ("dp -", "- dp"))
     local = local_of(numbered((4, 4)), have, rank)
     rs.move(local, have, want, shape=(4, 4), transport="network")
@@ -64,8 +67,8 @@ def leave_while_waiting(rank: int) -> list[str]:
         return []
     with pytest.raises(rs.MoveTimeoutError, match=r"rank 1 has not called within 0\.5 s"):
         rs.move(local, have, want, shape=(4, 4), transport="network", timeout=0.5)
-    session._leave_at_exit()
-    return [thread.name for thread in threading.enumerate() if thread.name == "reshard-wire"]
+    cleanup._leave_at_exit()
+    return [one for one in gc.get_objects() if type(one) is Worker and one.is_alive]
 
 
 def test_no_thread_waits_when_a_process_ends() -> None:

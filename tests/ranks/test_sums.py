@@ -12,8 +12,12 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import engine, neighbours, summing, swift, swift_steps
+from reshard.live.copy import reduce
+from reshard.live.program.modes import Policy
+from reshard.live.transport import host
 from reshard.run.numpy_dtypes import reduce_in_order
+from reshard.tensors.motion import plan_of
+from reshard.tensors.move import _motion
 from tests.ranks.live import local_of
 from tests.ranks.outcome import Died
 from tests.ranks.pool import Pool, fresh_ranks
@@ -51,10 +55,12 @@ def expected_of(have: rs.Layout, want: rs.Layout, rank: int, dtype: str) -> np.n
 def add_up(rank: int, dtype: str, least: int, options: dict[str, Any]) -> int:
     """Gives how often blocks were added up straight."""
     group = pool_group(4)
+    plan_of.cache_clear()  # sums are compiled with the limits of the first call
+    _motion.cache_clear()
     with (
-        mock.patch.object(summing, "LEAST_BYTES", least),
-        mock.patch.object(swift, "moved", return_value=None),
-        mock.patch.object(summing, "add_up", side_effect=summing.add_up) as straight,
+        mock.patch.object(reduce, "MIN_BLOCK", least),
+        mock.patch.object(reduce, "FEW_BLOCKS", 0),
+        mock.patch.object(reduce, "add_up", side_effect=reduce.add_up) as straight,
     ):
         for have, want in PAIRS:
             assert have.reduce is not None
@@ -80,10 +86,9 @@ def test_sums_along_a_line(pool: Pool, dtype: str) -> None:
 
 
 def add_up_again(rank: int, dtype: str, small: int, odd: int) -> None:
-    """Sums that were made before; one rank's tensor may be strided, and then goes the long way."""
+    """Sums that were made before; one rank's tensor may be strided."""
     group = pool_group(4)
-    long_way = AssertionError("long way")
-    with mock.patch.object(neighbours, "SMALL", small):
+    with mock.patch.object(host, "HOST", Policy(eager_bytes=small)):
         for have, want in (PAIRS[0], PAIRS[3]):  # with nothing to be passed on
             local = local_of(addend_of(rank, dtype), have, rank)
             rs.move(local, have, want, shape=SHAPE, group=group)
@@ -91,10 +96,7 @@ def add_up_again(rank: int, dtype: str, small: int, odd: int) -> None:
             if rank == odd:
                 local = local.t().contiguous().t()
             for _ in range(3):
-                with mock.patch.object(
-                    engine, "start", side_effect=engine.start if rank == odd else long_way
-                ):
-                    found = rs.move(local, have, want, shape=SHAPE, group=group)
+                found = rs.move(local, have, want, shape=SHAPE, group=group)
                 assert np.array_equal(bits_of(found), expected), (have, want)
 
 
@@ -126,13 +128,13 @@ def test_prepared_sums_under_a_cap(pool: Pool, odd: int) -> None:
 
 def die_while_adding(rank: int) -> str:
     """Rank 2 goes before it says that it has read its messages, in a prepared sum."""
-    neighbours.SMALL = 64
+    host.HOST = Policy(eager_bytes=64)
     have, want = PAIRS[0]
     local = local_of(addend_of(rank, "float32"), have, rank)
     rs.move(local, have, want, shape=SHAPE)
     rs.move(local, have, want, shape=SHAPE)
     if rank == 2:
-        swift_steps.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        reduce.add_up = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
     try:
         rs.move(local, have, want, shape=SHAPE)
     except rs.PeerLostError as error:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.run.live import engine, neighbours, swift_direct
+from reshard.live.program.modes import Policy
+from reshard.live.transport import host
 from tests.ranks.live import local_of, numbered
 from tests.ranks.outcome import Died
 from tests.ranks.pool import Pool, fresh_ranks
@@ -26,15 +27,14 @@ SMALL = 1 << 14
 def move_again(rank: int) -> None:
     """All three moves go from tensor to tensor, and none of the warm ones the long way."""
     full, group = numbered(SHAPE), pool_group(4)
-    with mock.patch.object(neighbours, "SMALL", SMALL):
+    with mock.patch.object(host, "HOST", Policy(eager_bytes=SMALL)):
         for have, want in PAIRS:
             local, expected = local_of(full, have, rank), local_of(full, want, rank)
             into = torch.full_like(expected, -1)
             rs.move(local, have, want, shape=SHAPE, group=group)
             for _ in range(3):
-                with mock.patch.object(engine, "start", side_effect=AssertionError("long way")):
-                    found = rs.move(local, have, want, shape=SHAPE, group=group)
-                    given = rs.move(local, have, want, shape=SHAPE, group=group, into=into)
+                found = rs.move(local, have, want, shape=SHAPE, group=group)
+                given = rs.move(local, have, want, shape=SHAPE, group=group, into=into)
                 assert given is into
                 assert torch.equal(found, expected)
                 assert torch.equal(into, expected)
@@ -48,10 +48,8 @@ def test_values(pool: Pool) -> None:
 def move_with_an_odd_one(rank: int, side: str) -> int:
     """One rank's tensor is not contiguous: nobody may touch it, so its messages are packed."""
     full, group = numbered(SHAPE), pool_group(4)
-    with (
-        mock.patch.object(neighbours, "SMALL", SMALL),
-        mock.patch.object(swift_direct, "Call", side_effect=swift_direct.Call) as taken_over,
-    ):
+    staged = 0
+    with mock.patch.object(host, "HOST", Policy(eager_bytes=SMALL)):
         for have, want in PAIRS:
             local, expected = local_of(full, have, rank), local_of(full, want, rank)
             into = torch.full_like(expected, -1)
@@ -64,7 +62,12 @@ def move_with_an_odd_one(rank: int, side: str) -> int:
                 rs.move(local, have, want, shape=SHAPE, group=group, into=into)
                 assert torch.equal(into, expected), (have, want)
                 into.fill_(-1)
-        return taken_over.call_count
+            handle = rs.plan(have, want, shape=SHAPE).start(
+                {"tensor": local}, into={"tensor": into}, group=group
+            )
+            handle.wait()
+            staged += handle.report.peak_staging
+    return staged
 
 
 @pytest.mark.parametrize("side", ["source", "into"])
@@ -77,7 +80,7 @@ def overlap(rank: int) -> None:
     local = memory[: SHAPE[0] * SHAPE[1] // 4].view(SHAPE[0] // 4, SHAPE[1])
     into = memory[64 : 64 + local.numel()].view(SHAPE[0], SHAPE[1] // 4)
     group = pool_group(4)
-    with mock.patch.object(neighbours, "SMALL", SMALL):
+    with mock.patch.object(host, "HOST", Policy(eager_bytes=SMALL)):
         rs.move(local, ROWS, COLUMNS, shape=SHAPE, group=group)
         with pytest.raises(rs.TensorError, match="overlaps a source"):
             rs.move(local, ROWS, COLUMNS, shape=SHAPE, group=group, into=into)
@@ -88,7 +91,7 @@ def test_a_destination_that_overlaps_the_source(pool: Pool) -> None:
 
 
 def move_for_ever(rank: int, have: rs.Layout, want: rs.Layout) -> str:
-    neighbours.SMALL = SMALL
+    host.HOST = Policy(eager_bytes=SMALL)
     local = local_of(numbered(SHAPE), have, rank)
     into = torch.empty_like(local_of(numbered(SHAPE), want, rank))
     try:

@@ -24,7 +24,7 @@ PRELOAD = [
     "pytest",
     "reshard.planning.plan",
     "reshard.run.simulate",
-    "reshard.run.live",
+    "reshard.live.api",
     "reshard.tensors",
     "tests.ranks.rank",
     "transformers.models.llama.modeling_llama",  # two seconds, else in each of eight ranks

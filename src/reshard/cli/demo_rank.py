@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 
 from reshard.cli.demo_live import Done, Failed, digest
-from reshard.planning.plan import Plan
 
 # Loaded by the process that ranks are forked from, and not once by every rank.
-from reshard.run.live import engine  # noqa: F401
-from reshard.run.live.c10d import TCPStore
+from reshard.live import api  # noqa: F401
+from reshard.live.session.store import TCPStore
+from reshard.planning.plan import Plan
 
 if TYPE_CHECKING:
     import numpy as np

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from reshard.run.live.engine import Handle
+    from reshard.live.handle import Handle
 
 __all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
 
@@ -112,6 +112,8 @@ class Plan:
         self.world: Ints = world_of(stacks)
         self.flows, self.schedule = self._arrange()
         self._ranks: dict[tuple[object, ...], RankPlan] = {}
+        self.compiled: Any = None
+        """What the live engine has compiled for this rank; `release` frees it."""
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""

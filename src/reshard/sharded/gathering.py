@@ -10,8 +10,8 @@ import torch
 from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
+from reshard.live import api
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.run.live import engine
 from reshard.sharded.content import Content, members
 from reshard.sharded.moving import whole
 from reshard.sharded.tensor import ShardedTensor
@@ -73,4 +73,4 @@ def _refuse(content: Content, at: int, text: str) -> NoReturn:
     """Raise here and on the ranks that wait for this one."""
     kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
     plan = plan_of(content.layout, whole_on((at,)), content.shape, kind, kind, memory)
-    engine.refuse(plan, TensorError(text), content.group)
+    api.refuse(plan, TensorError(text), content.group)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard.errors import quoted
 from reshard.layout import Layout
-from reshard.run.live.routes import with_number
+from reshard.live.inputs.devices import with_index
 from reshard.sharded.by_layout import LayoutShardingSpec, lowered
 from reshard.sharded.content import Content, Group, members, part_shapes
 from reshard.sharded.enumerable import check_disjoint, check_tensor
@@ -48,7 +48,7 @@ def content_for(
     check_members(layout, group)
     device = device_of(stated, group)
     if isinstance(spec, LayoutShardingSpec):
-        device = with_number(torch.device(spec.device))
+        device = with_index(torch.device(spec.device))
     kept = copy(spec)  # its fields may be assigned, as those of torch's specs
     return Content(layout, tuple(shape), properties.dtype, (), device, group, kept, stated)
 
@@ -109,7 +109,7 @@ def device_of(stated: Sequence[ShardMetadata] | None, group: Group) -> torch.dev
 
 def home_of(group: Group) -> torch.device:
     """Where ranks of a group have tensors of which nothing else is known."""
-    from reshard.run.live.routes import default_device
+    from reshard.live.inputs.devices import default_device
 
     if not dist.is_initialized():
         return torch.device("cpu")

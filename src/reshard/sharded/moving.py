@@ -11,8 +11,9 @@ import torch.distributed as dist
 from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.layout import BoxLayout, Layout
+from reshard.live.failure.cleanup import counted
+from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.run.live.session import Ticket, counted
 from reshard.sharded.alone import moved_here
 from reshard.sharded.content import Content, members
 from reshard.tensors.meshes import this_rank

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from reshard.errors import DisagreementError, OperationError, TensorError, quoted
-from reshard.run.live.exchange import everyone_says
+from reshard.live.api import gather_texts
 from reshard.sharded.alone import cut_here
 from reshard.sharded.content import Content, members
 from reshard.sharded.gathering import gathered_on
@@ -117,7 +117,7 @@ def _meet(wanted: Mapping[str, Content]) -> None:
     for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
         names = [name for name, one in wanted.items() if members(one.group) == ranks]
         if len(ranks) > 1:
-            told = everyone_says(json.dumps(sorted(names)), group, MEET_WITHIN, LOADING)
+            told = gather_texts(json.dumps(sorted(names)), group, MEET_WITHIN, LOADING)
             _check_alike({rank: set(json.loads(text)) for rank, text in told.items()})
 
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from reshard.errors import LiveError, TensorError, quoted
-from reshard.run.live.exchange import everyone_says
+from reshard.live.api import gather_texts
 from reshard.spec import TensorSpec
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
@@ -44,7 +44,7 @@ def exchange(
     """
     if not dist.is_initialized():
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
-    texts = everyone_says(_to_text(have, want), group, timeout, "an exchange of layouts")
+    texts = gather_texts(_to_text(have, want), group, timeout, "an exchange of layouts")
     # Many ranks say the same: each text is read once.
     read = {text: json.loads(text) for text in set(texts.values())}
     for rank, text in texts.items():

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from reshard.dtypes import accumulator
 from reshard.errors import TensorError
 from reshard.layout import Layout
+from reshard.live.api import call_of, pass_silently
+from reshard.live.options import options_from
+from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
-from reshard.run.live import engine, swift
-from reshard.run.live.options import options_of
-from reshard.run.live.session import Ticket
 from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.kinds import computed, knows_layout
@@ -129,20 +129,12 @@ class Motion:
     ) -> tuple[Tensor | None, bool]:
         """The result without a way back, and whether any rank wants one."""
         local = None if local is None else computed(local)
-        if local is not None and wanted is not None and not self.options:
-            quick = swift.moved(ticket, self.plan, local, into, self.group, wanted)
-            if quick is not None:
-                return quick, wanted
-        handle = engine.begin(
-            ticket,
-            self.plan,
-            {} if local is None else {ONE: local.detach()},
-            None if into is None else {ONE: into.detach()},
-            {"device": device, "grad": wanted, "tell_grad": True, **self.options},
-            thread=False,
-        )
-        found = handle.wait().get(ONE)
-        return found, handle.grad_seen if wanted is None else wanted
+        given = {} if local is None else {ONE: local.detach()}
+        to = None if into is None else {ONE: into.detach()}
+        options = options_from(self.options, None if local is not None and local.is_cpu else device)
+        call = call_of(ticket, self.plan, given, to, options, grad=wanted, ask_grad=True)
+        found = call.run().get(ONE)
+        return found, call.grad_seen if wanted is None else wanted
 
     def place(self, into: Tensor) -> Place:
         """Where the result goes, if that lies as it should."""
@@ -160,12 +152,12 @@ class Motion:
         """
         found = self.at_rest(local)
         if found is not None:
-            options_of(self.options)  # nothing else looks whether there are such options
-            if not engine.pass_silently(ticket, self.plan, self.options):
+            options_from(self.options)  # nothing else looks whether there are such options
+            if not pass_silently(ticket, self.plan, self.options):
                 given = {} if local is None else {ONE: computed(local).detach()}
                 # The source is the result, so it is not freed, whatever was asked for.
-                options = {"device": found.device, **self.options, "donate": False}
-                engine.begin(ticket, self.plan, given, None, options, thread=False).wait()
+                options = options_from({**self.options, "donate": False}, found.device)
+                call_of(ticket, self.plan, given, None, options).run()
         return found
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:

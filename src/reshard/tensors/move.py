@@ -22,8 +22,9 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
 from reshard.fingerprint import is_part_of
 from reshard.layout import Layout
+from reshard.live.failure.cleanup import counted
+from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import spec_of

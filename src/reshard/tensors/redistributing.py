@@ -19,7 +19,8 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, TensorError
-from reshard.run.live.session import Ticket, counted
+from reshard.live.failure.cleanup import counted
+from reshard.live.session.session import Ticket
 from reshard.tensors.box_moves import BoxMove, Placed
 from reshard.tensors.dtensors import (
     Reading,

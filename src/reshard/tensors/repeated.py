@@ -15,9 +15,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.bytesize import parse_bytes
+from reshard.live.api import pass_silently
+from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.run.live import engine, swift
-from reshard.run.live.session import Ticket
 from reshard.tensors.motion import Motion
 
 if TYPE_CHECKING:
@@ -56,10 +56,10 @@ def repeated(ticket: Ticket, tensor: DTensor, target: Target) -> DTensor | None:
     if type(local) is not torch.Tensor or local.shape != known.local_shape:
         return None
     if known.is_at_rest:
-        if not engine.pass_silently(ticket, known.motion.plan, {}):
+        if not pass_silently(ticket, known.motion.plan, {}):
             return None
         return _wrapped(local.detach(), known.spec)
-    moved = swift.moved(ticket, known.motion.plan, local, None, None, False)
+    moved, _ = known.motion.moved(ticket, local, None, local.device, False)
     return None if moved is None else _wrapped(moved, known.spec)
 
 

@@ -5,18 +5,19 @@ Nested state dicts are flattened as `describe` does, so that its names are the n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import TensorError
+from reshard.live.api import call_of, release, started
+from reshard.live.failure.cleanup import counted
+from reshard.live.handle import Handle
+from reshard.live.options import options_from
+from reshard.live.session.session import Ticket
 from reshard.planning.plan import Plan
-from reshard.run.live import engine
-from reshard.run.live.engine import release
-from reshard.run.live.handle import Handle
-from reshard.run.live.session import Ticket, counted
 from reshard.spec import TensorSpec
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import tensors_in
@@ -39,10 +40,18 @@ def run(
     *,
     into: Mapping[Any, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> dict[str, torch.Tensor]:
     """Move this rank's tensors along a plan; gives new local tensors, or those of ``into``."""
-    return _started(plan, tensors, into, group, options, thread=False).wait()
+
+    def move(ticket: Ticket) -> dict[str, torch.Tensor]:
+        given, to, finish = _flattened(plan, tensors, into)
+        call = call_of(ticket, plan, given, to, options_from(options, device))
+        found = call.run()
+        return found if finish is None else finish(found)
+
+    return counted(group, lambda: plan.parties, move)
 
 
 @outside_graphs
@@ -52,57 +61,42 @@ def start(
     *,
     into: Mapping[Any, Any] | None = None,
     group: dist.ProcessGroup | None = None,
+    device: torch.device | str | None = None,
     **options: Any,
 ) -> Handle:
     """Begin to move; the handle's ``wait`` gives the tensors."""
-    return _started(plan, tensors, into, group, options, thread=True)
+
+    def begin(ticket: Ticket) -> Handle:
+        given, to, finish = _flattened(plan, tensors, into)
+        handle = started(ticket, plan, given, to, options_from(options, device))
+        handle.finish = finish
+        return handle
+
+    return counted(group, lambda: plan.parties, begin)
 
 
-def _started(
-    plan: Plan,
-    tensors: Mapping[Any, Any],
-    into: Mapping[Any, Any] | None,
-    group: dist.ProcessGroup | None,
-    options: dict[str, Any],
-    *,
-    thread: bool,
-) -> Handle:
-    return counted(
-        group,
-        lambda: plan.parties,
-        lambda ticket: _begin(ticket, plan, tensors, into, options, thread=thread),
-    )
+Finish = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
 
 
-def _begin(
-    ticket: Ticket,
-    plan: Plan,
-    tensors: Mapping[Any, Any],
-    into: Mapping[Any, Any] | None,
-    options: dict[str, Any],
-    *,
-    thread: bool,
-) -> Handle:
+def _flattened(
+    plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
+) -> tuple[Tensors, Tensors | None, Finish | None]:
+    """The local tensors of both sides, and what is done when they have been moved."""
     try:
         given = tensors if _is_plain(tensors) else _sources(plan, tensors)
         if into is None or _is_plain(into):
-            return engine.begin(ticket, plan, given, into, options, thread=thread)
+            return given, into, None
         found = _flat(into, plan.want, is_source=False)
         places = {name: place_of(tensor) for name, tensor in found.items()}
     except TensorError as error:
-        if ticket.number >= 0:
-            raise
         raise TensorError(f"on rank {this_rank()}: {error}") from None
-    targets = {name: place.local for name, place in places.items()}
-    handle = engine.begin(ticket, plan, given, targets, options, thread=thread)
 
     def finish(_: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         for place in places.values():
             place.fill()
         return found
 
-    handle.finish = finish
-    return handle
+    return given, {name: place.local for name, place in places.items()}, finish
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:

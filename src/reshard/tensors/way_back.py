@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from reshard.dtypes import accumulator
+from reshard.live import api
 from reshard.planning.adjoint import SumMove
 from reshard.planning.plan import ONE, Plan
-from reshard.run.live import engine
 from reshard.tensors.boxes import Boxes, added, listed
 from reshard.tensors.kinds import computed
 
@@ -65,7 +65,7 @@ class WayBack:
     def _run(
         self, plan: Plan, given: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Tensor]:
-        return engine.run(plan, given, group=self.group, device=device, **self.options)
+        return api.run(plan, given, group=self.group, device=device, **self.options)
 
     def _spread(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
         """Add up at first holders, box by box, then send the sums to whoever wants them."""
@@ -75,7 +75,7 @@ class WayBack:
             total = self._total(gradient, device)
         except BaseException as error:
             # Other ranks may have gathered and be in the second call: it counts here as well.
-            engine.refuse(spread.spread, error, self.group)
+            api.refuse(spread.spread, error, self.group)
         given = {"sum": total} if total is not None else {}
         sums = self._run(spread.spread, given, device).get("sum")
         if move.want.holds(rank) is None:

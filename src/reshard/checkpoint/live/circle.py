@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from reshard import errors
 from reshard.errors import CheckpointError, DisagreementError, ReshardError, quoted
-from reshard.run.live.exchange import everyone_says
+from reshard.live.api import gather_texts
 from reshard.sharded.content import Group, members
 from reshard.tensors.meshes import this_rank
 
@@ -78,7 +78,7 @@ class Circle:
     def _say(self, text: str) -> dict[int, str]:
         self._num_steps += 1
         what = f"step {self._num_steps} of loading or saving a checkpoint"
-        found = everyone_says(text, self.group or dist.group.WORLD, self.timeout, what)
+        found = gather_texts(text, self.group or dist.group.WORLD, self.timeout, what)
         return {rank: found[rank] for rank in self.ranks}
 
 

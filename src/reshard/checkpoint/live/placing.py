@@ -12,8 +12,8 @@ from reshard.checkpoint.live.fetching import Fetched
 from reshard.checkpoint.live.sharing import Batch, Share, Wish
 from reshard.checkpoint.live.views import View, boxes_of, part_of, views_of
 from reshard.layout import Layout
+from reshard.live import api
 from reshard.planning.plan import plan
-from reshard.run.live import engine
 from reshard.spec import TensorSpec
 
 __all__ = ["Placer"]
@@ -61,7 +61,7 @@ class Placer:
         if have:
             move = plan(have, want, memory=self._memory)
             self.bytes_moved += move.summary().wire_bytes
-            engine.run(
+            api.run(
                 move,
                 given,
                 into=into,

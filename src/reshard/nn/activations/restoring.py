@@ -12,17 +12,18 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError, LiveError
 from reshard.layout import Layout
+from reshard.live import api
 from reshard.mesh import Mesh
 from reshard.nn.activations.order import MOST_AHEAD, Order
 from reshard.nn.activations.region import Region
 from reshard.planning.plan import Plan, plan
-from reshard.run.live import engine
 from reshard.sharded.making import home_of
 from reshard.spec import TensorSpec
 
@@ -150,23 +151,22 @@ class _Message:
             name: one.memory.to(one.device) for name, one in zip(self._names, regions, strict=True)
         }
         given[WORDS] = torch.tensor(words, dtype=torch.int64).to(device)
-        self._handle = engine.start(
-            _plan(restorer.ranks, self._names, sizes, len(words)),
-            given,
-            group=restorer.group,
-            device=device,
-            timeout=timeout,
-            thread=ahead,
-        )
+        plan = _plan(restorer.ranks, self._names, sizes, len(words))
+        options: Any = {"group": restorer.group, "device": device, "timeout": timeout}
+        self._handle = api.start(plan, given, **options) if ahead else None
+        self._moved = {} if ahead else api.run(plan, given, **options)
+
+    def _wait(self) -> dict[str, torch.Tensor]:
+        return self._moved if self._handle is None else self._handle.wait()
 
     def words(self) -> list[list[int]]:
         """What each rank has said."""
-        said = self._handle.wait()[WORDS].tolist()
+        said = self._wait()[WORDS].tolist()
         return [said[at : at + self._num_words] for at in range(0, len(said), self._num_words)]
 
     def wholes(self) -> list[torch.Tensor]:
         """All bytes of each region."""
-        moved = self._handle.wait()
+        moved = self._wait()
         return [moved[name] for name in self._names]
 
 

@@ -1,0 +1,241 @@
+"""Copy blocks between tensors on any device: on a GPU in one kernel launch.
+
+    table = CopyTable(blocks)       # once per plan
+    table.launch(tensors)           # every call; addresses are uploaded once for many tables
+
+Packing (blocks of tensors into a message) and unpacking (a message into blocks of tensors) are both
+such a copy. Without Triton, where it lacks a cast, and between devices, torch copies the blocks one
+by one: the same bytes, slowly.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.columns import Ints
+from reshard.dtypes import itemsize
+from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
+from reshard.live.program.copies import CopyBlocks
+
+__all__ = ["CopyTable", "TensorTable"]
+
+MAX_KEPT = 8
+"""Launch tables that are kept for tensors that are aligned differently."""
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+E4M3 = "float8_e4m3fn"
+
+
+class TensorTable:
+    """The tensors of a call by their base numbers, and their addresses.
+
+    On a GPU it belongs to one stream: the addresses on the device are read in its order.
+    """
+
+    def __init__(
+        self, addresses: Ints, tensors: Mapping[int, torch.Tensor], device: torch.device
+    ) -> None:
+        self.tensors, self.device = tensors, device
+        self.phases = addresses % 16
+        self.key = self.phases.astype(np.uint8).tobytes()
+        self._addresses = addresses
+        self._uploaded: torch.Tensor | None = None
+
+    def uploaded(self) -> torch.Tensor:
+        """The addresses on the device; on their way when this returns."""
+        if self._uploaded is None:
+            pinned = torch.from_numpy(self._addresses).pin_memory()
+            self._uploaded = pinned.to(self.device, non_blocking=True)
+        return self._uploaded
+
+
+class CopyTable:
+    """Blocks to copy, compiled for one kernel launch.
+
+    Tensors may change between launches, the blocks may not.
+    """
+
+    def __init__(self, blocks: CopyBlocks) -> None:
+        self.blocks = blocks
+        self._sizes = None if blocks.cast is None else Cast(*map(itemsize, blocks.cast))
+        self._compiled: dict[bytes, _Compiled] = {}
+
+    def launch(self, tensors: TensorTable, uniform: bool = True) -> None:
+        """Copy all blocks on the current stream.
+
+        ``uniform`` says that all tensors are on the table's device.
+        """
+        compiled = self._compiled.get(tensors.key) or self._compile(tensors)
+        if not len(compiled.blocks):
+            return
+        cast, on_gpu = self.blocks.cast, uniform and tensors.device.type == "cuda"
+        if on_gpu and compiled.aligned and _kernel_casts(cast):
+            _launch_kernel(compiled, cast, tensors)
+        else:
+            _copy_one_by_one(compiled.blocks, tensors.tensors, cast)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes that the kept tables take up on devices."""
+        kept = [one for compiled in self._compiled.values() for one in compiled.uploaded.values()]
+        return sum(tensor.nbytes for tensor in kept)
+
+    def _compile(self, tensors: TensorTable) -> _Compiled:
+        """The table for tensors aligned like these: it is made once."""
+        blocks = merged_blocks(self.blocks, tensors.phases, self._sizes)
+        aligned = self._sizes is None or _aligned(blocks, tensors.phases, self._sizes)
+        while len(self._compiled) >= MAX_KEPT:
+            del self._compiled[next(iter(self._compiled))]
+        table = compile_table(blocks, self._sizes)
+        made = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
+        return made
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """A launch table for tensors of one alignment, and its copies on devices."""
+
+    blocks: Strided
+    table: LaunchTable
+    aligned: bool
+    """Whether every element that is cast is at a multiple of its size."""
+    uploaded: dict[torch.device, torch.Tensor]
+
+    def on(
+        self, device: torch.device, stream: torch.cuda.Stream
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows and tiles on a device, in one tensor that is uploaded once."""
+        num_rows = self.table.rows.size
+        if device not in self.uploaded:
+            tiles = np.zeros(-(-len(self.table.tiles) // 2) * 2, dtype=np.int32)
+            tiles[: len(self.table.tiles)] = self.table.tiles
+            both = np.concatenate([self.table.rows.reshape(-1), tiles.view(np.int64)])
+            self.uploaded[device] = torch.from_numpy(both).to(device)
+        both_there = self.uploaded[device]
+        both_there.record_stream(stream)
+        return both_there[:num_rows], both_there[num_rows:].view(torch.int32)
+
+
+def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: TensorTable) -> None:
+    from reshard.live.copy.gpu_kernel import cast_tiles, copy_tiles
+
+    table, device = compiled.table, tensors.device
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream(device)
+        arguments = *compiled.on(device, stream), tensors.uploaded()
+        grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
+        num_warps = table.lanes // 256
+        if cast is None:
+            only = table.units[0] if len(table.units) == 1 else 0
+            copy_tiles[grid](*arguments, *shape, only, num_warps=num_warps)
+        else:
+            together = Cast(*map(itemsize, cast)).num_together
+            dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
+            cast_tiles[grid](*arguments, *shape, together, *dtypes, num_warps=num_warps)
+
+
+def _aligned(blocks: Strided, phases: Ints, sizes: Cast) -> bool:
+    """Whether casts find whole elements: a pointer to a float32 must be a multiple of 4."""
+    source = blocks.source_offset + phases[blocks.source]
+    destination = blocks.destination_offset + phases[blocks.destination]
+    halves = source % sizes.source_itemsize, destination % sizes.destination_itemsize
+    return not (halves[0].any() or halves[1].any())
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _kernel_casts(cast: tuple[str, str] | None) -> bool:
+    """Whether the kernel gives torch's own result for this cast."""
+    if not _has_triton():
+        return False
+    if cast is None:
+        return True
+    have, want = cast
+    small = want == E4M3 and have in FLOATS, have == E4M3 and want in FLOATS[:3]
+    return (have in FLOATS and want in FLOATS) or any(small)
+
+
+def _triton_dtype(dtype: str) -> Any:
+    import triton.language as tl
+
+    return tl.float8e4nv if dtype == E4M3 else getattr(tl, dtype)
+
+
+def _copy_one_by_one(
+    blocks: Strided, tensors: Mapping[int, torch.Tensor], cast: tuple[str, str] | None
+) -> None:
+    """What the kernel does, block by block with torch."""
+    for row in range(len(blocks)):
+        source = _Side(
+            tensors[int(blocks.source[row])],
+            int(blocks.source_offset[row]),
+            blocks.source_strides[row].tolist(),
+        )
+        destination = _Side(
+            tensors[int(blocks.destination[row])],
+            int(blocks.destination_offset[row]),
+            blocks.destination_strides[row].tolist(),
+        )
+        widths, unit = blocks.widths[row].tolist(), int(blocks.unit[row])
+        if cast is None:
+            word = math.gcd(source.grid, destination.grid, unit)
+            destination.view(widths, unit, word).copy_(source.view(widths, unit, word))
+        else:
+            dtypes: Any = [getattr(torch, dtype) for dtype in cast]
+            _cast_block(source, destination, [*widths, unit], *dtypes)
+
+
+def _cast_block(
+    source: _Side, destination: _Side, widths: list[int], have: torch.dtype, want: torch.dtype
+) -> None:
+    """Cast by way of contiguous copies: those may be viewed as any dtype."""
+    source, destination = source.of_items(have.itemsize), destination.of_items(want.itemsize)
+    word = math.gcd(source.grid, have.itemsize)
+    value = source.view(widths, have.itemsize, word).contiguous().view(have)
+    if have.is_complex and not want.is_complex:
+        value = value.real  # torch would warn that the rest is lost
+    value = value.to(want).contiguous()
+    word = math.gcd(destination.grid, want.itemsize)
+    destination.view(widths, want.itemsize, word).copy_(value.view(WORDS[word]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """Where a block is in one tensor, in bytes."""
+
+    tensor: torch.Tensor
+    offset: int
+    strides: list[int]
+
+    @property
+    def start(self) -> int:
+        """Bytes from the start of the tensor's storage."""
+        return self.tensor.data_ptr() - self.tensor.untyped_storage().data_ptr() + self.offset
+
+    @property
+    def grid(self) -> int:
+        """The most bytes, up to 8, of which all places of the block are multiples."""
+        return math.gcd(8, self.start, *self.strides)
+
+    def of_items(self, itemsize: int) -> _Side:
+        """The same place with one more dim, over the elements that are cast together."""
+        return _Side(self.tensor, self.offset, [*self.strides, itemsize])
+
+    def view(self, widths: list[int], size: int, word: int) -> torch.Tensor:
+        """The block as words, with one more dim over the words of a unit of ``size`` bytes."""
+        strides = [*(stride // word for stride in self.strides), 1]
+        empty = torch.empty(0, dtype=WORDS[word], device=self.tensor.device)
+        storage = self.tensor.untyped_storage()
+        return empty.set_(storage, self.start // word, [*widths, size // word], strides)

@@ -1,0 +1,191 @@
+"""One kernel that copies all blocks of a launch table. Needs Triton: import it only to launch.
+
+Every program copies one tile, which belongs to one block: it reads the block's row, turns the
+numbers of its units into indices by multiplications, and moves each unit with one load and one
+store per thread, 16 bytes wide where the row permits.
+"""
+# Where Triton is not installed, mypy takes its decorator for untyped.
+# mypy: disable-error-code="untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from reshard.live.copy.gpu_table import FIELDS as NUM_FIELDS
+
+__all__ = ["cast_tiles", "copy_tiles"]
+
+FIELDS = tl.constexpr(NUM_FIELDS)
+FIRST_TILE = tl.constexpr(4)
+UNITS = tl.constexpr(5)
+UNIT = tl.constexpr(6)
+WIDTHS = tl.constexpr(7)
+MULTIPLIERS = tl.constexpr(10)
+SHIFTS = tl.constexpr(13)
+SOURCE_STRIDES = tl.constexpr(16)
+DESTINATION_STRIDES = tl.constexpr(20)
+LARGEST_E4M3 = tl.constexpr(464.0)
+
+
+@triton.jit
+def copy_tiles(
+    rows: tl.tensor,
+    tiles: tl.tensor,
+    bases: tl.tensor,
+    LANES: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+    ONLY: tl.constexpr,
+) -> None:
+    """Copy bytes; ``ONLY`` is the one size of units in the table, or 0 if there are several."""
+    row = _row_of_tile(rows, tiles)
+    source, destination, mask = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+    if ONLY:
+        _copy_units(source, destination, mask, ONLY)
+    else:
+        unit = tl.load(row + UNIT)
+        if unit == 16:
+            _copy_units(source, destination, mask, 16)
+        elif unit == 8:
+            _copy_units(source, destination, mask, 8)
+        elif unit == 4:
+            _copy_units(source, destination, mask, 4)
+        elif unit == 2:
+            _copy_units(source, destination, mask, 2)
+        else:
+            _copy_units(source, destination, mask, 1)
+
+
+@triton.jit
+def cast_tiles(
+    rows: tl.tensor,
+    tiles: tl.tensor,
+    bases: tl.tensor,
+    LANES: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    HAVE: tl.constexpr,
+    WANT: tl.constexpr,
+) -> None:
+    """Copy elements from one dtype to another, ``TOGETHER`` at once where the row permits."""
+    row = _row_of_tile(rows, tiles)
+    source, destination, mask = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+    if tl.load(row + UNIT) == TOGETHER:
+        _cast_units(source, destination, mask, TOGETHER, HAVE, WANT)
+    else:
+        _cast_units(source, destination, mask, 1, HAVE, WANT)
+
+
+@triton.jit
+def _row_of_tile(rows: tl.tensor, tiles: tl.tensor) -> tl.tensor:
+    block = tl.load(tiles + tl.program_id(0))
+    return rows + block.to(tl.int64) * FIELDS
+
+
+@triton.jit
+def _addresses(
+    row: tl.tensor,
+    bases: tl.tensor,
+    LANES: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """The addresses of the units of this program's tile on both sides, and which there are."""
+    source = tl.load(bases + tl.load(row)) + tl.load(row + 1)
+    destination = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3)
+    tile = tl.program_id(0) - tl.load(row + FIRST_TILE).to(tl.int32)
+    unit = tile * LANES + tl.arange(0, LANES)
+    mask = unit < tl.load(row + UNITS).to(tl.int32)
+    rest = unit.to(tl.uint32)
+    for inner in tl.static_range(NUM_DIMS):
+        index = rest
+        if inner < NUM_DIMS - 1:
+            width = tl.load(row + WIDTHS + 2 - inner).to(tl.uint32)
+            multiplier = tl.load(row + MULTIPLIERS + 2 - inner).to(tl.uint32)
+            shift = tl.load(row + SHIFTS + 2 - inner).to(tl.uint32)
+            rest = (tl.umulhi(index, multiplier) + index) >> shift
+            index -= rest * width
+        source += _distance(index, tl.load(row + SOURCE_STRIDES + 3 - inner), WIDE)
+        destination += _distance(index, tl.load(row + DESTINATION_STRIDES + 3 - inner), WIDE)
+    return source, destination, mask
+
+
+@triton.jit
+def _distance(index: tl.tensor, stride: tl.tensor, WIDE: tl.constexpr) -> tl.tensor:
+    """Bytes from index 0 to this one; 32 bits of them where the table permits."""
+    if WIDE:
+        return index.to(tl.int64) * stride
+    else:
+        return (index * stride.to(tl.uint32)).to(tl.int64)
+
+
+@triton.jit
+def _copy_units(
+    source: tl.tensor, destination: tl.tensor, mask: tl.tensor, UNIT_BYTES: tl.constexpr
+) -> None:
+    if UNIT_BYTES == 16:
+        word = tl.arange(0, 2)[None, :]
+        have = source[:, None].to(tl.pointer_type(tl.int64)) + word
+        want = destination[:, None].to(tl.pointer_type(tl.int64)) + word
+        have = tl.max_contiguous(tl.multiple_of(have, [8, 16]), [1, 2])
+        want = tl.max_contiguous(tl.multiple_of(want, [8, 16]), [1, 2])
+        tl.store(want, tl.load(have, mask=mask[:, None]), mask=mask[:, None])
+    elif UNIT_BYTES == 8:
+        _copy_words(source, destination, mask, tl.int64)
+    elif UNIT_BYTES == 4:
+        _copy_words(source, destination, mask, tl.int32)
+    elif UNIT_BYTES == 2:
+        _copy_words(source, destination, mask, tl.int16)
+    else:
+        _copy_words(source, destination, mask, tl.int8)
+
+
+@triton.jit
+def _copy_words(
+    source: tl.tensor, destination: tl.tensor, mask: tl.tensor, WORD: tl.constexpr
+) -> None:
+    have = source.to(tl.pointer_type(WORD))
+    want = destination.to(tl.pointer_type(WORD))
+    tl.store(want, tl.load(have, mask=mask), mask=mask)
+
+
+@triton.jit
+def _cast_units(
+    source: tl.tensor,
+    destination: tl.tensor,
+    mask: tl.tensor,
+    NUM: tl.constexpr,
+    HAVE: tl.constexpr,
+    WANT: tl.constexpr,
+) -> None:
+    have_bytes: tl.constexpr = HAVE.primitive_bitwidth // 8
+    want_bytes: tl.constexpr = WANT.primitive_bitwidth // 8
+    element = tl.arange(0, NUM)[None, :]
+    have = source[:, None].to(tl.pointer_type(HAVE)) + element
+    want = destination[:, None].to(tl.pointer_type(WANT)) + element
+    have = tl.max_contiguous(tl.multiple_of(have, [have_bytes, NUM * have_bytes]), [1, NUM])
+    want = tl.max_contiguous(tl.multiple_of(want, [want_bytes, NUM * want_bytes]), [1, NUM])
+    value = tl.load(have, mask=mask[:, None])
+    tl.store(want, _cast(value, HAVE, WANT), mask=mask[:, None])
+
+
+@triton.jit
+def _cast(value: tl.tensor, HAVE: tl.constexpr, WANT: tl.constexpr) -> tl.tensor:
+    """As torch casts: halves and smaller by way of float32, so that both round alike."""
+    if WANT.primitive_bitwidth < 32:
+        value = value.to(tl.float32)
+    if WANT.is_fp8e4nv():
+        return _to_e4m3(value)
+    else:
+        return value.to(WANT)
+
+
+@triton.jit
+def _to_e4m3(value: tl.tensor) -> tl.tensor:
+    """torch gives NaN for what is too large; the hardware would give the largest number."""
+    bits = value.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    sign = (value.to(tl.uint32, bitcast=True) >> 24).to(tl.uint8) & 0x80
+    bits = tl.where(tl.abs(value) <= LARGEST_E4M3, bits, sign | 0x7F)
+    return bits.to(tl.float8e4nv, bitcast=True)

@@ -1,0 +1,202 @@
+"""From rows of a plan to blocks of tensors: which boxes are they, and where in a local tensor?
+
+A row of a plan is a range of a stacked cell: elements ``start`` to ``stop`` of so many tensors with
+a cell of the same shape in each. What has an address is a box of one tensor, so every row becomes
+blocks:
+
+    two tensors, cell 2 x 3, elements 4 to 12     -> tensor 0: row 1, columns 1 to 3
+    0 1 2 | 3[4 5]    [6 7 8 | 9 10 11]              tensor 1: all of it
+
+A block never crosses a border of what a rank holds, so its first element and the strides of the
+local tensor say where all of it is. All rows are handled at once, as columns of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.box import row_major
+from reshard.columns import Ints
+from reshard.dims import Interval, length_of
+from reshard.layout import BoxLayout, Layout
+
+__all__ = ["Blocks", "LocalOffsets", "blocks_of"]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Blocks:
+    """Boxes of single tensors inside their cells, in the order of the rows."""
+
+    row: Ints
+    tensor: Ints
+    """Which tensor of the stack."""
+    low: Ints
+    """Where each block starts in its cell, one column per dim."""
+    width: Ints
+
+
+def blocks_of(cell_width: Ints, num_tensors: int, start: Ints, stop: Ints) -> Blocks:
+    """Divide ranges of stacked cells into blocks; ``cell_width`` has one row per range.
+
+    >>> blocks = blocks_of(np.array([[2, 3]]), 2, np.array([4]), np.array([12]))
+    >>> blocks.tensor.tolist(), blocks.low.tolist(), blocks.width.tolist()
+    ([0, 1], [[1, 1], [0, 0]], [[1, 2], [2, 3]])
+    """
+    stacked = np.insert(cell_width, 0, num_tensors, axis=1)
+    row, low, width = _flat_boxes(stacked, start, stop)
+    counts = width[:, 0]
+    old = np.repeat(np.arange(len(row)), counts)
+    within = np.arange(len(old)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return Blocks(row[old], low[old, 0] + within, low[old, 1:], width[old, 1:])
+
+
+def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints]:
+    """Ranges of flattened boxes as boxes: the range each is of, its start and its width.
+
+    Dim by dim: what covers whole indices is a box; a ragged head and a ragged tail are ranges of
+    one index, which the next dim divides further.
+    """
+    num_dims = shapes.shape[1]
+    todo = _Ranges(np.arange(len(start)), start, stop, np.zeros_like(shapes), np.zeros_like(start))
+    done: list[tuple[Ints, Ints, Ints, Ints]] = []
+    for dim in range(num_dims):
+        inner = np.prod(shapes[:, dim + 1 :], axis=1, dtype=np.int64)[todo.row]
+        first, last = todo.start // inner, (todo.stop - 1) // inner
+        body_from = -(-todo.start // inner)
+        body_to = todo.stop // inner
+        body = np.flatnonzero(body_from < body_to)
+        low, width = todo.low[body], shapes[todo.row[body]]
+        low[:, dim] = body_from[body]
+        width[:, :dim] = 1
+        width[:, dim] = (body_to - body_from)[body]
+        at = todo.at[body] + body_from[body] * inner[body]
+        done.append((todo.row[body], at, low, width))
+        head = np.flatnonzero(todo.start % inner != 0)
+        tail = np.flatnonzero(
+            (todo.stop % inner != 0) & ((first < last) | (todo.start % inner == 0))
+        )
+        todo = _Ranges.join(
+            todo.inside(head, dim, first, inner), todo.inside(tail, dim, last, inner)
+        )
+    row, at, low, width = (np.concatenate(columns) for columns in zip(*done, strict=True))
+    order = np.lexsort((at, row))
+    return row[order], low[order], width[order]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Ranges:
+    """Ranges inside one index of all dims so far: that index, and where it begins."""
+
+    row: Ints
+    start: Ints
+    stop: Ints
+    low: Ints
+    at: Ints
+
+    def inside(self, which: Ints, dim: int, index: Ints, inner: Ints) -> _Ranges:
+        """The part of some ranges that is within one index of a dim."""
+        at = index[which] * inner[which]
+        low = self.low[which]
+        low[:, dim] = index[which]
+        return _Ranges(
+            self.row[which],
+            np.maximum(self.start[which] - at, 0),
+            np.minimum(self.stop[which] - at, inner[which]),
+            low,
+            self.at[which] + at,
+        )
+
+    @staticmethod
+    def join(one: _Ranges, other: _Ranges) -> _Ranges:
+        """Both, one after the other."""
+        return _Ranges(
+            np.concatenate([one.row, other.row]),
+            np.concatenate([one.start, other.start]),
+            np.concatenate([one.stop, other.stop]),
+            np.concatenate([one.low, other.low]),
+            np.concatenate([one.at, other.at]),
+        )
+
+
+class LocalOffsets:
+    """Finds boxes of the global tensor in one rank's local tensor."""
+
+    def find(self, low: Ints) -> tuple[Ints, Ints]:
+        """The offset of each box and the strides of each dim, in elements of the local tensor."""
+        raise NotImplementedError
+
+    @staticmethod
+    def of(layout: Layout, shape: tuple[int, ...], rank: int) -> LocalOffsets:
+        """The offsets of one rank."""
+        if isinstance(layout, BoxLayout):
+            return _BoxOffsets(layout, rank)
+        return _DimOffsets(layout, shape, rank)
+
+
+class _DimOffsets(LocalOffsets):
+    """A local tensor whose dims are lists of intervals, perhaps flattened and sharded once more.
+
+    The first element of a box is found dim by dim: how many held elements of the dim precede it?
+    """
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
+        intervals, ranges = layout.intervals(rank, shape)
+        self.dims = [_Positions(one) for one in intervals]
+        self.strides = np.array(row_major(tuple(map(length_of, intervals))), dtype=np.int64)
+        self.flat = None if ranges is None else _Positions(ranges)
+
+    def find(self, low: Ints) -> tuple[Ints, Ints]:
+        offset = np.zeros(len(low), dtype=np.int64)
+        for dim, positions in enumerate(self.dims):
+            offset += positions.of(low[:, dim]) * self.strides[dim]
+        if self.flat is not None:
+            offset = self.flat.of(offset)
+        return offset, np.broadcast_to(self.strides, low.shape)
+
+
+class _Positions:
+    """Rising intervals, and how many elements precede each."""
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        table = np.array(intervals, dtype=np.int64).reshape(-1, 2)
+        self.starts = table[:, 0]
+        widths = table[:, 1] - table[:, 0]
+        self.before = np.cumsum(widths) - widths
+
+    def of(self, index: Ints) -> Ints:
+        """The positions of elements among those that are held."""
+        at = np.searchsorted(self.starts, index, side="right") - 1
+        found: Ints = self.before[at] + index - self.starts[at]
+        return found
+
+
+class _BoxOffsets(LocalOffsets):
+    """Explicit boxes, one after the other."""
+
+    CHUNK = 1 << 22
+    """Comparisons made at once, so that many boxes on both sides stay small."""
+
+    def __init__(self, layout: BoxLayout, rank: int) -> None:
+        pieces = layout.pieces(rank, layout.shape)
+        table = (len(pieces), len(layout.shape))
+        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(table)
+        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(table)
+        self.strides = np.array([p.strides for p in pieces], np.int64).reshape(table)
+        self.offsets = np.array([p.offset for p in pieces], np.int64)
+
+    def find(self, low: Ints) -> tuple[Ints, Ints]:
+        step = max(1, self.CHUNK // max(1, self.starts.size))
+        parts = [self._piece(low[at : at + step]) for at in range(0, len(low), step)]
+        piece = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        strides = self.strides[piece]
+        return self.offsets[piece] + ((low - self.starts[piece]) * strides).sum(axis=1), strides
+
+    def _piece(self, low: Ints) -> Ints:
+        if len(self.starts) == 1:
+            return np.zeros(len(low), dtype=np.int64)
+        inside = (self.starts <= low[:, None]).all(axis=2) & (self.stops > low[:, None]).all(axis=2)
+        found: Ints = inside.argmax(axis=1)
+        return found

@@ -1,0 +1,299 @@
+"""One rank's part of a plan with addresses: transfers, sorted by round and peer.
+
+A transfer is all blocks of one stack that go from one rank to another in one round. Both ends
+derive the same transfers in the same order, each for itself, so that a message needs no table of
+contents. Where a block is, is known on both ends: a rank can therefore read straight from the
+memory of another rank of its host, or write into it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from reshard.columns import Ints, distinct
+from reshard.dtypes import itemsize
+from reshard.live.program.blocks import LocalOffsets, blocks_of
+from reshard.live.program.copies import Place
+from reshard.planning.plan import Plan
+from reshard.planning.rank import Rows, Steps
+from reshard.planning.stacks import Stack
+
+__all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
+
+HAVE, WANT = 0, 1
+"""The two sides of a move: source tensors and destination tensors."""
+
+MAX_KEPT_BYTES = 128 << 20
+"""What a program keeps between calls; rounds beyond are worked out anew in each call."""
+
+BLOCK_BYTES = 512
+"""What a block takes up with everything that is worked out for it, about."""
+
+MAX_LENT = 32 << 20
+"""Bytes of eager messages over all rounds of a call, and ..."""
+
+CALLS_LENT = 3
+"""... calls whose eager messages may be unread at a time: the next Hello tells of one."""
+
+Strides = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
+"""Shape and strides of this rank's tensors that are not contiguous, by their base number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """Blocks of one stack that go from one rank to another in one round."""
+
+    stack: Stack
+    hop: int
+    """0: read from source tensors; 1 or more: from destination tensors of the sender."""
+    addend: int
+    """Which addend of a pending reduction the blocks carry; -1 where nothing is added up."""
+    part: Ints
+    """The row that each block is of: a part has the same number in the transfers of all addends."""
+    stacked: Ints
+    """Which tensor of the stack each block is of."""
+    width: Ints
+    source: Place
+    destination: Place
+    strides: tuple[Ints, Ints]
+    """Of source and destination, if all tensors were contiguous: modes follow from these."""
+
+    @cached_property
+    def dtype(self) -> str:
+        """The dtype that travels."""
+        return self.stack.dtype_at(self.hop)
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of one element that travels."""
+        return itemsize(self.dtype)
+
+    @property
+    def name(self) -> str:
+        """The first tensor in it, for messages."""
+        return self.stack.names[int(self.stacked[0])][1]
+
+    @property
+    def op(self) -> str:
+        """The reduction that an addend is part of."""
+        reduce = self.stack.have.layout.reduce
+        return reduce[0] if reduce else "sum"
+
+    @cached_property
+    def sizes(self) -> Ints:
+        """Elements of each block."""
+        found: Ints = np.prod(self.width, axis=1, dtype=np.int64)
+        return found
+
+    @cached_property
+    def at(self) -> Ints:
+        """How many elements of the transfer come before each block."""
+        found: Ints = np.cumsum(self.sizes) - self.sizes
+        return found
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes that travel."""
+        return int(self.sizes.sum()) * self.itemsize
+
+    @cached_property
+    def as_is(self) -> bool:
+        """Whether bytes go from the one tensor into the other unchanged."""
+        return self.addend < 0 and self.source.dtype == self.dtype == self.destination.dtype
+
+    def in_message(self, offset: int, base: int) -> Place:
+        """Where its blocks are in a message, in which it begins at an offset."""
+        return Place.in_message(self.width, offset + self.at * self.itemsize, base, self.dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Round:
+    """What one rank does in one round."""
+
+    number: int
+    copies: Sequence[Transfer]
+    """From its own tensors into its own."""
+    sends: dict[int, list[Transfer]]
+    """By peer."""
+    receives: dict[int, list[Transfer]]
+    kept: dict[object, Any] = field(default_factory=dict)
+    """What transports have compiled for it."""
+
+    @cached_property
+    def num_blocks(self) -> int:
+        """Blocks of all transfers."""
+        messages = [self.copies, *self.sends.values(), *self.receives.values()]
+        return sum(len(one.width) for transfers in messages for one in transfers)
+
+    @cached_property
+    def bytes(self) -> tuple[int, int, int]:
+        """Bytes that are sent, received and copied on the rank."""
+        sent, received = (
+            sum(one.num_bytes for transfers in side.values() for one in transfers)
+            for side in (self.sends, self.receives)
+        )
+        return sent, received, sum(one.num_bytes for one in self.copies)
+
+
+class Program:
+    """One rank's part of a plan, round by round, for tensors of certain strides."""
+
+    def __init__(self, plan: Plan, rank: int, strides: Strides) -> None:
+        self.rank = rank
+        self.strides = strides
+        self.part = plan.for_rank(rank)
+        self.num_rounds = plan.num_rounds
+        self.names = (list(plan.have), list(plan.want))
+        self.num_have = len(self.names[HAVE])
+        self.staging = self.num_have + len(self.names[WANT])
+        """The number of the staging buffer in the table of base addresses."""
+        first = (0, self.num_have)
+        numbers = [
+            {name: first[side] + n for n, name in enumerate(self.names[side])}
+            for side in (HAVE, WANT)
+        ]
+        self._numbers = {
+            id(stack): tuple(
+                np.array([numbers[side][names[side]] for names in stack.names], np.int64)
+                for side in (HAVE, WANT)
+            )
+            for stack in plan.stacks
+        }
+        self.peak_bytes = plan.schedule.peak_bytes
+        """The most that any rank stages in a round."""
+        staged = self.num_rounds * self.peak_bytes
+        self.lends = staged <= MAX_LENT and staged * CALLS_LENT <= plan.memory
+        """Whether eager messages of all rounds fit together, so that none is waited for."""
+        self._offsets: dict[tuple[int, tuple[int, ...], int], LocalOffsets] = {}
+        self._kept: dict[int, Round] = {}
+        self._num_blocks = 0
+        """Blocks that are kept, nearly: several calls may be in flight, in threads."""
+
+    def round(self, number: int) -> Round:
+        """What happens in a round."""
+        found = self._kept.get(number)
+        if found is not None:
+            return found
+        made = self._make(number)
+        if (self._num_blocks + made.num_blocks) * BLOCK_BYTES >= MAX_KEPT_BYTES:
+            return made
+        found = self._kept.setdefault(number, made)
+        self._num_blocks += made.num_blocks if found is made else 0
+        return found
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes that this rank receives or copies."""
+        return self.part.receives.num_bytes + self.part.copies.num_bytes
+
+    @cached_property
+    def peers(self) -> frozenset[int]:
+        """The ranks that it sends to or receives from, in any round."""
+        ranks = [rows.transfers.destination for rows in self.part.sends.rows]
+        ranks += [rows.transfers.source for rows in self.part.receives.rows]
+        return frozenset(map(int, distinct(np.concatenate(ranks)))) if ranks else frozenset()
+
+    def first_name(self, peer: int) -> str:
+        """The first tensor that is exchanged with a peer, for messages."""
+        for number in range(self.num_rounds):
+            made = self.round(number)
+            for transfers in (made.receives.get(peer, []), made.sends.get(peer, [])):
+                for transfer in transfers:
+                    return f'"{transfer.name}"'
+        return "nothing"
+
+    def numbers_of(self, stack: Stack, side: int) -> Ints:
+        """The base numbers of a stack's tensors on a side."""
+        return self._numbers[id(stack)][side]
+
+    def _make(self, number: int) -> Round:
+        copies = [transfer for _, transfer in self._transfers(self.part.copies, number)]
+        sends: dict[int, list[Transfer]] = {}
+        receives: dict[int, list[Transfer]] = {}
+        for steps, by_peer in ((self.part.sends, sends), (self.part.receives, receives)):
+            for peer, transfer in self._transfers(steps, number):
+                by_peer.setdefault(peer, []).append(transfer)
+        for transfers in (*sends.values(), *receives.values()):
+            # Wide elements first, so that each is aligned in a message without padding.
+            transfers.sort(key=lambda transfer: -transfer.itemsize)
+        return Round(number, copies, sends, receives)
+
+    def _transfers(self, steps: Steps, number: int) -> Iterator[tuple[int, Transfer]]:
+        for rows in steps.rows:
+            if number in rows.rounds():
+                yield from self._transfers_of(rows, number)
+
+    def _transfers_of(self, rows: Rows, number: int) -> Iterator[tuple[int, Transfer]]:
+        """The transfers of one flow in one round, by peer."""
+        row, start, stop = rows.of_round(number)
+        moved, stack = rows.transfers, rows.flow.stack
+        ends = (moved.source[row], moved.destination[row])
+        peers = ends[0] if (ends[1] == self.rank).all() else ends[1]
+        for peer in distinct(peers):
+            mine = np.flatnonzero(peers == peer)
+            cell = moved.runs.cell[row[mine]]
+            width = moved.cells.width[cell]
+            blocks = blocks_of(width, len(stack.names), start[mine], stop[mine])
+            of = cell[blocks.row]
+            lows = (moved.cells.have_low[of] + blocks.low, moved.cells.want_low[of] + blocks.low)
+            sides = (HAVE if moved.hop == 0 else WANT, WANT)
+            (source, by), (destination, to) = (
+                self._place(stack, side, int(ranks[mine[0]]), blocks.tensor, lows[side])
+                for side, ranks in zip(sides, ends, strict=True)
+            )
+            part = moved.part[row[mine]][blocks.row]
+            more = (part, blocks.tensor, blocks.width, source, destination, (by, to))
+            yield int(peer), Transfer(stack, moved.hop, moved.addend, *more)
+
+    def _place(
+        self, stack: Stack, side: int, rank: int, stacked: Ints, low: Ints
+    ) -> tuple[Place, Ints]:
+        """Where blocks are on a rank, and their strides if its tensors were contiguous.
+
+        Of this rank the place is that in its tensors as they are.
+        """
+        spec = (stack.have, stack.want)[side]
+        insert = (stack.feed.have_insert, stack.feed.want_insert)[side]
+        key = (id(spec.layout), spec.shape, rank)
+        if key not in self._offsets:
+            self._offsets[key] = LocalOffsets.of(spec.layout, spec.shape, rank)
+        kept = [dim for dim in range(low.shape[1]) if dim not in insert]
+        offset, strides = self._offsets[key].find(low[:, kept])
+        if insert:
+            # Dims that only the other side has get stride 0.
+            full = np.zeros_like(low)
+            full[:, kept] = strides
+            strides = full
+        base, plain = self.numbers_of(stack, side)[stacked], strides
+        if rank == self.rank and self.strides:
+            offset, strides = self._as_strided(base, offset, strides)
+        return Place(base, offset * itemsize(spec.dtype), strides, spec.dtype), plain
+
+    def _as_strided(self, base: Ints, offset: Ints, strides: Ints) -> tuple[Ints, Ints]:
+        """Offsets and strides in contiguous tensors as those in the tensors that were given."""
+        offset, strides = offset.copy(), np.array(strides)
+        for number, (shape, actual) in self.strides.items():
+            mine = np.flatnonzero(base == number)
+            if len(mine):
+                offset[mine] = as_strided(offset[mine], shape, actual)
+                flat = as_strided(strides[mine].ravel(), shape, actual)
+                strides[mine] = flat.reshape(len(mine), -1)
+        return offset, strides
+
+
+def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
+    """Offsets in a contiguous tensor as offsets in one with other strides.
+
+    A stride is an offset too: that of the next index. Of a dim of one element it is never used.
+    """
+    count = int(np.prod(shape, dtype=np.int64))
+    index = np.unravel_index(offset % max(count, 1), shape) if shape else ()
+    total = np.zeros(len(offset), dtype=np.int64)
+    for at, stride in zip(index, strides, strict=True):
+        total += at * stride
+    return total

@@ -1,0 +1,128 @@
+"""A progress bar for long moves: one line on standard error, removed when the move is over.
+
+The lowest rank of the move shows its own sends, receives and copies. Nothing is shown where
+standard error is no terminal, or where a move takes less than half a second; rich is loaded only to
+show it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING
+
+from reshard.bytesize import format_bytes
+
+if TYPE_CHECKING:
+    from rich.progress import Progress as RichProgress
+
+    from reshard.live.program.rounds import Program
+
+__all__ = ["Bar", "progress_of"]
+
+SHOWN_AFTER = 0.5
+"""Seconds before which the bar is not shown."""
+MIN_BYTES = 16 << 20
+"""A smaller move is over before; no thread is started for it."""
+
+
+def progress_of(wanted: bool | None, program: Program) -> Bar | None:
+    """A bar where one is wanted: by ``True``, or by ``None`` and a terminal; else None.
+
+    A bar that was asked for is shown at once, and its last state stays.
+    """
+    if wanted is False or (wanted is None and program.num_bytes < MIN_BYTES // 2):
+        return None
+    part = program.part
+    total = sum(steps.num_bytes for steps in (part.sends, part.receives, part.copies))
+    if wanted:
+        return Bar(total, program.num_rounds, after=0.0, stays=True)
+    seen = sys.stderr is not None and sys.stderr.isatty()
+    return Bar(total, program.num_rounds) if seen and total >= MIN_BYTES else None
+
+
+class Bar:
+    """Bytes, rounds, speed and time left, from ``after`` seconds on."""
+
+    def __init__(
+        self, total: int, num_rounds: int, *, after: float = SHOWN_AFTER, stays: bool = False
+    ) -> None:
+        self._total, self._num_rounds, self._stays = total, num_rounds, stays
+        self._began = time.monotonic()
+        self._bytes = self._rounds = 0
+        self._shown: RichProgress | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._timer = threading.Timer(after, self._show)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def advance(self, num_bytes: int) -> None:
+        """One more round is done, of so many bytes."""
+        with self._lock:
+            self._bytes += num_bytes
+            self._rounds += 1
+            self._refresh()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._shown is not None:
+                self._shown.stop()
+                self._shown = None
+
+    def _show(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+        columns = (SpinnerColumn(), BarColumn(30), TextColumn("{task.description}"))
+        # What the program prints meanwhile is not redirected.
+        bar = Progress(
+            *columns,
+            console=Console(stderr=True),
+            transient=not self._stays,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        with self._lock:
+            if not self._closed:
+                bar.add_task("", total=self._total)
+                self._shown = bar
+                self._refresh()
+                bar.start()
+
+    def _refresh(self) -> None:
+        if self._shown is not None:
+            seconds = time.monotonic() - self._began
+            text = describe(self._bytes, self._total, self._rounds, self._num_rounds, seconds)
+            self._shown.update(self._shown.task_ids[0], completed=self._bytes, description=text)
+
+
+def describe(done: int, total: int, rounds: int, num_rounds: int, seconds: float) -> str:
+    """How far a move has come, in a few words.
+
+    >>> describe(6 << 30, 15 << 30, 24, 60, seconds=2.0)
+    '6.0 GiB of 15.0 GiB, 3.2 GB/s, round 25 of 60, 3 s left'
+    >>> describe(0, 15 << 30, 0, 60, seconds=0.5)
+    '0 B of 15.0 GiB, round 1 of 60'
+    """
+    parts = [f"{format_bytes(done)} of {format_bytes(total)}"]
+    if done:
+        parts.append(f"{done / seconds / 1e9:.1f} GB/s")
+    parts.append(f"round {min(rounds + 1, num_rounds)} of {num_rounds}")
+    if done:
+        parts.append(f"{_duration(seconds * (total - done) / done)} left")
+    return ", ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    """Whole seconds, in minutes where there are many.
+
+    >>> _duration(2.6), _duration(75)
+    ('3 s', '1 min 15 s')
+    """
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"

@@ -1,0 +1,280 @@
+"""What a run did on one rank: bytes, messages and seconds of every round.
+
+>>> report = RunReport(rank=0, call=7, digest="ab", transports={1: "peer memory"})
+>>> part = report.begin_round(0, started=0.0)
+>>> part.bytes_sent, part.messages_sent = 4096, 1
+>>> report.bytes_sent, report.messages_sent
+(4096, 1)
+
+The reports of all ranks make one timeline:
+
+    dist.gather_object(handle.report, reports if rank == 0 else None)
+    if rank == 0:
+        Path("move.trace").write_text(rs.RunReport.merged(reports))   # open in ui.perfetto.dev
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.bytesize import format_bytes
+from reshard.errors import FormatError
+from reshard.mesh import format_ranks
+from reshard.planning.text import align
+
+__all__ = ["RoundReport", "RunReport", "format_seconds"]
+
+MAX_LINES = 8
+"""Rounds that are printed; if there are more, the slowest are."""
+
+LEGEND = (
+    "packing includes writes into peers' memory; unpacking includes reads from it, sums, and "
+    "copies on the rank"
+)
+
+
+@dataclass(slots=True)
+class RoundReport:
+    """One round on one rank."""
+
+    round: int
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    bytes_copied: int = 0
+    """What stayed on this rank."""
+    messages_sent: int = 0
+    messages_received: int = 0
+    bytes_staged: int = 0
+    """The most that was packed, received and added up at a time, beyond the tensors."""
+    packing: float = 0.0
+    """Seconds of packing, and of writing into peers' memory."""
+    waiting: float = 0.0
+    unpacking: float = 0.0
+    """Seconds of unpacking, of reading from peers' memory, of adding up and of own copies."""
+    seconds: float = 0.0
+    """All of the round: these three, and what lies between them."""
+    started: float = 0.0
+    """When the round began, on the clock of its process."""
+    events: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
+    """What was done when: phase, start and seconds, for the trace."""
+
+    def spent(self, name: str, began: float) -> None:
+        """Count the time since a moment as time of a phase."""
+        seconds = time.perf_counter() - began
+        setattr(self, name, getattr(self, name) + seconds)
+        self.events.append((name, began, seconds))
+
+
+_SUMMED = (
+    "bytes_sent", "bytes_received", "bytes_copied", "messages_sent", "messages_received",
+    "packing", "waiting", "unpacking",
+)  # fmt: skip
+
+
+@dataclass(slots=True)
+class RunReport:
+    """A whole run on one rank; what its rounds count, such as ``bytes_sent``, is added up."""
+
+    rank: int
+    call: int
+    """Which call of these ranks it was; -1 where nothing had to be exchanged."""
+    digest: str
+    """Of the plan."""
+    transports: dict[int, str] = field(default_factory=dict)
+    """How each peer was reached."""
+    rounds: list[RoundReport] = field(default_factory=list)
+    seconds: float = 0.0
+    setup: float = 0.0
+    """Seconds of comparing plans and compiling addresses, before the handshake."""
+    started: float = field(default_factory=time.perf_counter)
+    """When the run began, on the clock of its process."""
+    clock: float = field(default_factory=lambda: time.time() - time.perf_counter())
+    """What makes a time of that clock a time of day, which other hosts have as well."""
+
+    def begin_round(self, number: int, started: float) -> RoundReport:
+        """The report of a round that begins."""
+        part = RoundReport(number, started=started)
+        self.rounds.append(part)
+        return part
+
+    def finish(self) -> None:
+        """The run is over."""
+        self.seconds = time.perf_counter() - self.started
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _SUMMED:
+            return sum(getattr(part, name) for part in self.rounds)
+        raise AttributeError(f"a run report has no {name}")
+
+    @property
+    def peak_staging(self) -> int:
+        """The most bytes that were staged in any round."""
+        return max((part.bytes_staged for part in self.rounds), default=0)
+
+    @property
+    def handshake(self) -> float:
+        """Seconds until the peers had called as well, after ``setup`` and before round 1."""
+        if not self.rounds:
+            return 0.0
+        return max(self.rounds[0].started - self.started - self.setup, 0.0)
+
+    @property
+    def bytes_per_second(self) -> float:
+        """What this rank sent or received, whichever is more, and what it kept, in a second."""
+        moved = max(self.bytes_sent, self.bytes_received) + self.bytes_copied
+        return float(moved / self.seconds) if self.seconds else 0.0
+
+    def peers(self) -> dict[str, list[int]]:
+        """The peers by how they were reached.
+
+        >>> RunReport(0, 1, "ab", {1: "peer memory", 8: "network (gloo)", 2: "peer memory"}).peers()
+        {'peer memory': [1, 2], 'network (gloo)': [8]}
+        """
+        found: dict[str, list[int]] = {}
+        for rank, name in sorted(self.transports.items()):
+            found.setdefault(name, []).append(rank)
+        return found
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        rounds = [asdict(part) for part in self.rounds]
+        for part in rounds:
+            del part["events"], part["started"]
+        return {
+            "schema": "reshard.run/2",
+            "rank": self.rank,
+            "call": self.call,
+            "plan": self.digest,
+            "started": self.started + self.clock,
+            "seconds": self.seconds,
+            "setup": self.setup,
+            "handshake": self.handshake,
+            "peak_staging": self.peak_staging,
+            "transports": {str(rank): name for rank, name in self.transports.items()},
+            "rounds": rounds,
+        }
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        """The report as JSON text: bytes and seconds, and ``started`` as a time of day."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    def to_trace(self) -> str:
+        """The report as a Chrome trace, which Perfetto opens."""
+        return self.merged([self])
+
+    @staticmethod
+    def merged(reports: Iterable[RunReport]) -> str:
+        """The reports of many ranks as one Chrome trace: a process per rank, a track per call.
+
+        >>> part = RoundReport(0, started=1.0, seconds=0.5, events=[("waiting", 1.25, 0.125)])
+        >>> report = RunReport(3, 7, "ab", {}, [part], seconds=1.5, setup=0.75, started=0.0)
+        >>> events = json.loads(RunReport.merged([report]))["traceEvents"]
+        >>> [(e["name"], e["ts"], e["dur"]) for e in events if e["ph"] == "X"][2:]
+        [('handshake', 750000.0, 250000.0), ('round 1', 1000000.0, 500000.0), \
+('waiting', 1250000.0, 125000.0)]
+        """
+        from reshard.live.trace import timeline
+
+        return json.dumps({"traceEvents": timeline(list(reports)), "displayTimeUnit": "ms"})
+
+    def save(self, path: str | Path) -> None:
+        """Write the report as ``.json`` or, for Perfetto, as ``.trace``."""
+        path = Path(path)
+        if path.suffix not in (".json", ".trace"):
+            raise FormatError(
+                f'cannot save a report as "{path}": the suffix must be .json or .trace'
+            )
+        path.write_text(self.to_trace() if path.suffix == ".trace" else self.to_json(indent=1))
+
+    def __str__(self) -> str:
+        """The report as a table.
+
+        >>> part = RoundReport(0, 8 << 20, 8 << 20, 0, 1, 1, waiting=0.001, unpacking=0.0062)
+        >>> part.started, part.seconds = 0.0006, 0.0074
+        >>> report = RunReport(0, 7, "ab", {1: "peer memory"}, [part], 0.008, 0.0005, started=0.0)
+        >>> print(str(report).partition("packing includes")[0].rstrip())
+        rank 0, call 7: 8.0 MiB sent, 8.0 MiB received, 0 B kept, in 8.00 ms (1.05 GB/s)
+        <BLANKLINE>
+        round     sent  messages  received  messages  kept  packing  waiting  unpacking      all
+        1      8.0 MiB         1   8.0 MiB         1   0 B     0 us  1.00 ms    6.20 ms  7.40 ms
+        <BLANKLINE>
+        peer memory  to and from rank 1
+        setup        500 us, handshake 100 us
+        staging      0 B at most, beyond the tensors
+        """
+        if not self.rounds:
+            return f"rank {self.rank} has no part in this move"
+        call = f", call {self.call}" if self.call >= 0 else ""
+        amounts = (
+            (self.bytes_sent, "sent"),
+            (self.bytes_received, "received"),
+            (self.bytes_copied, "kept"),
+        )
+        moved = ", ".join(f"{format_bytes(amount)} {what}" for amount, what in amounts)
+        speed = f"{self.bytes_per_second / 1e9:.2f} GB/s"
+        head = f"rank {self.rank}{call}: {moved}, in {format_seconds(self.seconds)} ({speed})"
+        return "\n".join([head, "", *self._table(), "", *self._figures(), LEGEND])
+
+    def _table(self) -> Iterator[str]:
+        shown = self.rounds
+        if len(shown) > MAX_LINES:
+            slowest = sorted(shown, key=lambda part: -part.seconds)[:MAX_LINES]
+            shown = sorted(slowest, key=lambda part: part.round)
+        rows = [_cells(str(part.round + 1), part) for part in shown]
+        if len(self.rounds) > 1:
+            sums = {name: getattr(self, name) for name in _SUMMED}
+            all_rounds = sum(part.seconds for part in self.rounds)
+            rows.append(_cells("total", RoundReport(0, **sums, seconds=all_rounds)))
+        heads = ("round", "sent", "messages", "received", "messages", "kept")
+        table = [(*heads, "packing", "waiting", "unpacking", "all"), *rows]
+        lines = align(table, right=range(1, len(table[0])))
+        left = len(self.rounds) - len(shown)
+        if left:
+            lines.insert(-1, f"and {left} faster round{'s' if left > 1 else ''}")
+        yield from lines
+
+    def _figures(self) -> list[str]:
+        rows = [
+            (name, f"to and from rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}")
+            for name, ranks in self.peers().items()
+        ]
+        setup, handshake = map(format_seconds, (self.setup, self.handshake))
+        rows.append(("setup", f"{setup}, handshake {handshake}"))
+        rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
+        return align(rows)
+
+
+def _cells(label: str, part: RoundReport) -> tuple[str, ...]:
+    """One line of the table: a round, or the sum of all."""
+    return (
+        label,
+        format_bytes(part.bytes_sent),
+        f"{part.messages_sent:,}",
+        format_bytes(part.bytes_received),
+        f"{part.messages_received:,}",
+        format_bytes(part.bytes_copied),
+        *map(format_seconds, (part.packing, part.waiting, part.unpacking, part.seconds)),
+    )
+
+
+def format_seconds(seconds: float) -> str:
+    """A time the short way, three digits of it.
+
+    >>> format_seconds(0.0000123), format_seconds(0.25), format_seconds(12.3456)
+    ('12 us', '250 ms', '12.3 s')
+    """
+    if seconds < 0.9995e-3:
+        return f"{seconds * 1e6:.0f} us"
+    if seconds < 0.9995:
+        return f"{_three_digits(seconds * 1e3)} ms"
+    return f"{_three_digits(seconds)} s"
+
+
+def _three_digits(number: float) -> str:
+    digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
+    return f"{number:.{digits}f}"

@@ -1,0 +1,12 @@
+"""How messages get from one rank to another.
+
+base         the interface of a transport: read this first
+exchange     the executor: the rounds of a call
+host         ranks of one host, through memory
+peer_memory  read and write the tensors of other processes
+gloo         ranks of different hosts
+gloo_group   a gloo group of the session's own
+nccl         GPUs
+nccl_group   a NCCL group of the session's own
+in_flight    GPU work that is in flight when its call has returned
+"""

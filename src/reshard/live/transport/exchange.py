@@ -1,0 +1,214 @@
+"""The rounds of a call: the one executor, whatever the transports are.
+
+Every round is the same few steps: make own messages available, copy what stays, receive what
+arrives, add up, and wait until peers have read theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from time import perf_counter
+from typing import Protocol
+
+from reshard.bytesize import format_bytes
+from reshard.live.copy.gpu import CopyTable
+from reshard.live.copy.host import HostCopies
+from reshard.live.copy.reduce import OrderedSum, sums_of
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.copies import CopyList
+from reshard.live.program.rounds import Program, Round
+from reshard.live.report import RoundReport, RunReport
+from reshard.live.session.mailbox import Inbox
+from reshard.live.transport.base import Transport
+
+__all__ = ["Copies", "Exchange", "Wait", "prepared_copies"]
+
+Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
+"""Waits until no peer is missing; the second function says what a peer is waited for."""
+
+
+class Copies(Protocol):
+    """Copies that are compiled for where the tensors of a call are."""
+
+    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
+        """Copy; the staging buffer is at this address and has so many bytes."""
+
+
+class _OnHost:
+    """Copies between tensors that are all in the memory of the host."""
+
+    def __init__(self, copies: HostCopies) -> None:
+        self._copies = copies
+
+    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
+        self._copies.run(bound.addresses, bound.table, staging)
+
+
+class _WithTorch:
+    """Copies between tensors on any devices and a staging buffer of the host."""
+
+    def __init__(self, tables: Sequence[CopyTable]) -> None:
+        self._tables = tables
+
+    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
+        tensors = bound.with_staging(staging, num_bytes)
+        for table in self._tables:
+            table.launch(tensors, uniform=False)
+
+
+def prepared_copies(copies: CopyList, bound: BoundTensors) -> Copies:
+    """Compile copies for where the tensors of a call are."""
+    tables = copies.tables()
+    if bound.is_host:
+        return _OnHost(HostCopies(tables, bound.staging))
+    return _WithTorch([CopyTable(blocks) for blocks in tables])
+
+
+class Exchange:
+    """Runs the rounds of one call on one rank."""
+
+    def __init__(
+        self,
+        program: Program,
+        bound: BoundTensors,
+        transports: Sequence[Transport],
+        inbox: Inbox,
+        wait: Wait,
+        report: RunReport | None = None,
+        after_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        self.program, self.bound, self.transports = program, bound, transports
+        self.inbox, self._wait = inbox, wait
+        self.report, self._after_round = report, after_round
+        self.number = -1
+        self.done = 0
+        """Bytes that have been received or copied."""
+        self._fused = any(one.fuses_copies for one in transports)
+
+    def run(self) -> None:
+        """Run all rounds."""
+        inbox, transports = self.inbox, self.transports
+        for number in range(self.program.num_rounds):
+            self.number = number
+            made = self.program.round(number)
+            began, staged, arrived = perf_counter(), 0, dict[int, int]()
+            part = None if self.report is None else self.report.begin_round(number, began)
+            for transport in transports:
+                staged += transport.begin(made)
+            if part is not None:
+                part.spent("packing", began)
+            if made.copies and not self._fused:
+                self._copy(made, part)
+            sums = self._sums(made)
+            pending = set(made.receives)
+            while pending:
+                ready = {peer for peer in pending if (peer, number) in inbox.ready}
+                if not ready:
+                    self._await_message(made, pending, part)
+                    continue
+                began = perf_counter()
+                for transport in transports:
+                    mine = transport.peers & ready
+                    if mine:
+                        transport.receive(made, mine, arrived)
+                        if not sums:
+                            transport.release(made, mine)
+                pending -= ready
+                if part is not None:
+                    part.spent("unpacking", began)
+            if sums:
+                staged += self._add_up(made, sums, arrived, part)
+            self._await_release(made, part)
+            self._finish_round(made, part, staged)
+
+    def _copy(self, made: Round, part: RoundReport | None) -> None:
+        """Copy what stays on this rank; its own addends wait for the others."""
+        began, key = perf_counter(), ("copies", self.bound.is_host)
+        copies: Copies | None = made.kept.get(key)
+        if copies is None:
+            listed = CopyList()
+            for transfer in made.copies:
+                if transfer.addend < 0:
+                    listed.add(transfer.width, transfer.source, transfer.destination)
+            copies = made.kept[key] = prepared_copies(listed, self.bound)
+        copies.run(self.bound)
+        if part is not None:
+            part.spent("unpacking", began)
+
+    def _sums(self, made: Round) -> list[OrderedSum]:
+        found: list[OrderedSum] | None = made.kept.get("sums")
+        if found is None:
+            received = [one for transfers in made.receives.values() for one in transfers]
+            found = sums_of([*made.copies, *received], self.program.staging)
+            made.kept["sums"] = found
+        return found
+
+    def _add_up(
+        self,
+        made: Round,
+        sums: Sequence[OrderedSum],
+        arrived: dict[int, int],
+        part: RoundReport | None,
+    ) -> int:
+        """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
+        began, largest, bound = perf_counter(), 0, self.bound
+        for one in sums:
+            if self._fused:
+                (transport,) = self.transports
+                used = one.run_with_torch(bound.tensors, transport.staging, arrived)
+            elif bound.is_host:
+                used = one.run(bound.addresses, bound.table, arrived)
+            else:
+                used = one.run_with_torch(bound.tensors, None, arrived)
+            largest = max(largest, used)
+        for transport in self.transports:
+            transport.release(made, transport.peers & made.receives.keys())
+        if part is not None:
+            part.spent("unpacking", began)
+        return largest
+
+    def _await_message(self, made: Round, pending: set[int], part: RoundReport | None) -> None:
+        """Wait until one of these peers has a message for this rank."""
+        began, ready, number = perf_counter(), self.inbox.ready, made.number
+
+        def missing() -> set[int]:
+            return set() if any((peer, number) in ready for peer in pending) else pending
+
+        self._wait(missing, lambda peer: self.its_part(made, peer))
+        if part is not None:
+            part.spent("waiting", began)
+
+    def _await_release(self, made: Round, part: RoundReport | None) -> None:
+        began = perf_counter()
+        if any(transport.unreleased(made) for transport in self.transports):
+            self._wait(
+                lambda: [peer for one in self.transports for peer in one.unreleased(made)],
+                lambda peer: f"it to take {self.its_part(made, peer)}",
+            )
+        if part is not None:
+            part.spent("waiting", began)
+
+    def _finish_round(self, made: Round, part: RoundReport | None, staged: int) -> None:
+        sent, received, copied = made.bytes
+        self.done += received + copied
+        if part is not None:
+            part.bytes_sent, part.bytes_received, part.bytes_copied = sent, received, copied
+            part.messages_sent, part.messages_received = len(made.sends), len(made.receives)
+            part.bytes_staged = staged
+            part.seconds = perf_counter() - part.started
+        if self._after_round is not None:
+            self._after_round(made)
+
+    def its_part(self, made: Round, peer: int) -> str:
+        """What is exchanged with a peer in a round, for errors."""
+        transfers = made.receives.get(peer) or made.sends[peer]
+        return f'its part of "{transfers[0].name}" in {self._which(made.number)}'
+
+    def _which(self, number: int) -> str:
+        return f"round {number + 1} of {self.program.num_rounds}"
+
+    def status(self) -> str:
+        """How far this rank has come, for messages."""
+        where = self._which(self.number) if self.number >= 0 else "no round begun"
+        amount = f"{format_bytes(self.done)} of {format_bytes(self.program.num_bytes)} done"
+        return f"on rank {self.program.rank}: {where}, {amount}"

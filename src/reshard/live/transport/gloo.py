@@ -1,0 +1,293 @@
+"""Ranks of different hosts exchange through a gloo group of the session's own.
+
+A message is one buffer, packed; blocks that are large and contiguous on both ends travel by
+themselves, straight from and into the tensors. Buffers and compiled tables are kept between calls.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from reshard.live.failure.watch import Watch
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.copies import CopyList
+from reshard.live.program.modes import GLOO, Message, Mode, message_of
+from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.session.cause import Cause
+from reshard.live.session.control import Hello, Ready, decode, encode
+from reshard.live.transport.base import Transport
+from reshard.live.transport.exchange import Copies, prepared_copies
+from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
+
+__all__ = ["GlooHellos", "GlooTransport", "bytes_of"]
+
+PIECE_BYTES = 32 << 20
+"""A longer block goes in pieces, so that its progress can be seen."""
+
+GRACE = 5.0
+"""Seconds that gloo waits longer than the call may: the watch should lose patience first."""
+
+END_SECONDS = 1.0
+"""How long a worker that waits for a connection may take to notice that it was cut."""
+
+
+def bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
+    """So many bytes of a contiguous tensor, from an offset in bytes on.
+
+    torch calls a tensor of one element contiguous whatever its strides are, but gives no view of
+    its bytes unless the last stride is 1.
+    """
+    item = tensor.element_size()
+    at = tensor.storage_offset() + offset // item
+    return tensor.detach().as_strided((size // item,), (1,), at).view(torch.uint8)
+
+
+class GlooHellos:
+    """Exchanges Hellos with peers over a gloo group, and waits for messages in a worker."""
+
+    def __init__(self, watch: Watch, group: GlooGroup) -> None:
+        self.watch, self.group = watch, group
+        self.worker = group.worker()
+        self.tag = watch.call % (1 << 20)
+        self._kept: list[torch.Tensor] = []
+
+    def index(self, peer: int) -> int:
+        """The number of a rank in the group."""
+        return self.watch.connections.ranks.index(peer)
+
+    def send(self, peers: Iterable[int], hello: Hello) -> None:
+        """Send a Hello to peers and receive theirs; a peer has called when both are complete.
+
+        gloo drops a message, or sends freed memory, if the send is destroyed before it is complete.
+        A rank that sends nothing else would leave the call before that.
+        """
+        data = encode(hello)
+        for peer in peers:
+            own = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+            theirs = torch.empty(len(data), dtype=torch.uint8)
+            self._kept += [own, theirs]
+            index = self.index(peer)
+            works = [
+                self.group.send(index, own, self.tag), self.group.receive(index, theirs, self.tag)
+            ]  # fmt: skip
+
+            def then(error: str | None, peer: int = peer, data: torch.Tensor = theirs) -> None:
+                message = decode(bytes(data.numpy()))
+                if error is None and isinstance(message, Hello):
+                    self.watch.inbox.put(peer, message)
+                else:
+                    self.broken(peer, error or "it sent something else than a Hello")
+
+            self.when_done(works, then, [peer])
+
+    def broken(self, peer: int, error: str) -> None:
+        """A connection failed: by itself, or because another call had to cut it."""
+        if self.group.cut_because is not None:
+            self.watch.cut_by = self.group.cut_because
+        self.watch.broken[peer] = error
+
+    def when_done(
+        self, works: Sequence[Pending], then: Callable[[str | None], None], peers: Sequence[int]
+    ) -> None:
+        """Call back when messages are complete, with an error if there was one; then wake waits."""
+        watch, limit = self.watch, timedelta(seconds=self.watch.timeout + GRACE)
+
+        def wait() -> None:
+            error = None
+            try:
+                for work in works:
+                    work.wait(limit)
+                    watch.inbox.heard.update(dict.fromkeys(peers, time.monotonic()))
+            except RuntimeError as failure:
+                error = in_short(failure)
+            then(error)
+            watch.mailbox.wake()
+
+        self.worker.submit(wait)
+
+    def close(self, ok: bool, under_way: bool = False) -> None:
+        """The call is over; after a failure nothing may come into tensors any more."""
+        if ok:
+            self.group.give_back(self.worker)
+        elif under_way:
+            self.group.cut(self.watch.abort.cause or Cause("error", "a move was given up"))
+            self.group.let_go(self.worker, END_SECONDS)
+        else:
+            self.group.let_go(self.worker, 0.0)
+        self._kept.clear()
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _GlooMessage:
+    """A message to or from one peer, compiled."""
+
+    message: Message
+    copies: Copies
+    """Pack, or unpack what is not an addend."""
+    addends: Sequence[tuple[Transfer, int]]
+
+    def tensors(self, bound: BoundTensors, sending: bool) -> list[torch.Tensor]:
+        """The memory of transfers that go straight, block by block, as bytes."""
+        found: list[torch.Tensor] = []
+        for transfer in self.message.writes:
+            place = transfer.source if sending else transfer.destination
+            sizes = (transfer.sizes * transfer.itemsize).tolist()
+            for base, offset, size in zip(
+                place.base.tolist(), place.offset.tolist(), sizes, strict=True
+            ):
+                found += torch.split(bytes_of(bound.tensors[base], offset, size), PIECE_BYTES)
+        return found
+
+
+class GlooTransport(Transport):
+    """Exchanges with ranks of other hosts, in one call."""
+
+    def __init__(
+        self,
+        watch: Watch,
+        program: Program,
+        bound: BoundTensors,
+        peers: Collection[int],
+        group: GlooGroup,
+    ) -> None:
+        super().__init__(peers)
+        self.watch, self.program, self.bound, self._group = watch, program, bound, group
+        self._hellos = GlooHellos(watch, group)
+        watch.by_network = self.peers
+        self._arrivals: dict[tuple[int, int], torch.Tensor] = {}
+        """Messages that are on their way here, or have arrived, by peer and round."""
+        self._unsent: set[int] = set()
+        """Peers that have not taken this rank's messages of the round."""
+        self._kept: list[torch.Tensor] = []
+        """What gloo reads from until it is sent."""
+        self._buffers: list[torch.Tensor] = []
+        """Buffers of messages that are complete."""
+        self._closed = False
+
+    def label(self, peer: int) -> str:
+        return "network (gloo)"
+
+    def send_hellos(self) -> None:
+        """Say that this rank has entered the call, and whether its tensors are plain memory."""
+        hello = self.watch.hello()._replace(strided=int(not self.bound.is_plain))
+        self._hellos.send(self.peers, hello)
+
+    def begin(self, made: Round) -> int:
+        """Begin to receive the messages of a round, then pack and send this rank's."""
+        staged = 0
+        for peer, message in self._messages(made, False).items():
+            staged += self._begin_receiving(peer, made.number, message)
+        works: list[Pending] = []
+        for peer, message in self._messages(made, True).items():
+            size = message.message.staged_bytes
+            tensors = message.tensors(self.bound, True)
+            if size:
+                buffer = self._group.take_buffer(size)
+                message.copies.run(self.bound, buffer.data_ptr(), size)
+                self._buffers.append(buffer)
+                tensors.insert(0, buffer[:size])
+            self._unsent.add(peer)
+            self._kept += tensors
+            index, tag = self._hellos.index(peer), self._hellos.tag
+            works += [self._group.send(index, tensor, tag) for tensor in tensors]
+            staged += size
+        if works:
+            peers = sorted(self._unsent)
+            self._hellos.when_done(works, self._sent, peers)
+        return staged
+
+    def _sent(self, error: str | None) -> None:
+        if error is None:
+            self._kept.clear()
+            self._unsent = set()
+            return
+        for peer in self._unsent:
+            self._hellos.broken(peer, error)
+
+    def _begin_receiving(self, peer: int, number: int, message: _GlooMessage) -> int:
+        size = message.message.staged_bytes
+        buffer = self._group.take_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
+        tensors = ([buffer[:size]] if size else []) + message.tensors(self.bound, False)
+        index, tag = self._hellos.index(peer), self._hellos.tag
+        self._arrivals[peer, number] = buffer
+        works = [self._group.receive(index, tensor, tag) for tensor in tensors]
+
+        def then(error: str | None) -> None:
+            del tensors[:]  # which keep the memory alive
+            if error is None:
+                self.watch.inbox.put(peer, Ready(self.watch.call, number))
+            else:
+                self._hellos.broken(peer, error)
+
+        self._hellos.when_done(works, then, [peer])
+        return size
+
+    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+        """Unpack messages that have arrived."""
+        messages = self._messages(made, False)
+        for peer in peers:
+            message, buffer = messages[peer], self._arrivals[peer, made.number]
+            if message.message.staged_bytes:
+                message.copies.run(self.bound, buffer.data_ptr(), buffer.numel())
+            for transfer, offset in message.addends:
+                arrived[id(transfer)] = buffer.data_ptr() + offset
+
+    def release(self, made: Round, peers: Collection[int]) -> None:
+        """The buffers of messages are free."""
+        for peer in peers:
+            buffer = self._arrivals.pop((peer, made.number))
+            if buffer.numel():
+                self._buffers.append(buffer)
+
+    def unreleased(self, made: Round) -> Collection[int]:
+        """Peers that have not taken this rank's messages: its tensors are still read."""
+        return sorted(self._unsent)
+
+    def close(self, ok: bool) -> None:
+        """Keep buffers for the next call; after a failure cut what is under way."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hellos.close(ok, bool(self._arrivals or self._unsent))
+        if ok:
+            self._group.give_back_buffers(self._buffers)
+        self._buffers.clear()
+        self._kept.clear()
+
+    def _messages(self, made: Round, sending: bool) -> dict[int, _GlooMessage]:
+        """The messages of a round with these peers, compiled once."""
+        hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
+        straight = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
+        key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, straight)
+        found: dict[int, _GlooMessage] | None = made.kept.get(key)
+        if found is None:
+            side = made.sends if sending else made.receives
+            mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
+            found = made.kept[key] = {
+                peer: self._compile(peer, transfers, sending, peer in straight)
+                for peer, transfers in mine.items()
+            }
+        return found
+
+    def _compile(
+        self, peer: int, transfers: Sequence[Transfer], sending: bool, straight: bool
+    ) -> _GlooMessage:
+        total = sum(transfer.num_bytes for transfer in transfers)
+        message = message_of(
+            peer, transfers, lambda one: GLOO.mode(one, total) if straight else Mode.STAGED
+        )
+        copies, addends = CopyList(), []
+        for transfer, at in message.staged:
+            place = transfer.in_message(at, self.bound.staging)
+            if sending:
+                copies.add(transfer.width, transfer.source, place)
+            elif transfer.addend >= 0:
+                addends.append((transfer, at))
+            else:
+                copies.add(transfer.width, place, transfer.destination)
+        return _GlooMessage(message, prepared_copies(copies, self.bound), addends)

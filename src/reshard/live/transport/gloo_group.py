@@ -1,0 +1,297 @@
+"""A session's own gloo group, and the workers that wait for what comes over it.
+
+The group is made for the session alone: when a call fails while messages are under way, the group
+is thrown away, and the next call makes a new one. Which group a call uses is decided by the epoch:
+the number of the first call after the last failure.
+
+gloo can only be waited for, not asked; so a worker waits, and calls back. Nor can it be told to
+give up one message: where something may still come into tensors of a call that has failed, all
+connections are cut. Every call in flight has a worker of its own: one that waited for several calls
+in turn would keep the news of one from it for as long as another gets nothing, and two ranks that
+do so in different orders wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from math import inf
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import PeerLostError
+from reshard.live.failure.abort import abort_key
+from reshard.live.failure.watch import Watch
+from reshard.live.session.cause import Cause
+from reshard.live.session.connections import Connections
+from reshard.live.session.store import PrefixStore, Store, Work, clone_of
+from reshard.live.session.worker import OwnedLock, Task, Worker
+
+__all__ = ["GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch", "meet"]
+
+END_SECONDS = 1.0
+"""How long an idle worker may take to end: none should be about when the process ends."""
+
+UNUSED_TAG = 1 << 24
+"""A tag that no call has."""
+
+MAX_KEPT = 256 << 20
+"""Bytes of message buffers that a group keeps between calls."""
+
+EPOCHS_KEPT = 64
+"""Calls of which the store still knows their epoch."""
+
+
+def begin_epoch(watch: Watch) -> Task[tuple[int, bytes | None]]:
+    """Ask the store for the epoch of a call: the first rank that asks decides for all ranks.
+
+    A failure may become known to some ranks before they ask, and to others only after.
+    """
+    call, leads = watch.call, watch.connections.rank == watch.connections.leader
+
+    def decide(store: Store) -> tuple[int, bytes | None]:
+        decided: Any = store.compare_set(f"epoch/{call}", "", str(store.add("epoch", 0)))
+        if leads:
+            store.delete_key(f"epoch/{call - EPOCHS_KEPT}")
+        failed = abort_key(call)
+        return int(decided), store.get(failed) if store.check([failed]) else None
+
+    return watch.connections.client.begin(decide)
+
+
+def finish_epoch(watch: Watch, asked: Task[tuple[int, bytes | None]] | None) -> int | None:
+    """The epoch of the call; None if the store does not answer. Fails if the call has failed."""
+    try:
+        asked = asked or begin_epoch(watch)
+        found, failed = watch.connections.client.finish(asked)
+    except PeerLostError:  # the rank that serves the store may have left, all done
+        return None
+    if failed is not None:
+        watch.fail(Cause.from_json(failed))
+    return found
+
+
+def meet(watch: Watch, key: str, what: str) -> list[str]:
+    """Wait in the store for all ranks; gives the keys that were used."""
+    connections = watch.connections
+    keys = {rank: f"{key}/{rank}" for rank in connections.ranks}
+    connections.client.request(lambda store: store.set(keys[connections.rank], "here"))
+    watch.wait_keys(keys, lambda peer: what)
+    return list(keys.values())
+
+
+class GlooGroups:
+    """The gloo groups of a session, by epoch."""
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self._groups: dict[int, GlooGroup] = {}
+        self._making: dict[int, OwnedLock] = {}
+        self._lock = OwnedLock()
+
+    def group(self, watch: Watch) -> GlooGroup:
+        """The group of a call, made by all ranks of the session together if there is none.
+
+        Those from before are kept for the calls that are still in flight on them.
+        """
+        found = finish_epoch(watch, None)
+        epoch = max(self._groups, default=0) if found is None else found
+        with self._lock:
+            making = self._making.setdefault(epoch, OwnedLock())
+        with making:
+            if epoch not in self._groups:
+                if epoch < max(self._groups, default=0):
+                    # Others use connections in this call that this rank has given up.
+                    rank = self._connections.rank
+                    text = f"rank {rank} gave up its connections in a move before"
+                    watch.fail(Cause("lost", text))
+                self._groups[epoch] = self._make(watch, f"wire/{epoch}")
+                self._drop(before=epoch)
+            return self._groups[epoch]
+
+    def _make(self, watch: Watch, key: str) -> GlooGroup:
+        connections = self._connections
+        used = meet(watch, key, f"it to make a connection for {watch.what}")
+        store = PrefixStore(key, clone_of(connections.store))
+        index, size = connections.ranks.index(connections.rank), len(connections.ranks)
+
+        def connect() -> GlooGroup:
+            try:
+                return GlooGroup(store, index, size, watch.timeout)
+            finally:
+                connections.mailbox.wake()
+
+        # In a worker: gloo hears of nobody's death meanwhile, and goes on trying.
+        worker = Worker()
+        task = worker.submit(connect)
+        worker.end()
+        others = frozenset(connections.ranks) - {connections.rank}
+        watch.wait(
+            lambda: () if task.done else others, lambda peer: f"it to connect for {watch.what}"
+        )
+        try:
+            found = task.result()
+        except RuntimeError as error:
+            reason = in_short(error)
+            lost = f"rank {connections.rank} cannot connect to all others ({reason})"
+            watch.fail(Cause("lost", lost))
+        watch.forget(f"{key}/made", used)
+        return found
+
+    def _drop(self, before: float = inf) -> None:
+        """Close the groups of earlier epochs that no call uses; or all, at the end."""
+        with self._lock:
+            unused = {e for e, one in self._groups.items() if not one.num_calls and e < before}
+            old = list(self._groups) if before == inf else unused
+            groups = [self._groups.pop(epoch) for epoch in old]
+        for group in groups:
+            group.close()
+
+    def release(self) -> None:
+        """Free the message buffers that are kept."""
+        for group in tuple(self._groups.values()):
+            group.buffers.clear()
+
+    def release_for(self, thread: int | None) -> None:
+        """Release the locks of a thread that an exception has taken out of its call."""
+        locks = [one.lock for one in tuple(self._groups.values())]
+        for lock in (self._lock, *tuple(self._making.values()), *locks):
+            lock.release_for(thread)
+
+    def end_threads(self) -> None:
+        """Close all groups: a thread that waits in gloo at exit would abort the process."""
+        self._drop()
+
+    def close(self) -> None:
+        """The session is over."""
+        self._drop()
+
+
+class GlooGroup:
+    """A gloo group of one session, its idle workers and its buffers."""
+
+    def __init__(self, store: Store, index: int, size: int, timeout: float) -> None:
+        self._group: Any = dist.ProcessGroupGloo(store, index, size, timedelta(seconds=timeout))
+        self._index, self._size = index, size
+        self._idle: list[Worker] = []
+        self._workers: set[Worker] = set()
+        """All workers that have not ended, idle or not."""
+        self._closed = False
+        self.num_calls = 0
+        """Calls that use it."""
+        self.cut_because: Cause | None = None
+        """Why all connections were cut, if they were."""
+        self.lock = OwnedLock()
+        self.buffers: list[torch.Tensor] = []
+        """Message buffers that are kept for the next call."""
+
+    def send(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
+        """Begin to send bytes."""
+        return _begun(lambda: self._group.send([tensor], index, tag))
+
+    def receive(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
+        """Begin to receive bytes."""
+        return _begun(lambda: self._group.recv([tensor], index, tag))
+
+    def cut(self, cause: Cause) -> None:
+        """Close all connections: what waits fails, and nothing is written into any tensor."""
+        with self.lock:
+            if self.cut_because is not None:
+                return
+            self.cut_because = cause
+        # What gloo does when a wait takes too long. Nobody sends with this tag.
+        nothing = torch.empty(1, dtype=torch.uint8)
+        work = self.receive((self._index + 1) % self._size, nothing, UNUSED_TAG)
+        with contextlib.suppress(RuntimeError):
+            work.wait(timedelta(milliseconds=1))
+
+    def take_buffer(self, num_bytes: int) -> torch.Tensor:
+        """A buffer of at least this size, for one message."""
+        with self.lock:
+            fitting = [one for one in self.buffers if one.numel() >= num_bytes]
+            if fitting:
+                best = min(fitting, key=torch.Tensor.numel)
+                self.buffers = [one for one in self.buffers if one is not best]
+                return best
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def give_back_buffers(self, buffers: Sequence[torch.Tensor]) -> None:
+        """Keep buffers for the next call, the largest first, up to a limit."""
+        with self.lock:
+            kept, total = [], 0
+            for one in sorted([*self.buffers, *buffers], key=lambda buffer: -buffer.numel()):
+                total += one.numel()
+                if total <= MAX_KEPT:
+                    kept.append(one)
+            self.buffers = kept
+
+    def worker(self) -> Worker:
+        """A worker for one call."""
+        with self.lock:
+            self.num_calls += 1
+            found = self._idle.pop() if self._idle else Worker()
+            self._workers.add(found)
+            return found
+
+    def give_back(self, worker: Worker) -> None:
+        """The call is over, and nothing is waited for."""
+        with self.lock:
+            self.num_calls -= 1
+            if not self._closed:
+                self._idle.append(worker)
+                return
+            self._workers.discard(worker)
+        worker.end()
+
+    def let_go(self, worker: Worker, seconds: float) -> None:
+        """The call has failed; wait at most so long until its worker has ended."""
+        worker.end(seconds)
+        with self.lock:
+            self.num_calls -= 1
+            self._workers = {one for one in self._workers if one.is_alive}
+
+    def close(self) -> None:
+        """End all workers; connections that one still waits on are cut."""
+        with self.lock:
+            self._closed = True
+            idle, self._idle = set(self._idle), []
+            workers, self._workers = self._workers, set()
+        if any(worker.is_alive for worker in workers - idle):
+            self.cut(Cause("error", "the connections of this process group were closed"))
+        for worker in workers:
+            worker.end(END_SECONDS)
+
+
+class Pending(Protocol):
+    """A message under way."""
+
+    def wait(self, limit: timedelta, /) -> object:
+        """Wait for its end."""
+
+
+class _Refused:
+    """A message that could not even begin."""
+
+    def __init__(self, error: RuntimeError) -> None:
+        self._error = error
+
+    def wait(self, limit: timedelta, /) -> object:
+        raise self._error
+
+
+def _begun(begin: Callable[[], Work]) -> Pending:
+    try:
+        work: Any = begin()
+        return cast(Pending, work)
+    except RuntimeError as error:
+        return _Refused(error)
+
+
+def in_short(error: RuntimeError) -> str:
+    """What gloo says, without its file names and guesses."""
+    text = str(error).splitlines()[0]
+    return re.sub(r"^\[[^]]*\] *", "", text).partition(". ")[0]

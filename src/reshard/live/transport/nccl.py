@@ -1,0 +1,377 @@
+"""Moves between GPUs over NCCL: ranks exchange Hellos on the host, then only enqueue work.
+
+Every round is one launch that packs and copies (one more for each change of dtype), one exchange,
+and one launch that unpacks. All of it is on the caller's stream: sources may be changed and results
+be used by what the caller enqueues next.
+
+The host waits for the Hellos of peers, because NCCL matches messages only by their order: without
+them two ranks in different calls would exchange each other's data. It also makes one request to the
+store, while the Hellos are on their way: which NCCL group the call uses, after a failure a new one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import weakref
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.errors import LiveError
+from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.failure.watch import Watch
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.copies import CopyList
+from reshard.live.program.modes import NCCL, Message, Mode, message_of
+from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.session.cause import Cause
+from reshard.live.session.connections import Connections
+from reshard.live.session.control import Ready
+from reshard.live.session.store import PrefixStore, clone_of
+from reshard.live.session.worker import Task
+from reshard.live.transport.base import Transport
+from reshard.live.transport.gloo import GlooHellos, bytes_of
+from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch, meet
+from reshard.live.transport.in_flight import CallOrder, InFlight, InFlightCall
+from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
+
+__all__ = ["NcclGroups", "NcclTransport"]
+
+GRID = 16
+"""Messages begin at a multiple of this: so many bytes are copied at a time."""
+
+CLOSE_SECONDS = 2.0
+"""How long a process that ends waits for messages that others have not fetched."""
+
+UNWATCHED = 0.05
+"""Waits shorter than this do not start the watchdog."""
+
+_groups: weakref.WeakSet[NcclGroups] = weakref.WeakSet()
+
+
+class NcclGroups:
+    """What a session keeps for moves between GPUs: the group, the staging buffer, the watcher.
+
+    After a failure the group is of no use, and the next call makes a new one.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+        self.in_flight = InFlight()
+        self.order = CallOrder()
+        self._group: NcclGroup | None = None
+        self._epoch = 0
+        self._staging: torch.Tensor | None = None
+        self._stream = 0
+        _groups.add(self)
+
+    def group(self, watch: Watch, device: torch.device, asked: Task[Any] | None) -> NcclGroup:
+        """The group of a call, made by all ranks together if there is none, or a call failed."""
+        found = finish_epoch(watch, asked)
+        epoch = self._epoch if found is None else found
+        if self._group is None or self._group.aborted or self._epoch != epoch:
+            self._renew(watch, device, epoch)
+        assert self._group is not None
+        return self._group
+
+    def _renew(self, watch: Watch, device: torch.device, epoch: int) -> None:
+        connections, key = self._connections, f"gpu/{epoch}"
+        self.in_flight.settle()
+        meet(watch, key, "it to open NCCL")
+        # All ranks have come, so nothing is in flight on the old one.
+        if self._group is not None:
+            self._group.abort()
+        others = frozenset(connections.ranks) - {connections.rank}
+        self._group = NcclGroup(
+            PrefixStore(key, clone_of(connections.store)),
+            connections.ranks.index(connections.rank),
+            len(connections.ranks),
+            device,
+            wait=waiting_for(watch, others, "it to open NCCL"),
+        )
+        self._epoch = epoch
+
+    def staging(self, num_bytes: int, device: torch.device, stream: int) -> torch.Tensor:
+        """Memory for messages: the same in every call, as long as all are on one stream.
+
+        What one stream writes there another might still read, so each gets memory of its own.
+        """
+        kept = self._staging
+        same = kept is not None and (kept.device, self._stream) == (device, stream)
+        if kept is None or not same or kept.numel() < num_bytes:
+            self._staging = kept = None
+            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._stream = stream
+        assert self._staging is not None
+        return self._staging
+
+    def release(self) -> None:
+        """Free the staging buffer."""
+        self._staging = None
+
+    def release_for(self, thread: int | None) -> None:
+        """There are no locks that a thread could have left locked."""
+
+    def end_threads(self) -> None:
+        """The watcher ends with the session."""
+
+    def close(self) -> None:
+        """Let peers have what is under way to them, then leave."""
+        self.release()
+        if self._group is not None and not self._group.aborted:
+            self.in_flight.settle()
+            with contextlib.suppress(LiveError):
+                self._group.close(_close_wait)
+        self.in_flight.close()
+
+
+@atexit.register
+def _close_all() -> None:
+    for groups in list(_groups):
+        groups.close()
+
+
+def _close_wait(task: Task[Any]) -> None:
+    if not task.wait(CLOSE_SECONDS):
+        raise LiveError("NCCL did not close in time")
+
+
+def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
+    """Waits as long as the call may, and notices what becomes of its ranks."""
+
+    def wait(task: Task[Any]) -> None:
+        if not task.wait(UNWATCHED):
+            watch.wait(lambda: () if task.done else peers, lambda peer: what, UNWATCHED)
+
+    return wait
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _NcclRound:
+    """What one rank does in one round; made once, as long as strides of tensors stay the same."""
+
+    sends: Sequence[tuple[Message, int]]
+    """Messages, and where in the staging buffer each begins; first those that go."""
+    receives: Sequence[tuple[Message, int]]
+    before: Sequence[CopyTable]
+    """Packs messages, and copies what stays on this rank."""
+    after: Sequence[CopyTable]
+    """Unpacks messages."""
+    num_bytes: int
+    """Of the staging buffer."""
+
+    @property
+    def staged(self) -> int:
+        """Bytes in the staging buffer that hold anything."""
+        return sum(message.staged_bytes for message, _ in (*self.sends, *self.receives))
+
+
+class NcclTransport(Transport):
+    """Exchanges with all peers of a call, from GPU to GPU."""
+
+    fuses_copies = True
+
+    def __init__(
+        self,
+        watch: Watch,
+        program: Program,
+        bound: BoundTensors,
+        peers: Collection[int],
+        device: torch.device,
+        gloo: GlooGroup | None,
+    ) -> None:
+        """``gloo`` carries the Hellos to ranks of other hosts."""
+        super().__init__(peers)
+        self.watch, self.program, self.bound, self.device = watch, program, bound, device
+        self._groups = watch.connections.resource(NcclGroups)
+        self._far = None if gloo is None else GlooHellos(watch, gloo)
+        near = watch.connections.peers.keys()
+        self._near = self.peers & near
+        if self._far is not None:
+            watch.by_network = self.peers - near
+        self._asked = begin_epoch(watch)
+        self._group: NcclGroup | None = None
+        self.in_flight: InFlightCall | None = None
+        self._straight: frozenset[int] = frozenset()
+        self._tensors: TensorTable | None = None
+        self._closed = False
+
+    def label(self, peer: int) -> str:
+        return "NCCL"
+
+    def send_hellos(self) -> None:
+        """Over the mailbox to ranks of this host, over gloo to others."""
+        strided = int(bool(self.bound.strides))
+        hello = self.watch.hello()._replace(on_gpu=1, strided=strided)
+        for peer in self._near:
+            self.watch.mailbox.send(peer, hello)
+        if self._far is not None:
+            self._far.send(self.peers - self._near, hello)
+
+    def _open(self) -> None:
+        """All peers have called: find the group and the staging buffer of the call."""
+        watch, hellos = self.watch, dict(self.watch.inbox.hellos)
+        others = sorted(peer for peer, hello in hellos.items() if not hello.on_gpu)
+        if others:
+            watch.fail(
+                Cause(
+                    "disagree",
+                    f"rank {self.program.rank} moves from GPU to GPU and ranks {others} by way of "
+                    'the host: give check="always" to compare anew',
+                )
+            )
+        self._groups.order.wait(watch.call, watch.check)
+        self._group = self._groups.group(watch, self.device, self._asked)
+        if self._group.device != self.device:
+            watch.fail(
+                Cause(
+                    "tensor",
+                    f"the tensors of rank {watch.connections.rank} are on {self.device} and those "
+                    f"of its moves before were on {self._group.device}: keep to one GPU per rank",
+                )
+            )
+        self.in_flight = self._groups.in_flight.begin(watch, self._group)
+        if not self.bound.strides:
+            self._straight = frozenset(peer for peer, one in hellos.items() if not one.strided)
+        rounds = range(self.program.num_rounds)
+        size = max((self._round(self.program.round(n)).num_bytes for n in rounds), default=0)
+        on_gpu = self.device.type == "cuda"
+        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        self.staging = self._groups.staging(size, self.device, stream)
+        addresses = np.append(self.bound.table, self.staging.data_ptr())
+        tensors = {**self.bound.tensors, self.bound.staging: self.staging}
+        self._tensors = TensorTable(addresses, tensors, self.device)
+
+    def begin(self, made: Round) -> int:
+        """Enqueue packing, the exchange, and unpacking, in the order of the stream."""
+        if self._tensors is None:
+            self._open()
+        assert self._tensors is not None
+        self.watch.check()
+        todo = self._round(made)
+        for table in todo.before:
+            table.launch(self._tensors)
+        self._exchange(made, todo)
+        for table in todo.after:
+            table.launch(self._tensors)
+        inbox = self.watch.inbox
+        for peer in made.receives:
+            inbox.ready[peer, made.number] = Ready(self.watch.call, made.number)
+        return todo.staged
+
+    def _exchange(self, made: Round, todo: _NcclRound) -> None:
+        assert self._group is not None
+        assert self.in_flight is not None
+        sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
+        if not sends and not receives:
+            return
+        peers = frozenset(made.sends) | frozenset(made.receives)
+        which = f"round {made.number + 1} of {self.program.num_rounds}"
+
+        def what(peer: int) -> str:
+            if peer in made.receives:
+                return f'its part of "{made.receives[peer][0].name}" in {which}'
+            return f'it to take its part of "{made.sends[peer][0].name}" in {which}'
+
+        wait = waiting_for(self.watch, peers, f"it to connect for {which}")
+        try:
+            work = self._group.exchange(sends, receives, wait)
+        except LiveError as error:
+            rank = self.watch.connections.rank
+            self.watch.fail(self._groups.in_flight.cause_of(self._group, error, rank))
+        self.in_flight.add(work, peers, what)
+        work.join()
+
+    def _tensors_of(
+        self, messages: Sequence[tuple[Message, int]], sending: bool
+    ) -> list[tuple[int, torch.Tensor]]:
+        """The memory that is sent, or received into, in the order of both ends."""
+        assert self.staging is not None
+        ranks, found = self.watch.connections.ranks, []
+        for message, at in messages:
+            index = ranks.index(message.peer)
+            if message.staged_bytes:
+                found.append((index, self.staging[at : at + message.staged_bytes]))
+            for transfer in message.writes:
+                place = transfer.source if sending else transfer.destination
+                sizes = (transfer.sizes * transfer.itemsize).tolist()
+                columns = (place.base.tolist(), place.offset.tolist(), sizes)
+                for base, offset, size in zip(*columns, strict=True):
+                    found.append((index, bytes_of(self.bound.tensors[base], offset, size)))
+        return found
+
+    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+        """Messages are unpacked already; say where addends are in the staging buffer."""
+        for message, at in self._round(made).receives:
+            for transfer, offset in message.staged:
+                if transfer.addend >= 0 and message.peer in peers:
+                    arrived[id(transfer)] = at + offset
+
+    def release(self, made: Round, peers: Collection[int]) -> None:
+        """The next round is enqueued after this one."""
+
+    def unreleased(self, made: Round) -> Collection[int]:
+        """What is enqueued next may change the sources: the stream keeps the order."""
+        return ()
+
+    def close(self, ok: bool) -> None:
+        """Let the next call enqueue; what is in flight is watched by the session."""
+        if self._closed:
+            return
+        self._closed = True
+        self._groups.order.leave(self.watch.call)
+        if self._far is not None:
+            self._far.close(ok)
+        if self.in_flight is not None and not ok:
+            self.in_flight.raised = True
+            cause = self.watch.abort.cause or Cause("error", "a move was given up")
+            error = cause.error("")
+            self.in_flight.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
+
+    def _round(self, made: Round) -> _NcclRound:
+        """The tables of a round, kept with it."""
+        key = ("nccl", self._straight)
+        found: _NcclRound | None = made.kept.get(key)
+        if found is None:
+            found = made.kept[key] = self._compile(made)
+        return found
+
+    def _compile(self, made: Round) -> _NcclRound:
+        staging = self.bound.staging
+        sends, at = self._laid_out(made.sends, 0)
+        receives, end = self._laid_out(made.receives, at)
+        before, after = CopyList(), CopyList()
+        for message, start in sends:
+            for transfer, offset in message.staged:
+                place = transfer.in_message(start + offset, staging)
+                before.add(transfer.width, transfer.source, place)
+        for transfer in made.copies:
+            if transfer.addend < 0:
+                before.add(transfer.width, transfer.source, transfer.destination)
+        for message, start in receives:
+            for transfer, offset in message.staged:
+                if transfer.addend < 0:
+                    place = transfer.in_message(start + offset, staging)
+                    after.add(transfer.width, place, transfer.destination)
+        packs, unpacks = ([CopyTable(b) for b in c.tables()] for c in (before, after))
+        return _NcclRound(sends, receives, packs, unpacks, end)
+
+    def _laid_out(
+        self, messages: dict[int, list[Transfer]], at: int
+    ) -> tuple[list[tuple[Message, int]], int]:
+        """Where messages are in the staging buffer, from a place on; and where they end."""
+        found = []
+        for peer, transfers in messages.items():
+            total = sum(transfer.num_bytes for transfer in transfers)
+
+            def mode(transfer: Transfer, total: int = total, peer: int = peer) -> Mode:
+                return NCCL.mode(transfer, total) if peer in self._straight else Mode.STAGED
+
+            message = message_of(peer, transfers, mode)
+            found.append((message, at))
+            at = -(-(at + message.staged_bytes) // GRID) * GRID
+        return found, at

@@ -1,0 +1,211 @@
+"""A session's own NCCL group, beside the caller's.
+
+All messages of a round go in one group call. NCCL runs on a stream of its own: an exchange starts
+after what the current stream was given before, and `NcclWork.join` makes the current stream wait
+for it. The host waits for nothing, but for the first messages between two ranks: those connect.
+
+torch's watchdog ends the process when a peer of a NCCL group is lost, or late. Our group is made
+without a watchdog: the session's watcher thread asks `NcclWork.done`, keeps the deadline, and calls
+`NcclGroup.abort`, from any thread. The caller's group and its watchdog are not touched.
+
+All calls of NCCL are made by a worker of the group. One that waits for a lost rank cannot hold up
+the caller then, and one that fails leaves its thread inside an open NCCL group call, where no other
+group could be made any more: that worker is abandoned together with the group.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
+from reshard.live.session.store import PrefixStore, Store
+from reshard.live.session.worker import Task, Worker
+
+__all__ = ["NcclGroup", "NcclWork", "WaitForTask"]
+
+PeerTensor = tuple[int, torch.Tensor]
+"""A rank of the group, and the contiguous tensor that goes there or comes from there."""
+
+WaitForTask = Callable[[Task[Any]], None]
+"""Waits until a task is done, or raises because it will not be."""
+
+NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+ABORT_SECONDS = 30
+GRACE_SECONDS = 0.1
+_environment = threading.Lock()
+_cuda: Any = torch.cuda  # its streams and events have no types
+
+T = TypeVar("T")
+
+
+class NcclGroup:
+    """Exchanges messages among ``size`` ranks, each with one GPU.
+
+    Making one is collective: all ranks must come within ``timeout`` seconds, or as long as ``wait``
+    waits. ``store`` must be new for each group, such as a ``PrefixStore`` with a number that all
+    ranks count alike.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        device: torch.device,
+        *,
+        timeout: float = 60.0,
+        wait: WaitForTask | None = None,
+    ) -> None:
+        self.rank, self.size, self.device, self.timeout = rank, size, device, timeout
+        self.aborted = False
+        self._aborting = threading.Lock()
+        self._side_stream = _cuda.Stream(device)
+        self._backend = _new_backend(store, rank, size)
+        self._worker = Worker()
+        self._worker.submit(lambda: _cuda.set_device(device))
+        self._do(lambda: self._backend.eager_connect_single_device(device), "open NCCL", wait)
+
+    def exchange(
+        self,
+        sends: Sequence[PeerTensor],
+        receives: Sequence[PeerTensor],
+        wait: WaitForTask | None = None,
+    ) -> NcclWork:
+        """Start all messages at once; several to one rank arrive in the order given."""
+        stream = _cuda.current_stream(self.device)
+        reached = stream.record_event()
+        work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect", wait)
+        return NcclWork(self, work, (reached, arrived), [*sends, *receives])
+
+    def abort(self) -> None:
+        """End all exchanges under way, within a second; what they received is undefined."""
+        with self._aborting:
+            if not self.aborted:
+                self.aborted = True
+                self._worker.end()
+                self._backend.abort()
+
+    def close(self, wait: WaitForTask | None = None) -> None:
+        """Give the group back; collective, and only after all exchanges of all ranks are done."""
+        if not self.aborted:
+            self._do(self._backend.shutdown, "close NCCL", wait)
+            self.aborted = True
+            self._worker.end()
+
+    def _start(
+        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], stream: Any
+    ) -> tuple[Any, Any]:
+        with _cuda.stream(stream):
+            self._backend._start_coalescing()
+            for rank, tensor in receives:
+                self._backend.recv([tensor], rank, 0)
+            for rank, tensor in sends:
+                self._backend.send([tensor], rank, 0)
+            work = self._backend._end_coalescing()
+        arrived = _cuda.Event()
+        with _cuda.stream(self._side_stream):
+            _join(work)
+            arrived.record()
+        return work, arrived
+
+    def _do(self, action: Callable[[], T], purpose: str, wait: WaitForTask | None) -> T:
+        """Let the worker act, and wait for it, but not forever."""
+        if self.aborted:
+            raise LiveError(f"rank {self.rank} uses a NCCL group that is closed: make a new one")
+        task = self._worker.submit(action)
+        try:
+            if wait is not None:
+                wait(task)
+            elif not task.wait(self.timeout):
+                raise MoveTimeoutError(
+                    f"rank {self.rank} waited {self.timeout} s for the other {self.size - 1} ranks "
+                    f"to {purpose}: is one of them late, or out of reach?"
+                )
+        except BaseException:
+            self.abort()
+            raise
+        error = task.error
+        if error is not None:
+            text = str(error).partition("\n")[0]
+            lost = LiveError if self.aborted else PeerLostError
+            self.abort()
+            raise lost(f"NCCL failed on rank {self.rank} of {self.size}: {text}") from error
+        return task.result()
+
+
+class NcclWork:
+    """Messages under way. Keep it until it is done: it holds the tensors."""
+
+    def __init__(
+        self, group: NcclGroup, work: Any, events: tuple[Any, Any], messages: Sequence[PeerTensor]
+    ) -> None:
+        self.group, self._work = group, work
+        self._reached, self._arrived = events
+        self._messages = messages
+
+    def join(self) -> None:
+        """Let the current stream wait for the messages."""
+        _join(self._work)
+
+    def begun(self) -> bool:
+        """Whether this rank's GPU has come as far as the exchange."""
+        return bool(self._reached.query())
+
+    def done(self) -> bool:
+        """Whether all messages arrived; raises once the group has failed."""
+        arrived = self._arrived.query()
+        # Asked in this order: an abort makes everything arrive.
+        if self.group.aborted:
+            raise LiveError(f"an exchange of rank {self.group.rank} was aborted")
+        if arrived:
+            return True
+        if self._work is None or not self._work.is_completed():
+            return False
+        # torch calls completed what has failed, too. Or it completed between the two questions.
+        start = time.monotonic()
+        while not self._arrived.query():
+            if time.monotonic() - start > GRACE_SECONDS:
+                raise PeerLostError(f"NCCL lost the connection of rank {self.group.rank} to a peer")
+            time.sleep(0.001)
+        return True
+
+
+def _join(work: Any) -> None:
+    """Let the current stream wait for NCCL's; the host goes on."""
+    if work is not None:
+        # The older of the two names is going to go.
+        getattr(work, "block_current_stream", work.synchronize)()
+
+
+def _new_backend(store: Store, rank: int, size: int) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    # All that this bounds is how long an abort may take.
+    options._timeout = timedelta(seconds=ABORT_SECONDS)
+    # NCCL's keys are plain numbers: apart from whatever else is in the store.
+    apart = PrefixStore("nccl", store)
+    with _without_watchdog():
+        return dist.ProcessGroupNCCL(apart, rank, size, options)
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """Groups made inside have none: torch reads this variable only when it makes a group."""
+    with _environment:
+        before = os.environ.get(NO_WATCHDOG)
+        os.environ[NO_WATCHDOG] = "1"
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[NO_WATCHDOG]
+            else:
+                os.environ[NO_WATCHDOG] = before

@@ -1,0 +1,87 @@
+"""Read and write the tensors of other ranks of this host, while one call lasts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import numpy as np
+
+from reshard.columns import Ints
+from reshard.live.copy.peer_memory import read_memory, write_memory
+from reshard.live.failure.watch import Watch
+from reshard.live.program.runs import IovecCall, IovecPlan, Runs
+
+__all__ = ["MAX_INLINE", "PeerMemory"]
+
+HEARTBEAT_EVERY = 0.02
+"""Seconds of copying after which the watch is asked whether a heartbeat is due."""
+
+MAX_INLINE = 64
+"""Addresses that a Hello carries; a longer table is read from the peer's memory."""
+
+
+class PeerMemory:
+    """Copies between the tensors of two processes; a peer that has failed meanwhile is named."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._peers, self._flags = watch.connections.peers, watch.connections.flags
+        self._heartbeat_at = time.monotonic() + HEARTBEAT_EVERY
+        self._tables: dict[int, Ints] = {}
+
+    def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy into a peer's tensors, unless the call has failed there.
+
+        This rank marks that it writes before it looks whether the peer has given up.
+        """
+        call, there = self._watch.call, self._peers[peer]
+        for one in calls:
+            self._heartbeat()
+            error: OSError | None = None
+            self._flags.begin_writing(call)
+            try:
+                failed = there.flags.has_failed(call)
+                if not failed:
+                    write_memory(there.pid, one)
+            except OSError as raised:
+                error = raised
+            finally:
+                self._flags.end_writing(call)
+            if failed or error is not None:
+                self._watch.fail_because_of(peer, f'it to take its part of "{name}"', error)
+
+    def read(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy out of a peer's tensors."""
+        call, there = self._watch.call, self._peers[peer]
+        for one in calls:
+            self._heartbeat()
+            try:
+                read_memory(there.pid, one)
+            except OSError as error:
+                self._watch.fail_because_of(peer, f'its part of "{name}"', error)
+            if there.flags.has_failed(call):
+                # It may have freed what was just read.
+                self._watch.fail_because_of(peer, f'its part of "{name}"')
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now > self._heartbeat_at:
+            self._heartbeat_at = now + HEARTBEAT_EVERY
+            self._watch.heartbeat()
+
+    def table(self, peer: int, count: int) -> Ints:
+        """The addresses of a peer's tensors; 0 for what is not to be touched."""
+        found = self._tables.get(peer)
+        if found is None:
+            hello = self._watch.inbox.hellos[peer]
+            if len(hello.table) == 8 * count:
+                found = np.frombuffer(hello.table, dtype=np.int64)
+            else:
+                found = np.zeros(count, dtype=np.int64)
+                own, theirs = (
+                    Runs.single(at, found.nbytes) for at in (found.ctypes.data, hello.table_at)
+                )
+                self.read(peer, IovecPlan(own, theirs).calls_at(None, None), "the move")
+            self._tables[peer] = found
+        return found
