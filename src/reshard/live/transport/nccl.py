@@ -224,7 +224,7 @@ class NcclTransport(Transport):
                     'the host: give check="always" to compare anew',
                 )
             )
-        self._groups.order.wait(watch.call, watch.check)
+        self._groups.order.wait(watch.session, watch.call, watch.check)
         self._group = self._groups.group(watch, self.device, self._asked)
         if self._group.device != self.device:
             watch.fail(
@@ -237,14 +237,22 @@ class NcclTransport(Transport):
         self.in_flight = self._groups.in_flight.begin(watch, self._group)
         if not self.bound.strides:
             self._straight = frozenset(peer for peer, one in hellos.items() if not one.strided)
-        rounds = range(self.program.num_rounds)
-        size = max((self._round(self.program.round(n)).num_bytes for n in rounds), default=0)
+        size = self._staging_bytes()
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         self.staging = self._groups.staging(size, self.device, stream)
         addresses = np.append(self.bound.table, self.staging.data_ptr())
         tensors = {**self.bound.tensors, self.bound.staging: self.staging}
         self._tensors = TensorTable(addresses, tensors, self.device)
+
+    def _staging_bytes(self) -> int:
+        """The most that any round stages; kept, because large plans work out rounds anew."""
+        kept, key = self.program.round(0).kept, ("nccl staging", self._straight)
+        if key not in kept:
+            rounds = map(self.program.round, range(self.program.num_rounds))
+            kept[key] = max(self._round(made).num_bytes for made in rounds)
+        found: int = kept[key]
+        return found
 
     def begin(self, made: Round) -> int:
         """Enqueue packing, the exchange, and unpacking, in the order of the stream."""
