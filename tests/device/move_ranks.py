@@ -21,7 +21,12 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.run.live import engine
+from reshard.live import api
+from reshard.live.call import Call
+from reshard.live.failure.cleanup import counted
+from reshard.live.options import options_from
+from reshard.live.transport.nccl import NcclTransport
+from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, state_cases
 from tests.device import activation_ranks, sharded_ranks, stand_in
 
@@ -125,10 +130,13 @@ def run_cases(num: int, states: bool) -> None:
             name: on_gpu(array, plan.have[name].dtype)
             for name, array in given.get(RANK, {}).items()
         }
-        thread = seed % 5 == 0
-        handle = engine.start(plan, tensors, timeout=20, thread=thread, device=DEVICE)
-        same(handle.wait(), expected.get(RANK, {}), (seed, states))
-        assert handle.report.peak_staging <= plan.memory, seed
+        if seed % 5 == 0:
+            handle = api.start(plan, tensors, timeout=20, device=DEVICE)
+            out, report = handle.wait(), handle.report
+        else:
+            out, report = run_with_report(plan, tensors)
+        same(out, expected.get(RANK, {}), (seed, states))
+        assert report.peak_staging <= plan.memory, seed
         if seed % 3 == 0:  # again, with what is kept, into tensors of other strides
             into = {
                 name: strided(on_gpu(array, plan.want[name].dtype))
@@ -137,6 +145,16 @@ def run_cases(num: int, states: bool) -> None:
             same(plan.run(tensors, into=into, timeout=20), expected.get(RANK, {}), (seed, "into"))
         count += 1
     print(f"{count} {'states' if states else 'pairs'} on rank {RANK}")
+
+
+def run_with_report(plan: rs.Plan, tensors: Any) -> tuple[dict[str, torch.Tensor], RunReport]:
+    """`plan.run`, in this thread, and the report that a handle would have."""
+    report, options = RunReport(RANK, -1, plan.digest), options_from({"timeout": 20}, DEVICE)
+
+    def move(ticket: Any) -> dict[str, torch.Tensor]:
+        return api.call_of(ticket, plan, tensors, None, options, report=report).run()
+
+    return counted(None, lambda: plan.parties, move), report
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -331,6 +349,35 @@ def in_flight() -> None:
     rs.check()
 
 
+def overtaken() -> None:
+    """A call whose thread is late on one rank: the next call must not enqueue before it there."""
+    full = torch.arange(64.0).reshape(8, 8)
+    have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
+    plans = [
+        rs.plan(by, to, shape=(8, 8), dtype="float32") for by, to in ((have, want), (want, have))
+    ]
+    given = [
+        {"tensor": (local(full, plan.have["tensor"].layout) + n).to(DEVICE)}
+        for n, plan in enumerate(plans)
+    ]
+    for plan, tensors in zip(plans, given, strict=True):
+        plan.run(tensors, sync=True)
+    meet("overtaken")
+    enter = Call._enter
+
+    def enter_late(call: Call, compiled: Any) -> Any:
+        if RANK == 3 and call.plan is plans[0]:
+            time.sleep(0.5)
+        return enter(call, compiled)
+
+    Call._enter = enter_late  # type: ignore[method-assign]
+    handles = [plan.start(tensors) for plan, tensors in zip(plans, given, strict=True)]
+    for n, (plan, handle) in enumerate(zip(plans, handles, strict=True)):
+        out = handle.wait()["tensor"]
+        assert torch.equal(out.cpu(), local(full, plan.want["tensor"].layout) + n), n
+    Call._enter = enter  # type: ignore[method-assign]
+
+
 def streams() -> None:
     """Work before and after a move keeps its place, on any stream, and the host waits for none."""
     if STAND_IN or not BY_GPU:
@@ -497,7 +544,7 @@ def behind() -> None:
 def busy() -> None:
     """Keep the GPU of rank 3 busy for some 4 seconds."""
     if STAND_IN:
-        stand_in.StandInWire.lag = 4.0 if RANK == 3 else 0.0
+        stand_in.StandInGroup.lag = 4.0 if RANK == 3 else 0.0
     elif RANK == 3:
         torch.cuda._sleep(8_000_000_000)
 
@@ -547,7 +594,7 @@ def by_handle(plan: rs.Plan, given: Any) -> None:
 
 
 def killed() -> None:
-    """A rank greets and dies: the others name it, live on, and move among themselves."""
+    """A rank sends its Hellos and dies: the others name it, live on, and move among themselves."""
     full = torch.arange(64.0).reshape(8, 8)
     have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
     plan = rs.plan(have, want, shape=(8, 8), dtype="float32")
@@ -555,9 +602,7 @@ def killed() -> None:
     plan.run({"tensor": mine}, sync=True)
     meet("killed")
     if RANK == 3:
-        from reshard.run.live.devices import DeviceCall
-
-        DeviceCall._exchange = die  # type: ignore[method-assign]
+        NcclTransport._exchange = die  # type: ignore[method-assign]
     with fails(rs.PeerLostError, "rank 3 is gone", within=5):
         plan.run({"tensor": mine}, timeout=20)
         time.sleep(2)
@@ -618,7 +663,7 @@ SCENARIOS = {
     function.__name__: function
     for function in (
         *(pairs, states, casts, sums, large, given_ways, disjoint, in_flight, streams, dtensors),
-        *(gradients, refusals, absent, behind, killed, mixed, leave),
+        *(gradients, overtaken, refusals, absent, behind, killed, mixed, leave),
     )
 }
 

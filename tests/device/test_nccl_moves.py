@@ -1,6 +1,6 @@
 """Moves between GPUs: values, streams, memory, and what happens when a rank is late or lost.
 
-Four ranks share one GPU. Where there is none, the same moves run over a stand-in for NCCL.
+Four ranks share one GPU. `test_stand_in_moves` runs the same moves where there is none.
 """
 
 import os
@@ -12,7 +12,7 @@ import unittest
 
 import torch
 
-from tests.device.test_device_wire import ROOT, free_port, read
+from tests.device.test_nccl_group import ROOT, free_port, read
 
 SECONDS = 110
 
@@ -48,34 +48,13 @@ def on_gpu(*scenarios: str, backend: str, codes: tuple[int, ...] = (0, 0, 0, 0))
     run_ranks(*scenarios, codes=codes, BACKEND=backend)
 
 
-def test_moves_over_a_stand_in() -> None:
-    names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "gradients", "pairs", "states")
-    run_ranks(*names, BACKEND="gloo", STAND_IN="1", NUM_CASES="40")
-
-
-def test_failures_over_a_stand_in() -> None:
-    run_ranks("refusals", "absent", BACKEND="gloo", STAND_IN="1")
-
-
-def test_late_gpus_over_a_stand_in() -> None:
-    run_ranks("behind", BACKEND="gloo", STAND_IN="1")
-
-
-def test_processes_that_end_over_a_stand_in() -> None:
-    run_ranks("leave", BACKEND="gloo", STAND_IN="1")
-
-
-def test_a_killed_rank_over_a_stand_in() -> None:
-    run_ranks("killed", codes=(0, 0, 0, -9), BACKEND="gloo", STAND_IN="1")
-
-
 def test_random_moves_on_gpus() -> None:
     on_gpu("pairs", "states", backend="nccl")
 
 
 def test_moves_on_gpus() -> None:
-    names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "streams", "large")
-    on_gpu(*names, "dtensors", "gradients", backend="nccl")
+    names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "streams")
+    on_gpu(*names, "large", "dtensors", "gradients", backend="nccl")
 
 
 def test_failures_on_gpus() -> None:

@@ -1,4 +1,4 @@
-"""The NCCL wire: messages arrive, and no lost or late rank harms anybody else's process."""
+"""A session's own NCCL group: messages arrive, and a lost or late rank harms no other process."""
 
 import os
 import socket
@@ -16,8 +16,8 @@ from unittest import mock
 import torch
 
 from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
-from reshard.run.live import nccl
-from reshard.run.live.nccl import DeviceWire
+from reshard.live.transport import nccl_group
+from reshard.live.transport.nccl_group import NcclGroup
 
 ROOT = Path(__file__).parents[2]
 DEVICE = torch.device("cuda", 0)
@@ -25,10 +25,11 @@ expects = unittest.TestCase()
 
 
 class StandIn:
-    """A NCCL group that does what a test wants, on a machine without a GPU."""
+    """A backend of torch that does what a test wants, on a machine without a GPU."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
+        self.threads: list[int] = []
         self.blocked: str | None = None
         self.arrived = True
         self.completed = True
@@ -36,7 +37,8 @@ class StandIn:
 
     def __getattr__(self, name: str) -> Any:
         def call(*_: object) -> Any:
-            self.calls.append(f"{threading.current_thread().name}: {name}")
+            self.calls.append(name)
+            self.threads.append(threading.get_ident())
             if name == self.blocked:
                 assert self.released.wait(10)
                 raise RuntimeError("internal error\nand a long stack")
@@ -56,80 +58,79 @@ class StandIn:
 
 
 @contextmanager
-def wire_over(backend: StandIn, timeout: float = 5) -> Any:
+def group_over(backend: StandIn, timeout: float = 5) -> Any:
     cuda = mock.MagicMock()
     cuda.stream.return_value = nullcontext()
     cuda.Event.return_value = backend
-    made = mock.patch.object(nccl, "_new_backend", return_value=backend)
-    with mock.patch.object(nccl, "_cuda", cuda), made:
-        yield DeviceWire(None, 0, 2, DEVICE, timeout=timeout)  # type: ignore[arg-type]
+    made = mock.patch.object(nccl_group, "_new_backend", return_value=backend)
+    with mock.patch.object(nccl_group, "_cuda", cuda), made:
+        yield NcclGroup(None, 0, 2, DEVICE, timeout=timeout)  # type: ignore[arg-type]
 
 
 def test_one_group_call_per_exchange() -> None:
     backend, tensor = StandIn(), torch.zeros(1)
-    with wire_over(backend) as wire:
-        exchange = wire.exchange([(1, tensor), (1, tensor)], [(1, tensor)])
-        exchange.join()
-        assert exchange.done()
-    names = [call.partition(": ")[2] for call in backend.calls]
-    assert names[:6] == [
+    with group_over(backend) as group:
+        work = group.exchange([(1, tensor), (1, tensor)], [(1, tensor)])
+        work.join()
+        assert work.done()
+    assert backend.calls[:6] == [
         *("eager_connect_single_device", "_start_coalescing", "recv", "send", "send"),
         "_end_coalescing",
     ]
-    assert all(call.startswith("reshard-nccl") for call in backend.calls[:6])
+    assert set(backend.threads[:6]) == {group._worker._ident} != {threading.get_ident()}
 
 
 def test_an_abort_ends_a_call_that_hangs() -> None:
     backend = StandIn()
-    with wire_over(backend) as wire:
+    with group_over(backend) as group:
         backend.blocked = "_end_coalescing"
-        threading.Timer(0.2, wire.abort).start()
+        threading.Timer(0.2, group.abort).start()
         start = time.monotonic()
         with expects.assertRaisesRegex(LiveError, "internal error$"):  # noqa: PT027
-            wire.exchange([], [])
+            group.exchange([], [])
         assert time.monotonic() - start < 3
         with expects.assertRaisesRegex(LiveError, "make a new one"):  # noqa: PT027
-            wire.exchange([], [])
+            group.exchange([], [])
 
 
 def test_a_call_that_hangs_ends_in_time() -> None:
     backend = StandIn()
-    with wire_over(backend, timeout=0.3) as wire:
+    with group_over(backend, timeout=0.3) as group:
         backend.blocked = "_end_coalescing"
         with expects.assertRaisesRegex(MoveTimeoutError, r"0\.3 s .* connect"):  # noqa: PT027
-            wire.exchange([], [])
-        assert wire.aborted
+            group.exchange([], [])
+        assert group.aborted
         assert "abort" in backend.calls
 
 
 def test_completed_without_having_arrived_is_lost() -> None:
     backend = StandIn()
-    with wire_over(backend) as wire:
+    with group_over(backend) as group:
         backend.arrived = False
-        exchange = wire.exchange([], [])
+        work = group.exchange([], [])
         with expects.assertRaises(PeerLostError):  # noqa: PT027
-            exchange.done()
+            work.done()
         backend.completed = False
-        assert not exchange.done()
-        wire.abort()
+        assert not work.done()
+        group.abort()
         with expects.assertRaisesRegex(LiveError, "aborted"):  # noqa: PT027
-            exchange.done()
+            work.done()
 
 
 def test_the_environment_is_put_back() -> None:
     for before in (None, "0"):
-        changed = {} if before is None else {nccl.NO_WATCHDOG: before}
+        changed = {} if before is None else {nccl_group.NO_WATCHDOG: before}
         with mock.patch.dict(os.environ, changed):
-            with nccl._without_watchdog():
-                assert os.environ[nccl.NO_WATCHDOG] == "1"
-            assert os.environ.get(nccl.NO_WATCHDOG) == before
+            with nccl_group._without_watchdog():
+                assert os.environ[nccl_group.NO_WATCHDOG] == "1"
+            assert os.environ.get(nccl_group.NO_WATCHDOG) == before
 
 
 def run_ranks(scenario: str, codes: tuple[int, ...] = (0, 0, 0, 0)) -> None:
     """Four ranks on one GPU; each must end as it should, and in time."""
     if not torch.cuda.is_available():
         raise unittest.SkipTest("needs a CUDA device, and torch sees none")
-    command = [sys.executable, "-m", "tests.device.wire_ranks", scenario]
+    command = [sys.executable, "-m", "tests.device.nccl_group_ranks", scenario]
     port = free_port()
     ranks = []
     logs = [tempfile.TemporaryFile() for _ in range(4)]  # noqa: SIM115 - `read` closes them
@@ -183,5 +184,5 @@ def test_a_missing_rank_on_a_gpu() -> None:
     run_ranks("missing")
 
 
-def test_many_wires_on_a_gpu() -> None:
+def test_many_groups_on_a_gpu() -> None:
     run_ranks("many")

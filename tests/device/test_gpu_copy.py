@@ -9,18 +9,15 @@ import numpy as np
 import torch
 
 from reshard.errors import PlanError
-from reshard.run.live import device_copy
-from reshard.run.live.device_copy import CopyTable
-from reshard.run.live.device_table import (
-    Cast,
-    CopyBlocks,
-    LaunchTable,
-    compile_table,
-    merged_blocks,
-)
+from reshard.live.copy import gpu as gpu_copy
+from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.copy.gpu_table import Cast, LaunchTable, compile_table, merged_blocks
+from reshard.live.program.copies import CopyBlocks
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn
+NUM_SOURCES, NUM_DESTINATIONS = 3, 2
+"""Buffers of random blocks, numbered in one table: destinations come after sources."""
 
 
 @dataclass
@@ -53,7 +50,7 @@ def random_blocks(
     rng: random.Random, num_blocks: int, items: Callable[[], tuple[int, int]], grid: int = 1
 ) -> tuple[CopyBlocks, list[int], list[int]]:
     """Blocks of up to 6 dims, some of them empty, and the sizes of both lists of buffers."""
-    sides = Side(3, grid), Side(2, grid)
+    sides = Side(NUM_SOURCES, grid), Side(NUM_DESTINATIONS, grid)
     columns: list[list[object]] = [[] for _ in range(8)]
     for _ in range(num_blocks):
         num_dims = rng.randrange(7)
@@ -66,7 +63,8 @@ def random_blocks(
         have, want = items()
         places = sides[0].place(rng, widths, have), sides[1].place(rng, widths, want)
         lacking = 6 - num_dims
-        row = [places[0][0], places[1][0], places[0][1], places[1][1], [1] * lacking + widths]
+        row = [places[0][0], NUM_SOURCES + places[1][0], places[0][1], places[1][1]]
+        row += [[1] * lacking + widths]
         row += [[7] * lacking + places[0][2], [7] * lacking + places[1][2], have]
         for column, value in zip(columns, row, strict=True):
             column.append(value)
@@ -96,7 +94,7 @@ def expected(
             item,
         )
         view(
-            out[blocks.destination[row]],
+            out[blocks.destination[row] - NUM_SOURCES],
             int(blocks.destination_offset[row]),
             widths,
             blocks.destination_strides[row].tolist(),
@@ -111,6 +109,19 @@ def on(device: str, array: np.ndarray, shift: int = 0) -> torch.Tensor:
     skip = -room.data_ptr() % 16 + shift
     room[skip : skip + len(array)] = torch.from_numpy(array).to(device)
     return room[skip : skip + len(array)]
+
+
+def launch(
+    table: CopyTable,
+    sources: list[torch.Tensor],
+    destinations: list[torch.Tensor],
+    device: str,
+    uniform: bool = True,
+) -> None:
+    """Copy between these tensors on the current stream."""
+    tensors = dict(enumerate([*sources, *destinations]))
+    addresses = np.array([tensor.data_ptr() for tensor in tensors.values()], dtype=np.int64)
+    table.launch(TensorTable(addresses, tensors, torch.device(device)), uniform)
 
 
 def check_copies(device: str, seed: int, shift: int = 0) -> None:
@@ -129,7 +140,7 @@ def check_copies(device: str, seed: int, shift: int = 0) -> None:
         )
         sources = [on(device, array, shift) for array in have]
         destinations = [on(device, array, shift * again) for array in want]
-        table.launch(sources, destinations)
+        launch(table, sources, destinations, device)
         for found, right in zip(destinations, expected(blocks, have, want), strict=True):
             np.testing.assert_array_equal(found.cpu().numpy(), right, f"seed {seed}")
 
@@ -149,10 +160,13 @@ def check_casts(device: str, seed: int, have: torch.dtype, want: torch.dtype) ->
         torch.zeros(size // want.itemsize, dtype=want, device=device) for size in sizes[1]
     ]
     right = [destination.clone() for destination in destinations]
-    CopyTable(blocks, cast=(have, want)).launch(sources, destinations)
+    # Between equal dtypes nothing is cast.
+    cast = (name_of(have), name_of(want)) if have != want else None
+    launch(CopyTable(replace(blocks, cast=cast)), sources, destinations, device)
     for row in range(len(blocks.source)):
         widths = blocks.widths[row].tolist()
-        source, destination = sources[blocks.source[row]], right[blocks.destination[row]]
+        source = sources[blocks.source[row]]
+        destination = right[blocks.destination[row] - NUM_SOURCES]
         from_, to = int(blocks.source_offset[row]), int(blocks.destination_offset[row])
         strides = blocks.source_strides[row].tolist(), blocks.destination_strides[row].tolist()
         part = source.as_strided(widths, strides[0], from_ // have.itemsize)
@@ -161,6 +175,10 @@ def check_casts(device: str, seed: int, have: torch.dtype, want: torch.dtype) ->
         torch.testing.assert_close(
             found.double(), one.double(), rtol=0, atol=0, equal_nan=True, msg=f"{have} to {want}"
         )
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def decoded(table: LaunchTable) -> dict[int, int]:
@@ -188,12 +206,11 @@ def test_a_table_names_every_byte_once() -> None:
     rng = random.Random(1)
     for _ in range(5):
         blocks, *_ = random_blocks(rng, 3, lambda: (2, 2))
-        blocks = CopyBlocks(np.arange(3), np.arange(3), *(getattr(blocks, n) for n in REST))
-        phases = np.array([0, 4, 15]), np.array([0, 4, 7])
-        strided = merged_blocks(blocks, *phases)
+        blocks = CopyBlocks(np.arange(3), 3 + np.arange(3), *(getattr(blocks, n) for n in REST))
+        strided = merged_blocks(blocks, np.array([0, 4, 15, 0, 4, 7]))
         for number in range(3):
             chosen = strided.take(strided.source == number)
-            found = decoded(compile_table(chosen, 3)) if len(chosen) else {}
+            found = decoded(compile_table(chosen)) if len(chosen) else {}
             assert found == listed(blocks, number)
 
 
@@ -219,7 +236,7 @@ def listed(blocks: CopyBlocks, row: int) -> dict[int, int]:
 
 def test_contiguous_dims_become_one() -> None:
     blocks = one_block([8, 4, 1, 16], [256, 16, 16, 1], [64, 16, 99, 1], itemsize=4)
-    strided = merged_blocks(blocks, np.zeros(1, np.int64), np.zeros(1, np.int64))
+    strided = merged_blocks(blocks, np.array([0, 0]))
     assert strided.widths.tolist() == [[8, 16]]
     assert strided.source_strides.tolist() == [[1024, 16]]
     assert strided.unit.tolist() == [16]
@@ -227,8 +244,7 @@ def test_contiguous_dims_become_one() -> None:
 
 def test_long_rows_give_their_edges_away() -> None:
     blocks = one_block([2, 501], [512, 1], [504, 1], itemsize=2)
-    zero = np.zeros(1, np.int64)
-    strided = merged_blocks(blocks, zero + 6, zero + 6)
+    strided = merged_blocks(blocks, np.array([6, 6]))
     # Each row: 10 bytes up to the grid, 61 units of 16, and 16 of the 1002 bytes are left.
     assert sorted(zip(strided.unit.tolist(), strided.widths.prod(1).tolist(), strict=True)) == [
         (2, 10),
@@ -239,25 +255,23 @@ def test_long_rows_give_their_edges_away() -> None:
 
 def test_huge_blocks_are_cut() -> None:
     blocks = one_block([5 << 30], [1], [1], itemsize=1)
-    zero = np.zeros(1, np.int64)
-    table = compile_table(merged_blocks(blocks, zero + 1, zero), 1)
+    table = compile_table(merged_blocks(blocks, np.array([1, 0])))
     assert table.rows[:, 5].sum() == 5 << 30
     assert table.rows[:, 5].max() <= 1 << 30
     assert len(table.tiles) == (5 << 30) // table.lanes
 
 
 def test_far_strides_need_64_bits() -> None:
-    zero = np.zeros(1, np.int64)
     for stride, wide in ((1 << 20, False), (1 << 30, True)):
         blocks = one_block([4, 4], [stride, 1], [4, 1], itemsize=1)
-        assert compile_table(merged_blocks(blocks, zero, zero), 1).wide == wide
+        assert compile_table(merged_blocks(blocks, np.array([0, 0]))).wide == wide
 
 
 def test_casts_take_groups_where_both_sides_are_aligned() -> None:
-    cast, zero = Cast(4, 2), np.zeros(1, np.int64)
+    cast = Cast(4, 2)
     for width, shift, unit in ((64, 0, 8), (63, 0, 1), (64, 4, 1)):
         blocks = one_block([3, width], [64, 1], [64, 1], itemsize=4)
-        assert merged_blocks(blocks, zero + shift, zero, cast).unit.tolist() == [unit]
+        assert merged_blocks(blocks, np.array([shift, 0]), cast).unit.tolist() == [unit]
 
 
 def one_block(
@@ -265,7 +279,7 @@ def one_block(
 ) -> CopyBlocks:
     zero = np.zeros(1, dtype=np.int64)
     rows = (np.array([row], dtype=np.int64) for row in (widths, source, destination))
-    return CopyBlocks(zero, zero, zero, zero, *rows, np.array([itemsize], dtype=np.int64))
+    return CopyBlocks(zero, zero + 1, zero, zero, *rows, np.array([itemsize], dtype=np.int64))
 
 
 def test_columns_that_do_not_fit_are_refused() -> None:
@@ -279,7 +293,7 @@ def test_columns_that_do_not_fit_are_refused() -> None:
 def test_no_blocks_at_all() -> None:
     none, rows = np.zeros(0, dtype=np.int64), np.zeros((0, 2), dtype=np.int64)
     blocks = CopyBlocks(none, none, none, none, rows, rows, rows, none)
-    CopyTable(blocks).launch([], [])
+    launch(CopyTable(blocks), [], [], "cpu")
 
 
 def test_copies_with_torch() -> None:
@@ -313,13 +327,31 @@ def test_casts_on_a_gpu() -> None:
 
 
 def test_a_gpu_without_triton_gives_the_same() -> None:
-    device, has_triton = gpu(), device_copy._has_triton
-    device_copy._has_triton = lambda: False  # type: ignore[assignment]
+    device, has_triton = gpu(), gpu_copy._has_triton
+    gpu_copy._has_triton = lambda: False  # type: ignore[assignment]
     try:
         check_copies(device, 5)
         check_casts(device, 5, torch.float32, torch.bfloat16)
     finally:
-        device_copy._has_triton = has_triton
+        gpu_copy._has_triton = has_triton
+
+
+def test_copies_between_the_host_and_a_gpu() -> None:
+    for seed in range(20):
+        for devices in (("cpu", gpu()), (gpu(), "cpu")):
+            check_copies_between(*devices, seed)
+
+
+def check_copies_between(source: str, destination: str, seed: int) -> None:
+    """Sources on one device and destinations on another; addresses of both are in one table."""
+    rng, noise = random.Random(seed), np.random.default_rng(seed)
+    blocks, *sizes = random_blocks(rng, 10, lambda: (4, 4), rng.choice([1, 16]))
+    have, want = ([noise.integers(0, 256, size, dtype=np.uint8) for size in side] for side in sizes)
+    sources = [on(source, array) for array in have]
+    destinations = [on(destination, array) for array in want]
+    launch(CopyTable(blocks), sources, destinations, "cpu", uniform=False)
+    for found, right in zip(destinations, expected(blocks, have, want), strict=True):
+        np.testing.assert_array_equal(found.cpu().numpy(), right, f"seed {seed}")
 
 
 def test_far_apart_on_a_gpu() -> None:
@@ -331,7 +363,7 @@ def test_far_apart_on_a_gpu() -> None:
     destination = torch.zeros(4 * 48, dtype=torch.uint8, device=device)
     blocks = one_block([4, 48], [stride, 1], [48, 1], itemsize=1)
     blocks = replace(blocks, source_offset=np.array([stride - 48]))
-    CopyTable(blocks).launch([source], [destination])
+    launch(CopyTable(blocks), [source], [destination], device)
     assert destination.view(4, 48).eq(rows[:, None]).all()
 
 
@@ -345,7 +377,8 @@ def test_other_streams_on_a_gpu() -> None:
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
     for number, (source, destination) in enumerate(zip(sources, found, strict=True)):
-        table.launch([source], [destination], streams[number % 2])
+        with torch.cuda.stream(streams[number % 2]):
+            launch(table, [source], [destination], device)
     torch.cuda.synchronize()
     for source, destination in zip(sources, found, strict=True):
         assert torch.equal(source[:, :1000], destination)

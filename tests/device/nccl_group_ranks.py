@@ -1,4 +1,4 @@
-"""What the ranks of `test_device_wire` do: 4 processes that share one GPU.
+"""What the ranks of `test_nccl_group` do: 4 processes that share one GPU.
 
 NCCL takes them for 4 hosts because each has a ``NCCL_HOSTID`` of its own.
 """
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError, MoveTimeoutError, PeerLostError
-from reshard.run.live.nccl import DeviceWire, Exchange
+from reshard.live.transport.nccl_group import NcclGroup, NcclWork
 
 SIZE = 4
 RANK = int(os.environ.get("RANK", "0"))
@@ -35,10 +35,10 @@ class Job:
         self.store = dist.PrefixStore("beside", store.clone())
         self.check_callers_group()
 
-    def wire(self, name: str, ranks: range = range(SIZE), timeout: float = 20) -> DeviceWire:
+    def group(self, name: str, ranks: range = range(SIZE), timeout: float = 20) -> NcclGroup:
         self.meet(name, ranks)
         store = dist.PrefixStore(name, self.store)
-        return DeviceWire(store, ranks.index(RANK), len(ranks), DEVICE, timeout=timeout)
+        return NcclGroup(store, ranks.index(RANK), len(ranks), DEVICE, timeout=timeout)
 
     def meet(self, name: str, ranks: range = range(SIZE)) -> None:
         self.store.set(f"{name}/{RANK}", "here")
@@ -64,11 +64,11 @@ def right(receives: Messages, seed: int = 0) -> bool:
     return all(bool((tensor == (peer * 16 + RANK + seed) % 251).all()) for peer, tensor in receives)
 
 
-def outcome(exchange: Exchange, limit: float = 15) -> str:
+def outcome(work: NcclWork, limit: float = 15) -> str:
     start = time.monotonic()
     while time.monotonic() - start < limit:
         try:
-            if exchange.done():
+            if work.done():
                 return "done"
         except LiveError as error:
             return type(error).__name__
@@ -76,46 +76,46 @@ def outcome(exchange: Exchange, limit: float = 15) -> str:
     return "running"
 
 
-def abort_after(wire: DeviceWire, seconds: float) -> threading.Thread:
-    thread = threading.Thread(target=lambda: (time.sleep(seconds), wire.abort()))
+def abort_after(group: NcclGroup, seconds: float) -> threading.Thread:
+    thread = threading.Thread(target=lambda: (time.sleep(seconds), group.abort()))
     thread.start()
     return thread
 
 
 def values(job: Job) -> None:
     """Messages arrive; the exchange keeps its place between the kernels around it."""
-    wire = job.wire("values")
+    group = job.group("values")
     for number_of_bytes in (1, 1000, 1 << 20, 32 << 20):
         sends, receives = messages(number_of_bytes, seed=3)
-        wire.exchange(sends, receives).join()
+        group.exchange(sends, receives).join()
         assert right(receives, seed=3)
     for _, tensor in sends:
         tensor.zero_()
     torch.cuda._sleep(100_000_000)
     for peer, tensor in sends:
         tensor.fill_((RANK * 16 + peer + 7) % 251)
-    exchange = wire.exchange(sends, receives)
-    assert not exchange.done()
-    exchange.join()
+    work = group.exchange(sends, receives)
+    assert not work.done()
+    work.join()
     copies = [(peer, tensor.clone()) for peer, tensor in receives]
     assert right(copies, seed=7)
-    assert outcome(exchange) == "done"
+    assert outcome(work) == "done"
     job.meet("all done")
-    wire.close()
+    group.close()
     job.check_callers_group()
 
 
 def late_at_first(job: Job) -> None:
     """A rank that is late when the others connect; they abort, and all start anew."""
-    wire = job.wire("first")
+    group = job.group("first")
     sends, receives = messages(4 << 20)
     if RANK == 3:
         time.sleep(4)
-        wire.abort()
+        group.abort()
     else:
-        thread, start = abort_after(wire, 1.5), time.monotonic()
+        thread, start = abort_after(group, 1.5), time.monotonic()
         with contextlib.suppress(LiveError):
-            assert outcome(wire.exchange(sends, receives)) == "LiveError"
+            assert outcome(group.exchange(sends, receives)) == "LiveError"
         assert time.monotonic() - start < 3
         thread.join()
     job.check_callers_group()
@@ -124,19 +124,19 @@ def late_at_first(job: Job) -> None:
 
 def late_when_warm(job: Job) -> None:
     """A rank that is late to the second exchange; the others abort from another thread."""
-    wire = job.wire("warm")
+    group = job.group("warm")
     sends, receives = messages(4 << 20)
-    wire.exchange(sends, receives).join()
+    group.exchange(sends, receives).join()
     torch.cuda.synchronize()
     job.meet("first is through")
     if RANK == 3:
         time.sleep(4)
-        wire.abort()
+        group.abort()
     else:
-        exchange, start = wire.exchange(sends, receives), time.monotonic()
-        exchange.join()
-        thread = abort_after(wire, 1.5)
-        assert outcome(exchange) == "LiveError"
+        work, start = group.exchange(sends, receives), time.monotonic()
+        work.join()
+        thread = abort_after(group, 1.5)
+        assert outcome(work) == "LiveError"
         thread.join()
         torch.cuda.synchronize()
         assert time.monotonic() - start < 3.5
@@ -146,17 +146,17 @@ def late_when_warm(job: Job) -> None:
 
 def killed(job: Job) -> None:
     """A rank dies; the others learn of it, live on, and go on among themselves."""
-    wire = job.wire("killed")
+    group = job.group("killed")
     sends, receives = messages(4 << 20)
-    wire.exchange(sends, receives).join()
+    group.exchange(sends, receives).join()
     torch.cuda.synchronize()
     job.meet("first is through")
     if RANK == 3:
         time.sleep(1)
         os.kill(os.getpid(), signal.SIGKILL)
-    exchange = wire.exchange(sends, receives)
-    assert outcome(exchange) == PeerLostError.__name__
-    wire.abort()
+    work = group.exchange(sends, receives)
+    assert outcome(work) == PeerLostError.__name__
+    group.abort()
     torch.cuda.synchronize()
     start_anew(job, range(3))
     time.sleep(5)  # torch's watchdog would have ended the process by now
@@ -164,39 +164,39 @@ def killed(job: Job) -> None:
 
 
 def missing(job: Job) -> None:
-    """A rank never opens the wire: an error in time, and the next one works."""
+    """A rank never opens the group: an error in time, and the next one works."""
     if RANK == 3:
         time.sleep(4)
     else:
         start, store = time.monotonic(), dist.PrefixStore("missing", job.store)
         with unittest.TestCase().assertRaisesRegex(MoveTimeoutError, "late"):  # noqa: PT027
-            DeviceWire(store, RANK, SIZE, DEVICE, timeout=2)
+            NcclGroup(store, RANK, SIZE, DEVICE, timeout=2)
         assert time.monotonic() - start < 4
     job.check_callers_group()
     start_anew(job)
 
 
 def start_anew(job: Job, ranks: range = range(SIZE)) -> None:
-    wire = job.wire("anew", ranks)
+    group = job.group("anew", ranks)
     sends, receives = messages(1 << 20, seed=5, size=len(ranks))
-    assert outcome(wire.exchange(sends, receives)) == "done"
+    assert outcome(group.exchange(sends, receives)) == "done"
     assert right(receives, seed=5)
     job.meet("anew, done", ranks)
 
 
 def many(job: Job) -> None:
-    """Wires made and given back leave nothing behind."""
+    """Groups made and given back leave nothing behind."""
     sends, receives = messages(1 << 20)
     open_files = []
     for number in range(6):
-        wire = job.wire(f"many {number}")
-        assert outcome(wire.exchange(sends, receives)) == "done"
+        group = job.group(f"many {number}")
+        assert outcome(group.exchange(sends, receives)) == "done"
         job.meet(f"many {number}, done")
         if number % 2:
-            wire.abort()
+            group.abort()
         else:
-            wire.close()
-        del wire
+            group.close()
+        del group
         open_files.append(len(os.listdir("/proc/self/fd")))  # noqa: PTH208
     assert open_files[-1] <= open_files[1] + 4, open_files
     job.check_callers_group()
