@@ -14,13 +14,13 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from reshard.run.live.device_copy import BoundCopy, CopyTable
-from reshard.run.live.device_table import CopyBlocks
+from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.program.copies import CopyBlocks
 
 GIB = 1 << 30
 
@@ -68,16 +68,19 @@ class Setting:
     """The tensors of a case, and the same slices as torch views."""
 
     table: CopyTable
-    bound: BoundCopy
+    tensors: list[torch.Tensor]
+    """Sources, then destinations, as the table numbers them."""
+    warm: TensorTable
+    """The same with their addresses, which the first launch uploads."""
     views: tuple[list[torch.Tensor], list[torch.Tensor]]
     num_bytes: int
     """Bytes read plus bytes written."""
 
     def launch(self) -> None:
-        self.bound.launch()
+        self.table.launch(self.warm)
 
-    def bind_and_launch(self) -> None:
-        self.table.launch(self.bound.sources, self.bound.destinations)
+    def list_and_launch(self) -> None:
+        self.table.launch(listed(self.tensors))
 
     def one_by_one(self) -> None:
         for source, destination in zip(*self.views, strict=True):
@@ -104,14 +107,27 @@ def prepared(case: Case) -> Setting:
     columns = block_columns(views, parts, spots[:-1] * packed.itemsize)
     if case.unpack:
         columns = [columns[i] for i in (1, 0, 3, 2, 4, 6, 5, 7)]
-        sides, lists = (parts, views), ([packed], strided)
+        sides, sources, destinations = (parts, views), [packed], strided
     else:
-        sides, lists = (views, parts), (strided, [packed])
+        sides, sources, destinations = (views, parts), strided, [packed]
+    columns[1] = columns[1] + len(sources)
     columns[7][:] = have.itemsize
-    cast = (have, want) if have != want else None
+    blocks = CopyBlocks(*columns)
+    if have != want:
+        blocks = replace(blocks, cast=(name_of(have), name_of(want)))
     num_bytes = sum(sizes) * (have.itemsize + want.itemsize)
-    table = CopyTable(CopyBlocks(*columns), cast=cast)
-    return Setting(table, table.bind(*lists), sides, num_bytes)
+    tensors = [*sources, *destinations]
+    return Setting(CopyTable(blocks), tensors, listed(tensors), sides, num_bytes)
+
+
+def listed(tensors: list[torch.Tensor]) -> TensorTable:
+    """Tensors with their addresses, by their place in the list."""
+    addresses = np.fromiter((tensor.data_ptr() for tensor in tensors), np.int64, len(tensors))
+    return TensorTable(addresses, dict(enumerate(tensors)), tensors[0].device)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def block_columns(
@@ -181,9 +197,9 @@ def check(setting: Setting) -> None:
 
 
 def host_costs(setting: Setting) -> list[str]:
-    """Microseconds of a call, bound and with tensors listed anew; the table per mille of data."""
+    """Microseconds of a call, with tensors listed before or anew; the table per mille of data."""
     cells = []
-    for action in (setting.launch, setting.bind_and_launch):
+    for action in (setting.launch, setting.list_and_launch):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(5):
@@ -201,7 +217,7 @@ def main() -> None:
         sys.exit(print("skipped: this benchmark needs a CUDA device, and torch sees none"))
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {rounds} rounds, TB/s")
     print("| case | MiB | launch | plain | one by one | foreach | / plain | / one by one", end="")
-    print(" | call, us | bind and call, us | table, per mille |")
+    print(" | call, us | list and call, us | table, per mille |")
     print("|---" * 11 + "|")
     for case in CASES:
         print(measure(case, rounds), flush=True)
