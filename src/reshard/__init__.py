@@ -20,7 +20,7 @@ _HOMES = {
     "Mesh": "mesh",
     "Plan": "planning.plan",
     "Rules": "rules",
-    "RunReport": "live.report",
+    "RunReport": "show.run_report",
     "SimulationReport": "run.simulate",
     "Summary": "planning.summary",
     "TensorSpec": "spec",

@@ -13,7 +13,7 @@ import pytest
 
 import reshard as rs
 from reshard.live.program.rounds import Program
-from reshard.live.progress import Bar, progress_of
+from reshard.show.progress import Bar, progress_of
 
 
 def program_of(rows: int, memory: str = "1GiB") -> Program:
@@ -156,7 +156,7 @@ def test_closing_while_it_appears() -> None:
 def test_rich_is_loaded_only_when_shown() -> None:
     code = (
         "import sys\n"
-        "from reshard.live.progress import progress_of\n"
+        "from reshard.show.progress import progress_of\n"
         "bar = progress_of(None, None)\n"
         "bar.advance(1); bar.close()\n"
         "sys.exit('rich' in sys.modules)\n"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import reshard as rs
-from reshard.live.report import RoundReport
+from reshard.show.run_report import RoundReport
 
 PHASES = ("packing", "unpacking", "waiting")
 

@@ -14,9 +14,8 @@ import pytest
 
 from reshard.live.failure import agreement
 from reshard.live.session import listener
-from reshard.live.session.connections import Connections
 from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting, encode
-from reshard.live.session.session import all_connections
+from reshard.live.session.session import Connections, all_connections
 from tests.ranks.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.soak import soaking, within

@@ -14,8 +14,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from reshard.live.program import rounds
-from reshard.live.session.connections import Connections
-from reshard.live.session.session import all_connections
+from reshard.live.session.session import Connections, all_connections
 from reshard.live.session.store import StoreClient
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool

@@ -117,7 +117,7 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
     """The same move between processes, or why it could not be made."""
     from reshard.cli.demo_live import NotLive, has_torch, move_live
     from reshard.errors import LiveError
-    from reshard.live.report import RunReport
+    from reshard.show.run_report import RunReport
 
     if not has_torch():
         return NotLive("torch is not installed; try pip install 'reshard[torch]'", holds=True)

@@ -20,7 +20,7 @@ from multiprocessing.context import ForkServerProcess
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LiveError
-from reshard.live.report import RunReport
+from reshard.show.run_report import RunReport
 
 if TYPE_CHECKING:
     import numpy as np

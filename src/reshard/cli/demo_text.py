@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 from reshard.bytesize import format_bytes
 from reshard.cli.demo_live import Live, NotLive
-from reshard.live.report import format_seconds
 from reshard.planning.text import align
+from reshard.show.run_report import format_seconds
 
 if TYPE_CHECKING:
     from reshard.cli.demo import Comparison

@@ -7,44 +7,24 @@ result = handle.wait(); print(handle.report)
 
 from __future__ import annotations
 
-import json
-import zlib
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LiveError, ReshardError
-from reshard.live.call import Call
+from reshard.live.call import call_of
 from reshard.live.compiled import CompiledPlan
 from reshard.live.failure.cleanup import counted
-from reshard.live.failure.wait_graph import WaitGraph
-from reshard.live.failure.watch import Watch
 from reshard.live.handle import Handle
 from reshard.live.inputs.bound import Tensors
-from reshard.live.inputs.request import Request, check_request
 from reshard.live.options import Options, options_from
-from reshard.live.report import RunReport
-from reshard.live.session.cause import Cause
-from reshard.live.session.session import Session, Ticket, all_connections, session_of
+from reshard.live.session.session import Ticket, all_connections, session_of
 from reshard.live.transport.nccl import NcclGroups
 from reshard.planning.plan import Plan
+from reshard.show.run_report import RunReport
 
-__all__ = [
-    "Handle",
-    "call_of",
-    "check",
-    "gather_texts",
-    "pass_silently",
-    "refuse",
-    "release",
-    "run",
-    "start",
-]
-
-MAX_TEXT = 1 << 28
-"""Bytes that a text may decompress to: a peer may be broken."""
+__all__ = ["Handle", "check", "pass_silently", "refuse", "release", "run", "start", "started"]
 
 
 def release(plan: Plan) -> None:
@@ -109,29 +89,6 @@ def started(
     return Handle(call, report)
 
 
-def call_of(
-    ticket: Ticket,
-    plan: Plan,
-    tensors: Tensors,
-    into: Tensors | None,
-    options: Options,
-    *,
-    grad: bool | None = None,
-    ask_grad: bool = False,
-    report: RunReport | None = None,
-) -> Call:
-    """The call for which the caller has a ticket; it has its number when this returns."""
-    if not dist.is_initialized():
-        raise LiveError(
-            "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
-        )
-    check_request(tensors, into, ticket.group)
-    group = ticket.group or dist.group.WORLD
-    assert group is not None
-    request = Request(tensors, into, group, options)
-    return Call(ticket, plan, request, grad=grad, ask_grad=ask_grad, report=report)
-
-
 def refuse(plan: Plan, error: BaseException, group: dist.ProcessGroup | None = None) -> NoReturn:
     """Raise an error that was found before the move, here and on the ranks that wait for it."""
 
@@ -156,67 +113,3 @@ def pass_silently(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> boo
         session.close_call(session.begin(ticket, options.get("tag")))
     ticket.finish()
     return True
-
-
-def gather_texts(
-    text: str, group: dist.ProcessGroup | None, timeout: float, what: str
-) -> dict[int, str]:
-    """The texts of all ranks of a group, by rank; ``what`` they are about must be the same."""
-    group = group or dist.group.WORLD
-    return counted(group, None, lambda ticket: _gather(ticket, text, timeout, what))
-
-
-def _gather(ticket: Ticket, text: str, timeout: float, what: str) -> dict[int, str]:
-    assert ticket.group is not None
-    session = session_of(ticket.group, sorted(dist.get_process_group_ranks(ticket.group)))
-    session.begin(ticket)
-    try:
-        connections = session.connect(ticket, timeout, what, _observe)
-        number = ticket.number
-        watch = Watch(session, connections, number, b"", timeout=timeout, what=what)
-        ticket.watch = watch
-        try:
-            mine = zlib.compress(json.dumps([what, text]).encode(), 1).hex()
-            found = _exchange_texts(watch, mine)
-        except ReshardError as error:
-            watch.fail_with(error)
-        watch.close()
-    except ReshardError:
-        if ticket.watch is not None:
-            ticket.watch.close()
-        ticket.finish()
-        raise
-    ticket.finish()
-    return found
-
-
-def _observe(session: Session, number: int, what: str) -> WaitGraph:
-    return WaitGraph(session, number, what).observe()
-
-
-def _exchange_texts(watch: Watch, mine: str) -> dict[int, str]:
-    connections = watch.connections
-    client, rank = connections.client, connections.rank
-    keys = {one: f"says/{watch.call}/{one}" for one in connections.ranks}
-    client.request(lambda store: store.set(keys[rank], mine))
-    watch.wait_keys(keys, lambda peer: f"it to say its part of {watch.what}")
-    values = client.request(lambda store: store.multi_get(list(keys.values())))
-    found = {one: _decoded(one, value) for one, value in zip(keys, values, strict=True)}
-    other = {one: what for one, (what, _) in found.items() if what != watch.what}
-    if other:
-        one, what = min(other.items())
-        text = f"rank {rank} is in {watch.what} and rank {one} in {what}"
-        watch.fail(Cause("disagree", f"ranks are in different calls: {text}"))
-    # Every rank has read before any goes on, so that the keys can go.
-    watch.barrier("heard")
-    client.request(lambda store: store.delete_key(keys[rank]))
-    return {one: text for one, (_, text) in found.items()}
-
-
-def _decoded(rank: int, value: bytes) -> tuple[str, str]:
-    try:
-        data = zlib.decompressobj().decompress(bytes.fromhex(value.decode()), MAX_TEXT)
-        what, text = json.loads(data)
-        return str(what), str(text)
-    except (ValueError, TypeError, zlib.error) as error:
-        raise LiveError(f"what rank {rank} sent cannot be read: {error}") from None

@@ -23,13 +23,19 @@ from reshard.live.compiled import CompiledPlan, compiled_plan
 from reshard.live.failure.agreement import Signature, check_hellos, compare, join_comparison
 from reshard.live.failure.wait_graph import WaitGraph
 from reshard.live.failure.watch import Watch
-from reshard.live.inputs.bound import BoundTensors
-from reshard.live.inputs.devices import GPU, all_on_gpus, device_of, placement_of
+from reshard.live.inputs.bound import (
+    GPU,
+    BoundTensors,
+    Request,
+    Tensors,
+    all_on_gpus,
+    check_request,
+    device_of,
+    placement_of,
+)
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.inputs.request import Request
-from reshard.live.program.rounds import Round
-from reshard.live.progress import Bar, progress_of
-from reshard.live.report import RunReport
+from reshard.live.options import Options
+from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import Cause
 from reshard.live.session.mailbox import Inbox
 from reshard.live.session.session import Session, Ticket, session_of
@@ -37,13 +43,15 @@ from reshard.live.session.tags import CallAheadError
 from reshard.live.transport.base import Transport
 from reshard.live.transport.exchange import Exchange, Wait
 from reshard.live.transport.gloo import GlooTransport
-from reshard.live.transport.gloo_group import GlooGroup, GlooGroups
+from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.host import HostTransport
 from reshard.live.transport.in_flight import InFlightCall
 from reshard.live.transport.nccl import NcclGroups, NcclTransport
 from reshard.planning.plan import Plan
+from reshard.show.progress import MIN_BYTES, Bar, progress_of
+from reshard.show.run_report import RunReport
 
-__all__ = ["GRAD_CODES", "Call"]
+__all__ = ["GRAD_CODES", "Call", "call_of", "observe_waits"]
 
 GRAD_CODES = {None: 0, False: 1, True: 2}
 """How a Hello says whether gradients are wanted."""
@@ -53,6 +61,17 @@ Result = dict[str, torch.Tensor]
 
 class Call:
     """One call: it has its number when it is made, and is done when it has run."""
+
+    watch: Watch | None = None
+    session: Session | None = None
+    _exchange: Exchange | None = None
+    _in_flight: InFlightCall | None = None
+    _progress: Bar | None = None
+    _key = (b"", "")
+    _ok = False
+    _is_first = _compares = False
+    """Whether to compare with the other ranks. All must decide alike, so it is decided when the
+    call takes its number: calls are made in one order, but those in flight go on in any."""
 
     def __init__(
         self,
@@ -67,34 +86,20 @@ class Call:
         """``grad`` is whether this rank's source requires gradients, None where it cannot know;
         ``ask_grad`` whether such ranks are to learn it from others."""
         self.ticket, self.plan, self.request, self.options = ticket, plan, request, request.options
-        self.grad, self._ask_grad = grad, ask_grad
-        self.report = report
-        self.rank = dist.get_rank()
-        self.watch: Watch | None = None
-        self.session: Session | None = None
-        self.compiled: CompiledPlan | None = None
-        self._exchange: Exchange | None = None
+        self.grad, self._ask_grad, self.report = grad, ask_grad, report
         self._transports: list[Transport] = []
-        self._in_flight: InFlightCall | None = None
-        self._progress: Bar | None = None
-        self._key = (b"", "")
-        self._ok = False
-        self._is_first = self._compares = False
-        """Whether to compare with the other ranks. All must decide alike, so it is decided here:
-        calls are made in one order, but those in flight go on in any."""
-        if self.rank in plan.parties:
-            self._take_number()
+        compiled = self.compiled = compiled_plan(plan, request.group)
+        if compiled is not None:
+            silent = self.options.check == "never" and not compiled.exchanges
+            if len(compiled.ranks) > 1 and not silent:
+                self._take_number(session_of(request.group, compiled.ranks), compiled.digest)
 
-    def _take_number(self) -> None:
-        self.request.check_member(self.rank)
-        compiled = self.compiled = compiled_plan(self.plan)
-        silent = self.options.check == "never" and not compiled.exchanges
-        if len(compiled.ranks) > 1 and not silent:
-            session = self.session = session_of(self.request.group, compiled.ranks)
-            session.begin(self.ticket, self.options.tag)
-            self._key = compiled.digest, self.options.name
-            self._is_first = session.must_compare(self.ticket, self._key)
-            self._compares = self._is_first or self.options.check == "always"
+    def _take_number(self, session: Session, digest: bytes) -> None:
+        self.session = session
+        session.begin(self.ticket, self.options.tag)
+        self._key = digest, self.options.name
+        self._is_first = session.must_compare(self.ticket, self._key)
+        self._compares = self._is_first or self.options.check == "always"
 
     def run(self) -> Result:
         """Do the move."""
@@ -133,14 +138,12 @@ class Call:
             watch = self._connect(self.session, compiled)
         bound = self._bind(compiled, watch)
         program = compiled.program_for(bound)
-        self._exchange = None
-        inbox, wait = Inbox(), _wait_for_nothing
         if watch is not None:
-            self._choose_transports(watch, compiled, bound)
-            inbox, wait = watch.inbox, watch.wait
-        exchange = Exchange(
-            program, bound, self._transports, inbox, wait, self.report, self._after_round(bound)
-        )
+            self._choose_transports(watch, program, bound)
+        wait: Wait = _no_wait if watch is None else watch.wait
+        inbox = Inbox() if watch is None else watch.inbox
+        after = self._after_round(program, bound)
+        exchange = Exchange(program, bound, self._transports, inbox, wait, self.report, after)
         self._exchange = exchange
         if watch is not None:
             watch.status = exchange.status
@@ -149,14 +152,14 @@ class Call:
             self.report.transports = labels
             self.report.setup = time.perf_counter() - began
         if watch is not None and self._transports:
-            self._shake_hands(watch, bound)
+            self._shake_hands(watch, program, bound)
         return exchange
 
     def _connect(self, session: Session, compiled: CompiledPlan) -> Watch:
         ticket, options = self.ticket, self.options
         connections = session.connections
         if connections is None:
-            connections = session.connect(ticket, options.timeout, compiled.what, _observe)
+            connections = session.connect(ticket, options.timeout, compiled.what, observe_waits)
         watch = self.watch = Watch(
             session,
             connections,
@@ -169,52 +172,42 @@ class Call:
             grad=GRAD_CODES[self.grad],
         )
         ticket.watch = watch
-        if session.on_gpus.get(self._key) is not False:
-            groups = connections.resource(NcclGroups)
-            groups.order.enter(watch.call)
+        groups = connections.existing(NcclGroups)
+        if groups is not None:
             try:
                 groups.in_flight.check()
             except LiveError as error:
                 # It failed on a GPU after its call had returned.
-                watch.fail(Cause.of(error, self.rank).of_earlier_call())
+                watch.fail(Cause.of(error, compiled.rank).of_earlier_call())
         return watch
 
     def _bind(self, compiled: CompiledPlan, watch: Watch | None) -> BoundTensors:
         try:
-            return self.request.bind(compiled.locals, self.rank)
+            return self.request.bind(compiled.locals, compiled.rank)
         except TensorError as error:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))
             raise
 
-    def _choose_transports(self, watch: Watch, compiled: CompiledPlan, bound: BoundTensors) -> None:
+    def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         """Which peers are reached how; the first call of a plan compares before."""
         on_gpu = self._compare(watch, bound)
         watch.suspect = lambda: join_comparison(watch, self._signature(bound))
-        program, option = compiled.program_for(bound), self.options.transport
-        peers = program.peers
-        if self._ask_grad:
-            peers |= compiled.grad_hellos.get(self.rank, frozenset())
-        near = peers & watch.connections.peers.keys()
-        if option == "network":
-            near = frozenset()
-        gloo = self._gloo(watch, option == "network")
-        transports = self._transports = []
+        peers, option, connections = program.peers, self.options.transport, watch.connections
+        if self._ask_grad and self.compiled is not None:
+            peers |= self.compiled.grad_hellos.get(program.rank, frozenset())
+        gloo, common = None, (watch, program, bound)
+        if connections.spans_hosts or option == "network":
+            # All ranks make the group, also those that have nothing to send.
+            gloo = connections.resource(GlooGroups).group(watch)
         if on_gpu:
-            device = device_of(bound)
-            transports.append(NcclTransport(watch, program, bound, peers, device, gloo))
+            self._transports = [NcclTransport(*common, peers, device_of(bound), gloo, self.ticket)]
             return
+        near = frozenset() if option == "network" else peers & connections.peers.keys()
         if near:
-            transports.append(HostTransport(watch, program, bound, near, option))
+            self._transports.append(HostTransport(*common, near, option))
         if gloo is not None:
-            transports.append(GlooTransport(watch, program, bound, peers - near, gloo))
-
-    def _gloo(self, watch: Watch, forced: bool) -> GlooGroup | None:
-        """The session's gloo group; all ranks make it, also those that have nothing to send."""
-        connections = watch.connections
-        if not (connections.spans_hosts or forced):
-            return None
-        return connections.resource(GlooGroups).group(watch)
+            self._transports.append(GlooTransport(*common, peers - near, gloo))
 
     def _compare(self, watch: Watch, bound: BoundTensors) -> bool:
         """Compare with the other ranks, unless this plan was compared before.
@@ -228,21 +221,19 @@ class Call:
             session.on_gpus[key] = on_gpu
             session.has_compared(key)
             self._compares = False
-        while session.is_comparing(key):
+        while key not in session.agreed and session.is_comparing(key):
             watch.check()  # a call before this one is comparing
             time.sleep(0.001)
-        on_gpu = session.on_gpus.get(key, False)
-        if not on_gpu:
-            groups = watch.connections.existing(NcclGroups)
-            if groups is not None:
-                groups.order.leave(watch.call)
+        self.ticket.enqueues = session.on_gpus.get(key, False)
+        if not self.ticket.enqueues:
             return False
         where = placement_of(bound, self.request.group)
-        if not all_on_gpus({self.rank: where, -1: GPU}):
+        rank = watch.connections.rank
+        if not all_on_gpus({rank: where, -1: GPU}):
             watch.fail(
                 Cause(
                     "tensor",
-                    f"the tensors of rank {self.rank} are on {where} and this plan was found to "
+                    f"the tensors of rank {rank} are on {where} and this plan was found to "
                     "move from GPU to GPU: keep them there, or give "
                     'check="always" on all ranks to compare anew in every call',
                 )
@@ -254,29 +245,35 @@ class Call:
         grad = GRAD_CODES[self.grad]
         return Signature(self.plan, self.options.shared, where, grad, self.ticket.tag)
 
-    def _shake_hands(self, watch: Watch, bound: BoundTensors) -> None:
+    def _shake_hands(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         for transport in self._transports:
             transport.send_hellos()
         hellos = watch.inbox.hellos
         peers = [peer for transport in self._transports for peer in transport.peers]
 
-        def missing() -> list[int]:
-            check_hellos(watch, lambda: self._signature(bound))
-            return [peer for peer in peers if peer not in hellos]
+        expected = (watch.digest, watch.grad, watch.tag_code)
 
-        program = self._exchange.program if self._exchange else None
-        assert program is not None
+        def missing() -> list[int]:
+            left = []
+            for peer in peers:
+                hello = hellos.get(peer)
+                if hello is None:
+                    left.append(peer)
+                elif hello[1:4] != expected:
+                    check_hellos(watch, lambda: self._signature(bound))
+            return left
+
         watch.wait(missing, lambda peer: f"it to begin the move of {program.first_name(peer)}")
         watch.finish_handshake()
 
-    def _after_round(self, bound: BoundTensors) -> Callable[[Round], None] | None:
+    def _after_round(self, program: Program, bound: BoundTensors) -> Callable[[Round], None] | None:
         """What is done after every round: free donated sources, show progress; None if nothing."""
-        assert self.compiled is not None
-        program = self.compiled.program_for(bound)
         donation = Donation(program, bound) if self.options.donate else None
-        shown = self.options.progress if self.rank == self.compiled.ranks[0] else False
-        self._progress = progress_of(shown, program)
-        progress = self._progress
+        progress = None
+        shown, lowest = self.options.progress, self.plan.parties[0]
+        if program.rank == lowest and (shown or (shown is None and program.total >= MIN_BYTES)):
+            progress = progress_of(shown, program.total, program.num_rounds)
+            self._progress = progress
         if donation is None and progress is None:
             return None
 
@@ -318,23 +315,16 @@ class Call:
             raise error from None
         self._close_transports()
         self.watch.close()
-        self._leave_order()
 
     def _status(self) -> str:
         if self._exchange is None:
-            return f"on rank {self.rank}: no round begun"
+            return f"on rank {dist.get_rank()}: no round begun"
         return self._exchange.status()
 
     def _close_transports(self) -> None:
         while self._transports:
             self._transports[-1].close(self._ok)
             self._transports.pop()
-
-    def _leave_order(self) -> None:
-        if self.watch is not None:
-            groups = self.watch.connections.existing(NcclGroups)
-            if groups is not None:
-                groups.order.leave(self.watch.call)
 
     def _close(self) -> None:
         """The call is over; if it was the first to be compared and failed, the next one is.
@@ -348,7 +338,6 @@ class Call:
         if self._progress is not None:
             self._progress.close()
         self._close_transports()
-        self._leave_order()
         if in_flight is not None:
             in_flight.close()
         elif watch is not None:
@@ -395,7 +384,7 @@ class Call:
         return any(hello.grad == GRAD_CODES[True] for hello in hellos)
 
 
-def _observe(session: Session, number: int, what: str) -> WaitGraph:
+def observe_waits(session: Session, number: int, what: str) -> WaitGraph:
     return WaitGraph(session, number, what).observe()
 
 
@@ -403,4 +392,23 @@ def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str])
     """A call without an exchange waits for no peer."""
 
 
-_wait_for_nothing: Wait = _no_wait
+def call_of(
+    ticket: Ticket,
+    plan: Plan,
+    tensors: Tensors,
+    into: Tensors | None,
+    options: Options,
+    *,
+    grad: bool | None = None,
+    ask_grad: bool = False,
+    report: RunReport | None = None,
+) -> Call:
+    """The call for which the caller has a ticket; it has its number when this returns."""
+    group = ticket.group or dist.group.WORLD
+    if group is None:
+        raise LiveError(
+            "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
+        )
+    check_request(tensors, into, ticket.group)
+    request = Request(tensors, into, group, options)
+    return Call(ticket, plan, request, grad=grad, ask_grad=ask_grad, report=report)

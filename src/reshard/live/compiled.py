@@ -5,13 +5,15 @@ It hangs on the plan, so it goes with it; `plan.release()` frees it.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from functools import cached_property
 from math import prod
 
 import torch.distributed as dist
 
-from reshard.live.inputs.bound import BoundTensors, locals_of
-from reshard.live.inputs.request import Locals
+from reshard.errors import LiveError
+from reshard.live.inputs.bound import BoundTensors, Locals, locals_of
 from reshard.live.program.rounds import HAVE, WANT, Program
 from reshard.planning.plan import Plan
 from reshard.spec import TensorSpec
@@ -41,6 +43,8 @@ class CompiledPlan:
         self.program = Program(plan, rank, {})
         """For tensors that are contiguous."""
         self._programs: dict[tuple[object, ...], Program] = {}
+        self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
+        """The group of the last call."""
 
     def program_for(self, bound: BoundTensors) -> Program:
         """The program for tensors of these strides."""
@@ -79,11 +83,23 @@ class CompiledPlan:
         return {**dict.fromkeys(unaware, frozenset({first})), first: unaware}
 
 
-def compiled_plan(plan: Plan) -> CompiledPlan:
-    """What is compiled from a plan for this rank, once."""
+def compiled_plan(plan: Plan, group: dist.ProcessGroup) -> CompiledPlan | None:
+    """What is compiled from a plan for this rank, once; None if the rank has no part in it."""
     found: CompiledPlan | None = plan.compiled
-    if found is None or found.rank != dist.get_rank():
-        found = plan.compiled = CompiledPlan(plan, dist.get_rank())
+    # Asking for the rank takes microseconds; it does not change while a group lives.
+    if found is not None and found.group() is group:
+        return found
+    rank = dist.get_rank()
+    if rank not in plan.parties:
+        return None
+    if not isinstance(group, dist.ProcessGroup):
+        raise LiveError(
+            f"rank {rank} has a part in this move and is not in the group given by group=: "
+            "give a group of all ranks of both layouts"
+        )
+    if found is None or found.rank != rank:
+        found = plan.compiled = CompiledPlan(plan, rank)
+    found.group = weakref.ref(group)
     return found
 
 

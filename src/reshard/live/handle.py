@@ -13,7 +13,7 @@ from reshard.errors import ReshardError
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import abandon, settle
 from reshard.live.inputs.streams import SideStreams
-from reshard.live.report import RunReport
+from reshard.show.run_report import RunReport
 
 __all__ = ["Handle"]
 

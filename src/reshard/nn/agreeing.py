@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError
-from reshard.live.inputs.devices import default_device
+from reshard.live.inputs.bound import default_device
 from reshard.mesh import format_ranks
 from reshard.sharded.fingerprints import digest
 from reshard.sharded.telling import numbers_of_all, raise_together

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from reshard.errors import quoted
 from reshard.layout import Layout
-from reshard.live.inputs.devices import with_index
+from reshard.live.inputs.bound import with_index
 from reshard.sharded.by_layout import LayoutShardingSpec, lowered
 from reshard.sharded.content import Content, Group, members, part_shapes
 from reshard.sharded.enumerable import check_disjoint, check_tensor
@@ -109,7 +109,7 @@ def device_of(stated: Sequence[ShardMetadata] | None, group: Group) -> torch.dev
 
 def home_of(group: Group) -> torch.device:
     """Where ranks of a group have tensors of which nothing else is known."""
-    from reshard.live.inputs.devices import default_device
+    from reshard.live.inputs.bound import default_device
 
     if not dist.is_initialized():
         return torch.device("cpu")

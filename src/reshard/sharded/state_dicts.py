@@ -18,13 +18,13 @@ import torch
 from torch import nn
 
 from reshard.errors import DisagreementError, OperationError, TensorError, quoted
-from reshard.live.api import gather_texts
 from reshard.sharded.alone import cut_here
 from reshard.sharded.content import Content, members
 from reshard.sharded.gathering import gathered_on
 from reshard.sharded.moving import split
 from reshard.sharded.pickling import for_all_ranks
 from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.tensors.gather import gather_texts
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["install", "pre_load_state_dict_hook", "state_dict_hook"]

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from reshard.dtypes import accumulator
 from reshard.errors import TensorError
 from reshard.layout import Layout
-from reshard.live.api import call_of, pass_silently
+from reshard.live.api import pass_silently
+from reshard.live.call import call_of
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced

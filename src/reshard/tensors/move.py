@@ -85,7 +85,8 @@ def move(
     return counted(
         group,
         lambda: _ranks_of(tensor, have, want, to),
-        lambda ticket: _move(ticket, *given),
+        _move,
+        *given,
     )
 
 

@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import TensorError
-from reshard.live.api import call_of, release, started
+from reshard.live.api import release, started
+from reshard.live.call import call_of
 from reshard.live.failure.cleanup import counted
 from reshard.live.handle import Handle
 from reshard.live.options import options_from

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from reshard import errors
 from reshard.errors import CheckpointError, DisagreementError, ReshardError, quoted
-from reshard.live.api import gather_texts
 from reshard.sharded.content import Group, members
+from reshard.tensors.gather import gather_texts
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["Circle"]

@@ -20,10 +20,10 @@ import torch
 from reshard.columns import Ints
 from reshard.dtypes import accumulator, itemsize
 from reshard.live.copy.gpu import CopyTable, TensorTable
-from reshard.live.copy.host import HostCopies, as_tensor
+from reshard.live.copy.host import Bases, HostCopies, as_tensor
 from reshard.live.program.copies import CopyList, Place
-from reshard.live.program.memory import RAW, Array, array_at
 from reshard.live.program.rounds import Transfer
+from reshard.live.program.runs import RAW, Array, array_at
 from reshard.run.numpy_dtypes import storage_dtype
 
 __all__ = ["OrderedSum", "add_up", "sums_of"]
@@ -62,8 +62,7 @@ def sums_of(transfers: Sequence[Transfer], staging: int) -> list[OrderedSum]:
     """The sums of a round: all addends of a stack are one."""
     stacks: dict[int, list[Transfer]] = {}
     for transfer in transfers:
-        if transfer.addend >= 0:
-            stacks.setdefault(id(transfer.stack), []).append(transfer)
+        stacks.setdefault(id(transfer.stack), []).append(transfer)
     return [OrderedSum(of_stack, staging) for of_stack in stacks.values()]
 
 
@@ -101,10 +100,15 @@ class OrderedSum:
         rows = zip(first.width.tolist(), packed, *columns, strict=True)
         return [(shape, list(operands)) for shape, *operands in rows]
 
-    def run(self, addresses: Sequence[int], table: Ints, arrived: Arrived) -> int:
+    def run(self, tensors: Bases, arrived: Arrived) -> int:
         """Add up on the host; gives the bytes that it took beyond the tensors."""
+        addresses = tensors.addresses
         if self._blocks is None:
-            return self._run_along_line(addresses, table, arrived)
+            total = self._total(addresses, arrived)
+            if not isinstance(self._out, HostCopies):
+                self._out = HostCopies(self._copies().tables())
+            self._out.run(tensors, int(total.ctypes.data), total.nbytes)
+            return total.nbytes
         kind, places, used = storage_dtype(self._dtype), self._places(arrived), 0
         for shape, (packed, into, *own) in self._blocks:
             total = array_at(addresses[into[0]] + into[1], shape, kind, into[2])
@@ -119,13 +123,6 @@ class OrderedSum:
 
     def _places(self, arrived: Arrived) -> list[int | None]:
         return [arrived.get(id(one)) for one in self._addends]
-
-    def _run_along_line(self, addresses: Sequence[int], table: Ints, arrived: Arrived) -> int:
-        total = self._total(addresses, arrived)
-        if not isinstance(self._out, HostCopies):
-            self._out = HostCopies(self._copies().tables(), self._staging)
-        self._out.run(addresses, table, int(total.ctypes.data))
-        return total.nbytes
 
     def _total(self, addresses: Sequence[int], arrived: Arrived) -> Array:
         """The sums on the line, not rounded yet."""

@@ -10,10 +10,10 @@ from typing import Any
 from reshard.errors import PeerLostError
 from reshard.live.session import control
 from reshard.live.session.cause import Cause
-from reshard.live.session.connections import Connections
+from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import REQUEST_SECONDS, Store
 
-__all__ = ["Abort", "abort_key"]
+__all__ = ["CallAbort", "abort_key"]
 
 WRITER_SECONDS = 1.0
 """How long to wait for a process that was about to write into our memory when a call failed."""
@@ -24,7 +24,7 @@ def abort_key(call: int) -> str:
     return f"abort/{call}"
 
 
-class Abort:
+class CallAbort:
     """The failure of one call, as one rank knows of it."""
 
     __slots__ = ("_call", "_connections", "_tag", "cause", "is_over", "written")

@@ -14,7 +14,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -42,12 +42,15 @@ next finds the call in the queue."""
 _thread: list[threading.Thread] = []
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 def counted(
     group: dist.ProcessGroup | None,
     ranks: Callable[[], Iterable[int]] | None,
-    action: Callable[[Ticket], T],
+    action: Callable[Concatenate[Ticket, P], T],
+    *args: P.args,
+    **options: P.kwargs,
 ) -> T:
     """Make a call, and account for it whatever is raised; see `Ticket` for ``ranks``."""
     if not _thread:
@@ -56,7 +59,7 @@ def counted(
     try:
         if len(open_tickets) > 1:
             _settle_left(ticket)
-        return action(ticket)
+        return action(ticket, *args, **options)
     except BaseException as error:
         if not ticket.over:
             abandon(ticket, error)

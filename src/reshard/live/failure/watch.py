@@ -10,15 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError, ReshardError
-from reshard.live.failure.abort import Abort
+from reshard.live.failure.abort import CallAbort
 from reshard.live.failure.wait_graph import WaitGraph
 from reshard.live.session.cause import Cause
-from reshard.live.session.connections import Connections
 from reshard.live.session.control import Alive, Hello
-from reshard.live.session.rendezvous import outcome_key
+from reshard.live.session.rendezvous import Connections, outcome_key
 from reshard.live.session.session import Session
 from reshard.live.session.store import REQUEST_SECONDS, missing_keys
 from reshard.live.session.tags import CallAheadError, Tag, compare_codes
@@ -53,6 +52,19 @@ def done_key(name: str, rank: int) -> str:
 class Watch:
     """One call on one rank: its identity, its waits and its failure. Transports work with it."""
 
+    handshaking = True
+    """Whether it is still waited for that all peers have called."""
+    compared = False
+    """Whether ranks have compared what they were given in this call."""
+    cut_by: Cause | None = None
+    """Why another call had to cut the connections that this one uses."""
+    by_network: frozenset[int] = frozenset()
+    """Peers that are reached over the network."""
+    suspect: Callable[[], None] | None = None
+    """Looks, whenever the store is looked at, for what a missing peer does instead."""
+    _graph: WaitGraph | None = None
+    _looked = _heartbeat = 0.0
+
     def __init__(
         self,
         session: Session,
@@ -66,46 +78,30 @@ class Watch:
         tag: Tag | None = None,
         grad: int = 0,
     ) -> None:
+        """``what`` says what the call does, ``grad`` what this rank's Hello says of gradients."""
         self.session, self.connections = session, connections
-        self.call, self.digest = call, digest
+        self.call, self.digest, self.what, self.grad = call, digest, what, grad
         self.timeout, self.deadline = timeout, deadline
         self.ends = None if deadline is None else time.monotonic() + deadline
-        self.what = what
-        """What the call does, in words."""
         self.tag_code = 0 if tag is None else tag.code
-        self.grad = grad
-        """What this rank's Hello says of gradients."""
         self.mailbox = connections.mailbox
         self.inbox = self.mailbox.open(call)
-        self.abort = Abort(connections, call, self.tag_code)
+        self.abort = CallAbort(connections, call, self.tag_code)
         self.status: Callable[[], str] = self._not_begun
         """How far this rank has come, for messages."""
-        self.handshaking = True
-        """Whether it is still waited for that all peers have called."""
-        self.compared = False
-        """Whether ranks have compared what they were given in this call."""
         self.broken: dict[int, str] = {}
         """Peers whose connection over the network failed, and how."""
-        self.cut_by: Cause | None = None
-        """Why another call had to cut the connections that this one uses."""
-        self.by_network: frozenset[int] = frozenset()
-        """Peers that are reached over the network."""
-        self.suspect: Callable[[], None] | None = None
-        """Looks, whenever the store is looked at, for what a missing peer does instead."""
-        self._graph: WaitGraph | None = None
         self._left_at: dict[int, float] = {}
-        self._looked = 0.0
-        self._heartbeat = 0.0
         self._impatient_after = min(LOOK_EVERY, timeout / 4)
-        connections.client.set_timeout(timeout)
+        connections.client.seconds = timeout
 
     def _not_begun(self) -> str:
         return f"on rank {self.connections.rank}: no round begun"
 
-    def hello(self) -> Hello:
-        """This rank's Hello, without what a transport adds."""
+    def hello(self, **more: Any) -> Hello:
+        """This rank's Hello, with what a transport adds."""
         finished = self.mailbox.num_finished
-        return Hello(self.call, self.digest, self.grad, self.tag_code, finished)
+        return Hello(self.call, self.digest, self.grad, self.tag_code, finished, **more)
 
     # Waiting -----------------------------------------------------------------------------------
 

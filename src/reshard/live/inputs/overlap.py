@@ -9,27 +9,29 @@ import torch
 
 from reshard.columns import Ints
 from reshard.errors import TensorError
-from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.memory import array_at
+from reshard.live.program.runs import array_at
 
 __all__ = ["check_overlaps"]
 
 Names = tuple[Mapping[str, object], Mapping[str, object]]
+"""The names of source and destination tensors."""
+Tensors = Mapping[int, torch.Tensor]
+"""By base number: sources first."""
 
 
-def check_overlaps(bound: BoundTensors, names: Names, rank: int) -> None:
+def check_overlaps(tensors: Tensors, names: Names, rank: int) -> None:
     """Refuse destinations that overlap one another, a source or themselves."""
-    listed = [*names[0], *names[1]]
-    for number, tensor in bound.tensors.items():
-        odd = number in bound.strides or not tensor.is_cpu
-        if number >= bound.num_have and odd and _overlaps_itself(tensor):
+    listed, num_have = [*names[0], *names[1]], len(names[0])
+    for number, tensor in tensors.items():
+        plain = tensor.is_cpu and tensor.is_contiguous()
+        if number >= num_have and not plain and _overlaps_itself(tensor):
             raise TensorError(
                 f'on rank {rank} elements of the destination "{listed[number]}" overlap one '
                 "another in memory: give memory of its own for every element, as clone() does"
             )
     spans = [
         (*_span(tensor), number)
-        for number, tensor in bound.tensors.items()
+        for number, tensor in tensors.items()
         if tensor.device.type in ("cpu", "cuda") and tensor.numel()
     ]
     if not spans:
@@ -42,15 +44,18 @@ def check_overlaps(bound: BoundTensors, names: Names, rank: int) -> None:
         for before in range(at - 1, -1, -1):
             if reach[before] <= table[at, 0]:
                 break
-            _check_pair(bound, listed, table[before], table[at], rank)
+            _check_pair(tensors, num_have, listed, (table[before], table[at]), rank)
 
 
-def _check_pair(bound: BoundTensors, names: list[str], one: Ints, other: Ints, rank: int) -> None:
+def _check_pair(
+    tensors: Tensors, num_have: int, names: list[str], spans: tuple[Ints, Ints], rank: int
+) -> None:
+    one, other = spans
     numbers = sorted((int(one[2]), int(other[2])))
-    sources = [number < bound.num_have for number in numbers]
+    sources = [number < num_have for number in numbers]
     if all(sources) or one[1] <= other[0]:
         return
-    a, b = (bound.tensors[number] for number in numbers)
+    a, b = (tensors[number] for number in numbers)
     tied = a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
     if (not any(sources) and tied) or not _share_memory(a, b):
         return

@@ -192,6 +192,11 @@ class Program:
         return self.part.receives.num_bytes + self.part.copies.num_bytes
 
     @cached_property
+    def total(self) -> int:
+        """Bytes that this rank sends, receives or copies."""
+        return self.num_bytes + self.part.sends.num_bytes
+
+    @cached_property
     def peers(self) -> frozenset[int]:
         """The ranks that it sends to or receives from, in any round."""
         ranks = [rows.transfers.destination for rows in self.part.sends.rows]

@@ -111,25 +111,27 @@ class Retired(NamedTuple):
 
 Control = Hello | Ready | Released | Abort | Alive | Waiting | Retired
 
-_HEAD = struct.Struct("<4sIQ")
 _MAGIC = b"rsh3"
-_FORMS = {
-    Hello: struct.Struct("<16sBBBBIQQQQQ"),
-    Ready: struct.Struct("<QQQ"),
-    Released: struct.Struct("<Q"),
-    Retired: struct.Struct("<Q"),
-    Alive: struct.Struct(""),
-    Abort: struct.Struct(""),
-    Waiting: struct.Struct(""),
+_HEAD = "<4sIQ"
+_FORMS: dict[type, struct.Struct] = {
+    Hello: struct.Struct(_HEAD + "16sQQQQQQQQQ"),
+    Ready: struct.Struct(_HEAD + "QQQ"),
+    Released: struct.Struct(_HEAD + "Q"),
+    Retired: struct.Struct(_HEAD + "Q"),
+    Alive: struct.Struct(_HEAD),
+    Abort: struct.Struct(_HEAD),
+    Waiting: struct.Struct(_HEAD),
 }
-_KINDS: dict[int, type] = dict(enumerate(_FORMS, 1))
+"""The numbers of each kind, in the order of its fields; a text follows some."""
+_KINDS = dict(enumerate(_FORMS, 1))
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
+_HEADS = {struct.pack("<4sI", _MAGIC, number): kind for number, kind in _KINDS.items()}
 _WITH_TEXT = {Hello, Abort, Waiting}
 
 MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
 """Bytes of text in a message: a cause, of which JSON may spend 6 bytes on a character."""
 
-MAX_MESSAGE = _HEAD.size + _FORMS[Hello].size + MAX_TEXT
+MAX_MESSAGE = _FORMS[Hello].size + MAX_TEXT
 """No message is longer."""
 
 
@@ -140,33 +142,21 @@ def encode(message: Control) -> bytes:
     Ready(call=7, round=0, buffer=3, offset=4096)
     """
     kind = type(message)
-    head = _HEAD.pack(_MAGIC, _NUMBERS[kind], message.call)
-    match message:
-        case Hello():
-            _, digest, grad, tag, finished, on_gpu, strided, table_at, eager, *rest = message
-            buffer, offset, _ = rest
-            numbers = (grad, on_gpu, strided, eager, 0, tag, finished, table_at, buffer, offset)
-            return head + _FORMS[Hello].pack(digest, *numbers) + message.table
-        case Abort() | Waiting():
-            return head + message.text[:MAX_TEXT]
-    return head + _FORMS[kind].pack(*message[1:])
+    if kind in _WITH_TEXT:
+        *numbers, text = message
+        data = _FORMS[kind].pack(_MAGIC, _NUMBERS[kind], *numbers)
+        return data + text[:MAX_TEXT]  # type: ignore[index]
+    return _FORMS[kind].pack(_MAGIC, _NUMBERS[kind], *message)
 
 
 def decode(data: bytes) -> Control | None:
     """Read what ``encode`` wrote; None for anything else."""
-    if not _HEAD.size <= len(data) <= MAX_MESSAGE:
+    kind = _HEADS.get(data[:8])
+    if kind is None or len(data) > MAX_MESSAGE:
         return None
-    magic, number, call = _HEAD.unpack_from(data)
-    kind = _KINDS.get(number)
-    if kind is None or magic != _MAGIC:
+    form, text = _FORMS[kind], data[_FORMS[kind].size :]
+    if len(data) < form.size or (text and kind not in _WITH_TEXT):
         return None
-    form, end = _FORMS[kind], _HEAD.size + _FORMS[kind].size
-    if len(data) < end or (len(data) > end and kind not in _WITH_TEXT):
-        return None
-    fields = form.unpack_from(data, _HEAD.size)
-    if kind is Hello:
-        digest, grad, on_gpu, strided, eager, _, tag, finished, table_at, buffer, offset = fields
-        more = (on_gpu, strided, table_at, eager, buffer, offset)
-        return Hello(call, digest, grad, tag, finished, *more, data[end:])
-    found: Control = kind(call, data[end:]) if kind in _WITH_TEXT else kind(call, *fields)
+    numbers = form.unpack_from(data)[2:]
+    found: Control = kind(*numbers, text) if kind in _WITH_TEXT else kind(*numbers)
     return found

@@ -27,7 +27,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from reshard.errors import LiveError, PeerLostError
-from reshard.live.copy.peer_memory import allow_access, read_memory
+from reshard.live.copy.host import allow_access, read_memory
 from reshard.live.program.runs import IovecPlan, Runs
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 

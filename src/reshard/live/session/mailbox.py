@@ -16,7 +16,7 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from typing import Any
 
 from reshard.errors import LiveError
 from reshard.live.session.control import (
@@ -43,40 +43,42 @@ MAX_AHEAD = 1024
 """How many calls a peer may be ahead of this rank: one that is further is broken."""
 
 
-@dataclass(eq=False, slots=True)
 class Inbox:
     """What has arrived for one call. Other threads add to it: copy a dict before you iterate."""
 
-    hellos: dict[int, Hello] = field(default_factory=dict)
-    """By peer."""
-    ready: dict[tuple[int, int], Ready] = field(default_factory=dict)
-    """Messages of peers that are there, by peer and round."""
-    released: set[tuple[int, int]] = field(default_factory=set)
-    """Messages of this rank that were read, by peer and round."""
-    abort: Abort | None = None
-    waiting: dict[int, bytes] = field(default_factory=dict)
-    """Whom each peer waits for, as it said last."""
-    heard: dict[int, float] = field(default_factory=dict)
-    """When each peer last sent something."""
-    buffers: dict[tuple[int, int], SharedBuffer] = field(default_factory=dict)
-    """Shared buffers that messages are in, by peer and number: mapped until the call is over."""
+    __slots__ = ("abort", "buffers", "heard", "hellos", "ready", "released", "waiting")
 
-    def put(self, peer: int, message: Control) -> None:
+    def __init__(self) -> None:
+        self.hellos: dict[int, Hello] = {}
+        """By peer."""
+        self.ready: dict[tuple[int, int], Ready] = {}
+        """Messages of peers that are there, by peer and round."""
+        self.released: set[tuple[int, int]] = set()
+        """Messages of this rank that were read, by peer and round."""
+        self.abort: Abort | None = None
+        self.waiting: dict[int, bytes] = {}
+        """Whom each peer waits for, as it said last."""
+        self.heard: dict[int, float] = {}
+        """When each peer last sent something."""
+        self.buffers: dict[tuple[int, int], SharedBuffer] = {}
+        """Shared buffers that messages are in, by peer and number, until the call is over."""
+
+    def put(self, peer: int, message: Any) -> None:
         """File a message."""
         self.heard[peer] = time.monotonic()
-        match message:
-            case Hello():
-                self.hellos[peer] = message
-                if message.eager:
-                    self.ready[peer, 0] = Ready(message.call, 0, message.buffer, message.offset)
-            case Ready():
-                self.ready[peer, message.round] = message
-            case Released():
-                self.released.add((peer, message.round))
-            case Abort():
-                self.abort = message
-            case Waiting():
-                self.waiting[peer] = message.text
+        kind = type(message)
+        if kind is Hello:
+            self.hellos[peer] = message
+            if message.eager:
+                self.ready[peer, 0] = Ready(message.call, 0, message.buffer, message.offset)
+        elif kind is Ready:
+            self.ready[peer, message.round] = message
+        elif kind is Released:
+            self.released.add((peer, message.round))
+        elif kind is Abort:
+            self.abort = message
+        elif kind is Waiting:
+            self.waiting[peer] = message.text
 
     def address_of(self, peer: int, number: int, size: int) -> int:
         """Where the staged part of a peer's message is, all of these bytes of it."""
@@ -103,8 +105,6 @@ class Mailbox:
         """Peers whose process has ended, or that sent something malformed."""
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
         """Buffers of peers, by peer and number; the latest of each."""
-        self._lent: dict[tuple[int, int, int], SharedBuffer] = {}
-        """Own buffers with eager messages that may be unread, by peer, call and number."""
         self._inboxes: dict[int, Inbox] = {}
         self._next_call = first_call
         self._over: set[int] = set()
@@ -130,9 +130,8 @@ class Mailbox:
 
     def open(self, call: int) -> Inbox:
         """The inbox of a call, which begins."""
-        with self._lock:
-            self._next_call = max(self._next_call, call + 1)
-            return self._inboxes.setdefault(call, Inbox())
+        self._next_call = max(self._next_call, call + 1)
+        return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
     def close(self, call: int) -> None:
         """A call is over; late messages to it are dropped."""
@@ -145,12 +144,9 @@ class Mailbox:
                 self._over.remove(self.num_finished)
                 self.num_finished += 1
 
-    def lend(self, buffer: SharedBuffer, peer: int, call: int) -> None:
-        """Keep a buffer from being reused until a peer's Hello says that the call is over there."""
-        with self._lock:
-            if (peer, call, buffer.number) not in self._lent:
-                self._lent[peer, call, buffer.number] = buffer
-                buffer.lent += 1
+    def has_read(self, peer: int, call: int) -> bool:
+        """Whether a peer reads nothing of a call any more."""
+        return self.finished_by.get(peer, 0) > call or peer in self.lost
 
     def send(self, peer: int, message: Control, fd: int | None = None) -> None:
         """Send a message; what arrives meanwhile is filed, so that two full sockets never wait."""
@@ -259,32 +255,34 @@ class Mailbox:
                     os.close(fd)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
-        message = decode(data)
+        message: Any = decode(data)
         if message is None or message.call > self._next_call + MAX_AHEAD:
             self._lose(peer)
             return
-        number = message.buffer if isinstance(message, Hello | Ready | Retired) else 0
+        kind, number = type(message), getattr(message, "buffer", 0)
         if fds and not self._map(peer, number, fds):
             self._lose(peer)
             return
-        if isinstance(message, Retired):
+        if kind is Retired:
             self.buffers.pop((peer, number), None)
             return
-        if isinstance(message, Hello):
-            self.finished_by[peer] = max(self.finished_by.get(peer, 0), message.finished)
-        with self._lock:
-            if self._lent and isinstance(message, Hello):
-                done = message.finished
-                for key in [key for key in self._lent if key[0] == peer and key[1] < done]:
-                    self._give_back(key)
-            # Calls in flight open their inboxes in any order: one that is not over may still do so.
-            if message.call >= self.num_finished and message.call not in self._over:
-                self._inboxes.setdefault(message.call, Inbox())
-            inbox = self._inboxes.get(message.call)
+        if kind is Hello and message.finished > self.finished_by.get(peer, 0):
+            self.finished_by[peer] = message.finished
+        inbox = self._inboxes.get(message.call) or self._open_early(message.call)
         if inbox is not None:
-            if (peer, number) in self.buffers:
+            if number and (peer, number) in self.buffers:
                 inbox.buffers[peer, number] = self.buffers[peer, number]
             inbox.put(peer, message)
+
+    def _open_early(self, call: int) -> Inbox | None:
+        """The inbox of a call that has not begun here; None if it is over.
+
+        Calls in flight open their inboxes in any order.
+        """
+        with self._lock:
+            if call < self.num_finished or call in self._over:
+                return None
+            return self._inboxes.setdefault(call, Inbox())
 
     def _map(self, peer: int, number: int, fds: list[int]) -> bool:
         """Map the buffer that came with a message; whether it is one.
@@ -299,18 +297,10 @@ class Mailbox:
             return False
         return True
 
-    def _give_back(self, key: tuple[int, int, int]) -> None:
-        buffer = self._lent.pop(key, None)
-        if buffer is not None:
-            buffer.lent -= 1
-
     def _lose(self, peer: int) -> None:
         if peer in self.lost:
             return
         self.lost.add(peer)
-        with self._lock:
-            for key in [key for key in self._lent if key[0] == peer]:
-                self._give_back(key)
         with contextlib.suppress(KeyError, OSError, ValueError):
             self._poll.unregister(self.sockets[peer])
         self.sockets[peer].close()

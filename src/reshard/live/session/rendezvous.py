@@ -13,15 +13,17 @@ import json
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NoReturn, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, ReshardError
 from reshard.live.session.cause import Calls, Cause
-from reshard.live.session.connections import Connections
-from reshard.live.session.listener import Listener, closed_by, host_identity
+from reshard.live.session.control import Retired
+from reshard.live.session.listener import HostPeer, Listener, closed_by, host_identity
+from reshard.live.session.mailbox import Mailbox
+from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuffer
 from reshard.live.session.store import (
     Store,
     StoreClient,
@@ -33,7 +35,119 @@ from reshard.live.session.store import (
 )
 from reshard.mesh import format_ranks
 
-__all__ = ["MADE", "Member", "Observe", "Rendezvous", "WaitObserver", "decide", "outcome_key"]
+__all__ = [
+    "MADE",
+    "Connections",
+    "Member",
+    "Observe",
+    "Rendezvous",
+    "Resource",
+    "WaitObserver",
+    "decide",
+    "outcome_key",
+]
+
+
+class Resource(Protocol):
+    """What a transport keeps for a session between calls, such as a process group."""
+
+    def release(self) -> None:
+        """Free the buffers that are kept for the next call."""
+
+    def release_for(self, thread: int | None) -> None:
+        """Release the locks of a thread that an exception has taken out of its call."""
+
+    def end_threads(self) -> None:
+        """Let all threads end that wait for work."""
+
+    def close(self) -> None:
+        """The session is over."""
+
+
+R = TypeVar("R", bound=Resource)
+
+
+@dataclass(eq=False)
+class Connections:
+    """The connected ranks of a session, as one of them sees them."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    store: TCPStore
+    client: StoreClient
+    """Makes requests to the store."""
+    hosts: dict[int, str]
+    """The host identity of each rank."""
+    flags: AbortFlags
+    peers: dict[int, HostPeer]
+    """The other ranks of this host."""
+    first_call: int
+    """The call that connected them."""
+    last_failed: int = -1
+    """The last call that this rank knows to have failed."""
+    quarantine: list[object] = field(default_factory=list)
+    """Tensors of failed calls that a stopped process might still write into."""
+
+    def __post_init__(self) -> None:
+        sockets = {rank: peer.socket for rank, peer in self.peers.items()}
+        self.mailbox = Mailbox(sockets, self.first_call)
+        leader, lost = self.leader, self.mailbox.lost
+        self.client.has_ended = lambda: leader in lost
+        self.buffers = BufferPool(self._retire, self.mailbox.has_read)
+        self.direct = frozenset(rank for rank, peer in self.peers.items() if peer.direct)
+        """The ranks whose memory this one may read and write, and the other way round."""
+        self.spans_hosts = len(set(self.hosts.values())) > 1
+        """Whether any two ranks can only talk over the network."""
+        self._resources: dict[object, Resource] = {}
+
+    @property
+    def leader(self) -> int:
+        """The rank that serves the store."""
+        return self.ranks[0]
+
+    def resource(self, make: Callable[[Connections], R]) -> R:
+        """What a transport keeps for this session; made when it is first asked for."""
+        found = self._resources.get(make)
+        if found is None:
+            found = self._resources.setdefault(make, make(self))
+        return cast(R, found)
+
+    def existing(self, make: Callable[[Connections], R]) -> R | None:
+        """The same, if it was ever made."""
+        return cast("R | None", self._resources.get(make))
+
+    def release(self) -> None:
+        """Free all buffers that are kept for the next call."""
+        self.buffers.release()
+        for resource in tuple(self._resources.values()):
+            resource.release()
+
+    def release_for(self, thread: int | None) -> None:
+        """Release the locks of a thread that an exception has taken out of its call."""
+        self.mailbox.release_for(thread)
+        self.buffers.lock.release_for(thread)
+        for resource in tuple(self._resources.values()):
+            resource.release_for(thread)
+
+    def _retire(self, buffer: SharedBuffer) -> None:
+        for peer in buffer.known_to:
+            self.mailbox.send(peer, Retired(0, buffer.number))
+        buffer.close()
+
+    def end_threads(self) -> None:
+        """Let all threads end that wait for work."""
+        for resource in tuple(self._resources.values()):
+            resource.end_threads()
+        self.client.close()
+
+    def close(self) -> None:
+        """Close sockets and free memory."""
+        for resource in tuple(self._resources.values()):
+            resource.close()
+        self.mailbox.shut()
+        self.buffers.release()
+        self.end_threads()
+
 
 MADE = "made"
 
@@ -90,14 +204,16 @@ class Rendezvous:
     """One attempt to connect a session, in the call with this number."""
 
     def __init__(
-        self, session: Member, number: int, timeout: float, what: str, waits: WaitObserver
+        self, session: Member, number: int, timeout: float, what: str, observe: Observe
     ) -> None:
         self.session, self.number, self.timeout, self.what = session, number, timeout, what
         self.rank, self.ranks, self.caller = session.rank, session.ranks, session.caller
         self.leader = self.ranks[0]
         self.store: TCPStore | None = None
         self.client: StoreClient | None = None
-        self.waits = waits
+        self._observe = observe
+        self.waits: WaitObserver | None = None
+        """Made when other ranks are waited for."""
         self.listener = Listener(self.rank)
         self._looked = time.monotonic()
 
@@ -113,14 +229,16 @@ class Rendezvous:
                 f"serves it has ended, before {self.what}; end the job {self._status}"
             ) from None
         finally:
-            self.waits.close()
-            self.session.skip_calls(self.waits.given_up)
+            if self.waits is not None:
+                self.waits.close()
+                self.session.skip_calls(self.waits.given_up)
 
     def _connect_or_raise(self) -> Connections:
         try:
             return self._connect()
         except ReshardError as error:
-            cause = replace(Cause.of(error, self.rank), calls=tuple(self.waits.given_up))
+            calls = () if self.waits is None else self.waits.given_up
+            cause = replace(Cause.of(error, self.rank), calls=calls)
             outcome = decide(self.caller, self.number, cause.to_json())
             candidate = self.session.candidate
             if outcome == MADE and candidate is not None:
@@ -139,7 +257,8 @@ class Rendezvous:
         """Close what was opened. Not before the outcome is decided: a socket that is closed without
         an outcome means a process that has ended."""
         self.listener.close()
-        self.waits.close()
+        if self.waits is not None:
+            self.waits.close()
         candidate = self.session.candidate
         if candidate is not None and candidate.first_call == self.number:
             self.session.candidate = None
@@ -202,6 +321,7 @@ class Rendezvous:
                 raise MoveTimeoutError(self._not_called(absent))
             if time.monotonic() - self._looked > LOOK_EVERY:
                 self._check_outcome()
+                self.waits = self.waits or self._observe(self.session, self.number, self.what)
                 deadlock = self.waits.find_deadlock(absent)
                 if deadlock is not None:
                     raise DisagreementError(deadlock)

@@ -20,14 +20,21 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError
 from reshard.live.session.cause import Calls, Cause
-from reshard.live.session.connections import Connections
 from reshard.live.session.mailbox import MAX_AHEAD
-from reshard.live.session.rendezvous import MADE, Observe, Rendezvous, decide
+from reshard.live.session.rendezvous import MADE, Connections, Observe, Rendezvous, decide
 from reshard.live.session.store import PrefixStore, Store
 from reshard.live.session.tags import Tag
 from reshard.live.session.worker import OwnedLock
 
-__all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
+__all__ = [
+    "Session",
+    "Ticket",
+    "all_connections",
+    "open_tickets",
+    "session_of",
+    "sessions",
+]
+
 
 TURN_PAUSE = 0.002
 """Seconds between two looks whether earlier calls have connected the session or given up."""
@@ -43,7 +50,8 @@ class Ticket:
     """One call of the user: it has used up a number of its session when it is over."""
 
     __slots__ = (
-        "group", "number", "over", "owner", "ranks", "session", "settled", "tag", "undo", "watch",
+        "enqueues", "group", "number", "over", "owner", "ranks", "session", "settled", "tag",
+        "undo", "watch",
     )  # fmt: skip
 
     def __init__(
@@ -60,6 +68,8 @@ class Ticket:
         self.undo: Callable[[], None] | None = None
         """What is to be done with a call that was left, after the other ranks have been told."""
         self.over = False
+        self.enqueues = True
+        """Whether the call may still enqueue GPU work, as far as is known."""
         self.owner: int | None = _thread.get_ident()
         """The thread that makes the call; None once a thread of ours has taken it over."""
         self.settled = _thread.allocate_lock()
@@ -125,6 +135,8 @@ class Session:
 
     def must_compare(self, ticket: Ticket, key: Key) -> bool:
         """Whether a call has to compare a plan: no call has done so, and none is doing so."""
+        if key in self.agreed:
+            return False
         with self.lock:
             if key in self.agreed or self.is_comparing(key):
                 return False
@@ -140,6 +152,17 @@ class Session:
         """A plan was compared, and is the same on all ranks."""
         self.agreed.add(key)
         self._comparing.pop(key, None)
+
+    def may_enqueue(self, ticket: Ticket) -> bool:
+        """Whether no call before this one may still enqueue GPU work.
+
+        NCCL matches messages by the order in which they are enqueued, so all ranks must enqueue in
+        the same order: that of the calls.
+        """
+        return not any(
+            one.session is self and one.enqueues and 0 <= one.number < ticket.number
+            for one in tuple(open_tickets)
+        )
 
     def number_of(self, ticket: Ticket) -> int:
         """The number of a call that was left, given now if an exception came before that."""
@@ -188,8 +211,7 @@ class Session:
         ):
             time.sleep(TURN_PAUSE)
         if self.connections is None:
-            waits = observe(self, ticket.number, what)
-            self.rendezvous = Rendezvous(self, ticket.number, timeout, what, waits)
+            self.rendezvous = Rendezvous(self, ticket.number, timeout, what, observe)
             self.connections = self.rendezvous.run()
             self.rendezvous = None
         return self.connections

@@ -16,7 +16,7 @@ from itertools import count
 
 import numpy as np
 
-from reshard.live.program.memory import array_at
+from reshard.live.program.runs import array_at
 from reshard.live.session.worker import OwnedLock
 
 __all__ = ["AbortFlags", "BufferPool", "SharedBuffer"]
@@ -35,8 +35,8 @@ class SharedBuffer:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self.known_to: set[int] = set()
         """The ranks that were sent the descriptor."""
-        self.lent = 0
-        """Eager messages in it that peers may not have read yet."""
+        self.loans: dict[int, int] = {}
+        """The last call of each peer whose eager message in it may be unread."""
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedBuffer:
@@ -88,15 +88,19 @@ class SharedBuffer:
 class BufferPool:
     """The shared buffers that a session keeps for its next calls, so that their pages are warm."""
 
-    def __init__(self, retire: Callable[[SharedBuffer], None]) -> None:
+    def __init__(
+        self, retire: Callable[[SharedBuffer], None], has_read: Callable[[int, int], bool]
+    ) -> None:
+        """``has_read`` says whether a peer reads nothing of a call any more."""
         self._free: list[SharedBuffer] = []
         self.lock = OwnedLock()
         self.retire = retire
+        self._has_read = has_read
 
     def take(self, num_bytes: int) -> SharedBuffer:
         """A buffer of at least this size, for one call."""
         with self.lock:
-            idle = [buffer for buffer in self._free if not buffer.lent]
+            idle = [buffer for buffer in self._free if self._is_idle(buffer)]
             fitting = [buffer for buffer in idle if buffer.num_bytes >= num_bytes]
             best = min(fitting, key=lambda buffer: buffer.num_bytes) if fitting else None
             gone = idle if best is None else [best]
@@ -107,6 +111,9 @@ class BufferPool:
             self.retire(buffer)
         page = mmap.PAGESIZE
         return SharedBuffer.create(max(1, -(-num_bytes // page)) * page)
+
+    def _is_idle(self, buffer: SharedBuffer) -> bool:
+        return all(map(self._has_read, buffer.loans, buffer.loans.values()))
 
     def give_back(self, buffer: SharedBuffer) -> None:
         """Keep a buffer for the next call."""

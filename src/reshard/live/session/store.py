@@ -83,7 +83,8 @@ class StoreClient:
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
         self._store = store
         self._leader = leader
-        self.set_timeout(seconds)
+        self.seconds = seconds
+        """How long the store may take to answer a call that has time; at most `MAX_SECONDS`."""
         self._stuck: Task[Any] | None = None
         """A request that has waited too long for its answer."""
         self._end: str | None = None
@@ -92,10 +93,6 @@ class StoreClient:
         """Whether the rank that serves the store is known to have ended."""
         self._worker = Worker()
         self._own: Store | None = store
-
-    def set_timeout(self, seconds: float) -> None:
-        """How long the store may take to answer a call that has time."""
-        self._seconds = min(seconds, MAX_SECONDS)
 
     def request(self, action: Callable[[Store], T], seconds: float | None = None) -> T:
         """The store's answer; a `PeerLostError` that names the serving rank when none comes.
@@ -118,7 +115,7 @@ class StoreClient:
 
     def finish(self, task: Task[T], seconds: float | None = None) -> T:
         """Wait for the answer to a request."""
-        limit = self._seconds if seconds is None else seconds
+        limit = min(self.seconds, MAX_SECONDS) if seconds is None else seconds
         # A process that was stopped itself finds its time over and the answer on its way.
         if not task.wait(limit) and not task.wait(SECOND_LOOK):
             if not self.is_stuck:

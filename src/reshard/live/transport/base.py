@@ -43,7 +43,7 @@ The executor (``exchange.py``) calls the methods in this order on every rank:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 
 import torch
 
@@ -61,8 +61,8 @@ class Transport(ABC):
     staging: torch.Tensor | None = None
     """The staging buffer, if it is on a GPU: sums read messages there."""
 
-    def __init__(self, peers: Iterable[int]) -> None:
-        self.peers = frozenset(peers)
+    peers: frozenset[int]
+    """The ranks that it reaches, of those that this one exchanges something with."""
 
     @abstractmethod
     def label(self, peer: int) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
-from typing import Protocol
 
 from reshard.bytesize import format_bytes
 from reshard.live.copy.gpu import CopyTable
@@ -17,9 +16,9 @@ from reshard.live.copy.reduce import OrderedSum, sums_of
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
 from reshard.live.program.rounds import Program, Round
-from reshard.live.report import RoundReport, RunReport
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.base import Transport
+from reshard.show.run_report import RoundReport, RunReport
 
 __all__ = ["Copies", "Exchange", "Wait", "prepared_copies"]
 
@@ -27,24 +26,7 @@ Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
 """Waits until no peer is missing; the second function says what a peer is waited for."""
 
 
-class Copies(Protocol):
-    """Copies that are compiled for where the tensors of a call are."""
-
-    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
-        """Copy; the staging buffer is at this address and has so many bytes."""
-
-
-class _OnHost:
-    """Copies between tensors that are all in the memory of the host."""
-
-    def __init__(self, copies: HostCopies) -> None:
-        self._copies = copies
-
-    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
-        self._copies.run(bound.addresses, bound.table, staging)
-
-
-class _WithTorch:
+class _TorchCopies:
     """Copies between tensors on any devices and a staging buffer of the host."""
 
     def __init__(self, tables: Sequence[CopyTable]) -> None:
@@ -56,12 +38,15 @@ class _WithTorch:
             table.launch(tensors, uniform=False)
 
 
+Copies = HostCopies | _TorchCopies
+
+
 def prepared_copies(copies: CopyList, bound: BoundTensors) -> Copies:
     """Compile copies for where the tensors of a call are."""
     tables = copies.tables()
     if bound.is_host:
-        return _OnHost(HostCopies(tables, bound.staging))
-    return _WithTorch([CopyTable(blocks) for blocks in tables])
+        return HostCopies(tables)
+    return _TorchCopies([CopyTable(blocks) for blocks in tables])
 
 
 class Exchange:
@@ -138,8 +123,9 @@ class Exchange:
     def _sums(self, made: Round) -> list[OrderedSum]:
         found: list[OrderedSum] | None = made.kept.get("sums")
         if found is None:
-            received = [one for transfers in made.receives.values() for one in transfers]
-            found = sums_of([*made.copies, *received], self.program.staging)
+            both = (made.copies, *made.receives.values())
+            addends = [one for transfers in both for one in transfers if one.addend >= 0]
+            found = sums_of(addends, self.program.staging) if addends else []
             made.kept["sums"] = found
         return found
 
@@ -157,7 +143,7 @@ class Exchange:
                 (transport,) = self.transports
                 used = one.run_with_torch(bound.tensors, transport.staging, arrived)
             elif bound.is_host:
-                used = one.run(bound.addresses, bound.table, arrived)
+                used = one.run(bound, arrived)
             else:
                 used = one.run_with_torch(bound.tensors, None, arrived)
             largest = max(largest, used)

@@ -155,7 +155,7 @@ class GlooTransport(Transport):
         peers: Collection[int],
         group: GlooGroup,
     ) -> None:
-        super().__init__(peers)
+        self.peers = frozenset(peers)
         self.watch, self.program, self.bound, self._group = watch, program, bound, group
         self._hellos = GlooHellos(watch, group)
         watch.by_network = self.peers
@@ -174,7 +174,7 @@ class GlooTransport(Transport):
 
     def send_hellos(self) -> None:
         """Say that this rank has entered the call, and whether its tensors are plain memory."""
-        hello = self.watch.hello()._replace(strided=int(not self.bound.is_plain))
+        hello = self.watch.hello(strided=int(not self.bound.is_plain))
         self._hellos.send(self.peers, hello)
 
     def begin(self, made: Round) -> int:

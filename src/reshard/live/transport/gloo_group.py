@@ -27,7 +27,7 @@ from reshard.errors import PeerLostError
 from reshard.live.failure.abort import abort_key
 from reshard.live.failure.watch import Watch
 from reshard.live.session.cause import Cause
-from reshard.live.session.connections import Connections
+from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import PrefixStore, Store, Work, clone_of
 from reshard.live.session.worker import OwnedLock, Task, Worker
 

@@ -9,8 +9,11 @@ time.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field
+from array import array
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
 
 import numpy as np
 
@@ -29,6 +32,9 @@ from reshard.live.transport.exchange import Copies, prepared_copies
 from reshard.live.transport.peer_memory import MAX_INLINE, PeerMemory
 
 __all__ = ["HostTransport"]
+
+HELLO_FIELDS = 5
+"""What the watch says in a Hello; the rest is of the transport."""
 
 MAX_KEPT = 4
 """Compiled forms of a round, for tensors of peers that are or are not contiguous."""
@@ -74,11 +80,22 @@ class _HostRound:
     end: int
     """Where messages end in the shared buffer."""
     staged: int
-    awaited: frozenset[int] = field(default_factory=frozenset)
+    awaited: frozenset[int]
+    eager: dict[int, _Send]
+    """The messages that go with the Hello, in the first round."""
+    late: Sequence[_Send]
+    """The others."""
 
 
 class HostTransport(Transport):
     """Exchanges with the ranks of this host, in one call."""
+
+    _table = array("q")
+    """The addresses of this rank's tensors, for peers that read them from its memory."""
+    _eager: Mapping[int, _Send] = MappingProxyType({})
+    """The messages that went with the Hellos."""
+    _needs_buffer = False
+    """Whether eager messages are in the way: tensors of peers are not as they were assumed."""
 
     def __init__(
         self,
@@ -89,96 +106,93 @@ class HostTransport(Transport):
         option: str = "auto",
     ) -> None:
         """``option`` is the user's: ``auto``, ``peer`` or ``shared``."""
-        super().__init__(peers)
+        self.peers = frozenset(peers)
         self.watch, self.program, self.bound = watch, program, bound
-        self._connections = watch.connections
-        self._option = option
-        here = self._connections.peers
-        allowed = option != "shared"
-        self._direct = frozenset(peer for peer in peers if allowed and here[peer].direct)
-        self._check_forced()
-        self._policy = STRAIGHT if option == "peer" else HOST
-        self._memory = PeerMemory(watch)
+        self._option, self._policy = option, STRAIGHT if option == "peer" else HOST
+        connections = self._connections = watch.connections
+        self._direct = frozenset() if option == "shared" else self.peers & connections.direct
+        if option == "peer" and self._direct != self.peers:
+            raise LiveError(
+                f"peer memory was forced and rank {connections.rank} may not read that of ranks "
+                f"{sorted(self.peers - self._direct)}: allow ptrace between them, or leave out "
+                "transport="
+            )
         self._buffers: list[SharedBuffer] = []
         """Shared buffers of this call, the one in use last."""
-        self._needs_buffer = False
-        """Whether eager messages are in the way: tensors of peers are not as they were assumed."""
-        self._eager: frozenset[int] = frozenset()
-        """Peers that got their message of the first round with the Hello."""
         self._lent: set[int] = set()
         """Peers that may read staged messages after this rank has gone on."""
-        self._compiled: dict[int, _HostRound] = {}
+        self._rounds: dict[int, _HostRound] = {}
+        """Rounds that were compiled with the Hellos of all peers."""
         watch.abort.written = bound
+
+    @cached_property
+    def _memory(self) -> PeerMemory:
+        return PeerMemory(self.watch)
 
     def label(self, peer: int) -> str:
         return "peer memory" if peer in self._direct else "shared memory"
 
-    def _check_forced(self) -> None:
-        shut = sorted(self.peers - self._direct)
-        if self._option == "peer" and shut:
-            raise LiveError(
-                f"peer memory was forced and rank {self._connections.rank} may not read that of "
-                f"ranks {shut}: allow ptrace between them, or leave out transport="
-            )
-
     def send_hellos(self) -> None:
         """With the addresses of this rank's tensors, and its eager messages."""
-        bound, mailbox, eager = self.bound, self.watch.mailbox, {}
+        bound, mailbox = self.bound, self.watch.mailbox
         if self.program.num_rounds:
-            first = self._round(self.program.round(0), hellos=False)
-            eager = {send.message.peer: send for send in first.sends if send.eager}
-            for send in eager.values():
-                self._stage(send, first)
-        self._eager = frozenset(eager)
-        table = bound.published
-        inline = table.tobytes() if len(table) <= MAX_INLINE else b""
-        hello = self.watch.hello()._replace(
-            strided=int(not bound.is_plain), table_at=int(table.ctypes.data), table=inline
-        )
+            first = self._compiled(self.program.round(0), ())
+            self._eager = first.eager
+            self._stage(self._eager.values(), first.end)
+        self._table = array("q", bound.published)
+        table = self._table.tobytes() if len(self._table) <= MAX_INLINE else b""
+        at = self._table.buffer_info()[0]
+        hello = self.watch.hello(strided=int(not bound.is_plain), table_at=at, table=table)
         for peer in self.peers:
-            one, fd = hello, None
-            if peer in eager:
-                one = hello._replace(eager=1)
-                if eager[peer].message.staged_bytes:
-                    buffer = self._buffers[-1]
-                    one = one._replace(buffer=buffer.number, offset=eager[peer].offset)
-                    fd = buffer.fd_for(peer)
-            mailbox.send(peer, one, fd)
+            send = self._eager.get(peer)
+            if send is None:
+                mailbox.send(peer, hello)
+            elif not send.message.staged_bytes:
+                mailbox.send(peer, hello._replace(eager=1))
+            else:
+                buffer = self._buffers[-1]
+                eager = hello._replace(eager=1, buffer=buffer.number, offset=send.offset)
+                mailbox.send(peer, eager, buffer.fd_for(peer))
 
     def begin(self, made: Round) -> int:
         """Write, stage, and tell peers that their messages are there."""
         todo = self._round(made)
-        sends = [one for one in todo.sends if made.number or one.message.peer not in self._eager]
-        for send in sends:
-            self._stage(send, todo)
-            if send.write is not None:
-                peer = send.message.peer
-                theirs = self._memory.table(peer, self.bound.staging)
-                calls = send.write.calls(self.bound.table, theirs)
-                self._memory.write(peer, calls, send.message.name)
-        # In a row: between copies, which empty the caches, a message costs twice as much.
-        for send in sends:
-            peer, staged = send.message.peer, bool(send.message.staged_bytes)
-            buffer = self._buffers[-1] if staged else None
-            number, fd = (0, None) if buffer is None else (buffer.number, buffer.fd_for(peer))
-            ready = Ready(self.watch.call, made.number, number, send.offset)
-            self.watch.mailbox.send(peer, ready, fd)
+        if todo.late or made.number:
+            self._begin_late(made, todo)
         return todo.staged
 
-    def _stage(self, send: _Send, todo: _HostRound) -> None:
-        """Pack the staged part of a message, unless it is packed for another peer already."""
-        if not send.message.staged_bytes:
-            return
-        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < todo.end:
-            self._needs_buffer = False
-            rounds = self.program.num_rounds if self.program.lends else 1
-            size = max(todo.end, rounds * self.program.peak_bytes)
-            self._buffers.append(self._connections.buffers.take(size))
-        if not send.awaited:
-            self._lent.add(send.message.peer)
-        if send.pack is not None:
-            buffer = self._buffers[-1]
-            send.pack.run(self.bound, buffer.address, buffer.num_bytes)
+    def _begin_late(self, made: Round, todo: _HostRound) -> None:
+        """The messages that did not go with the Hello."""
+        bound, sends = self.bound, todo.sends if made.number else todo.late
+        self._stage(sends, todo.end)
+        for send in sends:
+            if send.write is not None:
+                peer = send.message.peer
+                theirs = self._memory.table(peer, bound.staging)
+                self._memory.write(peer, send.write.calls(bound.table, theirs), send.message.name)
+        # In a row: between copies, which empty the caches, a message costs twice as much.
+        for send in sends:
+            peer, number, fd = send.message.peer, 0, None
+            if send.message.staged_bytes:
+                number, fd = self._buffers[-1].number, self._buffers[-1].fd_for(peer)
+            ready = Ready(self.watch.call, made.number, number, send.offset)
+            self.watch.mailbox.send(peer, ready, fd)
+
+    def _stage(self, sends: Iterable[_Send], end: int) -> None:
+        """Pack the staged parts of messages, which end there in the shared buffer."""
+        for send in sends:
+            if not send.message.staged_bytes:
+                continue
+            if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
+                self._needs_buffer = False
+                rounds = self.program.num_rounds if self.program.lends else 1
+                size = max(end, rounds * self.program.peak_bytes)
+                self._buffers.append(self._connections.buffers.take(size))
+            if not send.awaited:
+                self._lent.add(send.message.peer)
+            if send.pack is not None:
+                buffer = self._buffers[-1]
+                send.pack.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Unpack and read the messages of peers."""
@@ -215,43 +229,43 @@ class HostTransport(Transport):
             buffer = self._buffers[-1]
             if ok:
                 # Eager messages stay where they are: the next Hello tells that they were read.
-                for peer in self._lent:
-                    self.watch.mailbox.lend(buffer, peer, self.watch.call)
+                buffer.loans |= dict.fromkeys(self._lent, self.watch.call)
             # In this order: after an exception a buffer must not be given back and retired.
             self._buffers.pop()
             if ok:
                 self._connections.buffers.give_back(buffer)
             else:
                 self._connections.buffers.retire(buffer)
-        self._compiled.clear()
+        self._rounds.clear()
 
     # Compiling ---------------------------------------------------------------------------------
 
-    def _round(self, made: Round, hellos: bool = True) -> _HostRound:
-        """The compiled round; without Hellos, as if the tensors of all peers were plain."""
-        found = self._compiled.get(made.number)
+    def _round(self, made: Round) -> _HostRound:
+        """The compiled round, when all Hellos are there."""
+        found = self._rounds.get(made.number)
         if found is None:
-            masks = self._masks() if hellos else ()
-            key = ("host", self._policy, self._direct, self.bound.is_host, self._own_mask(), masks)
-            found = made.kept.get(key)
-            if found is None:
-                others = [one for one in made.kept if isinstance(one, tuple) and one[0] == "host"]
-                for other in others[MAX_KEPT:]:
-                    made.kept.pop(other, None)
-                found = made.kept[key] = self._compile(made, bool(masks))
-            if hellos:
-                self._compiled[made.number] = found
-                self._needs_buffer = bool(masks) and not made.number
+            hellos, count = self.watch.inbox.hellos, self.bound.staging
+            masks = tuple(
+                (peer, (self._memory.table(peer, count) == 0).tobytes())
+                for peer in sorted(self._direct)
+                if hellos[peer].strided
+            )
+            found = self._rounds[made.number] = self._compiled(made, masks)
+            self._needs_buffer = bool(masks) and not made.number
         return found
 
-    def _own_mask(self) -> bytes:
-        return b"" if self.bound.is_plain else (self.bound.published == 0).tobytes()
-
-    def _masks(self) -> tuple[tuple[int, bytes], ...]:
-        """Which tensors of which peers are not plain memory; usually none."""
-        hellos, count = self.watch.inbox.hellos, self.bound.staging
-        strided = [peer for peer in sorted(self._direct) if hellos[peer].strided]
-        return tuple((peer, (self._memory.table(peer, count) == 0).tobytes()) for peer in strided)
+    def _compiled(self, made: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
+        """The compiled round; ``masks`` say which tensors of which peers are not plain memory."""
+        bound = self.bound
+        own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
+        key = ("host", self._policy, self._direct, bound.is_host, own, masks)
+        found: _HostRound | None = made.kept.get(key)
+        if found is None:
+            others = [one for one in made.kept if isinstance(one, tuple) and one[0] == "host"]
+            for other in others[MAX_KEPT:]:
+                made.kept.pop(other, None)
+            found = made.kept[key] = self._compile(made, bool(masks))
+        return found
 
     def _compile(self, made: Round, masked: bool) -> _HostRound:
         start = 0
@@ -276,7 +290,9 @@ class HostTransport(Transport):
             if peer in self.peers
         }
         awaited = frozenset(send.message.peer for send in sends if send.awaited)
-        return _HostRound(sends, receives, at, at - start, awaited)
+        eager = {send.message.peer: send for send in sends if send.eager and not made.number}
+        late = [send for send in sends if send.message.peer not in eager]
+        return _HostRound(sends, receives, at, at - start, awaited, eager, late)
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
@@ -301,7 +317,10 @@ class HostTransport(Transport):
     def _is_touchable(self, peer: int, base: Ints, masked: bool, own: bool) -> bool:
         """Whether tensors that another process would touch are plain memory."""
         if own:
-            return self.bound.is_plain or bool(self.bound.published[base].all())
+            if self.bound.is_plain:
+                return True
+            published = self.bound.published
+            return all(published[number] for number in base.tolist())
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
 
     def _send(self, message: Message, offset: int, fresh: bool) -> _Send:

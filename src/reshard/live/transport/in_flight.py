@@ -16,69 +16,16 @@ from collections.abc import Callable, Collection
 from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.cause import Cause
-from reshard.live.session.session import Session, open_tickets
 from reshard.live.session.worker import Worker
 from reshard.live.transport.nccl_group import NcclGroup, NcclWork
 
-__all__ = ["CallOrder", "InFlight", "InFlightCall"]
+__all__ = ["InFlight", "InFlightCall"]
 
 SUSPECT_AFTER = 1.2
 """Seconds after which only those peers are waited for that do not post that they wait, too."""
 
 NAME_SECONDS = 0.3
 """How long NCCL's news of a lost peer waits for the socket's, which knows the rank."""
-
-ORDER_PAUSE, ORDER_LOOK = 0.00005, 0.05
-
-
-class CallOrder:
-    """The order of calls of a session that may still enqueue work on the GPU.
-
-    NCCL matches messages by the order in which they are enqueued, so all ranks must enqueue in the
-    same order: that of the calls. A call waits until those before it have enqueued all they have,
-    or are found not to use GPUs. Threads run in any order, so it also waits for calls that have
-    their number and have not entered yet.
-    """
-
-    def __init__(self) -> None:
-        self._open: set[int] = set()
-        self._known: set[int] = set()
-        """Calls that have entered or left, of those from ``_passed`` on."""
-        self._passed = 0
-        """All calls before this one have left, or are over."""
-
-    def enter(self, call: int) -> None:
-        """A call begins."""
-        self._open.add(call)
-        self._known.add(call)
-
-    def leave(self, call: int) -> None:
-        """A call enqueues nothing more; may be repeated."""
-        self._known.add(call)
-        self._open.discard(call)
-
-    def wait(self, session: Session, call: int, check: Callable[[], None]) -> None:
-        """Wait for all calls of the session before this one, calling ``check`` now and then."""
-        pause, since = ORDER_PAUSE, time.monotonic()
-        # In this order: a call that enters between the two questions is seen by the second.
-        while self._has_unknown(session, call) or any(other < call for other in tuple(self._open)):
-            time.sleep(pause)
-            pause = min(pause * 1.5, ORDER_LOOK)
-            if time.monotonic() - since > ORDER_LOOK:
-                since = time.monotonic()
-                check()
-        self._passed = call
-        self._known -= {one for one in tuple(self._known) if one < call}
-
-    def _has_unknown(self, session: Session, call: int) -> bool:
-        """Whether an earlier call that is not over has neither entered nor left."""
-        return any(
-            one.session is session
-            and self._passed <= one.number < call
-            and one.number not in self._known
-            and not one.over
-            for one in tuple(open_tickets)
-        )
 
 
 class InFlightCall:

@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import time
 import weakref
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from reshard.errors import LiveError
@@ -29,14 +29,15 @@ from reshard.live.program.copies import CopyList
 from reshard.live.program.modes import NCCL, Message, Mode, message_of
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
-from reshard.live.session.connections import Connections
 from reshard.live.session.control import Ready
+from reshard.live.session.rendezvous import Connections
+from reshard.live.session.session import Ticket
 from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.worker import Task
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, bytes_of
 from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch, meet
-from reshard.live.transport.in_flight import CallOrder, InFlight, InFlightCall
+from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
 
 __all__ = ["NcclGroups", "NcclTransport"]
@@ -46,6 +47,9 @@ GRID = 16
 
 CLOSE_SECONDS = 2.0
 """How long a process that ends waits for messages that others have not fetched."""
+
+TURN_PAUSE = 0.0002
+"""Seconds between two looks whether earlier calls have enqueued all they have."""
 
 UNWATCHED = 0.05
 """Waits shorter than this do not start the watchdog."""
@@ -62,7 +66,6 @@ class NcclGroups:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self.in_flight = InFlight()
-        self.order = CallOrder()
         self._group: NcclGroup | None = None
         self._epoch = 0
         self._staging: torch.Tensor | None = None
@@ -183,9 +186,11 @@ class NcclTransport(Transport):
         peers: Collection[int],
         device: torch.device,
         gloo: GlooGroup | None,
+        ticket: Ticket,
     ) -> None:
         """``gloo`` carries the Hellos to ranks of other hosts."""
-        super().__init__(peers)
+        self._ticket = ticket
+        self.peers = frozenset(peers)
         self.watch, self.program, self.bound, self.device = watch, program, bound, device
         self._groups = watch.connections.resource(NcclGroups)
         self._far = None if gloo is None else GlooHellos(watch, gloo)
@@ -206,7 +211,7 @@ class NcclTransport(Transport):
     def send_hellos(self) -> None:
         """Over the mailbox to ranks of this host, over gloo to others."""
         strided = int(bool(self.bound.strides))
-        hello = self.watch.hello()._replace(on_gpu=1, strided=strided)
+        hello = self.watch.hello(on_gpu=1, strided=strided)
         for peer in self._near:
             self.watch.mailbox.send(peer, hello)
         if self._far is not None:
@@ -224,7 +229,9 @@ class NcclTransport(Transport):
                     'the host: give check="always" to compare anew',
                 )
             )
-        self._groups.order.wait(watch.session, watch.call, watch.check)
+        while not watch.session.may_enqueue(self._ticket):
+            watch.check()
+            time.sleep(TURN_PAUSE)
         self._group = self._groups.group(watch, self.device, self._asked)
         if self._group.device != self.device:
             watch.fail(
@@ -241,7 +248,8 @@ class NcclTransport(Transport):
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         self.staging = self._groups.staging(size, self.device, stream)
-        addresses = np.append(self.bound.table, self.staging.data_ptr())
+        addresses = self.bound.table.copy()
+        addresses[-1] = self.staging.data_ptr()
         tensors = {**self.bound.tensors, self.bound.staging: self.staging}
         self._tensors = TensorTable(addresses, tensors, self.device)
 
@@ -331,7 +339,7 @@ class NcclTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self._groups.order.leave(self.watch.call)
+        self._ticket.enqueues = False
         if self._far is not None:
             self._far.close(ok)
         if self.in_flight is not None and not ok:

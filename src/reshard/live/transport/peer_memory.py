@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from reshard.columns import Ints
-from reshard.live.copy.peer_memory import read_memory, write_memory
+from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.failure.watch import Watch
 from reshard.live.program.runs import IovecCall, IovecPlan, Runs
 
@@ -27,7 +27,7 @@ class PeerMemory:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._peers, self._flags = watch.connections.peers, watch.connections.flags
-        self._heartbeat_at = time.monotonic() + HEARTBEAT_EVERY
+        self._heartbeat_at = 0.0
         self._tables: dict[int, Ints] = {}
 
     def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
@@ -67,8 +67,9 @@ class PeerMemory:
     def _heartbeat(self) -> None:
         now = time.monotonic()
         if now > self._heartbeat_at:
+            if self._heartbeat_at:
+                self._watch.heartbeat()
             self._heartbeat_at = now + HEARTBEAT_EVERY
-            self._watch.heartbeat()
 
     def table(self, peer: int, count: int) -> Ints:
         """The addresses of a peer's tensors; 0 for what is not to be touched."""

@@ -17,9 +17,7 @@ from reshard.bytesize import format_bytes
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress
 
-    from reshard.live.program.rounds import Program
-
-__all__ = ["Bar", "progress_of"]
+__all__ = ["MIN_BYTES", "Bar", "progress_of"]
 
 SHOWN_AFTER = 0.5
 """Seconds before which the bar is not shown."""
@@ -27,19 +25,15 @@ MIN_BYTES = 16 << 20
 """A smaller move is over before; no thread is started for it."""
 
 
-def progress_of(wanted: bool | None, program: Program) -> Bar | None:
+def progress_of(wanted: bool | None, total: int, num_rounds: int) -> Bar | None:
     """A bar where one is wanted: by ``True``, or by ``None`` and a terminal; else None.
 
     A bar that was asked for is shown at once, and its last state stays.
     """
-    if wanted is False or (wanted is None and program.num_bytes < MIN_BYTES // 2):
-        return None
-    part = program.part
-    total = sum(steps.num_bytes for steps in (part.sends, part.receives, part.copies))
     if wanted:
-        return Bar(total, program.num_rounds, after=0.0, stays=True)
+        return Bar(total, num_rounds, after=0.0, stays=True)
     seen = sys.stderr is not None and sys.stderr.isatty()
-    return Bar(total, program.num_rounds) if seen and total >= MIN_BYTES else None
+    return Bar(total, num_rounds) if seen and total >= MIN_BYTES else None
 
 
 class Bar:

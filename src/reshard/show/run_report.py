@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -178,9 +178,7 @@ class RunReport:
         [('handshake', 750000.0, 250000.0), ('round 1', 1000000.0, 500000.0), \
 ('waiting', 1250000.0, 125000.0)]
         """
-        from reshard.live.trace import timeline
-
-        return json.dumps({"traceEvents": timeline(list(reports)), "displayTimeUnit": "ms"})
+        return json.dumps({"traceEvents": _timeline(list(reports)), "displayTimeUnit": "ms"})
 
     def save(self, path: str | Path) -> None:
         """Write the report as ``.json`` or, for Perfetto, as ``.trace``."""
@@ -278,3 +276,62 @@ def format_seconds(seconds: float) -> str:
 def _three_digits(number: float) -> str:
     digits = 2 if number < 9.995 else 1 if number < 99.95 else 0
     return f"{number:.{digits}f}"
+
+
+def _timeline(reports: Sequence[RunReport]) -> list[dict[str, Any]]:
+    """The events of a Chrome trace: names first, then slices in the order of their start.
+
+    A rank is a process, a call is a track in it, and slices are nested: a call contains setup,
+    handshake and the rounds; a round contains packing, waiting and unpacking. Clocks of several
+    hosts are aligned by the time of day: between hosts slices are only as exact as that.
+    """
+    shown = [report for report in reports if report.rounds or report.seconds]
+    origin = min((_nanoseconds(report, report.started) for report in shown), default=0)
+    slices = [event for report in shown for event in _slices_of(report, origin)]
+    # Of slices that start together the longer is the outer one.
+    slices.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return [*_names(shown), *slices]
+
+
+def _names(reports: Sequence[RunReport]) -> Iterator[dict[str, Any]]:
+    for rank in sorted({report.rank for report in reports}):
+        yield _name("process_name", rank, 0, f"rank {rank}")
+        yield {**_name("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}}
+    for rank, track in sorted({(report.rank, _track(report)) for report in reports}):
+        yield _name("thread_name", rank, track, f"call {track - 1}" if track else "alone")
+
+
+def _name(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": rank, "tid": track, "args": {"name": name}}
+
+
+def _track(report: RunReport) -> int:
+    return report.call + 1
+
+
+def _slices_of(report: RunReport, origin: int) -> Iterator[dict[str, Any]]:
+    def piece(name: str, start: float, end: float, **details: Any) -> dict[str, Any]:
+        # Whole nanoseconds: slices that touch must not overlap by a rounding.
+        low, high = (_nanoseconds(report, moment) - origin for moment in (start, end))
+        times = {"ts": low / 1000, "dur": (high - low) / 1000}
+        where = {"pid": report.rank, "tid": _track(report)}
+        return {"ph": "X", "name": name, "cat": "reshard", **times, **where, "args": details}
+
+    began, ready = report.started, report.started + report.setup
+    yield piece(
+        "move", began, began + report.seconds, plan=report.digest, staged=report.peak_staging
+    )
+    if report.rounds:
+        yield piece("setup", began, ready)
+        yield piece("handshake", ready, ready + report.handshake)
+    for part in report.rounds:
+        figures = {"sent": part.bytes_sent, "received": part.bytes_received}
+        name, end = f"round {part.round + 1}", part.started + part.seconds
+        yield piece(name, part.started, end, **figures)
+        for phase, at, seconds in part.events:
+            yield piece(phase, at, at + seconds, round=part.round + 1)
+
+
+def _nanoseconds(report: RunReport, moment: float) -> int:
+    # Rounded before they are added: a time of day as a float is exact to 240 nanoseconds only.
+    return round(moment * 1e9) + round(report.clock * 1e9)
