@@ -1,0 +1,79 @@
+"""A toy transport: ranks are threads of one process, and a message is an array in a dict."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.copies import CopyList
+from reshard.live.program.modes import Message, Mode, message_of
+from reshard.live.program.rounds import Round, Transfer
+from reshard.live.session.control import Hello, Ready, Released
+from reshard.live.session.mailbox import Inbox
+from reshard.live.transport.base import Transport
+from reshard.live.transport.exchange import prepared_copies
+
+CALL = 0
+
+Messages = dict[tuple[int, int, int], np.ndarray[Any, Any]]
+"""By sender, receiver and round."""
+
+
+def staged(peer: int, transfers: Iterable[Transfer]) -> Message:
+    """All of a message is packed."""
+    return message_of(peer, list(transfers), lambda _: Mode.STAGED)
+
+
+class InProcessTransport(Transport):
+    """Exchanges with other threads."""
+
+    def __init__(
+        self, rank: int, bound: BoundTensors, inboxes: Mapping[int, Inbox], messages: Messages
+    ) -> None:
+        self.rank, self.bound, self.inboxes, self.messages = rank, bound, inboxes, messages
+        self.peers = frozenset(inboxes) - {rank}
+
+    def label(self, peer: int) -> str:
+        return "this process"
+
+    def send_hellos(self) -> None:
+        for peer in self.peers:
+            self.inboxes[peer].put(self.rank, Hello(CALL))
+
+    def begin(self, made: Round) -> int:
+        for peer, transfers in made.sends.items():
+            message, copies = staged(peer, transfers), CopyList()
+            for transfer, at in message.staged:
+                place = transfer.in_message(at, self.bound.staging)
+                copies.add(transfer.width, transfer.source, place)
+            data = np.empty(message.staged_bytes, np.uint8)
+            prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
+            self.messages[self.rank, peer, made.number] = data
+            self.inboxes[peer].put(self.rank, Ready(CALL, made.number))
+        return sum(transfer.num_bytes for one in made.sends.values() for transfer in one)
+
+    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+        for peer in peers:
+            data, copies = self.messages[peer, self.rank, made.number], CopyList()
+            for transfer, at in staged(peer, made.receives[peer]).staged:
+                if transfer.addend >= 0:
+                    arrived[id(transfer)] = data.ctypes.data + at
+                else:
+                    place = transfer.in_message(at, self.bound.staging)
+                    copies.add(transfer.width, place, transfer.destination)
+            prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
+
+    def release(self, made: Round, peers: Collection[int]) -> None:
+        for peer in peers:
+            del self.messages[peer, self.rank, made.number]
+            self.inboxes[peer].put(self.rank, Released(CALL, made.number))
+
+    def unreleased(self, made: Round) -> Collection[int]:
+        released = self.inboxes[self.rank].released
+        return [peer for peer in made.sends if (peer, made.number) not in released]
+
+    def close(self, ok: bool) -> None:
+        """There is nothing to give back."""
