@@ -46,9 +46,7 @@ class InProcessTransport(Transport):
     def begin(self, made: Round) -> int:
         for peer, transfers in made.sends.items():
             message, copies = staged(peer, transfers), CopyList()
-            for transfer, at in message.staged:
-                place = transfer.in_message(at, self.bound.staging)
-                copies.add(transfer.width, transfer.source, place)
+            message.pack(copies, 0, self.bound.staging)
             data = np.empty(message.staged_bytes, np.uint8)
             prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
             self.messages[self.rank, peer, made.number] = data
@@ -58,12 +56,9 @@ class InProcessTransport(Transport):
     def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         for peer in peers:
             data, copies = self.messages[peer, self.rank, made.number], CopyList()
-            for transfer, at in staged(peer, made.receives[peer]).staged:
-                if transfer.addend >= 0:
-                    arrived[id(transfer)] = data.ctypes.data + at
-                else:
-                    place = transfer.in_message(at, self.bound.staging)
-                    copies.add(transfer.width, place, transfer.destination)
+            message = staged(peer, made.receives[peer])
+            for transfer, at in message.unpack(copies, 0, self.bound.staging):
+                arrived[id(transfer)] = data.ctypes.data + at
             prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
 
     def release(self, made: Round, peers: Collection[int]) -> None:

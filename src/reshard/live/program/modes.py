@@ -19,6 +19,7 @@ from enum import Enum
 import numpy as np
 
 from reshard.columns import Ints
+from reshard.live.program.copies import CopyList
 from reshard.live.program.rounds import Transfer
 from reshard.live.program.runs import run_lengths
 
@@ -103,6 +104,23 @@ class Message:
     def alignment(self) -> int:
         """What the message must be aligned to, so that every element in it is."""
         return max((transfer.itemsize for transfer, _ in self.staged), default=1)
+
+    def pack(self, copies: CopyList, at: int, staging: int) -> None:
+        """Add the copies that stage it at an offset of the staging buffer."""
+        for transfer, offset in self.staged:
+            place = transfer.in_message(at + offset, staging)
+            copies.add(transfer.width, transfer.source, place)
+
+    def unpack(self, copies: CopyList, at: int, staging: int) -> list[tuple[Transfer, int]]:
+        """Add the copies into the tensors; gives the addends, which stay, and their offsets."""
+        addends = []
+        for transfer, offset in self.staged:
+            if transfer.addend >= 0:
+                addends.append((transfer, at + offset))
+            else:
+                place = transfer.in_message(at + offset, staging)
+                copies.add(transfer.width, place, transfer.destination)
+        return addends
 
     @property
     def name(self) -> str:

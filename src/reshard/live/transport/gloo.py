@@ -7,7 +7,7 @@ themselves, straight from and into the tensors. Buffers and compiled tables are 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from reshard.live.transport.base import Transport
 from reshard.live.transport.exchange import Copies, prepared_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
-__all__ = ["GlooHellos", "GlooTransport", "bytes_of"]
+__all__ = ["GlooHellos", "GlooTransport", "direct_views"]
 
 PIECE_BYTES = 32 << 20
 """A longer block goes in pieces, so that its progress can be seen."""
@@ -36,7 +36,7 @@ END_SECONDS = 1.0
 """How long a worker that waits for a connection may take to notice that it was cut."""
 
 
-def bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
+def _bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
     """So many bytes of a contiguous tensor, from an offset in bytes on.
 
     torch calls a tensor of one element contiguous whatever its strides are, but gives no view of
@@ -45,6 +45,16 @@ def bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
     item = tensor.element_size()
     at = tensor.storage_offset() + offset // item
     return tensor.detach().as_strided((size // item,), (1,), at).view(torch.uint8)
+
+
+def direct_views(message: Message, bound: BoundTensors, sending: bool) -> Iterator[torch.Tensor]:
+    """The memory of transfers that go straight between tensors, block by block, as bytes."""
+    for transfer in message.writes:
+        place = transfer.source if sending else transfer.destination
+        sizes = (transfer.sizes * transfer.itemsize).tolist()
+        columns = (place.base.tolist(), place.offset.tolist(), sizes)
+        for base, offset, size in zip(*columns, strict=True):
+            yield _bytes_of(bound.tensors[base], offset, size)
 
 
 class GlooHellos:
@@ -131,18 +141,6 @@ class _GlooMessage:
     """Pack, or unpack what is not an addend."""
     addends: Sequence[tuple[Transfer, int]]
 
-    def tensors(self, bound: BoundTensors, sending: bool) -> list[torch.Tensor]:
-        """The memory of transfers that go straight, block by block, as bytes."""
-        found: list[torch.Tensor] = []
-        for transfer in self.message.writes:
-            place = transfer.source if sending else transfer.destination
-            sizes = (transfer.sizes * transfer.itemsize).tolist()
-            for base, offset, size in zip(
-                place.base.tolist(), place.offset.tolist(), sizes, strict=True
-            ):
-                found += torch.split(bytes_of(bound.tensors[base], offset, size), PIECE_BYTES)
-        return found
-
 
 class GlooTransport(Transport):
     """Exchanges with ranks of other hosts, in one call."""
@@ -185,7 +183,7 @@ class GlooTransport(Transport):
         works: list[Pending] = []
         for peer, message in self._messages(made, True).items():
             size = message.message.staged_bytes
-            tensors = message.tensors(self.bound, True)
+            tensors = self._pieces(message.message, True)
             if size:
                 buffer = self._group.take_buffer(size)
                 message.copies.run(self.bound, buffer.data_ptr(), size)
@@ -212,7 +210,7 @@ class GlooTransport(Transport):
     def _begin_receiving(self, peer: int, number: int, message: _GlooMessage) -> int:
         size = message.message.staged_bytes
         buffer = self._group.take_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
-        tensors = ([buffer[:size]] if size else []) + message.tensors(self.bound, False)
+        tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
         index, tag = self._hellos.index(peer), self._hellos.tag
         self._arrivals[peer, number] = buffer
         works = [self._group.receive(index, tensor, tag) for tensor in tensors]
@@ -226,6 +224,10 @@ class GlooTransport(Transport):
 
         self._hellos.when_done(works, then, [peer])
         return size
+
+    def _pieces(self, message: Message, sending: bool) -> list[torch.Tensor]:
+        views = direct_views(message, self.bound, sending)
+        return [piece for view in views for piece in torch.split(view, PIECE_BYTES)]
 
     def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Unpack messages that have arrived."""
@@ -281,13 +283,9 @@ class GlooTransport(Transport):
         message = message_of(
             peer, transfers, lambda one: GLOO.mode(one, total) if straight else Mode.STAGED
         )
-        copies, addends = CopyList(), []
-        for transfer, at in message.staged:
-            place = transfer.in_message(at, self.bound.staging)
-            if sending:
-                copies.add(transfer.width, transfer.source, place)
-            elif transfer.addend >= 0:
-                addends.append((transfer, at))
-            else:
-                copies.add(transfer.width, place, transfer.destination)
+        copies, addends = CopyList(), list[tuple[Transfer, int]]()
+        if sending:
+            message.pack(copies, 0, self.bound.staging)
+        else:
+            addends = message.unpack(copies, 0, self.bound.staging)
         return _GlooMessage(message, prepared_copies(copies, self.bound), addends)

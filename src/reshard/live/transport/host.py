@@ -324,12 +324,9 @@ class HostTransport(Transport):
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
 
     def _send(self, message: Message, offset: int, fresh: bool) -> _Send:
-        pack = None
+        copies, pack = CopyList(), None
         if fresh and message.staged:
-            copies = CopyList()
-            for transfer, at in message.staged:
-                place = transfer.in_message(offset + at, self.bound.staging)
-                copies.add(transfer.width, transfer.source, place)
+            message.pack(copies, offset, self.bound.staging)
             pack = prepared_copies(copies, self.bound)
         staged = [transfer for transfer, _ in message.staged]
         eager = not message.writes and all(t.hop == 0 for t in (*staged, *message.reads))
@@ -337,13 +334,8 @@ class HostTransport(Transport):
         return _Send(message, offset, pack, _iovecs(message.writes, True), eager, awaited)
 
     def _receive(self, message: Message) -> _Receive:
-        copies, addends = CopyList(), []
-        for transfer, at in message.staged:
-            if transfer.addend >= 0:
-                addends.append((transfer, at))
-            else:
-                place = transfer.in_message(at, self.bound.staging)
-                copies.add(transfer.width, place, transfer.destination)
+        copies = CopyList()
+        addends = message.unpack(copies, 0, self.bound.staging)
         unpacks = len(addends) < len(message.staged)
         unpack = prepared_copies(copies, self.bound) if unpacks else None
         large = bool(message.staged) and not self._is_lent(message)

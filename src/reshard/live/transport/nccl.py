@@ -35,7 +35,7 @@ from reshard.live.session.session import Ticket
 from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.worker import Task
 from reshard.live.transport.base import Transport
-from reshard.live.transport.gloo import GlooHellos, bytes_of
+from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch, meet
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
@@ -164,6 +164,8 @@ class _NcclRound:
     """Packs messages, and copies what stays on this rank."""
     after: Sequence[CopyTable]
     """Unpacks messages."""
+    addends: Sequence[tuple[Transfer, int]]
+    """Where addends are in the staging buffer."""
     num_bytes: int
     """Of the staging buffer."""
 
@@ -312,20 +314,12 @@ class NcclTransport(Transport):
             index = ranks.index(message.peer)
             if message.staged_bytes:
                 found.append((index, self.staging[at : at + message.staged_bytes]))
-            for transfer in message.writes:
-                place = transfer.source if sending else transfer.destination
-                sizes = (transfer.sizes * transfer.itemsize).tolist()
-                columns = (place.base.tolist(), place.offset.tolist(), sizes)
-                for base, offset, size in zip(*columns, strict=True):
-                    found.append((index, bytes_of(self.bound.tensors[base], offset, size)))
+            found += [(index, view) for view in direct_views(message, self.bound, sending)]
         return found
 
     def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Messages are unpacked already; say where addends are in the staging buffer."""
-        for message, at in self._round(made).receives:
-            for transfer, offset in message.staged:
-                if transfer.addend >= 0 and message.peer in peers:
-                    arrived[id(transfer)] = at + offset
+        arrived |= {id(transfer): at for transfer, at in self._round(made).addends}
 
     def release(self, made: Round, peers: Collection[int]) -> None:
         """The next round is enqueued after this one."""
@@ -362,19 +356,13 @@ class NcclTransport(Transport):
         receives, end = self._laid_out(made.receives, at)
         before, after = CopyList(), CopyList()
         for message, start in sends:
-            for transfer, offset in message.staged:
-                place = transfer.in_message(start + offset, staging)
-                before.add(transfer.width, transfer.source, place)
+            message.pack(before, start, staging)
         for transfer in made.copies:
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
-        for message, start in receives:
-            for transfer, offset in message.staged:
-                if transfer.addend < 0:
-                    place = transfer.in_message(start + offset, staging)
-                    after.add(transfer.width, place, transfer.destination)
+        addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
         packs, unpacks = ([CopyTable(b) for b in c.tables()] for c in (before, after))
-        return _NcclRound(sends, receives, packs, unpacks, end)
+        return _NcclRound(sends, receives, packs, unpacks, addends, end)
 
     def _laid_out(
         self, messages: dict[int, list[Transfer]], at: int
