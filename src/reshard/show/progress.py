@@ -32,7 +32,7 @@ def progress_of(wanted: bool | None, total: int, num_rounds: int) -> Bar | None:
     """
     if wanted:
         return Bar(total, num_rounds, after=0.0, stays=True)
-    seen = sys.stderr is not None and sys.stderr.isatty()
+    seen = wanted is None and sys.stderr is not None and sys.stderr.isatty()
     return Bar(total, num_rounds) if seen and total >= MIN_BYTES else None
 
 

@@ -63,9 +63,9 @@ class RoundReport:
     events: list[tuple[str, float, float]] = field(default_factory=list, repr=False)
     """What was done when: phase, start and seconds, for the trace."""
 
-    def spent(self, name: str, began: float) -> None:
-        """Count the time since a moment as time of a phase."""
-        seconds = time.perf_counter() - began
+    def spent(self, name: str, began: float, seconds: float | None = None) -> None:
+        """Count the time since a moment, or so many seconds, as time of a phase."""
+        seconds = time.perf_counter() - began if seconds is None else seconds
         setattr(self, name, getattr(self, name) + seconds)
         self.events.append((name, began, seconds))
 
@@ -103,8 +103,11 @@ class RunReport:
         return part
 
     def finish(self) -> None:
-        """The run is over."""
-        self.seconds = time.perf_counter() - self.started
+        """The run is over, perhaps in the middle of a round."""
+        now = time.perf_counter()
+        self.seconds = now - self.started
+        if self.rounds and not self.rounds[-1].seconds:
+            self.rounds[-1].seconds = now - self.rounds[-1].started
 
     def __getattr__(self, name: str) -> Any:
         if name in _SUMMED:

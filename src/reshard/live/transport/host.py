@@ -83,8 +83,6 @@ class _HostRound:
     awaited: frozenset[int]
     eager: dict[int, _Send]
     """The messages that go with the Hello, in the first round."""
-    late: Sequence[_Send]
-    """The others."""
 
 
 class HostTransport(Transport):
@@ -157,13 +155,15 @@ class HostTransport(Transport):
     def begin(self, made: Round) -> int:
         """Write, stage, and tell peers that their messages are there."""
         todo = self._round(made)
-        if todo.late or made.number:
+        if made.number or len(self._eager) < len(todo.sends):
             self._begin_late(made, todo)
         return todo.staged
 
     def _begin_late(self, made: Round, todo: _HostRound) -> None:
         """The messages that did not go with the Hello."""
-        bound, sends = self.bound, todo.sends if made.number else todo.late
+        bound, sends = self.bound, todo.sends
+        if not made.number:
+            sends = [one for one in sends if one.message.peer not in self._eager]
         self._stage(sends, todo.end)
         for send in sends:
             if send.write is not None:
@@ -291,8 +291,7 @@ class HostTransport(Transport):
         }
         awaited = frozenset(send.message.peer for send in sends if send.awaited)
         eager = {send.message.peer: send for send in sends if send.eager and not made.number}
-        late = [send for send in sends if send.message.peer not in eager]
-        return _HostRound(sends, receives, at, at - start, awaited, eager, late)
+        return _HostRound(sends, receives, at, at - start, awaited, eager)
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
