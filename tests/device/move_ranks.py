@@ -27,7 +27,7 @@ from reshard.live.failure.cleanup import counted
 from reshard.live.options import options_from
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
-from tests import checks, generate, moves, state_cases
+from tests import checks, generate, moves, soak, state_cases
 from tests.device import activation_ranks, sharded_ranks, stand_in
 
 SIZE = 4
@@ -97,7 +97,9 @@ def fails(kind: type[Exception], *words: str, within: float = 30) -> Iterator[No
     assert found is not None, f"{kind.__name__} was not raised"
     missing = [word for word in words if word not in str(found)]
     assert not missing, f"{missing} not in: {found}"
-    assert time.monotonic() - start < within, time.monotonic() - start
+    # The stand-in runs beside other tests, on a machine that may be busy.
+    limit = soak.within(within) if STAND_IN else within
+    assert time.monotonic() - start < limit, time.monotonic() - start
 
 
 def case_of(seed: int, states: bool) -> Any:
@@ -573,7 +575,7 @@ def by_next_call(plan: rs.Plan, given: Any) -> None:
     plan.run(**given, timeout=1.5)
     time.sleep(5)
     with fails(*LATE, "before it failed", within=3):
-        plan.run(**given, timeout=5)
+        plan.run(**given, timeout=20)
 
 
 def by_sync(plan: rs.Plan, given: Any) -> None:

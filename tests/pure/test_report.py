@@ -97,7 +97,7 @@ def test_a_rank_without_a_part() -> None:
 
 def test_json() -> None:
     data = json.loads(made(0).to_json())
-    assert data["schema"] == "reshard.run/1"
+    assert data["schema"] == "reshard.run/2"
     assert data["transports"] == {"1": "peer memory", "8": "network (gloo)", "9": "network (gloo)"}
     assert [part["bytes_sent"] for part in data["rounds"]] == [3 << 20] * 2
     assert "events" not in data["rounds"][0]
