@@ -32,10 +32,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from reshard.bytesize import format_bytes
 from reshard.nn import input_reshard, resharding_of
 from reshard.nn.activations.keeping import Keeper
 from reshard.nn.activations.region import Region
+from reshard.text import format_bytes
 
 RANKS, HIDDEN, LAYERS = 4, 512, 4
 

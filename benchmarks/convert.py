@@ -31,7 +31,7 @@ from typing import Any
 
 from checkpoints import making
 
-from reshard.bytesize import format_bytes, parse_bytes
+from reshard.text import format_bytes, parse_bytes
 
 HERE = Path(__file__).parent / "checkpoints"
 OURS, CP = "reshard", "cp -r"

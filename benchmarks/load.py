@@ -45,8 +45,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import load
+from reshard.text import format_bytes, parse_bytes
 
 OURS, TORCH = "reshard", "torch"
 NUM_FILES = 3

@@ -228,7 +228,7 @@ def llama(num: int, quick: bool) -> Iterator[Case]:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    from reshard.models import tensors
+    from reshard.rules.models import tensors
 
     mesh = init_device_mesh("cpu", (num,))
     layers = 4 if quick else 32

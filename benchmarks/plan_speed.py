@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import reshard as rs
-from reshard.models import preset, tensors
+from reshard.rules.models import preset, tensors
 
 
 @dataclass(frozen=True)

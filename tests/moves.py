@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 import reshard as rs
-from reshard.layout import BoxLayout
+from reshard.layout.layout import BoxLayout
 from tests import bounds, oracle
 from tests.cases import DTYPES
 from tests.checks import same, storage

@@ -1,10 +1,35 @@
-"""The element types a tensor may have, by the names torch gives them: how many bytes is one?"""
+"""Element types of tensors, by torch's names: their sizes, and casts and ordered sums with numpy.
+
+numpy lacks bfloat16 and the 8-bit floats: they are stored as unsigned integers. Casts to them round
+to nearest, ties to even, and follow torch where a value is too large: float8_e4m3fn saturates,
+float8_e5m2 becomes infinite, the fnuz types NaN.
+"""
 
 from __future__ import annotations
 
-from reshard.errors import DtypeError, quoted
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
 
-__all__ = ["ITEMSIZE", "accumulator", "canonical_dtype", "itemsize", "wire_dtype"]
+import numpy as np
+
+from reshard.errors import DtypeError, PlanError, quoted
+
+__all__ = [
+    "ITEMSIZE",
+    "accumulator",
+    "canonical_dtype",
+    "cast",
+    "cast_into",
+    "check_cast",
+    "is_float",
+    "itemsize",
+    "reduce_in_order",
+    "storage_dtype",
+    "wire_dtype",
+]
+
+Array = np.ndarray[Any, Any]
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4,
@@ -64,3 +89,210 @@ def accumulator(dtype: str) -> str:
     """The dtype in which addends of this dtype are added up: halves add in float32."""
     small = dtype.startswith("float8") or dtype in ("float16", "bfloat16")
     return "float32" if small else dtype
+
+
+_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_LACKING = {
+    name for name in ITEMSIZE if name.startswith("float8") or name in ("bfloat16", "complex32")
+}
+
+
+def storage_dtype(dtype: str) -> np.dtype[Any]:
+    """The numpy dtype that stores this dtype: itself, or unsigned integers of its size."""
+    return np.dtype(_UNSIGNED[ITEMSIZE[dtype]] if dtype in _LACKING else dtype)
+
+
+def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) -> Array:
+    """Add up (or multiply, ...) addends one after the other, halves in float32.
+
+    What comes out is divided there, for a mean, and rounded once: to the wanted dtype.
+    """
+    wide = accumulator(dtype)
+    total = cast(addends[0], dtype, wide).copy()
+    for addend in addends[1:]:
+        other = cast(addend, dtype, wide)
+        if op in ("sum", "avg"):
+            total = total + other if total.dtype != bool else total | other
+        elif op == "prod":
+            total = total * other
+        else:
+            total = np.maximum(total, other) if op == "max" else np.minimum(total, other)
+    if op == "avg":
+        whole = np.issubdtype(total.dtype, np.integer)
+        total = total // len(addends) if whole else total / len(addends)
+    return cast(total.astype(storage_dtype(wide), copy=False), wide, want)
+
+
+BLOCK = 1 << 16
+"""Elements that are cast at a time: what numpy makes on the way stays small."""
+
+# Bits of the exponent and of the mantissa, bias of the exponent.
+_FLOAT8 = {
+    "float8_e4m3fn": (4, 3, 7),
+    "float8_e5m2": (5, 2, 15),
+    "float8_e4m3fnuz": (4, 3, 8),
+    "float8_e5m2fnuz": (5, 2, 16),
+}
+
+
+def is_float(dtype: str) -> bool:
+    """Whether a dtype is for real numbers, of which a cast keeps about the same.
+
+    >>> is_float("bfloat16"), is_float("complex64"), is_float("int8")
+    (True, False, False)
+    """
+    return dtype.startswith(("float", "bfloat"))
+
+
+def check_cast(have: str, want: str, what: str = "") -> None:
+    """Refuse a cast that cannot be done or would not keep values; ``what`` is cast.
+
+    >>> check_cast("float32", "bfloat16")
+    """
+    reason = None if have == want else _objection(have, want)
+    if reason is not None:
+        of = f"{what}: " if what else ""
+        raise DtypeError(f"{of}{have} cannot be cast to {want}: {reason}")
+
+
+def _objection(have: str, want: str) -> str | None:
+    """Why elements are not cast so; None if they may be."""
+    alone = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
+    if alone:
+        return f"{alone[0]} is only moved as it is"
+    if have.startswith("complex"):
+        kept = want.startswith("complex")
+        return None if kept else "the imaginary parts would be lost; use a complex dtype"
+    if want.startswith("complex"):
+        return "real numbers stay real; use a floating-point dtype"
+    if is_float(have):
+        return None if is_float(want) else "fractions would be lost; use a floating-point dtype"
+    if is_float(want) or np.can_cast(have, want, "safe"):
+        return None
+    return f"{want} does not hold every value of {have}; use a wider one"
+
+
+def cast_into(source: Array, have: str, target: Array, want: str) -> None:
+    """Cast stored elements into an array of the same shape, a few at a time."""
+    flat, result = source.reshape(-1), target.reshape(-1)
+    for at in range(0, flat.size, BLOCK):
+        part = flat[at : at + BLOCK].view(storage_dtype(have))
+        with np.errstate(over="ignore", invalid="ignore"):
+            found = cast(part, have, want)
+        result[at : at + BLOCK] = found.view(result.dtype)
+
+
+def cast(array: Array, have: str, want: str) -> Array:
+    """Convert stored elements from one dtype to another."""
+    if have == want:
+        return array
+    if have in _FLOAT8:
+        return cast(_float8_values(have)[array], "float32", want)
+    if have == "bfloat16":
+        wide = np.asarray(array).astype(np.uint32)
+        wide <<= 16
+        return cast(wide.view(np.float32), "float32", want)
+    if want == "bfloat16":
+        return _to_bfloat16(cast(array, have, "float32"))
+    if want in _FLOAT8:
+        return _to_float8(cast(array, have, "float32"), want)
+    for dtype in (have, want):
+        if dtype in _LACKING:
+            raise PlanError(
+                f"numpy has no {dtype}: simulate moves it as bytes and cannot cast it to or from "
+                f"{want if dtype == have else have}; run the plan live"
+            )
+    return array.astype(want)
+
+
+def _to_bfloat16(array: Array) -> Array:
+    """The upper half of each float32, rounded; a NaN stays one."""
+    array = np.asarray(array, dtype=np.float32)
+    bits = array.view(np.uint32)
+    rounded = np.asarray(bits >> np.uint32(16))  # a number, of a tensor without dims
+    rounded &= np.uint32(1)
+    rounded += np.uint32(0x7FFF)
+    rounded += bits
+    rounded >>= np.uint32(16)
+    result = rounded.astype(np.uint16)
+    nans = np.isnan(array)
+    if nans.any():
+        result[nans] = 0x7FC0
+    return result
+
+
+def _to_float8(array: Array, want: str) -> Array:
+    """A table knows the code for each upper half of a float32, and whether anything follows it."""
+    bits = array.view(np.uint32)
+    at = bits >> np.uint32(15)
+    at &= np.uint32(0x1FFFE)
+    at |= (bits & np.uint32(0xFFFF)) != 0
+    codes: Array = _float8_codes(want)[at]
+    return codes
+
+
+@lru_cache(maxsize=8)
+def _float8_codes(want: str) -> Array:
+    """The codes of all upper halves of a float32, followed by zeros and by something else.
+
+    That suffices: where two codes are equally near, the float32 ends in zeros.
+    """
+    halves = np.arange(1 << 17, dtype=np.uint32)
+    bits = (halves >> np.uint32(1)) << np.uint32(16) | (halves & np.uint32(1)) << np.uint32(15)
+    return _rounded_to_float8(bits.view(np.float32), want)
+
+
+@lru_cache(maxsize=8)
+def _float8_values(dtype: str) -> Array:
+    """The number that each of the 256 codes stands for."""
+    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
+    codes = np.arange(256)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    fraction = np.where(exponent > 0, 1.0, 0.0) + mantissa / (1 << mantissa_bits)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias)
+    values = np.where(codes >= 128, -values, values)
+    return _with_specials(values, dtype).astype(np.float32)
+
+
+def _with_specials(values: Array, dtype: str) -> Array:
+    """Infinities and NaNs, which each of the dtypes has elsewhere."""
+    if dtype.endswith("fnuz"):
+        values[0x80] = np.nan
+    elif dtype == "float8_e4m3fn":
+        values[[0x7F, 0xFF]] = np.nan
+    else:
+        values[[0x7C, 0xFC]] = np.inf, -np.inf
+        values[[0x7D, 0x7E, 0x7F, 0xFD, 0xFE, 0xFF]] = np.nan
+    return values
+
+
+def _rounded_to_float8(array: Array, want: str) -> Array:
+    """The code of the nearest value; between two equally near ones, the even code."""
+    values = _float8_values(want).astype(np.float64)
+    top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])
+    finite = values[: top + 1]
+    middles = (finite[1:] + finite[:-1]) / 2
+    # One step past the largest value rounds up to what would be the next one.
+    middles = np.append(middles, finite[-1] + (finite[-1] - finite[-2]) / 2)
+    size = np.abs(array.astype(np.float64))
+    codes = np.searchsorted(middles, size, side="left")
+    tie = codes < np.searchsorted(middles, size, side="right")
+    codes += tie & (codes % 2 == 1)
+    return _finish_float8(array, codes, top, want)
+
+
+def _finish_float8(array: Array, codes: Array, top: int, want: str) -> Array:
+    """Signs, and what is too large or no number."""
+    negative = np.signbit(array)
+    if want == "float8_e5m2":
+        codes = np.where(codes > top, 0x7C, codes)
+        codes = np.where(np.isnan(array), 0x7F, codes) + 128 * negative
+        return codes.astype(np.uint8)
+    if want == "float8_e4m3fn":
+        codes = np.where(np.isnan(array), 0x7F, np.minimum(codes, top)) + 128 * negative
+        return codes.astype(np.uint8)
+    codes = np.where(codes > 0, codes + 128 * negative, 0)
+    return np.where((codes % 128 > top) | (codes > 255) | np.isnan(array), 0x80, codes).astype(
+        np.uint8
+    )

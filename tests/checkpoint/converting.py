@@ -12,10 +12,10 @@ from unittest.mock import patch
 import numpy as np
 from safetensors import safe_open
 
-from reshard.box import Box
 from reshard.checkpoint.reading import Budget
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from tests import generate
 from tests.checkpoint.making import random_array, write_sharded
 from tests.checkpoint.making import raw as raw_bytes

@@ -11,9 +11,9 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Recorder
 from reshard.checkpoint.digest import finish, part
+from reshard.layout.box import Box
 
 CODES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from reshard.checkpoint.casting import cast_into, check_cast
+from reshard.dtypes import cast_into, check_cast
 from reshard.errors import DtypeError
 
 FLOATS = (

@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given, settings
 
 from reshard import checkpoint
-from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.errors import (
     CoverageError,
@@ -30,6 +29,7 @@ from reshard.errors import (
     RulesError,
     TargetError,
 )
+from reshard.layout.box import Box
 from reshard.planning.names import join, stack, take
 from reshard.planning.names_table import read_names
 from tests.checkpoint.converting import (

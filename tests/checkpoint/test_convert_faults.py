@@ -20,13 +20,13 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard import checkpoint
-from reshard.box import Box
 from reshard.checkpoint import building, copying, target_files
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.journal import Journal, read_journals
 from reshard.checkpoint.publish import Workplace
 from reshard.cli import run
 from reshard.errors import DamageError, TargetError, UnfinishedError
+from reshard.layout.box import Box
 from tests.checkpoint.converting import Tensors, assert_equal, small_windows, write_source
 from tests.checkpoint.making import random_array, write_sharded
 from tests.soak import cases

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.box import Box
 from reshard.checkpoint import diff
 from reshard.checkpoint.comparing import between
 from reshard.cli import run
 from reshard.errors import CheckpointError, DamageError
+from reshard.layout.box import Box
 from tests.checkpoint.making import disjoint_boxes, header, random_array, write_sharded
 from tests.soak import cases
 

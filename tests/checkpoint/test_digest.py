@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.digest import MODULUS, PRIMES
 from reshard.dtypes import ITEMSIZE
+from reshard.layout.box import Box
 from tests.soak import cases
 
 DTYPES = sorted(ITEMSIZE)

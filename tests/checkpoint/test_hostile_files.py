@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.box import Box
 from reshard.checkpoint.coverage import MOST_DOUBLED, doubled_in, holes_of
 from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
 from reshard.checkpoint.formats.torch_tensors import EXPANDED, SMALL
@@ -27,6 +26,7 @@ from reshard.errors import (
     ReshardError,
     UnsupportedError,
 )
+from reshard.layout.box import Box
 from tests.checkpoint.making import header
 from tests.soak import within
 

@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from reshard import checkpoint
-from reshard.box import Box
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.live import fetching
 from reshard.errors import DamageError
+from reshard.layout.box import Box
 from tests.checkpoint.making import header, write_sharded
 from tests.checkpoint.test_load_save import bytes_read, mesh_of
 from tests.ranks.pool import Pool

@@ -31,7 +31,6 @@ from torch.distributed.tensor.parallel import (
 )
 
 from reshard import checkpoint, sharded
-from reshard.box import row_major
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.live import own_reads, writing
@@ -49,8 +48,9 @@ from reshard.errors import (
     TargetError,
     TensorError,
 )
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.box import row_major
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.tensors.describe import tensors_in
 from tests import generate
 from tests.checkpoint.converting import random_cuts, random_tensors

@@ -20,18 +20,17 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from reshard import checkpoint, cli, sharded
-from reshard.checkpoint.casting import check_cast, is_float
 from reshard.checkpoint.cutting import Cut, Parameters, wanted_of
 from reshard.checkpoint.formats import read
 from reshard.checkpoint.renaming import Outline
 from reshard.checkpoint.storage import open_storage
-from reshard.dtypes import ITEMSIZE
+from reshard.dtypes import ITEMSIZE, check_cast, is_float
 from reshard.errors import (
     CheckpointError,
     DtypeError,
 )
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from tests.checkpoint.making import write_counting
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

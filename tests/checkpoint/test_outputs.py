@@ -16,8 +16,8 @@ from reshard.checkpoint.outputs import Wanted, plan_output
 from reshard.checkpoint.outputs.archives import BIG, Archive
 from reshard.checkpoint.outputs.pickles import pickled
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(1 << 200), 1 << 200) | st.text(),
@@ -104,7 +104,7 @@ def test_wide_elements_come_first() -> None:
 
 
 def test_what_a_layout_would_lose_is_an_error() -> None:
-    from reshard.box import Box
+    from reshard.layout.box import Box
 
     boxes = Layout.from_boxes((8, 6), {0: [Box((0, 0), (8, 3))]})
     for format in ("sharded", "distcp"):

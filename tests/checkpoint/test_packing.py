@@ -22,11 +22,11 @@ from safetensors.numpy import save_file
 
 import reshard as rs
 from reshard import checkpoint
-from reshard.box import row_major
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.packing import CELLS, Pack, Packed, Placed, tiles, written
+from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
 from tests.soak import cases, soaking
 

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.checksums import Checker, Checksums, Recorder
 from reshard.checkpoint.examining import digests_of
@@ -22,6 +21,7 @@ from reshard.checkpoint.storage import open_storage
 from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError
+from reshard.layout.box import Box
 from tests.checkpoint.making import cut, disjoint_boxes, overlapping_boxes, random_array, raw
 from tests.soak import cases
 
@@ -182,7 +182,7 @@ def test_an_error_in_a_worker_is_raised_and_ends_the_work() -> None:
 @pytest.mark.parametrize("memory", ["1MiB", "3MiB", "64MiB", "256MiB", "100GiB"])
 @pytest.mark.parametrize("workers", [1, 4, 16])
 def test_budgets_fit(memory: str, workers: int) -> None:
-    from reshard.bytesize import parse_bytes
+    from reshard.text import parse_bytes
 
     budget = Budget.of(memory, workers)
     assert 1 <= budget.workers <= workers

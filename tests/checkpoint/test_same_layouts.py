@@ -14,16 +14,16 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
-from reshard import checkpoint, models
+from reshard import checkpoint
 from reshard.checkpoint.cutting import Cut, wanted_of
 from reshard.checkpoint.given import as_rules
 from reshard.checkpoint.renaming import Outline
 from reshard.checkpoint.storage import open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.rules import Rules
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.rules import Rules, models
 from tests.soak import soaking
 
 KV_HEADS, HEADS, HEAD_DIM = 2, 4, 4

@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.located import Located, extents, slabs
 from reshard.checkpoint.transfers import Fed, Transfer, chunks_of, source_of, transfer_of
 from reshard.checkpoint.windows import Buffers, compare, fill, readable, writable
 from reshard.errors import CoverageError, DamageError
-from reshard.layout import Layout
-from reshard.listed import listed_of
-from reshard.mesh import Mesh
+from reshard.layout.box import Box, row_major
+from reshard.layout.boxlist import listed_of
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.planning.names import Feed
 from tests.checkpoint.making import disjoint_boxes, overlapping_boxes
 from tests.soak import cases, within

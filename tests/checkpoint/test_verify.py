@@ -18,13 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard.box import Box
 from reshard.checkpoint import convert, formats
 from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.storage import open_storage
 from reshard.checkpoint.verify import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError
+from reshard.layout.box import Box
 from tests.checkpoint.making import (
     CODES,
     disjoint_boxes,

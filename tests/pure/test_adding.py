@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as rs
+from reshard.dtypes import cast, reduce_in_order, storage_dtype
 from reshard.live.copy import reduce as adding
-from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
 from tests.moves import check_counts
 
 OPS = ("sum", "avg", "prod", "max", "min")

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.box import flat_range, row_major, uncovered
+from reshard.layout.box import flat_range, row_major, uncovered
 
 EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.notation import (
+from reshard.layout.notation import (
     Chunk,
     Cyclic,
     Packed,
@@ -247,7 +247,7 @@ def test_hostile_texts_need_little_memory() -> None:
     texts = [text for kind, text in LONG.items() if not kind.startswith("segments")]
     code = (
         "import sys, resource\n"
-        "from reshard.notation import parse\n"
+        "from reshard.layout.notation import parse\n"
         f"resource.setrlimit(resource.RLIMIT_AS, ({1 << 30}, {1 << 30}))\n"
         "for line in sys.stdin:\n"
         "    try: parse(line[:-1])\n"

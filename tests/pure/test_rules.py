@@ -12,11 +12,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard import models
 from reshard.errors import RulesError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.rules import Rules
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.rules import Rules, models
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,
@@ -452,7 +451,7 @@ def test_wrong_when_used(line: str, message: str) -> None:
     assert "\n" not in str(raised.value)
 
 
-SHIPPED = Path(models.__file__).with_name("rules") / "families"
+SHIPPED = Path(models.__file__).with_name("families")
 
 
 @settings(max_examples=200)

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from reshard import models
 from reshard.errors import RulesError
+from reshard.rules import models
 
 
 @pytest.mark.parametrize(

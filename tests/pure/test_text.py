@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 
 import reshard as rs
-from reshard.models import preset, tensors
 from reshard.planning.reasons import reasons
 from reshard.planning.text import describe, stack_rows
 from reshard.rules import Rules
+from reshard.rules.models import preset, tensors
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case

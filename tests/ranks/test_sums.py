@@ -12,10 +12,10 @@ import pytest
 import torch
 
 import reshard as rs
+from reshard.dtypes import reduce_in_order
 from reshard.live.copy import reduce
 from reshard.live.program.modes import Policy
 from reshard.live.transport import host
-from reshard.run.numpy_dtypes import reduce_in_order
 from reshard.tensors.motion import plan_of
 from reshard.tensors.move import _motion
 from tests.ranks.live import local_of

@@ -23,7 +23,7 @@ PRELOAD = [
     "torch.distributed.tensor",
     "pytest",
     "reshard.planning.plan",
-    "reshard.run.simulate",
+    "reshard.simulation",
     "reshard.live.api",
     "reshard.tensors",
     "tests.ranks.rank",

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor import Shard as Cut
 
 from reshard import Box, Layout, Mesh, checkpoint
-from reshard.layout import BoxLayout
+from reshard.layout.layout import BoxLayout
 from reshard.sharded import (
     EnumerableShardingSpec,
     GridShardingSpec,

@@ -7,20 +7,8 @@ import pytest
 
 HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
-    *(
-        "errors",
-        "box",
-        "mesh",
-        "notation",
-        "layout",
-        "listed",
-        "spec",
-        "bucket",
-        "models",
-        "rules",
-        "planning.plan",
-    ),
-    *("run.simulate", "show", "cli"),
+    *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
+    *("rules", "rules.models", "planning.plan", "simulation", "show", "cli"),
     *("checkpoint", "checkpoint.inspect", "checkpoint.formats"),
     *("checkpoint.convert", "checkpoint.verify", "checkpoint.diff"),
 ]

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 
 MESHES = [(4,), (2, 2), (2, 2, 2), (3, 2)]
 

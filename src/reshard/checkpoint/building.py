@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.bytesize import format_bytes
 from reshard.checkpoint import digest
 from reshard.checkpoint.checksums import (
     SIDECAR,
@@ -33,6 +32,7 @@ from reshard.checkpoint.teams import Team
 from reshard.checkpoint.transfers import Chunk as Work
 from reshard.checkpoint.transfers import Transfer, chunks_of
 from reshard.errors import DamageError, TargetError, UnfinishedError, quoted
+from reshard.text import format_bytes
 
 __all__ = ["Builder", "Settings", "begin", "request_of"]
 

@@ -20,9 +20,9 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.coverage import holes_of
 from reshard.dtypes import itemsize
+from reshard.layout.box import Box, row_major
 
 __all__ = ["Catalog", "Crc", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
 

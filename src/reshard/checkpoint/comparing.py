@@ -11,11 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from reshard.box import Box
-from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.checksums import sum_of
 from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
+from reshard.dtypes import cast_into
+from reshard.layout.box import Box
 
 __all__ = ["Difference", "between", "difference", "differing_objects", "is_number"]
 

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.bytesize import parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.beside import check_beside
 from reshard.checkpoint.building import Builder, Settings, begin, free_bytes, request_of
@@ -42,11 +41,12 @@ from reshard.errors import (
     UnfinishedError,
     UnsupportedError,
 )
-from reshard.mesh import Mesh
+from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
+from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
-    from reshard.layout import Layout
+    from reshard.layout.layout import Layout
     from reshard.planning.names import Names
 
 __all__ = ["convert"]

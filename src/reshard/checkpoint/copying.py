@@ -9,9 +9,7 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from reshard.box import Box
 from reshard.checkpoint import digest
-from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.checksums import CHUNK, Checker, checksum
 from reshard.checkpoint.collector import collector_paused
@@ -23,7 +21,8 @@ from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Chunk, Transfer
 from reshard.checkpoint.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.zero_copy import zero_copy
-from reshard.dtypes import itemsize
+from reshard.dtypes import cast_into, itemsize
+from reshard.layout.box import Box
 
 __all__ = ["CheckedReads", "Copier", "Done", "SourceFiles", "copy_all"]
 

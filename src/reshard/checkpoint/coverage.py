@@ -21,8 +21,8 @@ from itertools import islice, pairwise
 from math import inf, prod
 from operator import lt
 
-from reshard.box import Box
 from reshard.errors import CheckpointError
+from reshard.layout.box import Box
 
 __all__ = ["doubled_in", "grid_of", "holes_of"]
 

@@ -26,15 +26,14 @@ from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
 
-from reshard.checkpoint.casting import check_cast, is_float
 from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.outputs import Wanted
 from reshard.checkpoint.renaming import Outline
 from reshard.checkpoint.storage import Storage
-from reshard.dtypes import canonical_dtype
+from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError, quoted
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
 
 __all__ = ["Cut", "Parameters", "notes_of", "uncast_note", "wanted_of"]

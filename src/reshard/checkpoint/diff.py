@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import StoredTensor
 from reshard.checkpoint.comparing import (
     Difference,
@@ -19,9 +18,10 @@ from reshard.checkpoint.comparing import (
 from reshard.checkpoint.examining import Problem, digests_of
 from reshard.checkpoint.reading import Budget, Meter, Source, StoredReader, opened
 from reshard.errors import DamageError, quoted
+from reshard.layout.box import Box
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["DiffReport", "TensorDiff", "diff"]

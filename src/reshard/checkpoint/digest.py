@@ -29,8 +29,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.box import Box, row_major
 from reshard.dtypes import itemsize
+from reshard.layout.box import Box, row_major
 
 __all__ = ["MODULUS", "VERSION", "combine", "finish", "part", "whole"]
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
@@ -19,6 +18,7 @@ from reshard.checkpoint.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, quoted
+from reshard.layout.box import Box
 
 __all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
 

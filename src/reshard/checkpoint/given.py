@@ -10,7 +10,7 @@ from reshard.checkpoint.storage import Storage
 from reshard.errors import MeshError, RulesError
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["as_mesh", "as_rules"]
@@ -20,7 +20,7 @@ def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
     """A mesh, or its text such as ``tp=4``."""
     if mesh is None:
         return None
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
 
     if isinstance(mesh, str):
         return Mesh.parse(mesh)

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, load
 from reshard.checkpoint.coverage import doubled_in, holes_of
@@ -24,9 +23,10 @@ from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.recovered import recovered
 from reshard.checkpoint.storage import Storage, open_storage
 from reshard.errors import quoted
+from reshard.layout.box import Box
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["InspectedTensor", "Inspection", "inspect"]

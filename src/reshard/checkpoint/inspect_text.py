@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.bytesize import format_bytes
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
     from reshard.checkpoint.inspect import InspectedTensor, Inspection

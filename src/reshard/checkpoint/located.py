@@ -3,7 +3,7 @@
 A catalog has one object per piece, which is pleasant to read. To plan and to copy, the same facts
 are needed as arrays: one row per piece, one column per dim, all amounts in bytes.
 
->>> from reshard.box import Box
+>>> from reshard.layout.box import Box
 >>> from reshard.checkpoint.catalog import StoredPiece
 >>> pieces = [StoredPiece(Box((0, 0), (2, 4)), 0, 100, (4, 1)),
 ...           StoredPiece(Box((2, 0), (4, 4)), 1, 100, (4, 1))]
@@ -24,9 +24,9 @@ from math import prod
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.columns import Ints, distinct_first, numbered
+from reshard.layout.box import Box
+from reshard.layout.columns import Ints, distinct_first, numbered
 
 __all__ = ["Extent", "Located", "Pieces", "extents", "slabs"]
 

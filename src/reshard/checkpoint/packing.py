@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.box import Box, row_major
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredPiece
+from reshard.layout.box import Box, row_major
 
 __all__ = ["SMALL", "Pack", "Packed", "Placed", "tiles", "written"]
 
@@ -88,7 +88,7 @@ def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
 
     False does not say that they are not: ``coverage`` finds out.
 
-    >>> from reshard.box import Box
+    >>> from reshard.layout.box import Box
     >>> halves = [StoredPiece(Box((0, 0), (4, 1)), 0, 0, (1, 1)),
     ...           StoredPiece(Box((0, 1), (4, 2)), 0, 4, (1, 1))]
     >>> tiles((4, 2), halves), tiles((4, 2), halves[:1]), tiles((4, 2), [*halves, halves[0]])

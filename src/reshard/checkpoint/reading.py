@@ -22,8 +22,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard.box import Box
-from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.checksums import Checker, Checksums, load
@@ -35,10 +33,12 @@ from reshard.checkpoint.transfers import Fed, Transfer, source_of
 from reshard.checkpoint.windows import Buffers, fill, readable
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError
+from reshard.layout.box import Box
 from reshard.planning.names import Feed
+from reshard.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["Budget", "Meter", "Source", "StoredReader", "in_order", "opened"]

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from reshard.box import Box
 from reshard.checkpoint.coverage import grid_of
+from reshard.layout.box import Box
 
 __all__ = ["recovered"]
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from reshard.bytesize import format_bytes
 from reshard.checkpoint import direct
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.durable import named, sync_folder
 from reshard.errors import TargetError, UnfinishedError
+from reshard.text import format_bytes
 
 __all__ = ["TargetFiles"]
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from reshard.checkpoint.journal import read_journals
 from reshard.checkpoint.publish import Workplace
 from reshard.errors import CheckpointError, UnfinishedError
-from reshard.mesh import format_ranks
+from reshard.layout.mesh import format_ranks
 
 __all__ = ["ALONE", "Team", "team_of"]
 

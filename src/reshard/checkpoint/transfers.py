@@ -24,15 +24,15 @@ from math import prod
 
 import numpy as np
 
-from reshard.box import Box, uncovered
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.located import Located, Pieces, joined, slabs
 from reshard.checkpoint.packing import SMALL, tiles
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
-from reshard.listed import join_boxes
+from reshard.layout.box import Box, uncovered
+from reshard.layout.boxlist import join_boxes
+from reshard.layout.columns import Ints
 from reshard.planning.names import Feed
 
 __all__ = [

@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.bytesize import format_bytes
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
@@ -39,9 +38,10 @@ from reshard.errors import (
     UnsupportedError,
     quoted,
 )
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.planning.names import Names
     from reshard.rules import Rules
 

@@ -14,13 +14,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reshard.box import Box, row_major
-from reshard.checkpoint.casting import cast_into
 from reshard.checkpoint.direct import BLOCK, aligned
 from reshard.checkpoint.located import Extent, Located, extents
 from reshard.checkpoint.transfers import Transfer
-from reshard.dtypes import itemsize
+from reshard.dtypes import cast_into, itemsize
 from reshard.errors import DamageError, quoted
+from reshard.layout.box import Box, row_major
 
 __all__ = [
     "Buffers", "Reads", "Writes", "bits_differ", "buffer_bytes", "compare", "drain", "fill",

@@ -6,12 +6,12 @@ import os
 
 import numpy as np
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.storage import LocalStorage, Storage
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.checkpoint.transfers import Transfer
-from reshard.listed import join_boxes
+from reshard.layout.box import Box
+from reshard.layout.boxlist import join_boxes
 
 __all__ = ["zero_copy"]
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from reshard.cli.demo_live import Live, NotLive
+    from reshard.layout.spec import TensorSpec
     from reshard.planning.plan import Plan
-    from reshard.spec import TensorSpec
 
     Array = np.ndarray[Any, Any]
     Arrays = dict[int, dict[str, Array]]
@@ -132,14 +132,14 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
 
 
 def _real_size(model: str) -> Plan:
-    from reshard.models import preset
+    from reshard.rules.models import preset
 
     return _plan(preset(model), None)
 
 
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     from reshard.cli.inputs import ModelSide, model_specs
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.planning.plan import plan
 
     have, _ = model_specs(config, ModelSide("from", Mesh.parse(HAVE), fsdp=FSDP))
@@ -149,8 +149,8 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
 
 def _simulated(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     """The moves that are run on real data: small enough for a laptop."""
-    from reshard.models import preset
     from reshard.planning.plan import plan
+    from reshard.rules.models import preset
 
     layer = [name for name in move.want if ".layers.0." in name]
     have, want = ({name: side[name] for name in layer} for side in (move.have, move.want))
@@ -168,7 +168,7 @@ def _compare(what: str, move: Plan) -> tuple[Comparison, Arrays, Arrays]:
 
     The arrays come along, as every rank was given them and as they arrived.
     """
-    from reshard.run.simulate import simulate
+    from reshard.simulation import simulate
 
     start = time.perf_counter()
     whole = {name: _random(spec, seed) for seed, (name, spec) in enumerate(move.have.items())}

@@ -79,7 +79,7 @@ def _write_model(folder: Path) -> None:
     import numpy as np
 
     from reshard.checkpoint.formats.safetensors_header import build_header
-    from reshard.models import preset, tensors
+    from reshard.rules.models import preset, tensors
 
     config: Mapping[str, Any] = {
         key: value // SMALLER.get(key, 1) if key in SMALLER else value

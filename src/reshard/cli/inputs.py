@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from reshard.errors import FormatError, LayoutError, NotationError, PlanError
 
 if TYPE_CHECKING:
-    from reshard.layout import Layout
-    from reshard.mesh import Mesh
-    from reshard.spec import TensorSpec
+    from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
+    from reshard.layout.spec import TensorSpec
 
 __all__ = [
     "ModelSide",
@@ -67,8 +67,8 @@ def parse_side(text: str, option: str) -> Layout:
     >>> parse_side("tp=2 @ 8-9: - tp", "--to")
     Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
     """
-    from reshard.layout import Layout
-    from reshard.mesh import Mesh
+    from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
 
     mesh, colon, layout = text.partition(":")
     if not colon:
@@ -80,7 +80,7 @@ def parse_side(text: str, option: str) -> Layout:
 
 def parse_lost(text: str) -> tuple[int, ...]:
     """Read the ranks of ``--without``."""
-    from reshard.mesh import parse_ranks
+    from reshard.layout.mesh import parse_ranks
 
     return tuple(parse_ranks(text, f"--without {text}"))
 
@@ -101,7 +101,7 @@ def model_config(name: str) -> Mapping[str, Any]:
     """The config of a known model, or of a ``config.json`` file."""
     import json
 
-    from reshard.models import preset
+    from reshard.rules.models import preset
 
     path = Path(name)
     if path.suffix != ".json":
@@ -121,9 +121,9 @@ def model_specs(
     config: Mapping[str, Any], side: ModelSide
 ) -> tuple[dict[str, TensorSpec], list[str]]:
     """The specs of all tensors of a model on one side of a move, and notes about its layouts."""
-    from reshard.models import tensors
+    from reshard.layout.spec import TensorSpec
     from reshard.rules import Rules
-    from reshard.spec import TensorSpec
+    from reshard.rules.models import tensors
 
     model = tensors(config)
     shapes = {name: shape for name, (shape, _) in model.items()}
@@ -138,7 +138,7 @@ def model_specs(
 
 def parse_model_mesh(text: str, option: str) -> Mesh:
     """Read the mesh of one side of a model's move."""
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
 
     mesh, colon, layout = text.partition(":")
     if colon:
@@ -154,7 +154,7 @@ def replicated(
 ) -> list[str | None]:
     """The axes of ``--replicate`` for each side of a request, given as a mesh and its FSDP axes.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> replicated(["dp"], [(Mesh(dp=2, tp=4), "dp"), (Mesh(dp=2), None), (None, None)])
     [None, 'dp', None]
     """

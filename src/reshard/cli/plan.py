@@ -12,10 +12,10 @@ import click
 from reshard.errors import PlanError, ProofError
 
 if TYPE_CHECKING:
+    from reshard.layout.spec import TensorSpec
     from reshard.planning.plan import Plan
     from reshard.planning.rank import RankPlan, Step, Steps
     from reshard.planning.topology import Topology
-    from reshard.spec import TensorSpec
 
 __all__ = ["plan"]
 
@@ -123,7 +123,7 @@ def _sides(request: Request) -> Sides:
 
 def _tensor(request: Request) -> Sides:
     from reshard.cli.inputs import parse_shape, parse_side
-    from reshard.spec import TensorSpec
+    from reshard.layout.spec import TensorSpec
 
     for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate"):
         if getattr(request, option):
@@ -178,7 +178,7 @@ def _topology(path: str | None) -> Topology | None:
 
 
 def _check_rank(move: Plan, rank: int | None) -> None:
-    from reshard.mesh import format_ranks
+    from reshard.layout.mesh import format_ranks
 
     if rank is not None and rank not in move.ranks:
         raise PlanError(
@@ -247,7 +247,7 @@ def _wrapped(sentences: Sequence[str]) -> list[str]:
 
 def _rank_lines(mine: RankPlan) -> list[str]:
     """What a rank sends, receives and copies, each with its first steps."""
-    from reshard.bytesize import format_bytes
+    from reshard.text import format_bytes
 
     lines = []
     kinds = (("sends", mine.sends), ("receives", mine.receives), ("copies", mine.copies))
@@ -260,8 +260,8 @@ def _rank_lines(mine: RankPlan) -> list[str]:
 def _step_lines(verb: str, steps: Steps) -> list[str]:
     from itertools import islice
 
-    from reshard.bytesize import format_bytes
     from reshard.planning.text import align, shorten
+    from reshard.text import format_bytes
 
     shown = list(islice(iter(steps), MAX_STEPS + 1))
     if not shown:

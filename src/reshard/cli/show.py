@@ -9,7 +9,7 @@ import click
 from reshard.errors import LayoutError
 
 if TYPE_CHECKING:
-    from reshard.layout import Layout
+    from reshard.layout.layout import Layout
 
 __all__ = ["show"]
 
@@ -29,8 +29,8 @@ def show(layout: str, mesh: str, shape: str, rank: int | None, as_json: bool) ->
     reshard show "(dp tp) -" --mesh "dp=2 tp=4" --shape 8192,4096
     """
     from reshard.cli.inputs import parse_shape
-    from reshard.layout import Layout
-    from reshard.mesh import Mesh
+    from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
 
     sizes = parse_shape(shape)
     cut = Layout(Mesh.parse(mesh), layout.strip())

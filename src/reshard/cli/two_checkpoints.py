@@ -50,7 +50,7 @@ def with_replicas(
     if not axes:
         return [rules for rules, _ in sides]
     from reshard.cli.inputs import replicated
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
     meshes = [Mesh.parse(mesh) if mesh and rules else None for rules, mesh in sides]

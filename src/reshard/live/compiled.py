@@ -13,10 +13,10 @@ from math import prod
 import torch.distributed as dist
 
 from reshard.errors import LiveError
+from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals, locals_of
 from reshard.live.program.rounds import HAVE, WANT, Program
 from reshard.planning.plan import Plan
-from reshard.spec import TensorSpec
 
 __all__ = ["CompiledPlan", "compiled_plan"]
 

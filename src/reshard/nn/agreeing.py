@@ -8,8 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError
+from reshard.layout.mesh import format_ranks
 from reshard.live.inputs.bound import default_device
-from reshard.mesh import format_ranks
 from reshard.sharded.fingerprints import digest
 from reshard.sharded.telling import numbers_of_all, raise_together
 

@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from reshard.errors import quoted
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.nn.resolving import Resolved, resolve
 from reshard.nn.sharder import Sharder
 from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.spec import ShardingSpec
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["ShardingPlan", "ShardingPlanner"]

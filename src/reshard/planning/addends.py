@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from reshard.errors import PlanError
+from reshard.layout.grid import addend_of, num_addends
 from reshard.planning.stacks import Stack
-from reshard.regions import addend_of, num_addends
 
 __all__ = ["Addends", "addends_of"]
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
 
-from reshard.box import Box
-from reshard.dims import is_mixed
 from reshard.dtypes import accumulator
-from reshard.layout import BoxLayout, Layout
-from reshard.listed import listed_of
-from reshard.notation import axes_of
+from reshard.layout.box import Box
+from reshard.layout.boxlist import listed_of
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.notation import axes_of
+from reshard.layout.spec import TensorSpec
+from reshard.layout.tiling import is_mixed
 from reshard.planning.plan import ONE, Plan, plan
-from reshard.spec import TensorSpec
 
 __all__ = ["Spread", "SumMove", "summed", "unreduced"]
 
@@ -31,7 +31,7 @@ Boxes = dict[int, tuple[Box, ...]]
 def unreduced(layout: Layout) -> Layout:
     """The same cut without a pending reduction: ranks that held addends hold the value.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> str(unreduced(Layout(Mesh(dp=2, tp=2), "tp - | sum dp")))
     'tp -'
     """
@@ -43,7 +43,7 @@ def unreduced(layout: Layout) -> Layout:
 def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
     """The same cut, with replicas as addends of a sum; None where no words say that.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> str(summed(Layout(Mesh(dp=2, tp=2), "tp -"), (4, 4)))
     'tp - | sum dp'
     """

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.columns import distinct
-from reshard.regions import Ints
+from reshard.layout.columns import distinct
+from reshard.layout.grid import Ints
 
 __all__ = ["Line", "balance", "fill"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct
 from reshard.planning.balance import balance
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.geometry import Geometry

@@ -20,10 +20,10 @@ from math import prod
 
 import numpy as np
 
-from reshard.columns import contained, numbered
 from reshard.errors import PlanError
+from reshard.layout.columns import contained, numbered
+from reshard.layout.grid import DimTable, Grid, Ints
 from reshard.planning.names import Segments
-from reshard.regions import DimTable, Grid, Ints
 
 MAX_CELLS = 1 << 26
 """Cells that are worked out at once; beyond, memory would not suffice."""

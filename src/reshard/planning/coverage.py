@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from reshard.box import Box, uncovered
 from reshard.errors import CoverageError
-from reshard.listed import Listed, listed_of
+from reshard.layout.box import Box, uncovered
+from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.grid import Ints
 from reshard.planning.cells import Cells
 from reshard.planning.names import Feed
 from reshard.planning.stacks import Stack
-from reshard.regions import Ints
 
 __all__ = ["check_coverage", "in_want_coordinates", "insert_columns", "raise_uncovered"]
 

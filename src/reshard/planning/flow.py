@@ -14,11 +14,11 @@ from functools import cached_property
 import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
+from reshard.layout.grid import Ints
 from reshard.planning.cells import Cells
 from reshard.planning.geometry import Geometry, Lined
 from reshard.planning.lines import LineSet, Runs, Slots
 from reshard.planning.stacks import Stack
-from reshard.regions import Ints
 
 __all__ = ["Flow", "Transfers"]
 

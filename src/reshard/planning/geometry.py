@@ -12,9 +12,9 @@ from typing import Protocol
 
 import numpy as np
 
+from reshard.layout.grid import Ints
 from reshard.planning.cells import Cells
 from reshard.planning.lines import LineSet
-from reshard.regions import Ints
 
 __all__ = ["Geometry", "Lined", "Relays", "concatenate_cells"]
 

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.columns import distinct
+from reshard.layout.columns import distinct
+from reshard.layout.grid import Ints
 from reshard.planning.balance import Line
-from reshard.regions import Ints
 
 __all__ = ["LineSet", "Runs", "Slots"]
 

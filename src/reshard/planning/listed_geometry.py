@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from reshard.layout.grid import Ints
 from reshard.planning.cells import Cells
 from reshard.planning.geometry import Lined, Relays
 from reshard.planning.lines import LineSet
-from reshard.regions import Ints
 
 __all__ = ["ListedGeometry"]
 

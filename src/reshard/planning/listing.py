@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.columns import contained, distinct, distinct_first, numbered
 from reshard.errors import CoverageError
-from reshard.listed import Listed, join_boxes, listed_of
+from reshard.layout.boxlist import Listed, join_boxes, listed_of
+from reshard.layout.columns import contained, distinct, distinct_first, numbered
+from reshard.layout.grid import Ints, addend_of
+from reshard.layout.spec import TensorSpec
 from reshard.planning.addends import Addends, addends_of
 from reshard.planning.cells import Cells
 from reshard.planning.coverage import check_coverage, in_want_coordinates, insert_columns
@@ -23,8 +25,6 @@ from reshard.planning.geometry import Lined, Relays
 from reshard.planning.lines import LineSet
 from reshard.planning.listed_geometry import ListedGeometry
 from reshard.planning.stacks import Stack
-from reshard.regions import Ints, addend_of
-from reshard.spec import TensorSpec
 
 __all__ = ["listed_geometries"]
 

@@ -22,10 +22,10 @@ from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
-from reshard.box import Box, uncovered
 from reshard.errors import NamesError, PlanError, quoted
-from reshard.layout import BoxLayout
-from reshard.spec import TensorSpec
+from reshard.layout.box import Box, uncovered
+from reshard.layout.layout import BoxLayout
+from reshard.layout.spec import TensorSpec
 
 __all__ = [
     "Feed",

@@ -8,11 +8,11 @@ from itertools import product
 
 import numpy as np
 
+from reshard.layout.grid import Grid, Ints, grids_of
 from reshard.planning.cells import Cells, GridPair, insert_dims, meet_dim
 from reshard.planning.geometry import Lined, Relays, concatenate_cells
 from reshard.planning.lines import LineSet
 from reshard.planning.stacks import Stack
-from reshard.regions import Grid, Ints, grids_of
 
 __all__ = ["OpenGeometry", "open_geometry", "pairs_of"]
 

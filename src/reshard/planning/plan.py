@@ -1,7 +1,7 @@
 """A plan says who copies which box to whom, in which round, before anything moves.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> have = Layout(Mesh(dp=2, tp=2), "(dp tp) -")
 >>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
 >>> move = plan(have, want, shape=(4, 6), dtype="float32")
@@ -17,10 +17,11 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from reshard.bytesize import parse_bytes
 from reshard.errors import PlanError, needing_torch
-from reshard.fingerprint import fingerprint
-from reshard.layout import Layout
+from reshard.layout.fingerprint import fingerprint
+from reshard.layout.grid import Ints
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.planning.build import flows_of, load_of, world_of
 from reshard.planning.flow import Flow
 from reshard.planning.names import Names
@@ -30,8 +31,7 @@ from reshard.planning.stacks import Fill, Stack, stacks_of
 from reshard.planning.summary import Summary, summarize
 from reshard.planning.topology import Topology
 from reshard.planning.traffic import Traffic, traffic_of
-from reshard.regions import Ints
-from reshard.spec import TensorSpec
+from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.box import Box, uncovered
-from reshard.columns import distinct, distinct_first
 from reshard.errors import ProofError
-from reshard.listed import join_boxes
+from reshard.layout.box import Box, uncovered
+from reshard.layout.boxlist import join_boxes
+from reshard.layout.columns import distinct, distinct_first
+from reshard.layout.grid import Ints, addend_of
+from reshard.layout.spec import TensorSpec
 from reshard.planning.flow import Transfers
 from reshard.planning.rank import RankPlan, Rows
 from reshard.planning.stacks import Stack
-from reshard.regions import Ints, addend_of
-from reshard.spec import TensorSpec
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

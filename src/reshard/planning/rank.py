@@ -11,11 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
-from reshard.box import Box, flat_range
+from reshard.layout.box import Box, flat_range
+from reshard.layout.grid import Ints
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.stacks import Fill
-from reshard.regions import Ints
 
 __all__ = ["RankPlan", "RankRound", "Step", "Steps"]
 

@@ -1,7 +1,7 @@
 """Why does a plan cost what it costs? Sentences with the plan's own numbers.
 
-    >>> from reshard.layout import Layout
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.layout.mesh import Mesh
     >>> from reshard.planning.plan import plan
     >>> have = Layout(Mesh(tp=2), "tp -")
     >>> want = Layout(Mesh(dp=2, tp=2, ranks=[8, 9, 10, 11]), "- tp")
@@ -20,10 +20,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.bytesize import format_bytes
-from reshard.columns import numbered
-from reshard.mesh import format_ranks
-from reshard.regions import Ints, num_addends
+from reshard.layout.columns import numbered
+from reshard.layout.grid import Ints, num_addends
+from reshard.layout.mesh import format_ranks
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from reshard.bytesize import format_bytes
 from reshard.errors import MemoryCapError
-from reshard.regions import Ints
+from reshard.layout.grid import Ints
+from reshard.text import format_bytes
 
 __all__ = ["Load", "Schedule", "Slot", "TooTightError", "Uses", "schedule", "slice_edges"]
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import FormatError, ReshardError
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Join, Names, Source, Stacked, Take, join
 from reshard.planning.topology import Topology
-from reshard.spec import TensorSpec
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from reshard.box import Box
 from reshard.dtypes import itemsize, wire_dtype
 from reshard.errors import LayoutError, PlanError
-from reshard.fingerprint import fingerprint
+from reshard.layout.box import Box
+from reshard.layout.fingerprint import fingerprint
+from reshard.layout.grid import num_addends
+from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed, Names, check_keys, feeds_of, missing_names
-from reshard.regions import num_addends
-from reshard.spec import TensorSpec
 
 __all__ = ["Fill", "Stack", "stacks_of"]
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from reshard.columns import numbered
+from reshard.layout.columns import numbered
+from reshard.layout.grid import Ints
 from reshard.planning.flow import Flow
 from reshard.planning.open_geometry import OpenGeometry
 from reshard.planning.rounds import Schedule
 from reshard.planning.topology import Topology
 from reshard.planning.traffic import Traffic
-from reshard.regions import Ints
 
 __all__ = ["Summary", "needs_of", "summarize"]
 

@@ -1,7 +1,7 @@
 """A plan as plain text: what moves, what it costs, and why it costs that.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.planning.plan import plan
 >>> have = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
 >>> want = Layout(Mesh(tp=2, ranks=[8, 9]), "- tp")
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
 
-from reshard.bytesize import format_bytes
-from reshard.columns import distinct
 from reshard.dtypes import itemsize
-from reshard.layout import Layout
+from reshard.layout.columns import distinct
+from reshard.layout.layout import Layout
 from reshard.planning.reasons import reasons
 from reshard.planning.stacks import Stack
 from reshard.planning.summary import needs_of
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan

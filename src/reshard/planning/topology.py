@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.bytesize import parse_bytes
 from reshard.errors import SizeError, TopologyError
+from reshard.text import parse_bytes
 
 __all__ = ["Link", "Topology"]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.columns import distinct, numbered
+from reshard.layout.columns import distinct, numbered
+from reshard.layout.grid import Ints
 from reshard.planning.flow import Flow, Transfers
 from reshard.planning.lines import LineSet
 from reshard.planning.rounds import Slot, slice_edges
-from reshard.regions import Ints
 
 __all__ = ["Traffic", "traffic_of"]
 

@@ -1,6 +1,6 @@
 """Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
 
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.mesh import Mesh
 >>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
 >>> rules.layout("model.layers.3.self_attn.q_proj.weight", Mesh(tp=4))
 Layout(Mesh(tp=4), 'tp*128 -')
@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import RulesError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.models import family_of, numbers_of
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
 from reshard.rules.document import Document, Factor, located, quote
+from reshard.rules.models import family_of, numbers_of
 from reshard.rules.reading import MAX_BYTES, families, read, read_family
 from reshard.rules.table import Table, UnmatchedError
 

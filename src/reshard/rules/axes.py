@@ -1,7 +1,7 @@
 """The axes of a mesh and what a model's layouts do with them: is one unused, do ranks get nothing?
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> idle_ranks({"q": Layout(Mesh(tp=16), "tp*128 -")}, {"q": (1024, 4096)})[0][:53]
 'warning: 8 of 16 ranks along tp hold nothing of "q": '
 """
@@ -12,11 +12,11 @@ import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import product
 
-from reshard.dims import held
 from reshard.errors import RulesError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.notation import Units, parse
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.notation import Units, parse
+from reshard.layout.tiling import held
 from reshard.rules.document import Document, quote
 from reshard.rules.wording import all_axes
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.errors import ReshardError, RulesError
-from reshard.mesh import Mesh
+from reshard.layout.mesh import Mesh
 from reshard.rules.expression import Place
 from reshard.rules.pattern import Pattern
 from reshard.rules.template import Template

@@ -17,11 +17,11 @@ from importlib import resources
 from typing import Any
 
 from reshard.errors import RulesError
-from reshard.mesh import RESERVED, Mesh
-from reshard.models import NUMBERS
-from reshard.notation import parse
+from reshard.layout.mesh import RESERVED, Mesh
+from reshard.layout.notation import parse
 from reshard.rules.document import Document, Factor, Rule, located, quote
 from reshard.rules.expression import names_of, parse_places
+from reshard.rules.models import NUMBERS
 from reshard.rules.pattern import Pattern
 from reshard.rules.template import Template
 from reshard.rules.wording import all_axes

@@ -14,9 +14,9 @@ from functools import cached_property, lru_cache
 from operator import itemgetter
 
 from reshard.errors import RulesError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.notation import Words, parse
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.notation import Words, parse
 from reshard.rules.document import Document, Rule, located, quote
 from reshard.rules.expression import Place, evaluate, names_of
 from reshard.rules.pattern import INDEX

@@ -1,6 +1,6 @@
 """Words of a layout for the axes a mesh has: what is left of ``(tp*128 dp) -`` without tp?
 
->>> from reshard.notation import parse
+>>> from reshard.layout.notation import parse
 >>> str(keep_axes(parse("(tp*128 kv) - | on pp=1"), {"kv", "dp"}))
 'kv -'
 >>> str(cut_first_dim(parse("tp*128 -"), ["dp"], num_dims=2))
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from reshard.notation import Chunk, Cut, Cuts, Packed, Segment, Units, Words, axes_of
+from reshard.layout.notation import Chunk, Cut, Cuts, Packed, Segment, Units, Words, axes_of
 
 __all__ = ["all_axes", "cut_first_dim", "keep_axes"]
 
@@ -20,7 +20,7 @@ __all__ = ["all_axes", "cut_first_dim", "keep_axes"]
 def all_axes(words: Words) -> set[str]:
     """Every axis a layout names.
 
-    >>> from reshard.notation import parse
+    >>> from reshard.layout.notation import parse
     >>> sorted(all_axes(parse("(tp dp) - | on pp=1 | sum cp")))
     ['cp', 'dp', 'pp', 'tp']
     """

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from reshard.box import Box, uncovered
 from reshard.errors import CoverageError
-from reshard.layout import Layout
-from reshard.pieces import Piece
+from reshard.layout.box import Box, uncovered
+from reshard.layout.layout import Layout
+from reshard.layout.pieces import Piece
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["cut_here", "moved_here"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from reshard.layout import BoxLayout
+from reshard.layout.layout import BoxLayout
 from reshard.sharded.content import Content, members
 from reshard.sharded.gradients import from_local, to_local
 from reshard.sharded.tensor import ShardedTensor

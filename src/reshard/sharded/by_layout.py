@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.sharded.content import layout_of_shards
 from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
 from reshard.sharded.spec import ShardingSpec

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map
 
-from reshard.box import Box
-from reshard.layout import Layout
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
 from reshard.sharded.content import Content
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.utils._pytree import tree_map
 
 from reshard.errors import LiveError, OperationError, ReshardError
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, materialized, members, strides_like
 from reshard.sharded.moving import moved_to

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from reshard.box import Box, row_major
-from reshard.layout import BoxLayout, Layout
+from reshard.layout.box import Box, row_major
+from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.shard import Shard
 from reshard.tensors.meshes import this_rank

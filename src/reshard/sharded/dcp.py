@@ -24,12 +24,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.box import Box, row_major
 from reshard.errors import OperationError, quoted
-from reshard.layout import BoxLayout, Layout
-from reshard.listed import Listed, listed_of
-from reshard.notation import Packed
-from reshard.pieces import Piece
+from reshard.layout.box import Box, row_major
+from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.notation import Packed
+from reshard.layout.pieces import Piece
 from reshard.sharded.content import Content
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.views import inner_view, piece_view

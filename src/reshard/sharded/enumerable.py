@@ -24,8 +24,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reshard.box import Box, uncovered
-from reshard.columns import Ints, numbered
+from reshard.layout.box import Box, uncovered
+from reshard.layout.columns import Ints, numbered
 from reshard.sharded.grid import check_split, check_sum, shards_of_cells
 from reshard.sharded.metadata import (
     Placement,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec

@@ -7,7 +7,6 @@ from typing import NoReturn
 
 import torch
 
-from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
 from reshard.live import api
@@ -18,6 +17,7 @@ from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.motion import plan_of
 from reshard.tensors.reading import whole_on
+from reshard.text import parse_bytes
 
 __all__ = ["gathered", "gathered_on"]
 

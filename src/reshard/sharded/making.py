@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import quoted
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.by_layout import LayoutShardingSpec, lowered
 from reshard.sharded.content import Content, Group, members, part_shapes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.distributed.remote_device import _remote_device
 
-from reshard.box import Box
+from reshard.layout.box import Box
 
 __all__ = ["Placement", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from reshard.box import Box
-from reshard.layout import Layout
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["is_misjudged"]

@@ -8,9 +8,8 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
-from reshard.layout import BoxLayout, Layout
+from reshard.layout.layout import BoxLayout, Layout
 from reshard.live.failure.cleanup import counted
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
@@ -19,6 +18,7 @@ from reshard.sharded.content import Content, members
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.motion import Motion
 from reshard.tensors.reading import whole_on
+from reshard.text import parse_bytes
 
 __all__ = ["laid_as", "moved_parts", "moved_to", "split", "whole"]
 

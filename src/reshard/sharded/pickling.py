@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from reshard.box import Box
 from reshard.errors import OperationError
-from reshard.layout import BoxLayout, Layout
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec

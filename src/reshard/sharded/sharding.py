@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
+from reshard.layout.spec import TensorSpec
 from reshard.planning.plan import plan
 from reshard.sharded.content import Content, Group, members
 from reshard.sharded.fingerprints import UNKNOWN, Numbers, ShardMismatchError, compare, digest
@@ -21,7 +22,6 @@ from reshard.sharded.metadata import TensorProperties
 from reshard.sharded.moving import split
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.spec import TensorSpec
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.reading import whole_on
 

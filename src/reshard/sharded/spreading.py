@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from reshard.box import Box
-from reshard.layout import BoxLayout
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout
 from reshard.sharded.content import Content
 from reshard.sharded.gradients import as_content
 from reshard.sharded.moving import moved_to, whole

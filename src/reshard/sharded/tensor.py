@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from reshard.errors import OperationError
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.sharded.content import Content, Group
 from reshard.sharded.dcp import (
     ChunkAttribute,

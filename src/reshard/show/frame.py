@@ -1,7 +1,7 @@
 """A picture as lines of text: cells in a frame, as wide as their share of the tensor.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.show.ink import plain
 >>> from reshard.show.picture import picture_of
 >>> picture = picture_of(Layout(Mesh(dp=2, tp=2), "tp dp"), (8, 6), most=(4, 4))

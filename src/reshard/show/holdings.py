@@ -1,6 +1,6 @@
 """What each rank holds, as rows of a table; ranks that hold the same share a row.
 
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.mesh import Mesh
 >>> for row in holdings(Layout(Mesh(dp=2, tp=2), "tp -"), (8, 6)).rows:
 ...     print(row.ranks, row.coords, row.local_shape, row.text)
 (0, 2) {'tp': 0} (4, 6) [0:4, 0:6]
@@ -15,8 +15,8 @@ from math import prod
 
 import numpy as np
 
-from reshard.layout import BoxLayout, Layout
-from reshard.regions import Grid, Ints, grids_of
+from reshard.layout.grid import Grid, Ints, grids_of
+from reshard.layout.layout import BoxLayout, Layout
 
 __all__ = ["Holding", "Holdings", "holdings"]
 

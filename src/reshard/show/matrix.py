@@ -1,7 +1,7 @@
 """Who sends how much to whom, as a small matrix: between ranks, hosts, or groups of them.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.planning.plan import plan
 >>> from reshard.show.ink import plain
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from reshard.columns import distinct, distinct_first, numbered
-from reshard.regions import Ints
+from reshard.layout.columns import distinct, distinct_first, numbered
+from reshard.layout.grid import Ints
 from reshard.show.ink import Line, Span, heat
 
 if TYPE_CHECKING:

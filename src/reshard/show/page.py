@@ -1,7 +1,7 @@
 """A plan as one HTML page that opens anywhere: no scripts, no fonts, nothing from elsewhere.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.planning.plan import plan
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=2), "- tp")
 >>> page = render(plan(have, want, shape=(8, 8), dtype="float32"))
@@ -17,8 +17,7 @@ from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING
 
-from reshard.bytesize import format_bytes
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
 from reshard.planning.reasons import reasons
 from reshard.planning.text import StackRow, headline, shorten, stack_rows
 from reshard.show.holdings import holdings
@@ -27,6 +26,7 @@ from reshard.show.matrix import traffic_matrix
 from reshard.show.picture import Picture, picture_of
 from reshard.show.svg import Drawing, bars_of, drawing_of, matrix_of
 from reshard.show.terminal import table
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
     from jinja2 import Template

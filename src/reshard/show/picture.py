@@ -3,7 +3,7 @@
 Cells end where any box of the layout ends. Where that would be more cells than can be drawn,
 neighbours are merged: such a cell has several parts, on different ranks.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> picture = picture_of(Layout(Mesh(dp=2, tp=2), "dp tp"), (8, 6), most=(4, 4))
     >>> picture.rows, picture.columns
     ((0, 4, 8), (0, 3, 6))
@@ -22,10 +22,10 @@ from math import prod
 
 import numpy as np
 
-from reshard.layout import BoxLayout, Layout
-from reshard.listed import Listed, listed_of
-from reshard.mesh import format_ranks
-from reshard.regions import Ints, grids_of
+from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.grid import Ints, grids_of
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import format_ranks
 
 __all__ = ["Cell", "Picture", "num_boxes", "picture_of"]
 
@@ -121,7 +121,7 @@ def _without_repeats(
 def num_boxes(layout: Layout, shape: tuple[int, ...]) -> int:
     """How many boxes listing a layout would give, at least; cheap even where that is a lot.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> num_boxes(Layout(Mesh(x=2, y=2), "x:1 y:1"), (8192, 4096))
     33554432
     """

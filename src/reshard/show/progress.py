@@ -12,7 +12,7 @@ import threading
 import time
 from typing import TYPE_CHECKING
 
-from reshard.bytesize import format_bytes
+from reshard.text import format_bytes
 
 if TYPE_CHECKING:
     from rich.progress import Progress as RichProgress

@@ -22,10 +22,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from reshard.bytesize import format_bytes
 from reshard.errors import FormatError
-from reshard.mesh import format_ranks
+from reshard.layout.mesh import format_ranks
 from reshard.planning.text import align
+from reshard.text import format_bytes
 
 __all__ = ["RoundReport", "RunReport", "format_seconds"]
 

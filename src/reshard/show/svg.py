@@ -1,7 +1,7 @@
 """Pictures and matrices as rectangles with places on a page; the template only prints them.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.show.picture import picture_of
 >>> picture = picture_of(Layout(Mesh(tp=2), "tp -"), (8, 8), most=(4, 4))
 >>> drawing = drawing_of(picture, {(0,): 210, (1,): 30})
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from reshard.bytesize import format_bytes
-from reshard.mesh import format_ranks
+from reshard.layout.mesh import format_ranks
 from reshard.planning.text import StackRow, shorten
 from reshard.show.matrix import Matrix, short_bytes
 from reshard.show.picture import Cell, Picture
+from reshard.text import format_bytes
 
 __all__ = ["Drawing", "Rect", "Tick", "bars_of", "drawing_of", "matrix_of"]
 

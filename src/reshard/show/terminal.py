@@ -1,6 +1,6 @@
 """Layouts as text: a picture where there can be one, and a table of who holds what.
 
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.mesh import Mesh
 >>> from reshard.show.ink import plain
 >>> print(plain(draw(Layout(Mesh(dp=2, tp=2), "tp"), (8,), width=30)))
 tp on mesh dp=2 tp=2, shape 8: 2 parts, each on 2 ranks
@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.layout import BoxLayout, Layout
-from reshard.mesh import format_ranks
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import format_ranks
 from reshard.planning.text import align, shorten
 from reshard.show.frame import CELL_WIDTH, frame
 from reshard.show.holdings import Holding, Holdings, holdings
@@ -86,7 +86,7 @@ def _row(holding: Holding) -> tuple[str, ...]:
 def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
     """What one rank holds, box by box, and where each sits in its local tensor.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> for line in pieces_table(Layout(Mesh(cp=2), "cp~"), 0, (8,)):
     ...     print(line)
     rank 0 at cp=0 of mesh cp=2 holds 4 elements in 2 pieces, local shape 4

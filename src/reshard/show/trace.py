@@ -5,8 +5,8 @@ and what it receives; a slice is one message of one round. With a topology a sli
 the link needs; without one it is a microsecond per KiB, so that lengths compare bytes.
 
     >>> import json
-    >>> from reshard.layout import Layout
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.layout import Layout
+    >>> from reshard.layout.mesh import Mesh
     >>> from reshard.planning.plan import plan
     >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=2), "- tp")
     >>> events = json.loads(to_trace(plan(have, want, shape=(64, 64))))["traceEvents"]
@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from reshard.layout.grid import Ints
 from reshard.planning.topology import Topology
-from reshard.regions import Ints
 from reshard.show.matrix import Groups, group
 
 if TYPE_CHECKING:

@@ -17,11 +17,11 @@ from math import prod
 import torch
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.box import Box
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.tensors.placements import acting, check_placements, nesting_of
 
 __all__ = ["BoxMove", "Placed"]

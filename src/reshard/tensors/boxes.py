@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from reshard.box import Box
 from reshard.errors import LiveError
-from reshard.layout import BoxLayout, Layout
-from reshard.run.local_pieces import LocalPieces
+from reshard.layout.box import Box
+from reshard.layout.boxlist import LocalPieces
+from reshard.layout.layout import BoxLayout, Layout
 
 __all__ = ["Boxes", "added", "listed"]
 

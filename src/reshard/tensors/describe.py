@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from reshard.errors import ReshardError, TensorError, quoted
-from reshard.layout import Layout
-from reshard.spec import TensorSpec
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.tensors.kinds import is_sharded_tensor
 from reshard.tensors.reading import layout_of
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.box import row_major
 from reshard.errors import LayoutError, TensorError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.box import row_major
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.tensors.kinds import ready
 from reshard.tensors.meshes import mesh_of, this_rank
 from reshard.tensors.placements import as_placed, read_placements

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch.distributed._shard.sharded_tensor.api import ShardedTensor
     from torch.distributed.tensor import DTensor
 
-    from reshard.layout import Layout
+    from reshard.layout.layout import Layout
 
     class Content(Protocol):
         """What a rank has of it."""

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from reshard.errors import DisagreementError, quoted
-from reshard.layout import BoxLayout, Layout
-from reshard.mesh import format_ranks
-from reshard.spec import TensorSpec
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import format_ranks
+from reshard.layout.spec import TensorSpec
 from reshard.tensors.reading import whole_on
 from reshard.tensors.replicas import Contradiction, in_boxes, in_words, without_repeats
 

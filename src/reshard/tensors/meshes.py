@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from reshard.mesh import RESERVED, Mesh
+from reshard.layout.mesh import RESERVED, Mesh
 
 __all__ = ["axis_names", "mesh_of", "this_rank"]
 

@@ -13,14 +13,14 @@ import torch.distributed as dist
 
 from reshard.dtypes import accumulator
 from reshard.errors import TensorError
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.live.api import pass_silently
 from reshard.live.call import call_of
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plan import ONE, Plan, plan
-from reshard.spec import TensorSpec
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.kinds import computed, knows_layout
 from reshard.tensors.way_back import WayBack, attached

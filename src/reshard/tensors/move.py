@@ -17,21 +17,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 import torch.distributed as dist
 
-from reshard.bytesize import parse_bytes
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
-from reshard.fingerprint import is_part_of
-from reshard.layout import Layout
+from reshard.layout.fingerprint import is_part_of
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.live.failure.cleanup import counted
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
-from reshard.spec import TensorSpec
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE
 from reshard.tensors.kinds import is_dtensor, is_laid_out, knows_layout, ready
 from reshard.tensors.motion import Grad, Motion
 from reshard.tensors.reading import local_of
+from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -19,11 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.dims import held, length_of
 from reshard.errors import LayoutError
-from reshard.layout import Layout, check_shape
-from reshard.mesh import Mesh
-from reshard.notation import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
+from reshard.layout.layout import Layout, check_shape
+from reshard.layout.mesh import Mesh
+from reshard.layout.notation import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
+from reshard.layout.tiling import held, length_of
 from reshard.tensors.meshes import mesh_of
 
 __all__ = [

@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.box import Box
 from reshard.errors import LayoutError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
-from reshard.notation import Chunk, Cuts, Cyclic, Packed, Segment
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.notation import Chunk, Cuts, Cyclic, Packed, Segment
 from reshard.tensors.meshes import mesh_of
 from reshard.tensors.placements import OPS, Order, read_placements
 

@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 
 from reshard.errors import TensorError
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.tensors.kinds import is_dtensor, is_laid_out, is_sharded_tensor, ready
 from reshard.tensors.meshes import this_rank
 

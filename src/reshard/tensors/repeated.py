@@ -14,11 +14,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.bytesize import parse_bytes
 from reshard.live.api import pass_silently
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.motion import Motion
+from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import TensorError
+from reshard.layout.spec import TensorSpec
 from reshard.live.api import release, started
 from reshard.live.call import call_of
 from reshard.live.failure.cleanup import counted
@@ -19,7 +20,6 @@ from reshard.live.handle import Handle
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import Plan
-from reshard.spec import TensorSpec
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import tensors_in
 from reshard.tensors.fitting import check_fits, joined, place_of

@@ -9,9 +9,9 @@ import torch
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 
-from reshard.box import Box
 from reshard.errors import LayoutError
-from reshard.layout import Layout
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
 from reshard.tensors.meshes import this_rank
 
 __all__ = ["shard_parts", "sharded_layout"]

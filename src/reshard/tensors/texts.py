@@ -8,8 +8,8 @@ from functools import lru_cache
 from typing import Any
 
 from reshard.errors import FormatError, ReshardError, quoted
-from reshard.layout import Layout
-from reshard.spec import TensorSpec
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 
 __all__ = ["SCHEMA", "specs_from_text", "specs_to_text"]
 

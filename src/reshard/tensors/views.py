@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from reshard.box import Box
-from reshard.pieces import Piece
+from reshard.layout.box import Box
+from reshard.layout.pieces import Piece
 
 __all__ = ["inner_view", "piece_view"]
 

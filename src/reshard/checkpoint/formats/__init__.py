@@ -22,7 +22,7 @@ from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, quoted
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["read", "survey"]
@@ -106,7 +106,7 @@ def _check_mesh(catalog: Catalog, mesh: Mesh) -> None:
     """Raise if a mesh was given for whole tensors, or one of other ranks than the files name."""
     if catalog.format == "safetensors":
         raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
 
     if catalog.mesh is not None and Mesh.parse(catalog.mesh).ranks != mesh.ranks:
         raise CheckpointError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.box import row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.own_metadata import OwnMetadata
@@ -17,8 +16,9 @@ from reshard.checkpoint.formats.torch_tensors import LocalTensor
 from reshard.checkpoint.formats.zero import check_no_zero_files
 from reshard.checkpoint.storage import TENSOR_FILES, Storage
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
-from reshard.layout import Layout
-from reshard.mesh import Mesh
+from reshard.layout.box import row_major
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
 
 __all__ = ["cut_by_rules", "read_by_rules", "read_own_ranks"]

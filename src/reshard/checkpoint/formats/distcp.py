@@ -14,7 +14,6 @@ from itertools import pairwise
 from operator import add, gt
 from typing import Any
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import (
     Catalog,
     Crc,
@@ -37,6 +36,7 @@ from reshard.checkpoint.formats.torch_tensors import (
 from reshard.checkpoint.formats.torch_zip import Archive, read_archives
 from reshard.checkpoint.storage import Range, Storage, check_path
 from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.layout.box import Box
 
 __all__ = ["METADATA", "read_metadata"]
 

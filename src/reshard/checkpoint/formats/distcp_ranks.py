@@ -20,7 +20,7 @@ from reshard.checkpoint.storage import Storage
 from reshard.errors import CheckpointError, quoted
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["read_distcp_folder"]

@@ -34,7 +34,7 @@ def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> No
     """Note tensors that end before the config says, where their last box is."""
     if not any(file.path == "config.json" for file in catalog.others):
         return
-    from reshard.models import tensors
+    from reshard.rules.models import tensors
 
     try:
         known = tensors(config_of(storage) or {})

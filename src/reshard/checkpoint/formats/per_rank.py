@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from itertools import product
 from operator import mul
 
-from reshard.box import row_major
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch_tensors import LocalTensor
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
-from reshard.layout import Layout
-from reshard.notation import Cuts, Cyclic, Packed, Ragged, axes_of
-from reshard.pieces import Piece
+from reshard.layout.box import row_major
+from reshard.layout.layout import Layout
+from reshard.layout.notation import Cuts, Cyclic, Packed, Ragged, axes_of
+from reshard.layout.pieces import Piece
 
 __all__ = ["LocalFile", "check_blocks", "join_ranks"]
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
 
 __all__ = ["rank_of"]
 
@@ -25,7 +25,7 @@ _AXES = (("tp", "mp"), ("pp",), ("ep",))
 def rank_of(path: str, mesh: Mesh | None) -> int | None:
     """The rank whose tensors a file holds, as its name says; None if it does not say.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> rank_of("model-rank-3-part-0.safetensors", Mesh(tp=4))
     3
     >>> rank_of("mp_rank_01_002/model_optim_rng.pt", Mesh(pp=4, tp=2))

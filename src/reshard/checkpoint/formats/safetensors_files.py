@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.own_metadata import KEY, SHARDING
@@ -25,6 +24,7 @@ from reshard.checkpoint.formats.safetensors_header import (
 )
 from reshard.checkpoint.storage import Storage, check_path
 from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.layout.box import Box, row_major
 
 __all__ = [
     "HeadedFile", "common_metadata", "find_index", "missing_parts", "read_headers", "read_whole",

@@ -21,7 +21,7 @@ from reshard.checkpoint.formats.safetensors_files import (
 from reshard.checkpoint.formats.sharded_safetensors import check_counts, own_of, read_sharded
 from reshard.checkpoint.storage import Storage
 from reshard.errors import CheckpointError, quoted
-from reshard.mesh import Mesh
+from reshard.layout.mesh import Mesh
 
 __all__ = ["read_safetensors"]
 

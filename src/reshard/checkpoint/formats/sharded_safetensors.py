@@ -15,7 +15,6 @@ from itertools import islice
 from operator import add, gt
 from typing import Any
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import checked_shape
 from reshard.checkpoint.formats.findings import Findings
@@ -24,7 +23,8 @@ from reshard.checkpoint.formats.safetensors_files import HeadedFile, common_meta
 from reshard.checkpoint.formats.safetensors_header import Entry, read_json
 from reshard.checkpoint.storage import Storage
 from reshard.errors import DamageError, quoted
-from reshard.mesh import Mesh
+from reshard.layout.box import Box, row_major
+from reshard.layout.mesh import Mesh
 
 __all__ = ["check_counts", "own_of", "read_sharded"]
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.bytesize import format_bytes
 from reshard.checkpoint.catalog import Crc, StoredFile
 from reshard.checkpoint.formats.checks import shown
 from reshard.checkpoint.formats.findings import Findings
@@ -30,6 +29,7 @@ from reshard.checkpoint.formats.zero import check_no_zero
 from reshard.checkpoint.storage import Storage
 from reshard.dtypes import itemsize
 from reshard.errors import UnsupportedError, quoted
+from reshard.text import format_bytes
 
 __all__ = ["Content", "beside_tensors", "read_torch_file"]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from reshard.box import row_major
-from reshard.bytesize import format_bytes
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.pickle_machine import Global, Record
 from reshard.checkpoint.formats.torch_zip import Archive
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import DamageError, UnsupportedError
+from reshard.layout.box import row_major
+from reshard.text import format_bytes
 
 __all__ = ["LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of", "view_of"]
 

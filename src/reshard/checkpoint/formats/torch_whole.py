@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.rank_names import rank_of
@@ -13,6 +12,7 @@ from reshard.checkpoint.formats.torch_files import Content, beside_tensors, read
 from reshard.checkpoint.formats.zero import check_no_zero_files
 from reshard.checkpoint.storage import Storage
 from reshard.errors import CheckpointError
+from reshard.layout.box import Box
 
 __all__ = ["read_torch"]
 

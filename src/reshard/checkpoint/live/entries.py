@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from reshard.errors import ReshardError, TensorError, quoted
-from reshard.spec import TensorSpec
+from reshard.layout.spec import TensorSpec
 from reshard.tensors.describe import spec_of
 from reshard.tensors.reading import parts_of
 

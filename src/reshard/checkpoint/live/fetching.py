@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.copying import CheckedReads, SourceFiles
@@ -24,6 +23,7 @@ from reshard.checkpoint.reading import in_order
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfers import Transfer
 from reshard.checkpoint.windows import Buffers, compare, fill
+from reshard.layout.box import Box
 
 __all__ = ["Fetched", "Fetcher"]
 

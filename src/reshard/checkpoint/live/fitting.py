@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Literal
 
-from reshard.checkpoint.casting import check_cast
 from reshard.checkpoint.live.entries import Memory
 from reshard.checkpoint.live.outline import Outline
+from reshard.dtypes import check_cast
 from reshard.errors import CheckpointError, DisagreementError, NamesError, quoted
-from reshard.spec import TensorSpec
+from reshard.layout.spec import TensorSpec
 
 __all__ = ["Fit", "Strict", "check_strict", "fit"]
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.bytesize import format_bytes, parse_bytes
 from reshard.checkpoint import digest, formats
 from reshard.checkpoint.checksums import SIDECAR, Checksums, damage, sum_of
 from reshard.checkpoint.checksums import load as load_checksums
@@ -40,14 +39,15 @@ from reshard.checkpoint.storage import Storage, open_storage
 from reshard.checkpoint.transfers import Fed, Transfer, source_of
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError, ReshardError, quoted
+from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
 from reshard.sharded.content import Group
-from reshard.spec import TensorSpec
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
+from reshard.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
-    from reshard.mesh import Mesh
+    from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
 __all__ = ["load"]

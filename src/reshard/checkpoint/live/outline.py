@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
 from reshard.checkpoint.crcs import Crcs
+from reshard.layout.box import Box
 
 __all__ = ["Outline"]
 

@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.box import Box
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.copying import SourceFiles
 from reshard.checkpoint.live.sharing import Wish
@@ -35,8 +34,9 @@ from reshard.checkpoint.storage import LocalStorage
 from reshard.checkpoint.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError
-from reshard.layout import Layout
-from reshard.listed import listed_of
+from reshard.layout.box import Box
+from reshard.layout.boxlist import listed_of
+from reshard.layout.layout import Layout
 
 __all__ = ["OwnReader", "own_wishes"]
 

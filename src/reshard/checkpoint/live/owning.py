@@ -1,7 +1,7 @@
 """Who writes which box: each once, by a rank that holds it, all ranks about equally many bytes.
 
->>> from reshard.layout import Layout
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.layout import Layout
+>>> from reshard.layout.mesh import Mesh
 >>> specs = {name: TensorSpec((size,), "float32", Layout(Mesh(dp=2), "-"))
 ...          for name, size in [("a", 6), ("b", 1), ("c", 5)]}
 >>> {name: owned.ranks.tolist() for name, owned in owners_of(specs).items()}
@@ -17,11 +17,11 @@ from dataclasses import replace
 import numpy as np
 
 from reshard.checkpoint.outputs.output import Owned, Wanted, owned_boxes
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
-from reshard.layout import BoxLayout, Layout
-from reshard.listed import listed_of
-from reshard.spec import TensorSpec
+from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.spec import TensorSpec
 
 __all__ = ["main_mesh", "on_mesh", "owners_of"]
 

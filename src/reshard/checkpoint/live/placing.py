@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from reshard.box import Box
 from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.fetching import Fetched
 from reshard.checkpoint.live.sharing import Batch, Share, Wish
 from reshard.checkpoint.live.views import View, boxes_of, part_of, views_of
-from reshard.layout import Layout
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
 from reshard.live import api
 from reshard.planning.plan import plan
-from reshard.spec import TensorSpec
 
 __all__ = ["Placer"]
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reshard.bytesize import format_bytes
 from reshard.errors import quoted
+from reshard.text import format_bytes
 
 __all__ = ["LoadReport", "SaveReport"]
 

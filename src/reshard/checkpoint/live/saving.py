@@ -37,8 +37,8 @@ from reshard.checkpoint.outputs.output import count_tensor_files
 from reshard.checkpoint.publish import Workplace
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
+from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group
-from reshard.spec import TensorSpec
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
 

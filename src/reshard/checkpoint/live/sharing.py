@@ -24,13 +24,13 @@ from math import prod
 
 import numpy as np
 
-from reshard.box import Box
 from reshard.checkpoint.located import Located, slabs
 from reshard.checkpoint.transfers import Transfer
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
-from reshard.layout import Layout
-from reshard.listed import join_boxes, listed_of
+from reshard.layout.box import Box
+from reshard.layout.boxlist import join_boxes, listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.layout import Layout
 
 __all__ = ["Batch", "Limits", "Share", "Wish", "batches_of"]
 

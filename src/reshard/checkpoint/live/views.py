@@ -6,9 +6,9 @@ from functools import lru_cache
 
 import torch
 
-from reshard.box import Box
-from reshard.layout import BoxLayout, Layout
-from reshard.pieces import Piece
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.pieces import Piece
 from reshard.tensors.reading import layout_of, parts_of
 from reshard.tensors.views import inner_view, piece_view
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from reshard.box import Box
 from reshard.checkpoint import digest
 from reshard.checkpoint.copying import sums_of
 from reshard.checkpoint.live.views import View, part_of, views_of
@@ -19,7 +18,8 @@ from reshard.checkpoint.outputs.output import Owned
 from reshard.checkpoint.reading import in_order
 from reshard.checkpoint.target_files import TargetFiles
 from reshard.dtypes import itemsize
-from reshard.spec import TensorSpec
+from reshard.layout.box import Box
+from reshard.layout.spec import TensorSpec
 
 __all__ = ["Job", "Writer", "Written", "writers_of"]
 

@@ -23,9 +23,9 @@ from math import prod
 from typing import Any
 from zlib import crc32
 
-from reshard.box import row_major
 from reshard.checkpoint.outputs.pickles import Call, Global, Persistent, pickled
 from reshard.dtypes import itemsize
+from reshard.layout.box import row_major
 
 __all__ = ["ALIGNMENT", "Archive", "value_archive"]
 

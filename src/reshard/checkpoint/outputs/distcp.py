@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
 from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive, value_archive
@@ -32,6 +31,7 @@ from reshard.checkpoint.outputs.pickles import (
     pickled,
 )
 from reshard.dtypes import itemsize
+from reshard.layout.box import Box, row_major
 
 __all__ = ["distcp"]
 

@@ -16,11 +16,11 @@ import numpy as np
 from reshard.checkpoint.catalog import StoredFile, StoredObject
 from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.storage import TENSOR_FILES
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
-from reshard.layout import Layout
-from reshard.listed import listed_of
+from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.layout import Layout
 
 __all__ = [
     "Literal",

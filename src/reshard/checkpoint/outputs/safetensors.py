@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from reshard.box import Box, row_major
 from reshard.checkpoint.catalog import StoredFile, StoredPiece
 from reshard.checkpoint.formats.own_metadata import (
     KEY,
@@ -27,8 +26,9 @@ from reshard.checkpoint.outputs.output import (
 )
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError, quoted
-from reshard.layout import BoxLayout, Layout
-from reshard.pieces import Piece
+from reshard.layout.box import Box, row_major
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.pieces import Piece
 
 __all__ = ["full", "ranks", "sharded"]
 

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
+from reshard.layout.columns import Ints
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
 from reshard.live.program.copies import CopyBlocks
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct
 from reshard.live.program.copies import CopyBlocks
 
 __all__ = ["FIELDS", "Cast", "LaunchTable", "Strided", "compile_table", "merged_blocks"]

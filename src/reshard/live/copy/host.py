@@ -20,8 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from reshard.columns import Ints
 from reshard.dtypes import ITEMSIZE
+from reshard.layout.columns import Ints
 from reshard.live.program.copies import CopyBlocks
 from reshard.live.program.runs import RAW, Array, IovecCall, array_at, run_lengths
 

@@ -17,14 +17,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.columns import Ints
-from reshard.dtypes import accumulator, itemsize
+from reshard.dtypes import accumulator, itemsize, storage_dtype
+from reshard.layout.columns import Ints
 from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.copy.host import Bases, HostCopies, as_tensor
 from reshard.live.program.copies import CopyList, Place
 from reshard.live.program.rounds import Transfer
 from reshard.live.program.runs import RAW, Array, array_at
-from reshard.run.numpy_dtypes import storage_dtype
 
 __all__ = ["OrderedSum", "add_up", "sums_of"]
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from reshard.bytesize import format_bytes
+from reshard.layout.mesh import format_ranks
 from reshard.live.failure.watch import Watch, done_key
 from reshard.live.session.cause import Cause
 from reshard.live.session.store import Store, poll_pauses
 from reshard.live.session.tags import CallAheadError, Tag, compare_codes, describe_code
-from reshard.mesh import format_ranks
 from reshard.planning.plan import Plan
+from reshard.text import format_bytes
 
 __all__ = ["Signature", "check_hellos", "compare", "join_comparison"]
 

@@ -23,13 +23,13 @@ from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, TypeVar
 
 from reshard.errors import PeerLostError
+from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls
 from reshard.live.session.control import Waiting
 from reshard.live.session.mailbox import Inbox
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Session
 from reshard.live.session.store import REQUEST_SECONDS, PrefixStore, Store, StoreClient
-from reshard.mesh import format_ranks
 
 __all__ = ["Root", "WaitGraph"]
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError, ReshardError
+from reshard.layout.mesh import format_ranks
 from reshard.live.failure.abort import CallAbort
 from reshard.live.failure.wait_graph import WaitGraph
 from reshard.live.session.cause import Cause
@@ -21,7 +22,6 @@ from reshard.live.session.rendezvous import Connections, outcome_key
 from reshard.live.session.session import Session
 from reshard.live.session.store import REQUEST_SECONDS, missing_keys
 from reshard.live.session.tags import CallAheadError, Tag, compare_codes
-from reshard.mesh import format_ranks
 
 __all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "done_key"]
 

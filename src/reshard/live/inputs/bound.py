@@ -17,8 +17,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.columns import Ints
 from reshard.errors import LiveError, TensorError
+from reshard.layout.columns import Ints
 from reshard.live.copy.gpu import TensorTable
 from reshard.live.inputs.huge_pages import MIN_BYTES, RepeatedTensors
 from reshard.live.inputs.overlap import check_overlaps

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-from reshard.columns import Ints
 from reshard.errors import TensorError
+from reshard.layout.columns import Ints
 from reshard.live.program.runs import array_at
 
 __all__ = ["check_overlaps"]

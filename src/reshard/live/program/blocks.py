@@ -18,10 +18,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.box import row_major
-from reshard.columns import Ints
-from reshard.dims import Interval, length_of
-from reshard.layout import BoxLayout, Layout
+from reshard.layout.box import row_major
+from reshard.layout.columns import Ints
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.tiling import Interval, length_of
 
 __all__ = ["Blocks", "LocalOffsets", "blocks_of"]
 

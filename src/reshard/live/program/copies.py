@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from reshard.columns import Ints
 from reshard.dtypes import itemsize
 from reshard.errors import PlanError
+from reshard.layout.columns import Ints
 
 __all__ = ["CopyBlocks", "CopyList", "Place", "packed_strides"]
 

@@ -18,7 +18,7 @@ from enum import Enum
 
 import numpy as np
 
-from reshard.columns import Ints
+from reshard.layout.columns import Ints
 from reshard.live.program.copies import CopyList
 from reshard.live.program.rounds import Transfer
 from reshard.live.program.runs import run_lengths

@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.columns import Ints, distinct
 from reshard.dtypes import itemsize
+from reshard.layout.columns import Ints, distinct
 from reshard.live.program.blocks import LocalOffsets, blocks_of
 from reshard.live.program.copies import Place
 from reshard.planning.plan import Plan

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct
 
 __all__ = ["RAW", "Array", "IovecCall", "IovecPlan", "Runs", "array_at", "run_lengths", "runs_of"]
 

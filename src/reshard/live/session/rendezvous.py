@@ -19,6 +19,7 @@ from typing import Any, NoReturn, Protocol, TypeVar, cast
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, ReshardError
+from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause
 from reshard.live.session.control import Retired
 from reshard.live.session.listener import HostPeer, Listener, closed_by, host_identity
@@ -33,7 +34,6 @@ from reshard.live.session.store import (
     poll_pauses,
     serve_store,
 )
-from reshard.mesh import format_ranks
 
 __all__ = [
     "MADE",

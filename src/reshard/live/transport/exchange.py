@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from reshard.bytesize import format_bytes
 from reshard.live.copy.gpu import CopyTable
 from reshard.live.copy.host import HostCopies
 from reshard.live.copy.reduce import OrderedSum, sums_of
@@ -19,6 +18,7 @@ from reshard.live.program.rounds import Program, Round
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.base import Transport
 from reshard.show.run_report import RoundReport, RunReport
+from reshard.text import format_bytes
 
 __all__ = ["Copies", "Exchange", "Wait", "prepared_copies"]
 

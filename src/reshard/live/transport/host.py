@@ -17,8 +17,8 @@ from types import MappingProxyType
 
 import numpy as np
 
-from reshard.columns import Ints
 from reshard.errors import LiveError
+from reshard.layout.columns import Ints
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from reshard.columns import Ints
+from reshard.layout.columns import Ints
 from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.failure.watch import Watch
 from reshard.live.program.runs import IovecCall, IovecPlan, Runs

@@ -20,8 +20,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from zlib import crc32
 
-from reshard.bytesize import format_bytes
 from reshard.errors import MemoryCapError
+from reshard.text import format_bytes
 
 __all__ = ["Budget", "kept_whole"]
 

@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError, LiveError
-from reshard.layout import Layout
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.spec import TensorSpec
 from reshard.live import api
-from reshard.mesh import Mesh
 from reshard.nn.activations.order import MOST_AHEAD, Order
 from reshard.nn.activations.region import Region
 from reshard.planning.plan import Plan, plan
 from reshard.sharded.making import home_of
-from reshard.spec import TensorSpec
 
 __all__ = ["Restorer", "restorer_of"]
 

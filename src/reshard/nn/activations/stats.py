@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 
-from reshard.bytesize import format_bytes
+from reshard.text import format_bytes
 
 __all__ = ["Stats"]
 

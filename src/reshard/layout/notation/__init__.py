@@ -25,8 +25,8 @@ nothing of meshes or shapes; ``layout`` gives the words their meaning.
     '(tp*128 dp) - | on pp=2'
 """
 
-from reshard.notation.parser import parse
-from reshard.notation.words import (
+from reshard.layout.notation.parser import parse
+from reshard.layout.notation.words import (
     OPS,
     Chunk,
     Cut,

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 
 from reshard.errors import LayoutError
-from reshard.layout import Layout, check_shape
-from reshard.mesh import Mesh
+from reshard.layout.layout import Layout, check_shape
+from reshard.layout.mesh import Mesh
 
 __all__ = ["flat_bucket"]
 

@@ -4,7 +4,7 @@ Every word keeps the order of the elements, so a rank's share of a dim is a risi
 intervals, and where an element sits in the local dim is how many held elements come before it.
 That makes nesting simple: the next word acts on the positions 0, 1, 2, ... of that list.
 
-    >>> from reshard.notation import parse
+    >>> from reshard.layout.notation import parse
     >>> cuts = parse("(tp:2 dp)").dims[0]
     >>> held(cuts, 10, {"tp": 2, "dp": 2}, {"tp": 0, "dp": 1})
     [(5, 6), (8, 10)]
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from reshard.errors import LayoutError
-from reshard.notation import (
+from reshard.layout.notation import (
     Chunk,
     Cut,
     Cuts,
@@ -183,7 +183,7 @@ def check_sum(cut: Cut, sizes: Sequence[int], length: int) -> None:
 def is_mixed(cuts: Cuts) -> bool:
     """Whether segments of a packed word name different axes, so that some replicate more.
 
-    >>> from reshard.notation import parse
+    >>> from reshard.layout.notation import parse
     >>> is_mixed(parse("{8 (kv rep), 4 kv}").dims[0]), is_mixed(parse("tp{8,4}").dims[0])
     (True, False)
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from reshard.mesh import format_ranks
+from reshard.layout.mesh import format_ranks
 
 __all__ = [
     "OPS",

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
 from reshard.errors import NotationError, quoted
-from reshard.mesh import RESERVED, parse_ranks
-from reshard.notation.words import (
+from reshard.layout.mesh import RESERVED, parse_ranks
+from reshard.layout.notation.words import (
     OPS,
     Chunk,
     Cut,

@@ -1,6 +1,6 @@
 """A layout says who holds what of a tensor: a mesh and words, or explicit boxes.
 
->>> from reshard.mesh import Mesh
+>>> from reshard.layout.mesh import Mesh
 >>> layout = Layout(Mesh(dp=2, tp=4), "(dp tp) -")
 >>> layout.pieces(rank=3, shape=(8192, 4096))
 (Piece(box=Box((3072, 0), (4096, 4096)), offset=0, strides=(4096, 1)),)
@@ -18,12 +18,12 @@ from itertools import combinations
 from math import prod
 from typing import Any
 
-from reshard.box import Box, row_major
-from reshard.dims import Interval, held, length_of
 from reshard.errors import FormatError, LayoutError, ReshardError
-from reshard.mesh import MAX_RANK, Mesh, format_ranks
-from reshard.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
-from reshard.pieces import Piece, pieces_of_flat, pieces_of_local
+from reshard.layout.box import Box, row_major
+from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
+from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
+from reshard.layout.pieces import Piece, pieces_of_flat, pieces_of_local
+from reshard.layout.tiling import Interval, held, length_of
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
 
@@ -44,7 +44,7 @@ class Owners:
 class Layout:
     """How a tensor is cut over the ranks of a mesh, one word per tensor dim.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> str(Layout(Mesh(tp=2), "tp*128   ..."))
     'tp*128 ...'
     """
@@ -141,13 +141,13 @@ class Layout:
 
     def owners(self, box: Box, shape: Sequence[int]) -> tuple[Owners, ...]:
         """Who holds the data inside a box: disjoint boxes, each with all its holders."""
-        from reshard.listed import owners
+        from reshard.layout.boxlist import owners
 
         return owners(self, box, tuple(shape))
 
     def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
         """Whether both cut a tensor of this shape alike, whatever their words and axis names."""
-        from reshard.fingerprint import fingerprint
+        from reshard.layout.fingerprint import fingerprint
 
         return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
 

@@ -20,12 +20,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from reshard.columns import Ints, distinct
-from reshard.dims import check_sum, is_mixed, tiling
 from reshard.errors import LayoutError
-from reshard.layout import BoxLayout, Layout
-from reshard.mesh import Mesh
-from reshard.notation import Cut, Cuts, Packed, Segment, axes_of
+from reshard.layout.columns import Ints, distinct
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.notation import Cut, Cuts, Packed, Segment, axes_of
+from reshard.layout.tiling import check_sum, is_mixed, tiling
 
 __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
-from reshard.box import Box, flat_range, row_major
-from reshard.dims import Interval, length_of
 from reshard.errors import LayoutError
+from reshard.layout.box import Box, flat_range, row_major
+from reshard.layout.tiling import Interval, length_of
 
 __all__ = ["Piece", "pieces_of_flat", "pieces_of_local"]
 

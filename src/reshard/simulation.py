@@ -20,14 +20,13 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from reshard.box import Box
-from reshard.dtypes import accumulator, itemsize
+from reshard.dtypes import accumulator, cast, itemsize, reduce_in_order, storage_dtype
 from reshard.errors import PlanError
+from reshard.layout.box import Box
+from reshard.layout.boxlist import LocalPieces
+from reshard.layout.spec import TensorSpec
 from reshard.planning.plan import Plan
 from reshard.planning.rank import RankPlan, Step
-from reshard.run.local_pieces import LocalPieces
-from reshard.run.numpy_dtypes import cast, reduce_in_order, storage_dtype
-from reshard.spec import TensorSpec
 
 __all__ = ["SimulationReport", "simulate"]
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from operator import index
 
 from reshard.dtypes import canonical_dtype, itemsize
-from reshard.fingerprint import fingerprint
-from reshard.layout import Layout, check_shape
+from reshard.layout.fingerprint import fingerprint
+from reshard.layout.layout import Layout, check_shape
 
 __all__ = ["TensorSpec"]
 
@@ -16,7 +16,7 @@ __all__ = ["TensorSpec"]
 class TensorSpec:
     """Shape, dtype and layout of one tensor; equal if the same ranks hold the same elements.
 
-    >>> from reshard.mesh import Mesh
+    >>> from reshard.layout.mesh import Mesh
     >>> spec = TensorSpec(shape=(8, 4), dtype="bf16", layout=Layout(Mesh(tp=2), "tp -"))
     >>> spec.dtype, spec.num_bytes
     ('bfloat16', 64)

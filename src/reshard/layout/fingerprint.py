@@ -11,9 +11,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from reshard.columns import distinct, distinct_first
-from reshard.layout import Layout
-from reshard.regions import DimTable, Grid, Ints, addend_of, grids_of, num_addends
+from reshard.layout.columns import distinct, distinct_first
+from reshard.layout.grid import DimTable, Grid, Ints, addend_of, grids_of, num_addends
+from reshard.layout.layout import Layout
 
 __all__ = ["agrees", "fingerprint", "holds_alike", "is_part_of"]
 

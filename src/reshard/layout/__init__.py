@@ -1,0 +1,14 @@
+"""Who holds which part of a tensor; no torch.
+
+mesh, box    named axes over ranks; N-d regions
+notation/    text of a layout <-> its words
+layout       `Layout`: mesh and words, or explicit boxes
+tiling       how a word divides one dim
+pieces       the boxes of a rank, and their addresses in its local tensor
+grid         regular layouts as tables, one per dim
+boxlist      any layout as a list of boxes with their owners
+fingerprint  equality of layouts for a shape
+spec         `TensorSpec`: shape, dtype and layout of one tensor
+bucket       flattened, padded buckets of tensors (FSDP1, ZeRO)
+columns      distinct values of integer columns
+"""
