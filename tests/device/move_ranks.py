@@ -23,7 +23,7 @@ import torch.distributed as dist
 import reshard as rs
 from reshard.live import api
 from reshard.live.call import Call
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.options import options_from
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
@@ -156,7 +156,7 @@ def run_with_report(plan: rs.Plan, tensors: Any) -> tuple[dict[str, torch.Tensor
     def move(ticket: Any) -> dict[str, torch.Tensor]:
         return api.call_of(ticket, plan, tensors, None, options, report=report).run()
 
-    return counted(None, lambda: plan.parties, move), report
+    return with_ticket(None, lambda: plan.parties, move), report
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:

@@ -81,7 +81,7 @@ def is_inside(frame: FrameType | None, anywhere: bool) -> bool:
     while frame is not None:
         if anywhere and frame.f_code is Moves.make.__code__:
             return True
-        if frame.f_code is cleanup.counted.__code__ and "ticket" in frame.f_locals:
+        if frame.f_code is cleanup.with_ticket.__code__ and "ticket" in frame.f_locals:
             return True
         frame = frame.f_back
     return False

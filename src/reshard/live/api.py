@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from reshard.live.call import call_of
 from reshard.live.compiled import CompiledPlan
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.handle import Handle
 from reshard.live.inputs.bound import Tensors
 from reshard.live.options import Options, options_from
@@ -24,7 +24,16 @@ from reshard.live.transport.nccl import NcclGroups
 from reshard.planning.plan import Plan
 from reshard.show.run_report import RunReport
 
-__all__ = ["Handle", "check", "pass_silently", "refuse", "release", "run", "start", "started"]
+__all__ = [
+    "Handle",
+    "check",
+    "raise_on_all_ranks",
+    "release",
+    "run",
+    "skip_exchange",
+    "start",
+    "start_call",
+]
 
 
 def release(plan: Plan) -> None:
@@ -59,7 +68,7 @@ def run(
     def move(ticket: Ticket) -> dict[str, torch.Tensor]:
         return call_of(ticket, plan, tensors, into, options_from(options, device)).run()
 
-    return counted(group, lambda: plan.parties, move)
+    return with_ticket(group, lambda: plan.parties, move)
 
 
 def start(
@@ -74,12 +83,12 @@ def start(
     """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
 
     def begin(ticket: Ticket) -> Handle:
-        return started(ticket, plan, tensors, into, options_from(options, device))
+        return start_call(ticket, plan, tensors, into, options_from(options, device))
 
-    return counted(group, lambda: plan.parties, begin)
+    return with_ticket(group, lambda: plan.parties, begin)
 
 
-def started(
+def start_call(
     ticket: Ticket, plan: Plan, tensors: Tensors, into: Tensors | None, options: Options
 ) -> Handle:
     """Begin a call for which the caller has a ticket, in a thread."""
@@ -89,16 +98,18 @@ def started(
     return Handle(call, report)
 
 
-def refuse(plan: Plan, error: BaseException, group: dist.ProcessGroup | None = None) -> NoReturn:
+def raise_on_all_ranks(
+    plan: Plan, error: BaseException, group: dist.ProcessGroup | None = None
+) -> NoReturn:
     """Raise an error that was found before the move, here and on the ranks that wait for it."""
 
     def fail(_: Ticket) -> NoReturn:
         raise error
 
-    counted(group, lambda: plan.parties, fail)
+    with_ticket(group, lambda: plan.parties, fail)
 
 
-def pass_silently(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
+def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
     """Count a call of a plan along which nothing moves, if the ranks have compared it before."""
     compiled, group = plan.compiled, ticket.group or dist.group.WORLD
     if not isinstance(compiled, CompiledPlan) or not isinstance(group, dist.ProcessGroup):

@@ -11,7 +11,7 @@ import torch
 
 from reshard.errors import ReshardError
 from reshard.live.call import Call
-from reshard.live.failure.cleanup import abandon, settle
+from reshard.live.failure.cleanup import abandon, clean_up
 from reshard.live.inputs.streams import SideStreams
 from reshard.show.run_report import RunReport
 
@@ -49,7 +49,7 @@ class Handle:
         except BaseException as error:
             self._error = error
             if not call.ticket.over:
-                settle(call.ticket, error)
+                clean_up(call.ticket, error)
         finally:
             self.report.finish()
             self._ended.release()

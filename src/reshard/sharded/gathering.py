@@ -73,4 +73,4 @@ def _refuse(content: Content, at: int, text: str) -> NoReturn:
     """Raise here and on the ranks that wait for this one."""
     kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
     plan = plan_of(content.layout, whole_on((at,)), content.shape, kind, kind, memory)
-    api.refuse(plan, TensorError(text), content.group)
+    api.raise_on_all_ranks(plan, TensorError(text), content.group)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.sharded.alone import moved_here
@@ -64,7 +64,7 @@ def _moved(content: Content, want: Layout) -> torch.Tensor | None:
             return at_rest
         return motion.moved(ticket, local, None, content.device, False)[0]
 
-    return counted(group, lambda: motion.plan.parties, move)
+    return with_ticket(group, lambda: motion.plan.parties, move)
 
 
 def split(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

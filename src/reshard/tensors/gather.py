@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError
 from reshard.live.call import observe_waits
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.failure.watch import Watch
 from reshard.live.session.cause import Cause
 from reshard.live.session.session import Ticket, session_of
@@ -25,7 +25,7 @@ def gather_texts(
 ) -> dict[int, str]:
     """The texts of all ranks of a group, by rank; ``what`` they are about must be the same."""
     group = group or dist.group.WORLD
-    return counted(group, None, lambda ticket: _gather(ticket, text, timeout, what))
+    return with_ticket(group, None, lambda ticket: _gather(ticket, text, timeout, what))
 
 
 def _gather(ticket: Ticket, text: str, timeout: float, what: str) -> dict[int, str]:

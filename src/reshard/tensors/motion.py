@@ -15,7 +15,7 @@ from reshard.dtypes import accumulator
 from reshard.errors import TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
-from reshard.live.api import pass_silently
+from reshard.live.api import skip_exchange
 from reshard.live.call import call_of
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
@@ -154,7 +154,7 @@ class Motion:
         found = self.at_rest(local)
         if found is not None:
             options_from(self.options)  # nothing else looks whether there are such options
-            if not pass_silently(ticket, self.plan, self.options):
+            if not skip_exchange(ticket, self.plan, self.options):
                 given = {} if local is None else {ONE: computed(local).detach()}
                 # The source is the result, so it is not freed, whatever was asked for.
                 options = options_from({**self.options, "donate": False}, found.device)

@@ -22,7 +22,7 @@ from reshard.errors import TensorError
 from reshard.layout.fingerprint import is_part_of
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.compiling import outside_graphs
@@ -82,7 +82,7 @@ def move(
     if is_dtensor(tensor) and have is None and not _is_on_mesh_of(tensor, target):
         tensor = _settled(tensor, group, options)
     given = (tensor, have, want, to, shape, dtype, kinds, device, memory, into, grad, options)
-    return counted(
+    return with_ticket(
         group,
         lambda: _ranks_of(tensor, have, want, to),
         _move,

@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, TensorError
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.tensors.box_moves import BoxMove, Placed
 from reshard.tensors.dtensors import (
@@ -270,7 +270,7 @@ def _redistribute_back(
         how = redistribution(gradient, target, settings, cast, travels, reading)
         return redistribute(ticket, gradient, how)
 
-    return counted(settings.group, lambda: mesh_of(target[0]).ranks, move)
+    return with_ticket(settings.group, lambda: mesh_of(target[0]).ranks, move)
 
 
 class _Redistributed(torch.autograd.Function):

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from reshard.live.api import pass_silently
+from reshard.live.api import skip_exchange
 from reshard.live.session.session import Ticket
 from reshard.planning.plan import DEFAULT_MEMORY
 from reshard.tensors.motion import Motion
@@ -56,7 +56,7 @@ def repeated(ticket: Ticket, tensor: DTensor, target: Target) -> DTensor | None:
     if type(local) is not torch.Tensor or local.shape != known.local_shape:
         return None
     if known.is_at_rest:
-        if not pass_silently(ticket, known.motion.plan, {}):
+        if not skip_exchange(ticket, known.motion.plan, {}):
             return None
         return _wrapped(local.detach(), known.spec)
     moved, _ = known.motion.moved(ticket, local, None, local.device, False)

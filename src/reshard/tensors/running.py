@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from reshard.errors import TensorError
 from reshard.layout.spec import TensorSpec
-from reshard.live.api import release, started
+from reshard.live.api import release, start_call
 from reshard.live.call import call_of
-from reshard.live.failure.cleanup import counted
+from reshard.live.failure.cleanup import with_ticket
 from reshard.live.handle import Handle
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
@@ -52,7 +52,7 @@ def run(
         found = call.run()
         return found if finish is None else finish(found)
 
-    return counted(group, lambda: plan.parties, move)
+    return with_ticket(group, lambda: plan.parties, move)
 
 
 @outside_graphs
@@ -69,11 +69,11 @@ def start(
 
     def begin(ticket: Ticket) -> Handle:
         given, to, finish = _flattened(plan, tensors, into)
-        handle = started(ticket, plan, given, to, options_from(options, device))
+        handle = start_call(ticket, plan, given, to, options_from(options, device))
         handle.finish = finish
         return handle
 
-    return counted(group, lambda: plan.parties, begin)
+    return with_ticket(group, lambda: plan.parties, begin)
 
 
 Finish = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]

@@ -75,7 +75,7 @@ class WayBack:
             total = self._total(gradient, device)
         except BaseException as error:
             # Other ranks may have gathered and be in the second call: it counts here as well.
-            api.refuse(spread.spread, error, self.group)
+            api.raise_on_all_ranks(spread.spread, error, self.group)
         given = {"sum": total} if total is not None else {}
         sums = self._run(spread.spread, given, device).get("sum")
         if move.want.holds(rank) is None:

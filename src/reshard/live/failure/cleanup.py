@@ -1,7 +1,7 @@
 """Account for every call, whatever ends it.
 
 A signal handler may raise between any two bytecodes of the main thread, our own error handling
-included. So every public function that moves something works inside `counted`, and a thread of our
+included. So every public function that moves something works inside `with_ticket`, and a thread of our
 own, which no signal handler interrupts, cleans up after calls that an exception has left: it uses
 up the call's number if that had not happened yet, and tells the other ranks.
 """
@@ -30,9 +30,9 @@ from reshard.live.session.session import (
 )
 from reshard.live.session.tags import CallAheadError
 
-__all__ = ["abandon", "counted", "settle"]
+__all__ = ["abandon", "clean_up", "with_ticket"]
 
-SETTLE_SECONDS = 5.0
+CLEANUP_SECONDS = 5.0
 """The longest that a call which an exception has left waits for the cleanup thread."""
 
 _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.SimpleQueue()
@@ -45,7 +45,7 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-def counted(
+def with_ticket(
     group: dist.ProcessGroup | None,
     ranks: Callable[[], Iterable[int]] | None,
     action: Callable[Concatenate[Ticket, P], T],
@@ -58,7 +58,7 @@ def counted(
     ticket = Ticket(group, ranks)
     try:
         if len(open_tickets) > 1:
-            _settle_left(ticket)
+            _abandon_earlier(ticket)
         return action(ticket, *args, **options)
     except BaseException as error:
         if not ticket.over:
@@ -73,17 +73,17 @@ def abandon(ticket: Ticket, error: BaseException) -> None:
     """
     _abandoned.put((ticket, error))
     if not ticket.over:
-        ticket.settled.acquire(timeout=SETTLE_SECONDS)
+        ticket.cleaned_up.acquire(timeout=CLEANUP_SECONDS)
 
 
-def _settle_left(ticket: Ticket) -> None:
+def _abandon_earlier(ticket: Ticket) -> None:
     """Account for calls of this thread that were left, their own error handling included."""
     for other in open_tickets.copy():  # the cleanup thread takes them out meanwhile
         if other is not ticket and other.owner == ticket.owner:
             abandon(other, LiveError(f"rank {dist.get_rank()} was interrupted twice"))
 
 
-def settle(ticket: Ticket, error: BaseException) -> None:
+def clean_up(ticket: Ticket, error: BaseException) -> None:
     """Use up the number of a call that was left, and tell the other ranks."""
     try:
         if not ticket.over:
@@ -95,7 +95,7 @@ def settle(ticket: Ticket, error: BaseException) -> None:
     finally:
         ticket.finish()
         with contextlib.suppress(RuntimeError):
-            ticket.settled.release()
+            ticket.cleaned_up.release()
 
 
 def _tell_ranks(session: Session, ticket: Ticket, error: BaseException) -> None:
@@ -144,7 +144,7 @@ def _start_thread() -> None:
 def _serve() -> None:
     while (left := _abandoned.get()) is not None:
         with contextlib.suppress(Exception):  # where the store is gone, ranks time out
-            settle(*left)
+            clean_up(*left)
         del left  # an idle thread must keep nothing alive
 
 
@@ -153,7 +153,7 @@ def _leave_at_exit() -> None:
     """End our threads: torch's objects cannot be freed in a thread while Python ends."""
     if _thread:
         _abandoned.put(None)
-        _thread[0].join(SETTLE_SECONDS)
+        _thread[0].join(CLEANUP_SECONDS)
     for connections in all_connections():
         connections.end_threads()
 

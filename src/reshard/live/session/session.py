@@ -50,8 +50,17 @@ class Ticket:
     """One call of the user: it has used up a number of its session when it is over."""
 
     __slots__ = (
-        "enqueues", "group", "number", "over", "owner", "ranks", "session", "settled", "tag",
-        "undo", "watch",
+        "cleaned_up",
+        "enqueues",
+        "group",
+        "number",
+        "over",
+        "owner",
+        "ranks",
+        "session",
+        "tag",
+        "undo",
+        "watch",
     )  # fmt: skip
 
     def __init__(
@@ -72,9 +81,9 @@ class Ticket:
         """Whether the call may still enqueue GPU work, as far as is known."""
         self.owner: int | None = _thread.get_ident()
         """The thread that makes the call; None once a thread of ours has taken it over."""
-        self.settled = _thread.allocate_lock()
+        self.cleaned_up = _thread.allocate_lock()
         """Released when the cleanup thread has accounted for the call."""
-        self.settled.acquire()
+        self.cleaned_up.acquire()
         open_tickets.append(self)
 
     def finish(self) -> None:

@@ -1,0 +1,218 @@
+"""How much code one request runs through: files entered, changes of file, depth of the stack.
+
+    python benchmarks/walk.py [move] [plan] [convert] [activations] [--files]
+
+Deterministic figures, not times: they say how many files a reader has to open to follow a request.
+`move` runs on two ranks of one host and counts the files of `reshard/live` that a first (cold) and
+a later (warm) `rs.move` enter, and the frames between `rs.move` and the copies: the calls of
+memmove, process_vm_readv and process_vm_writev. The other sections count all files of reshard, for
+`rs.plan` and one rank's rows, `reshard convert`, and a step with `input_reshard`. Only functions
+count, not module and class bodies, and only those of the calling thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from side_by_side import run_ranks
+
+import reshard as rs
+
+ROOT = Path(rs.__file__).parent
+LIVE = ROOT / "live"
+COPIES = {"HostCopies.run", "read_memory", "write_memory"}
+"""The functions of `live/copy/host.py` that copy, by memmove or by a system call."""
+MAX_LIVE_FILES, MAX_FRAMES = 20, 10
+
+
+@dataclass
+class Walk:
+    """The functions of reshard that ran, in order."""
+
+    files: dict[str, int] = field(default_factory=dict)
+    """How many functions were entered in each file."""
+    changes: int = 0
+    """How often a function called one of another file."""
+    stack: list[str] = field(default_factory=list)
+    """The deepest stack from the first function to a copy."""
+
+    def under(self, folder: Path) -> list[str]:
+        """The files entered below a folder."""
+        return sorted(name for name in self.files if Path(name).is_relative_to(folder))
+
+    def profile(self, frame: FrameType, event: str, _: object) -> None:
+        """Record a call; for `sys.setprofile`."""
+        code = frame.f_code
+        if event != "call" or not _is_ours(frame) or not code.co_flags & inspect.CO_OPTIMIZED:
+            return
+        name = code.co_filename
+        self.files[name] = self.files.get(name, 0) + 1
+        caller = frame.f_back
+        while caller is not None and not _is_ours(caller):
+            caller = caller.f_back
+        self.changes += caller is not None and caller.f_code.co_filename != name
+        if code.co_qualname in COPIES:
+            stack = list(_stack(frame))
+            if len(stack) > len(self.stack):
+                self.stack = stack
+
+
+def _is_ours(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(str(ROOT))
+
+
+def _stack(frame: FrameType | None) -> Iterator[str]:
+    """The functions of reshard from a frame outwards, up to the one that the user called."""
+    while frame is not None:
+        if _is_ours(frame):
+            yield frame.f_code.co_qualname
+        frame = frame.f_back
+
+
+@contextmanager
+def walked() -> Iterator[Walk]:
+    """Record what runs in this block."""
+    walk = Walk()
+    sys.setprofile(walk.profile)
+    try:
+        yield walk
+    finally:
+        sys.setprofile(None)
+
+
+def walk_move(rank: int, args: argparse.Namespace) -> None:
+    """A cold and two warm moves, of a small tensor (staged) and of a large one (peer memory)."""
+    mesh = rs.Mesh(r=2)
+    rows, columns = rs.Layout(mesh, "r -"), rs.Layout(mesh, "- r")
+    torch.empty(0).detach()
+    dist.barrier()
+    for size, label in ((64, "small"), (4096, "large")):
+        local = torch.ones(size // 2, size)
+        for turn in ("cold", "warm", "warm again"):
+            with walked() as walk:
+                rs.move(local, rows, columns, shape=(size, size))
+            if rank == 0 and turn != "warm again":
+                show_move(walk, f"rs.move, {label}, {turn}", args.files)
+            dist.barrier()
+
+
+def show_move(walk: Walk, title: str, files: bool) -> None:
+    """Print the figures of a move, and a mark for each limit."""
+    entered, frames = walk.under(LIVE), len(walk.stack) - 1
+    marks = ["ok" if good else "MISS" for good in _limits(entered, frames)]
+    print(f"{title}: {len(walk.files)} files, {walk.changes} changes of file")
+    print(f"    {marks[0]}  {len(entered)} files of live/ (at most {MAX_LIVE_FILES})")
+    print(f"    {marks[1]}  {frames} frames between rs.move and the copy (at most {MAX_FRAMES})")
+    print(f"    {' < '.join(walk.stack)}", flush=True)
+    if files:
+        _list_files(entered, LIVE)
+
+
+def _limits(entered: list[str], frames: int) -> tuple[bool, bool]:
+    return len(entered) <= MAX_LIVE_FILES, 0 < frames <= MAX_FRAMES
+
+
+def _list_files(entered: list[str], folder: Path) -> None:
+    for name in entered:
+        print(f"        {Path(name).relative_to(folder)}")
+
+
+def show(title: str, files: bool, action: Callable[[], Any]) -> None:
+    """Run something and print how much code it ran through."""
+    with walked() as walk:
+        action()
+    print(f"{title}: {len(walk.files)} files, {walk.changes} changes of file", flush=True)
+    if files:
+        _list_files(walk.under(ROOT), ROOT)
+
+
+def walk_plan(files: bool) -> None:
+    """Plan one tensor, and list what one rank sends."""
+    have = rs.Layout(rs.Mesh(dp=4, tp=2), "dp tp")
+    want = rs.Layout(rs.Mesh(r=8), "- r")
+
+    def plan() -> None:
+        specs = [{"w": rs.TensorSpec((64, 64), "float32", layout)} for layout in (have, want)]
+        rs.plan(*specs).for_rank(0)
+
+    show("rs.plan and one rank's rows", files, plan)
+
+
+def walk_convert(files: bool) -> None:
+    """Convert a small safetensors file for two ranks."""
+    from click.testing import CliRunner
+    from safetensors.numpy import save_file
+
+    from reshard.cli.main import main as cli
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, to = Path(folder) / "model.safetensors", Path(folder) / "out"
+        save_file({"w": np.zeros((64, 64), np.float32)}, source)
+        rules = Path(folder) / "rules.toml"
+        rules.write_text('mesh = "tp=2"\n[tensors]\n"w" = "tp -"\n')
+        words = ["convert", str(source), str(to), "--rules", str(rules)]
+
+        def convert() -> None:
+            result = CliRunner().invoke(cli, words)
+            if result.exit_code:
+                raise RuntimeError(result.output) from result.exception
+
+        show("reshard convert", files, convert)
+
+
+def walk_activations(rank: int, args: argparse.Namespace) -> None:
+    """A forward and backward pass whose saved input is kept as shares."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    module = rs.nn.input_reshard(torch.nn.Linear(64, 64), mesh)
+
+    def step() -> None:
+        module(torch.ones(16, 64, requires_grad=True)).sum().backward()
+
+    step()
+    dist.barrier()
+    with walked() as walk:
+        step()
+    if rank == 0:
+        print(f"input_reshard: {len(walk.files)} files, {walk.changes} changes of file")
+        if args.files:
+            _list_files(walk.under(ROOT), ROOT)
+
+
+def walk_on_ranks(rank: int, args: argparse.Namespace) -> None:
+    if "move" in args.sections:
+        walk_move(rank, args)
+    if "activations" in args.sections:
+        walk_activations(rank, args)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    known = ("move", "plan", "convert", "activations")
+    parser.add_argument("sections", nargs="*", metavar="section", help=", ".join(known))
+    parser.add_argument("--files", action="store_true", help="name the files that were entered")
+    args = parser.parse_args()
+    args.sections = args.sections or known
+    if "plan" in args.sections:
+        walk_plan(args.files)
+    if "convert" in args.sections:
+        walk_convert(args.files)
+    if {"move", "activations"} & set(args.sections):
+        run_ranks(2, walk_on_ranks, args)
+
+
+if __name__ == "__main__":
+    main()
