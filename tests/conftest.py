@@ -31,11 +31,7 @@ ONE_WORKER = {
     "tests/ranks/": "engine",
     "tests/sharded/": "sharded",
     "tests/nn/": "sharded",
-    "tests/checkpoint/test_load_names.py": "sharded",
-    "tests/checkpoint/test_load_own.py": "sharded",
-    "tests/checkpoint/test_load_replicas.py": "sharded",
-    "tests/checkpoint/test_load_save.py": "sharded",
-    "tests/checkpoint/test_odd_requests.py": "sharded",
+    "tests/checkpoint/live/": "sharded",
 }
 """Folders and files whose tests share a pool of ranks, and the piece of work that they are."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")

@@ -34,7 +34,7 @@ from reshard.checkpoint.formats import survey
 from reshard.checkpoint.formats.objects import object_texts
 from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
 from reshard.checkpoint.formats.safetensors_header import build_header
-from reshard.checkpoint.inspect import inspect
+from reshard.checkpoint.inspection.inspecting import inspect
 from reshard.checkpoint.storage import open_storage
 from reshard.errors import DamageError, ReshardError
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from reshard import Box, Layout, Mesh
 from reshard.checkpoint.coverage import doubled_in, grid_of, holes_of
-from reshard.checkpoint.recovered import recovered
+from reshard.checkpoint.inspection.layouts import recovered
 from tests.soak import cases, within
 
 SHAPES = st.lists(st.integers(0, 6), max_size=3).map(tuple)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from reshard import checkpoint
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Crc
+from reshard.checkpoint.conversion.processes import Team
 from reshard.checkpoint.crcs import Crcs, combine
-from reshard.checkpoint.given import as_mesh, as_rules
 from reshard.checkpoint.storage import open_storage
-from reshard.checkpoint.teams import Team
+from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
 

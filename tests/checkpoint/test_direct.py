@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from reshard.checkpoint import direct
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.direct import BLOCK, aligned, whole_blocks
-from reshard.checkpoint.target_files import TargetFiles
+from reshard.checkpoint.publish.target_files import TargetFiles
 from reshard.errors import UnfinishedError
 from tests.soak import cases
 

@@ -21,7 +21,7 @@ import torch.distributed.checkpoint as dcp
 from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
-from reshard.checkpoint.inspect import inspect
+from reshard.checkpoint.inspection.inspecting import inspect
 from reshard.checkpoint.storage import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.test_storage import serving
@@ -361,7 +361,7 @@ def test_compressed_members_and_lazy_conjugates_are_refused(tmp_path: Path) -> N
 
 def test_reading_loads_neither_torch_nor_numpy(written: Path) -> None:
     code = (
-        "import sys; from reshard.checkpoint.inspect import inspect;"
+        "import sys; from reshard.checkpoint.inspection.inspecting import inspect;"
         f"r = inspect({str(written)!r});"
         "str(r), r.tree(), r.to_json();"
         "print(r.ok, sorted({'torch', 'numpy', 'fsspec', 'pickle', 'rich'} & set(sys.modules)))"

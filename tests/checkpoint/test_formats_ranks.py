@@ -24,7 +24,7 @@ from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.own_metadata import KEY, OwnMetadata, OwnTensor
 from reshard.checkpoint.formats.rank_names import rank_of
-from reshard.checkpoint.inspect import inspect
+from reshard.checkpoint.inspection.inspecting import inspect
 from reshard.checkpoint.storage import open_storage
 from reshard.errors import CheckpointError, DamageError, RulesError, UnsupportedError
 from tests import strategies

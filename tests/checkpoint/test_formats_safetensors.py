@@ -25,7 +25,7 @@ from reshard.checkpoint.formats.safetensors_header import (
     header_length,
     parse_header,
 )
-from reshard.checkpoint.inspect import inspect
+from reshard.checkpoint.inspection.inspecting import inspect
 from reshard.checkpoint.storage import open_storage
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError

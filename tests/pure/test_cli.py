@@ -411,7 +411,7 @@ def test_the_files_of_the_demo_are_removed(tmp_path: Path, monkeypatch: pytest.M
         assert any(tmp_path.iterdir())
         raise KeyboardInterrupt
 
-    module = importlib.import_module("reshard.checkpoint.verify")
+    module = importlib.import_module("reshard.checkpoint.verification.soundness")
     monkeypatch.setattr(module, "verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         files.convert_files()

@@ -10,25 +10,23 @@ tensors in a job.
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from types import ModuleType
 
 _HOMES = {
-    "ConvertReport": "reports",
-    "DiffReport": "diff",
-    "InspectedTensor": "inspect",
-    "Inspection": "inspect",
+    "ConvertReport": "conversion.report",
+    "DiffReport": "verification.differences",
+    "InspectedTensor": "inspection.inspecting",
+    "Inspection": "inspection.inspecting",
     "LoadReport": "live.reports",
     "SaveReport": "live.reports",
-    "TensorDiff": "diff",
-    "VerifyReport": "verify",
-    "convert": "convert",
-    "diff": "diff",
-    "inspect": "inspect",
+    "TensorDiff": "verification.differences",
+    "VerifyReport": "verification.soundness",
+    "convert": "conversion.request",
+    "diff": "verification.differences",
+    "inspect": "inspection.inspecting",
     "load": "live.loading",
     "save": "live.saving",
-    "verify": "verify",
+    "verify": "verification.soundness",
 }
 
 __all__ = [*sorted(_HOMES)]
@@ -47,16 +45,3 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return [*__all__]
-
-
-class _FunctionsFirst(ModuleType):
-    """Loading ``checkpoint/verify.py`` would bind that module here as ``verify``; the function is
-    what callers mean.
-    """
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if not (name in _HOMES and isinstance(value, ModuleType)):
-            super().__setattr__(name, value)
-
-
-sys.modules[__name__].__class__ = _FunctionsFirst

@@ -15,7 +15,7 @@ from typing import Any
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.publish import Workplace
+from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage import COMMITTED
 from reshard.errors import CheckpointError, TargetError, UnfinishedError
 

@@ -7,9 +7,9 @@ import os
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.publish.target_files import TargetFiles
 from reshard.checkpoint.storage import LocalStorage, Storage
-from reshard.checkpoint.target_files import TargetFiles
-from reshard.checkpoint.transfers import Transfer
+from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.layout.box import Box
 from reshard.layout.boxlist import join_boxes
 

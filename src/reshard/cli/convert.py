@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.teams import Team
+    from reshard.checkpoint.conversion.processes import Team
     from reshard.errors import ReshardError
 
 __all__ = ["convert"]
@@ -75,7 +75,7 @@ def convert(
 
     DST appears when it is complete. What was interrupted goes on with --resume.
     """
-    from reshard.checkpoint.teams import Team, team_of
+    from reshard.checkpoint.conversion.processes import Team, team_of
     from reshard.errors import UnfinishedError
 
     team = team_of(timeout=timeout) if ranks else Team()
@@ -91,7 +91,7 @@ def convert(
 def _convert(
     src: str, dst: str, team: Team, quiet: bool, as_json: bool, words: dict[str, Any]
 ) -> int:
-    from reshard.checkpoint.convert import convert as run
+    from reshard.checkpoint.conversion.request import convert as run
     from reshard.cli.meter import byte_meter
     from reshard.cli.output import print_json
     from reshard.planning.names_table import read_names

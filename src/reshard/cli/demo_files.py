@@ -44,9 +44,9 @@ class Converted:
 
 def convert_files() -> Converted:
     """Write a small model cut four ways into a temporary folder, cut it two ways, and compare."""
-    from reshard.checkpoint.convert import convert
-    from reshard.checkpoint.inspect import inspect
-    from reshard.checkpoint.verify import verify
+    from reshard.checkpoint.conversion.request import convert
+    from reshard.checkpoint.inspection.inspecting import inspect
+    from reshard.checkpoint.verification.soundness import verify
 
     with TemporaryDirectory(prefix="reshard-demo-") as folder:
         whole, four, two = (Path(folder) / name for name in ("ckpt", "ckpt-tp4", "ckpt-tp2"))

@@ -21,6 +21,6 @@ def diff(**words: Any) -> int:
     \b
     reshard diff ckpt-1000 ckpt-2000    exit code 0 if equal, 1 if not
     """
-    from reshard.checkpoint.diff import diff as compare
+    from reshard.checkpoint.verification.differences import diff as compare
 
     return 0 if told("diff", compare, words).equal else 1

@@ -28,7 +28,7 @@ def verify(names: str | None, **words: Any) -> int:
 
     Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
-    from reshard.checkpoint.verify import verify as check
+    from reshard.checkpoint.verification.soundness import verify as check
     from reshard.planning.names_table import read_names
 
     words["names"] = None if names is None else read_names(names)

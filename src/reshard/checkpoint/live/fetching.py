@@ -15,14 +15,14 @@ import torch
 
 from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.copying import CheckedReads, SourceFiles
 from reshard.checkpoint.crcs import Crcs, Part
-from reshard.checkpoint.live.sharing import Batch, Share, Wish
-from reshard.checkpoint.located import slabs
-from reshard.checkpoint.reading import in_order
+from reshard.checkpoint.live.read_shares import Batch, Share, Wish
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfers import Transfer
-from reshard.checkpoint.windows import Buffers, compare, fill
+from reshard.checkpoint.transfer.copying import CheckedReads, SourceFiles
+from reshard.checkpoint.transfer.piece_table import slabs
+from reshard.checkpoint.transfer.reading import in_order
+from reshard.checkpoint.transfer.transfers import Transfer
+from reshard.checkpoint.transfer.windows import Buffers, compare, fill
 from reshard.layout.box import Box
 
 __all__ = ["Fetched", "Fetcher"]

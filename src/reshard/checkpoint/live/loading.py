@@ -21,22 +21,22 @@ from reshard.checkpoint import digest, formats
 from reshard.checkpoint.checksums import SIDECAR, Checksums, damage, sum_of
 from reshard.checkpoint.checksums import load as load_checksums
 from reshard.checkpoint.crcs import Crcs, Part, crcs_of
-from reshard.checkpoint.given import as_mesh, as_rules
-from reshard.checkpoint.journal import boot_id
-from reshard.checkpoint.live.circle import Circle
 from reshard.checkpoint.live.crc_records import CrcRecords
 from reshard.checkpoint.live.entries import Entries, Memory, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
-from reshard.checkpoint.live.fitting import Fit, Strict, check_strict, fit
+from reshard.checkpoint.live.match import Fit, Strict, check_strict, fit
 from reshard.checkpoint.live.outline import Outline
 from reshard.checkpoint.live.own_reads import OwnReader, own_wishes
-from reshard.checkpoint.live.placing import Placer
+from reshard.checkpoint.live.ranks import Circle
+from reshard.checkpoint.live.read_shares import Batch, Limits, Wish, batches_of
 from reshard.checkpoint.live.reports import LoadReport
-from reshard.checkpoint.live.sharing import Batch, Limits, Wish, batches_of
+from reshard.checkpoint.live.scatter import Placer
 from reshard.checkpoint.live.small_reads import are_small, place_small, read_small
-from reshard.checkpoint.located import Located
+from reshard.checkpoint.publish.journal import boot_id
 from reshard.checkpoint.storage import Storage, open_storage
-from reshard.checkpoint.transfers import Fed, Transfer, source_of
+from reshard.checkpoint.transfer.given import as_mesh, as_rules
+from reshard.checkpoint.transfer.piece_table import Located
+from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError, ReshardError, quoted
 from reshard.layout.spec import TensorSpec

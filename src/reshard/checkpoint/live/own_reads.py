@@ -25,13 +25,13 @@ import numpy as np
 import torch
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.copying import SourceFiles
-from reshard.checkpoint.live.sharing import Wish
+from reshard.checkpoint.live.read_shares import Wish
 from reshard.checkpoint.live.views import View, part_of
-from reshard.checkpoint.located import slabs
-from reshard.checkpoint.reading import in_order
 from reshard.checkpoint.storage import LocalStorage
-from reshard.checkpoint.transfers import Transfer
+from reshard.checkpoint.transfer.copying import SourceFiles
+from reshard.checkpoint.transfer.piece_table import slabs
+from reshard.checkpoint.transfer.reading import in_order
+from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError
 from reshard.layout.box import Box

@@ -13,10 +13,10 @@ from collections.abc import Iterator, Mapping, Sequence
 import numpy as np
 import torch
 
-from reshard.checkpoint.copying import SourceFiles
-from reshard.checkpoint.live.sharing import Wish
+from reshard.checkpoint.live.read_shares import Wish
 from reshard.checkpoint.live.views import View, part_of
-from reshard.checkpoint.windows import Buffers, fill
+from reshard.checkpoint.transfer.copying import SourceFiles
+from reshard.checkpoint.transfer.windows import Buffers, fill
 from reshard.layout.box import Box
 
 __all__ = ["are_small", "place_small", "read_small"]

@@ -11,7 +11,6 @@ from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
-from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.archives import ALIGNMENT, Archive, value_archive
 from reshard.checkpoint.outputs.output import (
     Literal,
@@ -30,6 +29,7 @@ from reshard.checkpoint.outputs.pickles import (
     Shared,
     pickled,
 )
+from reshard.checkpoint.transfer.piece_table import Pieces
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 

@@ -14,8 +14,8 @@ from math import lcm, prod
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredFile, StoredObject
-from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.storage import TENSOR_FILES
+from reshard.checkpoint.transfer.piece_table import Pieces
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError, quoted
 from reshard.layout.boxlist import listed_of

@@ -16,7 +16,6 @@ from reshard.checkpoint.formats.own_metadata import (
     offsets_text,
 )
 from reshard.checkpoint.formats.safetensors_header import build_header
-from reshard.checkpoint.located import Pieces
 from reshard.checkpoint.outputs.output import (
     Literal,
     Output,
@@ -24,6 +23,7 @@ from reshard.checkpoint.outputs.output import (
     Wanted,
     owned_boxes,
 )
+from reshard.checkpoint.transfer.piece_table import Pieces
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError, quoted
 from reshard.layout.box import Box, row_major

@@ -1,0 +1,1 @@
+"""Converts a checkpoint to another layout or format: request, source, plan, build."""

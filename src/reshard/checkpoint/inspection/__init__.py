@@ -1,0 +1,1 @@
+"""Describes what a checkpoint holds, without reading any tensor."""

@@ -1,0 +1,219 @@
+"""What is in a checkpoint: tensors, how they are cut, files, and damage; from headers alone.
+
+    >>> report = inspect("ckpt")                                         # doctest: +SKIP
+    >>> report.num_tensors, report.num_bytes, report.damage              # doctest: +SKIP
+    (111, 2231111680, ())
+
+No tensor's bytes are read, and nothing slow is imported.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
+from reshard.checkpoint.checksums import SIDECAR, load
+from reshard.checkpoint.coverage import doubled_in, holes_of
+from reshard.checkpoint.formats import survey
+from reshard.checkpoint.inspection.layouts import recovered
+from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.transfer.given import as_mesh, as_rules
+from reshard.errors import quoted
+from reshard.layout.box import Box
+
+if TYPE_CHECKING:
+    from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
+
+__all__ = ["InspectedTensor", "Inspection", "inspect"]
+
+VERSION = 1
+SHOWN_HOLES = 3
+
+Cut = tuple[tuple[int, ...], tuple[Box, ...]]
+"""A shape and the boxes of its pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """How a tensor is cut: the layout its boxes follow, what is missing, what is there twice."""
+
+    layout: str
+    holes: tuple[Box, ...]
+    doubled: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    """Bytes of the whole tensor, once."""
+    num_pieces: int
+    layout: str
+    """The mesh and the layout that its files say, or one that its boxes follow."""
+    complete: bool
+    replicated: bool
+    """Whether some of it is stored more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """What the checksums beside a checkpoint cover."""
+
+    num_chunks: int
+    """Ranges of files that have a checksum each."""
+    num_digests: int
+    """Tensors that have a digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds and what is wrong with it; printed, it is a table."""
+
+    path: str
+    format: str
+    tensors: tuple[InspectedTensor, ...]
+    objects: Mapping[str, int]
+    """Entries that are no tensors, and their bytes."""
+    files: tuple[StoredFile, ...]
+    others: tuple[StoredFile, ...]
+    """Files that hold no tensors."""
+    checksums: Sidecar | None
+    """None where nothing was written beside the files to check them with."""
+    metadata: Mapping[str, str]
+    damage: tuple[str, ...]
+    notes: tuple[str, ...]
+    unsupported: tuple[str, ...] = ()
+    """What is sound, as far as can be seen, and is not read."""
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors there are."""
+        return len(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each element once."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it can be read: nothing is damaged, missing or unsupported."""
+        return not self.damage and not self.unsupported
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "version": VERSION,
+            "path": self.path,
+            "format": self.format,
+            "ok": self.ok,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "objects": dict(self.objects),
+            "files": [asdict(file) for file in self.files],
+            "others": [asdict(file) for file in self.others],
+            "checksums": None if self.checksums is None else asdict(self.checksums),
+            "metadata": dict(self.metadata),
+            "damage": list(self.damage),
+            "unsupported": list(self.unsupported),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def tree(self) -> str:
+        """The tensors as a tree of their dotted names, with the bytes below each branch."""
+        from reshard.checkpoint.inspection.text import tree
+
+        return tree(self)
+
+    def __str__(self) -> str:
+        from reshard.checkpoint.inspection.text import table
+
+        return table(self)
+
+
+def inspect(
+    path: str | Path, rules: Rules | str | Path | None = None, mesh: Mesh | str | None = None
+) -> Inspection:
+    """What a folder, a file or an address holds.
+
+    Rules (a family such as ``llama``, or a TOML file) and a mesh are for files of ranks that do
+    not say how they were cut. Damage and what is not supported do not raise: they are part of the
+    report. What is no checkpoint at all is a CheckpointError.
+    """
+    with open_storage(path) as storage:
+        catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        checksums = None
+        with findings.noting():
+            checksums = _sidecar(storage)
+    known: dict[Cut, Coverage] = {}
+    tensors, damage = [], [*findings.damage]
+    for tensor in catalog.tensors.values():
+        cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
+        coverage = known.get(cut)
+        if coverage is None:  # the layers of a model are cut alike
+            coverage = known[cut] = Coverage(recovered(*cut), holes_of(*cut), doubled_in(*cut))
+        tensors.append(_inspected(tensor, catalog, coverage))
+        damage += _missing(catalog, tensor, coverage.holes)
+    return Inspection(
+        catalog.root,
+        catalog.format,
+        tuple(tensors),
+        {name: found.size for name, found in catalog.objects.items()},
+        catalog.files,
+        tuple(file for file in catalog.others if file.path != SIDECAR),
+        checksums,
+        catalog.metadata,
+        tuple(damage),
+        catalog.notes,
+        tuple(findings.unsupported),
+    )
+
+
+def _sidecar(storage: Storage) -> Sidecar | None:
+    """What there is of checksums; no file is compared with them."""
+    found = load(storage)
+    if found is None:
+        return None
+    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests))
+
+
+def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:
+    layout = coverage.layout
+    if catalog.mesh is not None and tensor.name in catalog.layouts:
+        layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
+    return InspectedTensor(
+        tensor.name,
+        tensor.shape,
+        tensor.dtype,
+        tensor.num_bytes,
+        len(tensor.pieces),
+        layout,
+        complete=not coverage.holes,
+        replicated=bool(coverage.doubled),
+    )
+
+
+def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> Iterator[str]:
+    """One line about what no file holds of a tensor, if there is such."""
+    if not holes:
+        return
+    shown = ", ".join(map(str, holes[:SHOWN_HOLES]))
+    more = f" and {len(holes) - SHOWN_HOLES} more" if len(holes) > SHOWN_HOLES else ""
+    yield (
+        f"{catalog.root}: no file holds {shown}{more} of tensor {quoted(tensor.name)} of shape "
+        f"{tensor.shape}: a shard is missing"
+    )

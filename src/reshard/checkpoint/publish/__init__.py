@@ -1,0 +1,1 @@
+"""Builds an output in a temporary folder, resumably, and publishes it in one step."""

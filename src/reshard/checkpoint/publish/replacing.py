@@ -1,0 +1,246 @@
+"""Overwriting: which files of a folder belong to the checkpoint in it, and which are kept?
+
+A folder is a checkpoint if the catalog can read tensors from files directly in it. Only these
+files, their index or metadata, and what reshard wrote with them are replaced. All other files and
+folders are moved to the new folder:
+
+    out/                            .out.reshard-partial/data/
+        model.safetensors  replaced     model-00001-of-00002.safetensors
+        config.json        replaced     config.json
+        notes.txt          kept
+        logs/              kept
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from reshard.checkpoint import formats
+from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.checksums import SIDECAR, load
+from reshard.checkpoint.conversion.companions import is_companion
+from reshard.checkpoint.formats.recognised import is_distcp
+from reshard.checkpoint.formats.safetensors_files import find_index, index_files
+from reshard.checkpoint.storage import COMMITTED, OURS, REQUEST, LocalStorage
+from reshard.errors import ReshardError, TargetError, quoted
+
+__all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
+
+_NUMBERED = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
+_DISTCP = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+_SAFETENSORS = (".safetensors", ".safetensors.index.json")
+"""How files end that would be read together with safetensors files beside them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replaced:
+    """What happens to the content of a folder that is overwritten."""
+
+    belongs: frozenset[str]
+    """Paths of files of the old checkpoint, which are deleted."""
+    kept: tuple[str, ...]
+    """Names of other files and folders, the latter with a slash at their end."""
+
+
+def replaced_by(target: Path, files: Collection[str]) -> Replaced:
+    """What these new files replace in a folder; TargetError where that could lose something."""
+    belongs = _belonging(target)
+    for path in files:
+        in_way = _in_way(target, path)
+        if in_way is None or in_way in belongs:
+            continue
+        if in_way == path and is_companion(path) and (target / path).is_file():
+            belongs |= {path}
+            continue
+        raise TargetError(
+            f"{target}/{in_way} is no part of the checkpoint there, and the new one has a file of "
+            "that name: move it away, or choose another target"
+        )
+    kept = tuple(_kept(target, belongs))
+    _check_not_read(target, kept, files)
+    _check_movable(target, kept)
+    return Replaced(belongs, kept)
+
+
+class _TopLevel(LocalStorage):
+    """The files directly in a folder, as if there were no folders in it."""
+
+    def list(self) -> tuple[StoredFile, ...]:
+        entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
+        return tuple(
+            StoredFile(entry.name, entry.stat().st_size)
+            for entry in entries
+            if entry.is_file() and not entry.name.startswith(OURS)
+        )
+
+
+def _belonging(target: Path) -> frozenset[str]:
+    """The files of the checkpoint in a folder."""
+    with _TopLevel(str(target)) as storage:
+        sizes = _written(storage)
+        found = {path for path, size in sizes.items() if _size(target / path) == size}
+        if not found or len(found) < len(sizes):
+            # Where reshard wrote it, other files of tensors are no part of it.
+            read = _read(target, storage, is_known=bool(sizes))
+            found |= read & sizes.keys() if sizes else read
+    ours = {SIDECAR, COMMITTED, REQUEST}
+    stale = {path.name for path in target.iterdir() if _DISTCP.fullmatch(path.name)}
+    found |= ours | (stale if any(map(is_distcp, found)) else set())
+    return frozenset(name for name in found if _in_way(target, name) == name)
+
+
+def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
+    """The files from which the catalog reads tensors, with their index or metadata."""
+    advice = "only a checkpoint is overwritten: choose another target, or move the folder away"
+    try:
+        catalog, _ = formats.survey(storage)
+    except (ReshardError, OSError) as error:
+        reason = str(error).removeprefix(f"{target} ").removeprefix("is no checkpoint: ")
+        raise TargetError(
+            f"{target} holds no checkpoint directly in it ({reason}), and {advice}"
+        ) from None
+    if not catalog.tensors and not catalog.objects:
+        raise TargetError(
+            f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
+        )
+    found = {file.path for file in catalog.files} | _index_of(storage)
+    if not is_known:
+        _check_one(target, catalog, found)
+    return found | ({".metadata"} if catalog.format == "distcp" else set())
+
+
+def _index_of(storage: LocalStorage) -> set[str]:
+    """The index of safetensors files, and all files that it names."""
+    index = find_index(storage.list())
+    if index is None:
+        return set()
+    try:
+        return {index.path, *index_files(storage, index).values()}
+    except ReshardError:
+        return set()
+
+
+def _written(storage: LocalStorage) -> dict[str, int]:
+    """The files that were written with the checkpoint and their sizes, as its checksums say."""
+    try:
+        sums = load(storage)
+    except ReshardError:
+        return {}
+    return {} if sums is None else {path: known.size for path, known in sums.files.items()}
+
+
+def _size(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _check_one(target: Path, catalog: Catalog, files: Collection[str]) -> None:
+    """Refuse a folder of files that may well be several checkpoints of one file each."""
+    tensors = [path for path in files if not path.endswith(".json")]
+    is_listed = len(tensors) < len(files)
+    groups = {match.groups() if (match := _NUMBERED.fullmatch(p)) else p for p in tensors}
+    if catalog.format in ("safetensors", "torch") and len(groups) > 1 and not is_listed:
+        some = " and ".join(quoted(path) for path in sorted(tensors)[:2])
+        raise TargetError(
+            f"{target} holds {some}, and nothing says that they are one checkpoint: only a "
+            "checkpoint is overwritten: choose another target, or move the folder away"
+        )
+
+
+def _in_way(target: Path, path: str) -> str | None:
+    """What is there at a path: its first part that is no folder, or the whole path.
+
+    A link counts as what it is, so that nothing is deleted where it leads.
+    """
+    parts = path.split("/")
+    for count in range(1, len(parts) + 1):
+        some = "/".join(parts[:count])
+        here = target / some
+        if not os.path.lexists(here):
+            return None
+        if here.is_symlink() or not here.is_dir():
+            return some
+    return path
+
+
+def _kept(target: Path, belongs: Collection[str]) -> Iterator[str]:
+    for entry in sorted(os.scandir(target), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            if any(_others(Path(entry.path), belongs, f"{entry.name}/")):
+                yield f"{entry.name}/"
+        elif entry.name not in belongs:
+            yield entry.name
+
+
+def _others(folder: Path, belongs: Collection[str], prefix: str) -> Iterator[str]:
+    """What a folder holds beside files that belong to the checkpoint; an empty folder is kept."""
+    entries = list(os.scandir(folder))
+    if not entries:
+        yield prefix
+    for entry in entries:
+        path = prefix + entry.name
+        if entry.is_dir(follow_symlinks=False):
+            yield from _others(Path(entry.path), belongs, f"{path}/")
+        elif path not in belongs:
+            yield path
+
+
+def _check_not_read(target: Path, kept: Collection[str], files: Collection[str]) -> None:
+    """Refuse files of other tensors that readers would take for a part of the new checkpoint."""
+    if ".metadata" in files:
+        return
+    for name in kept:
+        if name.endswith(_SAFETENSORS) or is_distcp(name):
+            raise TargetError(
+                f"{target}/{name} is no part of the checkpoint there, and would be read as a part "
+                "of the new one: move it away, or choose another target"
+            )
+
+
+def _check_movable(target: Path, kept: Collection[str]) -> None:
+    """Refuse before any work what could not be moved at the end."""
+    if os.path.ismount(target):
+        raise TargetError(f"{target} is a mount point and cannot be renamed: name a folder in it")
+    device = target.stat().st_dev
+    for path in (target, *(target / name for name in kept if name.endswith("/"))):
+        if path.stat().st_dev != device:
+            raise TargetError(f"{path} is a mount point and cannot be moved: unmount it first")
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise TargetError(f"{path} may not be written: change its permissions")
+
+
+def move_kept(old: Path, new: Path, belongs: Collection[str], prefix: str = "") -> None:
+    """Move all that is no part of the old checkpoint to the new folder; may be done again."""
+    for entry in list(os.scandir(old)):
+        path, goal = prefix + entry.name, new / entry.name
+        if path in belongs:
+            continue
+        is_folder = entry.is_dir(follow_symlinks=False)
+        shared = is_folder and any(one.startswith(f"{path}/") for one in belongs)
+        if is_folder and (shared or goal.is_dir()):
+            if any(_others(Path(entry.path), belongs, f"{path}/")):
+                goal.mkdir(exist_ok=True)
+                move_kept(Path(entry.path), goal, belongs, f"{path}/")
+            continue
+        if os.path.lexists(goal):  # it came to be while the new one was put in its place
+            goal = goal.with_name(f"{goal.name}.kept-{secrets.token_hex(4)}")
+        Path(entry.path).rename(goal)
+
+
+def delete_files(folder: Path, belongs: Collection[str]) -> bool:
+    """Delete these files and all folders that are empty then; whether nothing is left."""
+    for path in belongs:
+        (folder / path).unlink(missing_ok=True)
+    for here, _, _ in os.walk(folder, topdown=False):
+        try:
+            Path(here).rmdir()
+        except OSError:  # something else is in it
+            return False
+    return True

@@ -1,0 +1,368 @@
+"""Where an output is built, and how it takes its place all at once.
+
+While a conversion runs or waits to be resumed, there is beside the target
+
+    .NAME.reshard-partial/
+        lock             held by the process that works here
+        request.json     what is being made of what
+        journal.RANK     what is done
+        data/            the output, in the making
+        publishing.json  the inode of data, and which files of the target it replaces
+
+When all is written, ``data`` takes the place of the target:
+
+    1. write publishing.json
+    2. rename data to the target; to overwrite, exchange the two in one step. Where the system
+       cannot exchange: rename the target to old, then data to the target
+    3. move what does not belong to the old checkpoint from the old folder to the new one
+    4. rename the partial folder to .NAME.reshard-gone-..., and delete it: of the old folder only
+       the files that belong to the old checkpoint
+
+A process may be killed at any point. Before step 2 the old checkpoint is complete, after it the new
+one is. Between the two renames of step 2 the old one is complete in ``old``. In steps 3 and 4 some
+of the other files are still in the partial folder. The next process that works on this target, to
+resume, to overwrite or to save, begins with ``settle``: it renames ``old`` back, or does steps 3
+and 4.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import glob
+import json
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from reshard.checkpoint.catalog import StoredFile
+from reshard.checkpoint.checksums import load
+from reshard.checkpoint.durable import exchange, replace_file, sync_folder
+from reshard.checkpoint.publish.replacing import Replaced, delete_files, move_kept, replaced_by
+from reshard.checkpoint.storage import REQUEST, open_storage
+from reshard.errors import TargetError, UnfinishedError
+
+__all__ = ["Workplace", "check_places"]
+
+PUBLISHING = "publishing.json"
+
+
+def check_places(source: str, target: Path) -> None:
+    """Refuse a target that is the source, lies in it, or holds it."""
+    if "://" in source:
+        return
+    have, want = Path(source).resolve(), target.resolve()
+    if have == want or have in want.parents or want in have.parents:
+        raise TargetError(
+            f"{target} and the source {source} lie in each other: "
+            "choose a target outside of the source"
+        )
+
+
+@dataclass(slots=True)
+class Workplace:
+    """The hidden folder beside a target in which its output is built."""
+
+    target: Path
+    folder: Path
+    _lock: int | None = None
+
+    @classmethod
+    def beside(cls, target: Path) -> Workplace:
+        """The workplace of a target."""
+        # A link at the target itself stays one; those on the way to it lead where the system goes.
+        is_named = target.name not in ("", "..")
+        target = target.parent.resolve() / target.name if is_named else target.resolve()
+        return cls(target, target.parent / f".{target.name}.reshard-partial")
+
+    @property
+    def data(self) -> Path:
+        """The output in the making."""
+        return self.folder / "data"
+
+    @property
+    def old(self) -> Path:
+        """What stood at the target, once it is moved aside."""
+        return self.folder / "old"
+
+    def check_target(self, overwrite: bool, files: Collection[str]) -> Replaced:
+        """Refuse what stands at the target, unless these files may replace a checkpoint there."""
+        if not os.path.lexists(self.target):
+            return Replaced(frozenset(), ())
+        if not self.target.is_dir():
+            raise TargetError(f"{self.target} is not a folder: choose another target")
+        if self.target.is_symlink():
+            raise TargetError(f"{self.target} is a link: give the folder that it leads to")
+        if os.path.ismount(self.target):
+            raise TargetError(f"{self.target} is a mount point: name a folder in it")
+        if not any(self.target.iterdir()):
+            return Replaced(frozenset(), ())
+        if not overwrite:
+            raise TargetError(
+                f"{self.target} exists: choose another target, or give --overwrite "
+                "(overwrite=True); the old one is kept until the new one is complete"
+            )
+        return replaced_by(self.target, files)
+
+    def settle(self) -> None:
+        """Finish or undo the publishing in which an earlier process was killed."""
+        if (self.folder / PUBLISHING).exists():
+            self._take_lock()
+            try:
+                self.recover()
+            finally:
+                self.leave()
+        for gone in self.target.parent.glob(f"{glob.escape(self._gone)}*"):
+            _delete(gone)
+
+    def recover(self) -> bool:
+        """The same, with the lock held; whether the new output is in its place."""
+        state = _publishing(self.folder)
+        if state is None:
+            return False
+        if self._was_published(state["inode"]):
+            self.finish()
+            return True
+        if self.old.exists() and not os.path.lexists(self.target):
+            self.old.rename(self.target)
+        return False
+
+    def check_writable(self) -> None:
+        """Ask the system, without writing, whether the target's folder can be made and written."""
+        folder = self.target.parent
+        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
+            raise TargetError(f"{exists} cannot be written to: choose another target")
+
+    def enter(self) -> None:
+        """Make the folder and take its lock; a second conversion is refused at once."""
+        self.settle()
+        self._take_lock()
+
+    def _take_lock(self) -> None:
+        if self.folder.is_symlink() or self.data.is_symlink():
+            raise TargetError(f"{self.folder} leads elsewhere by a link: remove it")
+        try:
+            self.target.parent.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(exist_ok=True)
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise TargetError(
+                f"nothing can be written beside {self.target}: {error.strerror}"
+            ) from None
+        if not _locked(lock):
+            os.close(lock)
+            raise TargetError(
+                f"another conversion is writing {self.target}: wait for it, or end it"
+            )
+        self._lock = lock
+        if not (self.folder / "lock").exists():  # the one before us finished just now
+            self.leave()
+            self._take_lock()
+
+    @property
+    def _gone(self) -> str:
+        """How the name of a folder begins that waits to be deleted."""
+        return f".{self.target.name}.reshard-gone-"
+
+    def begin_anew(self) -> None:
+        """Remove whatever lies here, of which nobody knows what it was."""
+        self._keep_old()
+        for path in self.folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            elif path.name != "lock":
+                path.unlink()
+
+    def is_held(self) -> bool:
+        """Whether some process works here; also where locks cannot tell."""
+        try:
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CLOEXEC)
+        except OSError:
+            return True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError:
+            return True
+        finally:
+            os.close(lock)
+        return False
+
+    def leave(self) -> None:
+        """Give the lock back; what is there can be resumed."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def request(self) -> dict[str, Any] | None:
+        """What an earlier conversion was making here, if one did not finish."""
+        try:
+            found = json.loads((self.folder / "request.json").read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def note_request(self, request: Mapping[str, Any]) -> None:
+        """Write down what is being made."""
+        replace_file(self.folder / "request.json", json.dumps(request).encode())
+
+    def note_result(self, request: Mapping[str, Any]) -> None:
+        """Write into an output without checksums which conversion it is the result of."""
+        replace_file(self.data / REQUEST, json.dumps(request).encode())
+
+    def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
+        """Whether the target is the result of this very conversion, with all of its files."""
+        try:
+            sizes = [(self.target / file.path).stat().st_size for file in files]
+            found = _request_of(self.target)
+        except (OSError, ValueError):  # damage of the checksums among them
+            return False
+        return found == request and sizes == [file.size for file in files]
+
+    def discard(self) -> None:
+        """Remove all that was built here."""
+        self._keep_old()
+        self._remove()
+
+    def _keep_old(self) -> None:
+        if self.old.exists():
+            raise UnfinishedError(
+                f"{self.old} holds what stood at {self.target}: move it to a safe place first"
+            )
+
+    def _remove(self) -> None:
+        """Let all go in one step, and then delete it."""
+        gone = self.folder.with_name(f"{self._gone}{secrets.token_hex(4)}")
+        try:
+            self.folder.rename(gone)
+        except OSError:
+            gone = self.folder
+        _delete(gone)
+        self.leave()
+
+    def publish(self, overwrite: bool, files: Collection[str]) -> tuple[str, ...]:
+        """Put the finished output, which has these files, in its place; the names of what was there
+        and is kept.
+        """
+        is_there = overwrite and os.path.lexists(self.target)
+        replaced = self._check_again(files) if is_there else Replaced(frozenset(), ())
+        state = {"inode": self.data.stat().st_ino, "belongs": sorted(replaced.belongs)}
+        replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
+        try:
+            if is_there:
+                _take_after(self.data, self.target.stat())
+            if not is_there:
+                self.data.rename(self.target)
+            elif not exchange(self.data, self.target):
+                self.target.rename(self.old)
+                self.data.rename(self.target)
+        except OSError as error:
+            raise self._in_the_way(error) from None
+        self.finish()
+        return replaced.kept
+
+    def _check_again(self, files: Collection[str]) -> Replaced:
+        """Check the target as it is now: it may have changed since the conversion began."""
+        try:
+            return self.check_target(True, files)
+        except TargetError as error:
+            raise UnfinishedError(f"{error}; --resume then goes on") from None
+
+    def _in_the_way(self, error: OSError) -> Exception:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return UnfinishedError(
+                f"{self.target} came to be while it was converted: move it away and give --resume, "
+                "or give --resume --overwrite"
+            )
+        return UnfinishedError(
+            f"{self.data} cannot be renamed to {self.target}: {error.strerror}; "
+            "--resume tries again"
+        )
+
+    def _was_published(self, inode: int) -> bool:
+        """Whether the output has taken its place."""
+        return self.target.is_dir() and self.target.stat().st_ino == inode
+
+    def finish(self) -> None:
+        """Make the rename durable, move what is kept to the new folder, and remove the old one."""
+        sync_folder(self.target.parent)
+        state = _publishing(self.folder)
+        for old in _replaced_folders(self.folder, state):
+            assert state is not None
+            move_kept(old, self.target, frozenset(state["belongs"]))
+            sync_folder(self.target)
+        self._remove()
+
+
+def _take_after(folder: Path, old: os.stat_result) -> None:
+    """Give a folder the owner and the permissions of the one that it replaces."""
+    with suppress(PermissionError):
+        os.chown(folder, old.st_uid, old.st_gid)
+    folder.chmod(stat.S_IMODE(old.st_mode))
+
+
+def _request_of(target: Path) -> Mapping[str, Any] | None:
+    """Which conversion a folder is the result of."""
+    with open_storage(target) as storage:
+        sums = load(storage)
+    if sums is not None:
+        return sums.request
+    found = json.loads((target / REQUEST).read_text(encoding="utf-8"))
+    return found if isinstance(found, dict) else None
+
+
+def _publishing(folder: Path) -> dict[str, Any] | None:
+    """What a partial folder says of its publishing; None if that had not begun."""
+    path = folder / PUBLISHING
+    try:
+        state = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError):
+        state = None
+    match state:
+        case {"inode": int(), "belongs": list()}:
+            return state  # type: ignore[no-any-return]
+    raise UnfinishedError(f"{path} cannot be read: see what {folder} holds, and move it away")
+
+
+def _replaced_folders(folder: Path, state: Mapping[str, Any] | None) -> Iterator[Path]:
+    """The folder that stood at the target, wherever the exchange has put it."""
+    for old in (folder / "old", folder / "data"):
+        is_folder = state is not None and old.is_dir() and not old.is_symlink()
+        if is_folder and state is not None and old.stat().st_ino != state["inode"]:
+            yield old
+
+
+def _delete(folder: Path) -> None:
+    """Delete a partial folder; of the folder that stood at the target only the old checkpoint."""
+    try:
+        state = _publishing(folder)
+    except UnfinishedError:
+        return
+    for old in _replaced_folders(folder, state):
+        assert state is not None
+        if not delete_files(old, state["belongs"]):
+            return
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _locked(lock: int) -> bool:
+    """Take a lock; more than once, because a rank that looks whether it is held has it then."""
+    for _ in range(5):
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            time.sleep(0.02)
+        else:
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Moves the bytes of tensors: which pieces make up a tensor; read, cast, copy in windows."""

@@ -1,0 +1,372 @@
+"""Which stored pieces make up each tensor of the output, and in which windows are they copied?
+
+A *window* is a box of a tensor that fits into a worker's buffer. Its elements are read from all
+source pieces that meet it, and written to all target pieces that meet it: each byte is read once,
+whatever the two cuts. Windows are whole rows, because rows of a piece are one run of bytes however
+the piece is cut:
+
+    source: by rows              target: by columns           a window
+    +-----------------+          +-----+-----+-----+          +=================+  one run of 0
+    |        0        |          |     |     |     |          |        0        |  one run of 1
+    +-----------------+    ->    |  0  |  1  |  2  |          +-----------------+  and one run
+    |        1        |          |     |     |     |          |        1        |  of each target
+    +-----------------+          +-----+-----+-----+          +=================+
+
+Nothing here opens a file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.coverage import holes_of
+from reshard.checkpoint.transfer.packing import SMALL, tiles
+from reshard.checkpoint.transfer.piece_table import Located, Pieces, joined, slabs
+from reshard.dtypes import itemsize
+from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
+from reshard.layout.box import Box, uncovered
+from reshard.layout.boxlist import join_boxes
+from reshard.layout.columns import Ints
+from reshard.planning.names import Feed
+
+__all__ = [
+    "Chunk", "Fed", "Transfer", "chunks_of", "feeding", "one_dtype", "pieces_of", "source_of",
+    "transfer_of",
+]  # fmt: skip
+
+WORTH_A_REGION = 1 << 20
+"""Bytes below which a target piece is not given windows of its own."""
+MOST_PARTS = 4096
+"""Parts of one stored box that none before it holds: a job that saves each element once has one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fed:
+    """A source tensor, and the part of an output tensor that it makes up."""
+
+    tensor: StoredTensor
+    feed: Feed
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Transfer:
+    """One tensor of the output: where its elements are, and where they go."""
+
+    name: str
+    shape: tuple[int, ...]
+    have: str
+    """The dtype in the source."""
+    want: str
+    """The dtype in the output."""
+    stored: Located | Pieces
+    """Every element once, in the coordinates of the output tensor."""
+    replicas: Located
+    """What the source holds a second time; it must be equal."""
+    written: Located | Pieces
+    """Where the elements go."""
+    regions: tuple[Box, ...]
+    """What is cut into windows: the whole tensor, or the target pieces one by one."""
+    is_padded: bool = False
+    """Whether some elements have no source and are zero."""
+
+    @property
+    def source(self) -> Located:
+        """Where the elements are, as columns."""
+        return self.stored if isinstance(self.stored, Located) else self.stored.table()
+
+    @property
+    def target(self) -> Located:
+        """Where the elements go, as columns."""
+        return self.written if isinstance(self.written, Located) else self.written.table()
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes that are read, each element once."""
+        if isinstance(self.stored, Pieces):
+            return prod(self.shape) * itemsize(self.have)
+        return _num_bytes(self.stored)
+
+    @property
+    def target_bytes(self) -> int:
+        """Bytes that are written."""
+        return _num_bytes(self.written)
+
+    def is_packed(self, num_bytes: int) -> bool:
+        """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
+        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
+
+    @property
+    def most_bytes(self) -> int:
+        """Bytes of the whole tensor in the wider of both dtypes."""
+        return prod(self.shape) * max(itemsize(self.have), itemsize(self.want))
+
+    def windows(self, num_bytes: int) -> Iterable[Box]:
+        """The windows, none longer than so many bytes in either dtype."""
+        if self.is_packed(num_bytes):
+            return self.regions
+        limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
+        return (window for region in self.regions for window in slabs(region, limit))
+
+    def size_of(self, window: Box) -> int:
+        """Bytes of a window in the output."""
+        return window.size * itemsize(self.want)
+
+
+def _num_bytes(held: Located | Pieces) -> int:
+    return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Windows that one worker copies at a time, and that the journal notes as one."""
+
+    number: int
+    windows: tuple[tuple[int, Box], ...]
+    """Which transfer, and which box of its tensor."""
+    num_bytes: int
+
+
+def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[Chunk]:
+    """All windows in order, small ones of neighbouring tensors together."""
+    number, windows, total = 0, list[tuple[int, Box]](), 0
+    for which, transfer in enumerate(transfers):
+        for window in transfer.windows(num_bytes):
+            size = transfer.size_of(window)
+            if windows and total + size > num_bytes:
+                yield Chunk(number, tuple(windows), total)
+                number, windows, total = number + 1, [], 0
+            windows.append((which, window))
+            total += size
+    if windows:
+        yield Chunk(number, tuple(windows), total)
+
+
+def transfer_of(
+    name: str,
+    shape: tuple[int, ...],
+    want: str,
+    fed: Sequence[Fed],
+    target: Located | Pieces,
+    zeros: Sequence[Box] = (),
+) -> Transfer:
+    """Check that the source holds every element of an output tensor, and plan its windows."""
+    have = one_dtype(name, fed, want)
+    if isinstance(target, Pieces):
+        # Boxes that lie between each other's rows in a file are written row by row.
+        runs = all(piece.is_contiguous for piece in target.pieces)
+        if runs and _is_small(shape, have, want, fed):
+            none = Located.none(len(shape), itemsize(have))
+            stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
+            return Transfer(name, shape, have, want, stored, none, target, _whole(shape))
+        target = target.table()
+    source, replicas = source_of(name, shape, fed, zeros)
+    regions = _regions(shape, source, target)
+    return Transfer(name, shape, have, want, source, replicas, target, regions, bool(zeros))
+
+
+def _is_small(shape: tuple[int, ...], have: str, want: str, fed: Sequence[Fed]) -> bool:
+    """Whether a tensor can be copied in a pack: it is small, and stored as it is."""
+    size = prod(shape) * max(itemsize(have), itemsize(want))
+    return 0 < size <= SMALL and _is_plain(shape, fed)
+
+
+@lru_cache(maxsize=1024)
+def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
+    return (Box.whole(shape),)
+
+
+def one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
+    """The dtype that all sources of an output tensor have; ``want`` if there is none."""
+    dtypes = {each.tensor.dtype: each.tensor.name for each in fed}
+    if len(dtypes) > 1:
+        (first, one), (second, two), *_ = dtypes.items()
+        raise PlanError(
+            f"{quoted(name)} is joined from {quoted(one)} of {first} and {quoted(two)} of "
+            f"{second}: convert the sources to one dtype first"
+        )
+    return next(iter(dtypes), want)
+
+
+def source_of(
+    name: str, shape: tuple[int, ...], fed: Sequence[Fed], zeros: Sequence[Box] = ()
+) -> tuple[Located, Located]:
+    """The pieces that hold each element once, and those that hold some of them again."""
+    if prod(shape) and _is_plain(shape, fed):
+        [stored] = fed
+        size = itemsize(stored.tensor.dtype)
+        found = Located.of(stored.tensor.pieces, len(shape), size)
+        return found, Located.none(len(shape), size)
+    pieces = pieces_of(fed, len(shape))
+    chosen, replicas = _without_replicas(pieces, prod(shape))
+    missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
+    if missing:
+        holes = holes_of(shape, [*chosen.boxes(), *zeros])
+        raise CoverageError(
+            f"tensor {quoted(name)} of shape {shape}: no file holds {holes[0]}, {missing} of its "
+            f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
+        )
+    return chosen, replicas
+
+
+def pieces_of(fed: Sequence[Fed], num_dims: int) -> Located:
+    """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
+    parts = [_fed_pieces(each) for each in fed]
+    return joined(parts) if parts else Located.none(num_dims, 1)
+
+
+def _is_plain(shape: tuple[int, ...], fed: Sequence[Fed]) -> bool:
+    """Whether a tensor is one stored tensor as it is, whose pieces are seen to be all of it."""
+    if len(fed) != 1 or fed[0].feed.moves:
+        return False
+    tensor = fed[0].tensor
+    return tensor.shape == shape and tiles(shape, tensor.pieces)
+
+
+def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:
+    """Pieces that do not overlap, and the rest of what was given."""
+    if not (pieces.shapes > 0).all():
+        pieces = pieces[np.flatnonzero(pieces.num_bytes > 0)]
+    chosen, replicas = pieces, pieces[:0]
+    if pieces.num_bytes.sum() > num_elements * pieces.itemsize:  # equal boxes first: cheaper
+        first, again = pieces.distinct()
+        chosen, replicas = pieces[first], pieces[again]
+    left, right = join_boxes(chosen.starts, chosen.stops, chosen.starts, chosen.stops)
+    if len(left) == len(chosen):
+        return chosen, replicas
+    return _apart(chosen, left, right, replicas)
+
+
+def _apart(chosen: Located, left: Ints, right: Ints, replicas: Located) -> tuple[Located, Located]:
+    """Cut pieces that partly overlap: each keeps what none before it holds."""
+    before: dict[int, list[int]] = {}
+    for row, other in zip(left.tolist(), right.tolist(), strict=True):
+        if other < row:
+            before.setdefault(row, []).append(other)
+    alone = [row for row in range(len(chosen)) if row not in before]
+    kept, doubled = [chosen[np.array(alone, dtype=np.int64)]], [replicas]
+    for row, others in before.items():
+        box = chosen.box(row)
+        new = _rest(box, [chosen.box(other) for other in others])
+        kept += [_part(chosen, row, part) for part in new]
+        doubled += [_part(chosen, row, part) for part in _rest(box, new)]
+    return joined(kept), joined(doubled)
+
+
+def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
+    """What is left of a box, as disjoint boxes; boxes that overlap in a wild way are refused."""
+    rest: tuple[Box, ...] = (box,)
+    for cover in covers:
+        rest = tuple(part for left in rest for part in uncovered(left, [cover]))
+        if len(rest) > MOST_PARTS:
+            raise CheckpointError(
+                f"{box} is overlapped by {len(covers)} boxes so irregularly that more than "
+                f"{MOST_PARTS} parts of it are left: save it again with disjoint boxes"
+            )
+    return rest
+
+
+def _part(pieces: Located, row: int, box: Box) -> Located:
+    starts = np.array([box.start], dtype=np.int64)
+    return pieces.clipped(np.array([row]), starts, np.array([box.stop], dtype=np.int64))
+
+
+def _fed_pieces(fed: Fed) -> Located:
+    """The pieces of a source tensor in the coordinates of the output tensor."""
+    tensor, feed = fed.tensor, fed.feed
+    pieces = Located.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
+    _check_inside(tensor, pieces)
+    if not feed.moves:
+        return pieces
+    for dim in feed.have_insert:
+        pieces = _insert_dim(pieces, dim)
+    for dim, segments in enumerate(feed.moves):
+        pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
+    return _drop_dims(pieces, feed.want_insert)
+
+
+def _check_inside(tensor: StoredTensor, pieces: Located) -> None:
+    shape = np.array(tensor.shape, dtype=np.int64)
+    outside = np.flatnonzero((pieces.stops > shape).any(axis=1))
+    if len(outside):
+        raise DamageError(
+            f"tensor {quoted(tensor.name)} has shape {tensor.shape} and a piece at "
+            f"{pieces.box(int(outside[0]))}: the files disagree about its shape"
+        )
+
+
+def _moved(pieces: Located, dim: int, start: int, to: int, length: int) -> Located:
+    """What lies in a range of one dim, shifted to another place."""
+    low = np.maximum(pieces.starts[:, dim], start)
+    high = np.minimum(pieces.stops[:, dim], start + length)
+    rows = np.flatnonzero(low < high)
+    starts, stops = pieces.starts[rows].copy(), pieces.stops[rows].copy()
+    starts[:, dim], stops[:, dim] = low[rows], high[rows]
+    part = pieces.clipped(rows, starts, stops)
+    shift = np.zeros(starts.shape[1], dtype=np.int64)
+    shift[dim] = to - start
+    return replace(part, starts=starts + shift, stops=stops + shift)
+
+
+def _insert_dim(pieces: Located, dim: int) -> Located:
+    return replace(
+        pieces,
+        starts=np.insert(pieces.starts, dim, 0, axis=1),
+        stops=np.insert(pieces.stops, dim, 1, axis=1),
+        strides=np.insert(pieces.strides, dim, 0, axis=1),
+    )
+
+
+def _drop_dims(pieces: Located, dims: Sequence[int]) -> Located:
+    if not dims:
+        return pieces
+    return replace(
+        pieces,
+        starts=np.delete(pieces.starts, dims, axis=1),
+        stops=np.delete(pieces.stops, dims, axis=1),
+        strides=np.delete(pieces.strides, dims, axis=1),
+    )
+
+
+def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[Box, ...]:
+    """The whole tensor, or each target piece where that saves a pass over memory.
+
+    Where both sides are cut inside of rows, a window of whole rows would be shuffled twice: into
+    the buffer and out of it. A window of one target piece leaves as it lies. That is only done
+    where the source can still be read in runs.
+    """
+    whole = _whole(shape)
+    if (
+        prod(shape) * target.itemsize < WORTH_A_REGION
+        or not len(target)
+        or target.num_bytes.mean() < WORTH_A_REGION
+    ):
+        return whole
+    if not _cuts_rows(source, shape) or not _cuts_rows(target, shape):
+        return whole
+    first, _ = target.distinct()
+    boxes = target[first]
+    mine, _ = join_boxes(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
+    if len(mine) != len(boxes):
+        return whole
+    mine, others = join_boxes(boxes.starts, boxes.stops, source.starts, source.stops)
+    starts = np.maximum(boxes.starts[mine], source.starts[others])
+    stops = np.minimum(boxes.stops[mine], source.stops[others])
+    in_runs = source.clipped(others, starts, stops).is_run.all()
+    return tuple(boxes.boxes()) if in_runs else whole
+
+
+def _cuts_rows(located: Located, shape: tuple[int, ...]) -> bool:
+    inner = np.array(shape[1:], dtype=np.int64)
+    return bool((located.shapes[:, 1:] != inner).any())
+
+
+def feeding(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[Fed, ...]:
+    """The source tensors behind the feeds of an output tensor."""
+    tensors: Mapping[str, StoredTensor] = catalog.tensors
+    return tuple(Fed(tensors[feed.name], feed) for feed in feeds)

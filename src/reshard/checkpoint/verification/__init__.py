@@ -1,0 +1,1 @@
+"""Verifies one checkpoint in full, and compares two tensor by tensor."""

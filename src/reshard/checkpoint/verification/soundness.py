@@ -1,0 +1,365 @@
+"""Is a checkpoint sound? Do two hold the same tensors, bit by bit, however each is cut?
+
+Alone, a checkpoint is compared with what was written: every byte of every file with its checksum,
+every tensor with its digest; nothing may be missing, and copies must agree. Two are compared by
+digests, which are made of the bytes of both and not taken from what lies beside them. Tensors whose
+digests differ are then read side by side, to say where. Entries that are no tensors are compared
+byte by byte where both have such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.checkpoint import formats
+from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
+from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.conversion.names import Outline, left_over
+from reshard.checkpoint.conversion.renamed import renamed
+from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.transfer.collector import collector_paused
+from reshard.checkpoint.transfer.given import as_mesh, as_rules
+from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredReader
+from reshard.checkpoint.verification.comparison import Difference, difference, differing_objects
+from reshard.checkpoint.verification.examination import Examined, Problem, examine
+from reshard.dtypes import itemsize
+from reshard.errors import (
+    CheckpointError,
+    DamageError,
+    NamesError,
+    ReshardError,
+    UnsupportedError,
+    quoted,
+)
+from reshard.text import format_bytes
+
+if TYPE_CHECKING:
+    from reshard.layout.mesh import Mesh
+    from reshard.planning.names import Names
+    from reshard.rules import Rules
+
+__all__ = ["VerifyReport", "verify"]
+
+FORMAT = 1
+UNSUPPORTED = "unsupported"
+SHOWN = 20
+"""Problems that are printed one by one."""
+
+Progress = Callable[[int, int], None]
+"""Told how many bytes are done, and of how many."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What ``verify`` found; true if nothing is wrong."""
+
+    checkpoints: tuple[str, ...]
+    """What was read: one path, or two."""
+    num_tensors: int
+    num_bytes: int
+    """Bytes of all tensors of the first, each element once."""
+    checked_bytes: int
+    """Bytes of files that were compared with checksums, on both sides."""
+    digest: str
+    """One digest of all tensors of the first: equal wherever the same tensors are."""
+    digests: Mapping[str, str]
+    problems: tuple[Problem, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong."""
+        return not self.problems
+
+    @property
+    def is_unsupported(self) -> bool:
+        """Whether all that is wrong is that a part is of a kind that is not supported."""
+        return not self.ok and all(problem.kind == UNSUPPORTED for problem in self.problems)
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        size = f"{self.num_tensors} tensors, {format_bytes(self.num_bytes)}"
+        if self.ok:
+            words = "sound" if len(self.checkpoints) == 1 else "equal, bit by bit"
+            yield f"{words}: {size}, digest {self.digest}"
+        else:
+            words = "damaged" if len(self.checkpoints) == 1 else "not equal"
+            words = UNSUPPORTED if self.is_unsupported else words
+            count = len(self.problems)
+            yield f"{words}: {count} problem{'s' if count != 1 else ''} in {size}:"
+            yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
+            if len(self.problems) > SHOWN:
+                yield f"  and {len(self.problems) - SHOWN} more; --json lists all"
+        if self.checked_bytes:
+            yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
+        yield from self.notes
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "verify": FORMAT,
+            "ok": self.ok,
+            "checkpoints": list(self.checkpoints),
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "checked_bytes": self.checked_bytes,
+            "digest": self.digest,
+            "digests": dict(self.digests),
+            "problems": [_problem(problem) for problem in self.problems],
+            "notes": list(self.notes),
+        }
+
+
+def _problem(problem: Problem) -> dict[str, Any]:
+    box = problem.box
+    return {
+        "kind": problem.kind,
+        "message": problem.message,
+        "tensor": problem.tensor,
+        "file": problem.file,
+        "bytes": None if problem.bytes is None else list(problem.bytes),
+        "box": None if box is None else [list(box.start), list(box.stop)],
+    }
+
+
+def verify(
+    a: str | Path,
+    b: str | Path | None = None,
+    *,
+    memory: int | str = "256MiB",
+    rules: Rules | str | None = None,
+    mesh: Mesh | str | None = None,
+    b_rules: Rules | str | None = None,
+    b_mesh: Mesh | str | None = None,
+    names: Names | None = None,
+    drop: Sequence[str] = (),
+    progress: Progress | None = None,
+) -> VerifyReport:
+    """Read a checkpoint in full and say what is wrong with it, or compare two of them.
+
+    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it. ``names``
+    and ``drop`` are those with which the second was converted from the first: the tensors of the
+    first are compared under their new names.
+    """
+    if b is None and (names is not None or drop):
+        raise NamesError("names and drop are about a conversion: give both checkpoints")
+    if b is None and (b_rules is not None or b_mesh is not None):
+        raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
+    with open_storage(a) as storage:
+        budget = Budget.for_reading(memory, storage)
+        left = _Side(storage, rules, mesh)
+        if b is None:
+            left.examine(budget, Meter(progress, left.num_bytes))
+            _note_unchecked(left)
+            return _report([left], left.found.problems)
+        with open_storage(b) as other:
+            budget = Budget.for_reading(memory, storage, other)
+            right = _Side(other, b_rules, b_mesh)
+            left.rename(names or {}, drop)
+            meter = Meter(progress, left.num_bytes + right.num_bytes)
+            left.examine(budget, meter)
+            right.examine(budget, meter)
+            problems = [*left.found.problems, *right.found.problems]
+            problems += _differences(left, right, budget)
+            return _report([left, right], problems)
+
+
+def _note_unchecked(side: _Side) -> None:
+    """Say what there is nothing to compare with."""
+    if side.source.checksums is not None:
+        return
+    side.found.notes.append(
+        "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
+        if len(side.source.crcs)
+        else "there are no checksums: a changed byte goes unseen"
+    )
+
+
+class _Side:
+    """One of the checkpoints: what could be read of it, and what is wrong with it."""
+
+    def __init__(
+        self, storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None
+    ) -> None:
+        self.storage = storage
+        self.found = Examined()
+        checksums: Checksums | None = None
+        try:
+            checksums = load(storage)
+        except DamageError as error:
+            self.found.add(Problem("damage", str(error), file=SIDECAR))
+        except UnsupportedError as error:
+            self.found.add(Problem(UNSUPPORTED, str(error), file=SIDECAR))
+        catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
+        for line in findings.damage:
+            self.found.add(Problem("unreadable", line))
+        for line in findings.unsupported:
+            self.found.add(Problem(UNSUPPORTED, line))
+        self.is_known = not findings.any
+        checker = Checker(checksums, storage.root)
+        crcs = Crcs(crcs_of(storage, catalog, checksums))
+        self.source = Source(catalog, storage, checksums, checker, crcs)
+
+    def rename(self, names: Names, drop: Sequence[str]) -> None:
+        """Look at the tensors under other names; digests that were written are of the old ones."""
+        if not self.is_known or not (names or drop):
+            return
+        catalog, sums = self.source.catalog, self.source.checksums
+        outlines = {name: Outline(one.shape, one.dtype) for name, one in catalog.tensors.items()}
+        rest = left_over(outlines, names, drop)
+        if rest:
+            more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            self.found.notes.append(f"no name takes {rest[0]}{more} of {self.storage.root}")
+        self.source = replace(
+            self.source,
+            catalog=renamed(catalog, names, drop),
+            checksums=None if sums is None else replace(sums, digests={}),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of tensors to be read."""
+        return self.source.catalog.num_bytes
+
+    def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
+        """Read all of it."""
+        examine(self.source, budget, meter, self.found, is_known=self.is_known)
+        for crc, now in self._values():
+            self.found.checked_bytes += crc.size
+            if crc.value != now:
+                message = changed(self.source.catalog, crc, now)
+                names = tensors_of(self.source.catalog, crc)
+                where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
+                self.found.add(Problem("damage", message, names[0] if names else None, *where))
+
+    def _values(self) -> Iterator[tuple[Crc, int]]:
+        """All records with a CRC-32, and what it is now; what cannot be read is a problem."""
+        for which in range(len(self.source.crcs)):
+            try:
+                yield from self.source.crcs.values(self.source.unread, [which])
+            except CheckpointError as error:
+                self.found.add(Problem("unreadable", str(error)))
+
+    def reader(self, tensor: StoredTensor) -> StoredReader:
+        """Something that reads one tensor."""
+        return StoredReader(self.source, tensor)
+
+
+def _survey(
+    storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
+) -> tuple[Catalog, Findings]:
+    """What can be read of a checkpoint, and what is wrong with its headers."""
+    given, over = as_rules(rules, storage), as_mesh(mesh)
+    if given is not None and over is not None:
+        given.check_mesh(over)  # a wrong request is no damage
+    try:
+        with collector_paused():
+            return formats.survey(storage, given, over)
+    except ReshardError as error:
+        if not is_checked:
+            raise
+        # A changed byte can make a header say anything; the checksums will tell where.
+        return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
+
+
+def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:
+    """What two checkpoints have that the other has not, and where their values differ."""
+    mine, theirs = left.source.catalog.tensors, right.source.catalog.tensors
+    for here, there, tensors, others in ((left, right, mine, theirs), (right, left, theirs, mine)):
+        for name in tensors:
+            if name not in others and there.is_known:
+                words = f"tensor {quoted(name)} is in {here.storage.root} and not in "
+                yield Problem("absent", words + there.storage.root, name)
+    for name, tensor in mine.items():
+        if name in theirs:
+            yield from _difference(left, right, tensor, theirs[name], budget)
+    if left.is_known and right.is_known:
+        for name in differing_objects(left.source, right.source):
+            yield _object(left, right, name)
+
+
+def _object(left: _Side, right: _Side, name: str) -> Problem:
+    """An entry that is no tensor and not the same on both sides."""
+    for here, there in ((left, right), (right, left)):
+        if name not in there.source.catalog.objects:
+            where = f"is in {here.storage.root} and not in {there.storage.root}"
+            return Problem("object", f"entry {quoted(name)} {where}")
+    sizes = [side.source.catalog.objects[name].size for side in (left, right)]
+    where = f"{sizes[0]} bytes in {left.storage.root}, {sizes[1]} in {right.storage.root}"
+    return Problem("object", f"entry {quoted(name)}, which is no tensor, differs: {where}")
+
+
+def _difference(
+    left: _Side, right: _Side, mine: StoredTensor, theirs: StoredTensor, budget: Budget
+) -> Iterator[Problem]:
+    name = mine.name
+    if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
+        kind = "shape" if mine.shape != theirs.shape else "dtype"
+        ours, others = getattr(mine, kind), getattr(theirs, kind)
+        where = f"in {left.storage.root} and {others} in {right.storage.root}"
+        yield Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
+        return
+    one, two = left.found.digests.get(name), right.found.digests.get(name)
+    if one is None or two is None or one == two:
+        return  # what could not be read was told
+    readers = left.reader(mine), right.reader(theirs)
+    found = difference(*readers, budget)
+    if found is None:
+        words = "differed when it was read first and not again: is somebody writing to it?"
+        yield Problem("values", f"tensor {quoted(name)} {words}", name)
+    else:
+        yield _located(*readers, found)
+
+
+def _located(left: StoredReader, right: StoredReader, found: Difference) -> Problem:
+    """Where two tensors differ, in elements and in bytes of both sides."""
+    tensor = left.tensor
+    places = [reader.place(found.first) for reader in (left, right)]
+    files = [
+        f"{reader.source.storage.root}/{file} byte {offset}"
+        for reader, (file, offset) in zip((left, right), places, strict=True)
+    ]
+    total = tensor.num_bytes // itemsize(tensor.dtype)
+    message = (
+        f"tensor {quoted(tensor.name)} differs in {found.count} of {total} elements, all within "
+        f"{found.box}, the first at {found.first}: {files[0]}, {files[1]}"
+    )
+    file, offset = places[0]
+    where = (offset, offset + itemsize(tensor.dtype))
+    return Problem("values", message, tensor.name, file, where, found.box)
+
+
+def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
+    first = sides[0]
+    return VerifyReport(
+        checkpoints=tuple(side.storage.root for side in sides),
+        num_tensors=len(first.source.catalog.tensors),
+        num_bytes=first.num_bytes,
+        checked_bytes=sum(side.found.checked_bytes for side in sides),
+        digest=_digest_of_all(first.found.digests),
+        digests=first.found.digests,
+        problems=tuple(problems),
+        notes=tuple(note for side in sides for note in side.found.notes),
+    )
+
+
+def _digest_of_all(digests: Mapping[str, str]) -> str:
+    text = "".join(f"{digest} {name}\n" for name, digest in sorted(digests.items()))
+    data = text.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
