@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.layout.box import flat_range, row_major, uncovered
+from reshard.layout.box import flat_range, row_major
+from reshard.layout.coverage import missing_boxes
 
 EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
 
@@ -55,10 +56,12 @@ def test_common_and_left(pair: tuple[rs.Box, rs.Box]) -> None:
 
 @EXAMPLES
 @given(several(4))
-def test_uncovered(four: tuple[rs.Box, ...]) -> None:
+def test_missing_boxes(four: tuple[rs.Box, ...]) -> None:
     box, *covers = four
-    assert disjoint_union(uncovered(box, covers)) == points(box) - set().union(*map(points, covers))
-    assert uncovered(box, [box]) == ()
+    assert disjoint_union(missing_boxes(box, covers)) == points(box) - set().union(
+        *map(points, covers)
+    )
+    assert missing_boxes(box, [box]) == ()
 
 
 @EXAMPLES

@@ -11,7 +11,7 @@ from reshard.checkpoint.publish.target_files import TargetFiles
 from reshard.checkpoint.storage import LocalStorage, Storage
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.layout.box import Box
-from reshard.layout.boxlist import join_boxes
+from reshard.layout.coverage import overlapping_pairs
 
 __all__ = ["zero_copy"]
 
@@ -27,7 +27,7 @@ def zero_copy(
     if not usable or transfer.have != transfer.want or transfer.is_padded:
         return 0
     source, drains = transfer.source.within(window), transfer.target.within(window)
-    mine, others = join_boxes(source.starts, source.stops, drains.starts, drains.stops)
+    mine, others = overlapping_pairs(source.starts, source.stops, drains.starts, drains.stops)
     starts = np.maximum(source.starts[mine], drains.starts[others])
     stops = np.minimum(source.stops[mine], drains.stops[others])
     reads, writes = source.clipped(mine, starts, stops), drains.clipped(others, starts, stops)

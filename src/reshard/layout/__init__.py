@@ -6,6 +6,7 @@ layout       `Layout`: mesh and words, or explicit boxes
 tiling       how a word divides one dim
 pieces       the boxes of a rank, and their addresses in its local tensor
 grid         regular layouts as tables, one per dim
+coverage     do boxes overlap, and what is missing of a region
 boxlist      any layout as a list of boxes with their owners
 fingerprint  equality of layouts for a shape
 spec         `TensorSpec`: shape, dtype and layout of one tensor

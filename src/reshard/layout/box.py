@@ -16,7 +16,7 @@ from operator import index, sub
 
 from reshard.errors import BoxError
 
-__all__ = ["Box", "flat_range", "row_major", "uncovered"]
+__all__ = ["Box", "flat_range", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -166,17 +166,3 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
     return (Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)
-
-
-def uncovered(box: Box, by: Iterable[Box]) -> tuple[Box, ...]:
-    """What the given boxes leave uncovered of a box, as disjoint boxes.
-
-    >>> uncovered(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
-    (Box((6,), (9,)),)
-    """
-    rest: tuple[Box, ...] = (box,) if box.size else ()
-    for cover in by:
-        rest = tuple(part for left in rest for part in left - cover)
-        if not rest:
-            break
-    return rest

@@ -19,10 +19,11 @@ import numpy as np
 
 from reshard.layout.box import Box
 from reshard.layout.columns import contained
+from reshard.layout.coverage import box_columns, overlapping_pairs
 from reshard.layout.grid import DimTable, Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
 
-__all__ = ["Listed", "LocalPieces", "join_boxes", "listed_of", "owners"]
+__all__ = ["Listed", "LocalPieces", "listed_of", "owners"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -89,8 +90,7 @@ def _from_mapping(held: Mapping[Box, set[int]], num_dims: int) -> Listed:
     boxes = sorted(held)
     counts = [len(held[box]) for box in boxes]
     return Listed(
-        np.array([box.start for box in boxes], dtype=np.int64).reshape(len(boxes), num_dims),
-        np.array([box.stop for box in boxes], dtype=np.int64).reshape(len(boxes), num_dims),
+        *box_columns(boxes, num_dims),
         np.cumsum([0, *counts]).astype(np.int64),
         np.array([rank for box in boxes for rank in sorted(held[box])], dtype=np.int64),
     )
@@ -100,7 +100,7 @@ def _disjoint(held: Mapping[Box, set[int]]) -> dict[Box, set[int]]:
     """Cut boxes that partly overlap until none do; a box of two origins has the holders of both."""
     boxes = sorted(held)
     table = _from_mapping(held, len(boxes[0].start) if boxes else 0)
-    left, right = join_boxes(table.starts, table.stops, table.starts, table.stops)
+    left, right = overlapping_pairs(table.starts, table.stops, table.starts, table.stops)
     crossing = {int(i) for i in left[left != right]}
     done = {box: held[box] for i, box in enumerate(boxes) if i not in crossing}
     pending = [(boxes[i], held[boxes[i]]) for i in sorted(crossing)]
@@ -127,41 +127,6 @@ def _insert(
     return result + [(part, ranks) for part in rest]
 
 
-def join_boxes(
-    starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints
-) -> tuple[Ints, Ints]:
-    """All pairs of boxes, one of each list, that have elements in common.
-
-    The dim that leaves the fewest candidates is searched; the others only filter.
-    """
-    ranges = [
-        _candidates(starts[:, d], stops[:, d], other_starts[:, d], other_stops[:, d])
-        for d in range(starts.shape[1])
-    ]
-    if not ranges:
-        mine, others = np.divmod(np.arange(len(starts) * len(other_starts)), len(other_starts) or 1)
-        return mine.astype(np.int64), others.astype(np.int64)
-    order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
-    counts = high - low
-    mine = np.repeat(np.arange(len(starts)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    others = order[np.repeat(low, counts) + within]
-    meets = np.maximum(starts[mine], other_starts[others]) < np.minimum(
-        stops[mine], other_stops[others]
-    )
-    meets = meets.all(axis=1)
-    return mine[meets], others[meets]
-
-
-def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
-    """For each interval the range of others, in order of their starts, that may meet it."""
-    order = np.argsort(other_start, kind="stable")
-    furthest = np.maximum.accumulate(other_stop[order]) if len(order) else other_stop
-    low = np.searchsorted(furthest, start, side="right")
-    high = np.searchsorted(other_start[order], stop, side="left")
-    return order, low, np.maximum(low, high)
-
-
 def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ...]:
     """Who holds the data inside a box, by arithmetic where the layout is regular."""
     layout.dims(shape)
@@ -177,7 +142,7 @@ def owners(layout: Layout, box: Box, shape: tuple[int, ...]) -> tuple[Owners, ..
 def _owners_listed(listed: Listed, box: Box) -> Iterable[Owners]:
     lows = np.array([box.start], dtype=np.int64).reshape(1, -1)
     highs = np.array([box.stop], dtype=np.int64).reshape(1, -1)
-    for i in join_boxes(lows, highs, listed.starts, listed.stops)[1] if box.size else ():
+    for i in overlapping_pairs(lows, highs, listed.starts, listed.stops)[1] if box.size else ():
         whole = Box(tuple(listed.starts[i]), tuple(listed.stops[i]))
         yield Owners(whole & box, tuple(map(int, listed.of(int(i)))))
 
@@ -213,9 +178,7 @@ class LocalPieces:
 
     def __init__(self, pieces: Sequence[Piece], num_dims: int) -> None:
         self.pieces = pieces
-        table = (len(pieces), num_dims)
-        self.starts = np.array([p.box.start for p in pieces], np.int64).reshape(table)
-        self.stops = np.array([p.box.stop for p in pieces], np.int64).reshape(table)
+        self.starts, self.stops = box_columns([piece.box for piece in pieces], num_dims)
 
     def find(self, box: Box) -> tuple[int, tuple[int, ...]] | None:
         """The offset and the strides of a box, in elements; None if no piece contains it."""

@@ -11,15 +11,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import combinations
 from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, ReshardError
 from reshard.layout.box import Box, row_major
+from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
 from reshard.layout.pieces import Piece, pieces_of_flat, pieces_of_local
@@ -375,25 +375,13 @@ def _check_boxes(rank: int, boxes: Sequence[Box], whole: Box) -> None:
                 f"box {box} on rank {rank} does not lie in the tensor {whole}: "
                 "give boxes inside the shape"
             )
-    for box, other in _neighbours(boxes):
-        if (box & other).size:
-            raise LayoutError(
-                f"boxes {other} and {box} overlap on rank {rank} in {box & other}: "
-                "a rank holds each element once; cut one of them"
-            )
-
-
-def _neighbours(boxes: Sequence[Box]) -> Iterator[tuple[Box, Box]]:
-    """Pairs of boxes that may overlap: of many, only those that meet in dim 0."""
-    if len(boxes) < 2 or not boxes[0].start:
-        yield from combinations(boxes, 2)
-        return
-    rising = sorted(boxes)
-    for at, box in enumerate(rising):
-        for other in rising[at + 1 :]:
-            if other.start[0] >= box.stop[0]:
-                break
-            yield other, box
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        box, other = sorted(boxes[at] for at in overlap)
+        raise LayoutError(
+            f"boxes {box} and {other} overlap on rank {rank} in {box & other}: "
+            "a rank holds each element once; cut one of them"
+        )
 
 
 def _ints(values: list[object]) -> list[int]:

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from reshard.errors import CoverageError
-from reshard.layout.box import Box, uncovered
+from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.coverage import missing_boxes
 from reshard.layout.grid import Ints
 from reshard.planning.cells import Cells
 from reshard.planning.names import Feed
@@ -52,7 +53,7 @@ def raise_uncovered(stack: Stack) -> None:
         box = Box(tuple(low), tuple(high))
         if fed:
             box = box & Box(tuple(a for a, _ in fed), tuple(b for _, b in fed))
-        missing = uncovered(box, held)
+        missing = missing_boxes(box, held)
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))
             lost = stack.have.layout.words.without

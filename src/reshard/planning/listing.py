@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.errors import CoverageError
-from reshard.layout.boxlist import Listed, join_boxes, listed_of
+from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.columns import contained, distinct, distinct_first, numbered
+from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.grid import Ints, addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.addends import Addends, addends_of
@@ -140,7 +141,7 @@ class _Builder:
         starts, stops, shift, box = in_want_coordinates(self.have, self.stack.feed)
         want_starts = insert_columns(self.want.starts, self.stack.feed.want_insert, 0)
         want_stops = insert_columns(self.want.stops, self.stack.feed.want_insert, 1)
-        mine, other = join_boxes(starts, stops, want_starts, want_stops)
+        mine, other = overlapping_pairs(starts, stops, want_starts, want_stops)
         low = np.maximum(starts[mine], want_starts[other])
         width = np.minimum(stops[mine], want_stops[other]) - low
         order = np.lexsort([*low.T[::-1]]) if low.shape[1] else np.arange(len(low))

@@ -23,7 +23,7 @@ from math import prod
 from typing import TypeAlias
 
 from reshard.errors import NamesError, PlanError, quoted
-from reshard.layout.box import Box, uncovered
+from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import TensorSpec
 
@@ -351,7 +351,7 @@ def _unfed(name: str, want: TensorSpec, source: Source, feeds: Sequence[Feed]) -
         return ()
     kept = [m for dim, m in enumerate(feeds[0].moves) if dim not in feeds[0].want_insert]
     fed = Box((0,) * len(want.shape), tuple(segments[0][2] for segments in kept))
-    return uncovered(Box.whole(want.shape), [fed])
+    return Box.whole(want.shape) - fed
 
 
 def missing_names(

@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from reshard.errors import ProofError
-from reshard.layout.box import Box, uncovered
-from reshard.layout.boxlist import join_boxes
+from reshard.layout.box import Box
 from reshard.layout.columns import distinct, distinct_first
+from reshard.layout.coverage import box_columns, missing_boxes, overlapping_pairs
 from reshard.layout.grid import Ints, addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.flow import Transfers
@@ -209,7 +209,7 @@ def _check_group(group: _Group, mine: RankPlan, found: Sequence[tuple[Ints, Ints
     wanted, count = sum(box.size for box in pieces), int(width.prod(axis=1).sum())
     if count != wanted:
         done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
-        missing = next((gap for box in pieces for gap in uncovered(box, done)), None)
+        missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
         raise ProofError(
             f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
             f"box {missing} is missing"
@@ -222,10 +222,8 @@ def _row(numbers: Sequence[int]) -> Ints:
 
 def _outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
     """The first box that does not lie inside one of the pieces."""
-    dims = low.shape[1]
-    starts = np.array([box.start for box in pieces], dtype=np.int64).reshape(len(pieces), dims)
-    stops = np.array([box.stop for box in pieces], dtype=np.int64).reshape(len(pieces), dims)
-    mine, piece = join_boxes(low, low + width, starts, stops)
+    starts, stops = box_columns(pieces, low.shape[1])
+    mine, piece = overlapping_pairs(low, low + width, starts, stops)
     inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
     good = np.zeros(len(low), dtype=bool)
     good[mine[inside.all(axis=1)]] = True
@@ -236,7 +234,7 @@ def _outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
 
 
 def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
-    one, two = join_boxes(low, high, low, high)
+    one, two = overlapping_pairs(low, high, low, high)
     crossing = np.flatnonzero(one < two)
     if len(crossing):
         a, b = one[crossing[0]], two[crossing[0]]

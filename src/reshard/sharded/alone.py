@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from reshard.errors import CoverageError
-from reshard.layout.box import Box, uncovered
+from reshard.layout.box import Box
+from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
 from reshard.layout.pieces import Piece
 from reshard.tensors.meshes import this_rank
@@ -43,7 +44,7 @@ def moved_here(
 def _check_all_here(pieces: Sequence[Piece], want: Layout, shape: tuple[int, ...]) -> None:
     held = [piece.box for piece in pieces]
     for wanted in want.pieces(this_rank(), shape):
-        missing = uncovered(wanted.box, held)
+        missing = missing_boxes(wanted.box, held)
         if missing:
             raise CoverageError(
                 f"{missing[0]} of a tensor {list(shape)} is on another rank, and there is no "

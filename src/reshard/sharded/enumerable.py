@@ -24,8 +24,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from reshard.layout.box import Box, uncovered
+from reshard.layout.box import Box
 from reshard.layout.columns import Ints, numbered
+from reshard.layout.coverage import missing_boxes
 from reshard.sharded.grid import check_split, check_sum, shards_of_cells
 from reshard.sharded.metadata import (
     Placement,
@@ -289,7 +290,7 @@ def _missing(shards: Sequence[ShardMetadata], size: Sequence[int]) -> Box:
             if sum(part.size for part in inside) < half.size:
                 region, boxes = half, inside
                 break
-    return max(uncovered(region, boxes), key=lambda box: box.size)
+    return max(missing_boxes(region, boxes), key=lambda box: box.size)
 
 
 def _halves(region: Box, boxes: Sequence[Box]) -> tuple[Box, Box]:

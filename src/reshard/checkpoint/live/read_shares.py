@@ -28,8 +28,9 @@ from reshard.checkpoint.transfer.piece_table import Located, slabs
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
-from reshard.layout.boxlist import join_boxes, listed_of
+from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
+from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import Layout
 
 __all__ = ["Batch", "Limits", "Share", "Wish", "batches_of"]
@@ -181,7 +182,7 @@ def _cells(wish: Wish, window: Box, limit: int) -> list[tuple[Box, Ints]]:
     size = itemsize(wish.transfer.have)
     listed = listed_of(wish.layout, wish.transfer.shape)
     parts = wish.transfer.source.within(window)
-    mine, others = join_boxes(parts.starts, parts.stops, listed.starts, listed.stops)
+    mine, others = overlapping_pairs(parts.starts, parts.stops, listed.starts, listed.stops)
     starts = np.maximum(parts.starts[mine], listed.starts[others])
     stops = np.minimum(parts.stops[mine], listed.stops[others])
     cuts = parts.clipped(mine, starts, stops)

@@ -30,9 +30,9 @@ from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.checkpoint.transfer.piece_table import Located, Pieces, joined, slabs
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
-from reshard.layout.box import Box, uncovered
-from reshard.layout.boxlist import join_boxes
+from reshard.layout.box import Box
 from reshard.layout.columns import Ints
+from reshard.layout.coverage import overlapping_pairs
 from reshard.planning.names import Feed
 
 __all__ = [
@@ -236,7 +236,7 @@ def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Loca
     if pieces.num_bytes.sum() > num_elements * pieces.itemsize:  # equal boxes first: cheaper
         first, again = pieces.distinct()
         chosen, replicas = pieces[first], pieces[again]
-    left, right = join_boxes(chosen.starts, chosen.stops, chosen.starts, chosen.stops)
+    left, right = overlapping_pairs(chosen.starts, chosen.stops, chosen.starts, chosen.stops)
     if len(left) == len(chosen):
         return chosen, replicas
     return _apart(chosen, left, right, replicas)
@@ -262,7 +262,7 @@ def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
     """What is left of a box, as disjoint boxes; boxes that overlap in a wild way are refused."""
     rest: tuple[Box, ...] = (box,)
     for cover in covers:
-        rest = tuple(part for left in rest for part in uncovered(left, [cover]))
+        rest = tuple(part for left in rest for part in left - cover)
         if len(rest) > MOST_PARTS:
             raise CheckpointError(
                 f"{box} is overlapped by {len(covers)} boxes so irregularly that more than "
@@ -351,10 +351,10 @@ def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[
         return whole
     first, _ = target.distinct()
     boxes = target[first]
-    mine, _ = join_boxes(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
+    mine, _ = overlapping_pairs(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
     if len(mine) != len(boxes):
         return whole
-    mine, others = join_boxes(boxes.starts, boxes.stops, source.starts, source.stops)
+    mine, others = overlapping_pairs(boxes.starts, boxes.stops, source.starts, source.stops)
     starts = np.maximum(boxes.starts[mine], source.starts[others])
     stops = np.minimum(boxes.stops[mine], source.stops[others])
     in_runs = source.clipped(others, starts, stops).is_run.all()

@@ -1,0 +1,355 @@
+"""Do boxes overlap, and which part of a region do they leave uncovered?
+
+Overlaps. Boxes are first separated by straight cuts, dim after dim, as long as that separates any
+further; grids and everything else that straight cuts can make end as single boxes without comparing
+any two. The remaining boxes are compared in pairs that meet in the dim where the fewest do.
+
+    +---+-----+        +---+-----+
+    |   |     |        |   |     |
+    +---+-+---+   ->   +---+-----+   ->   five single boxes
+    |     |   |        +-----+---+
+    +-----+---+        |     |   |
+                       +-----+---+
+
+Gaps. A regular grid, or disjoint boxes of the right total size, have none. Otherwise a sweep visits
+the slabs between neighbouring edges of dim 0: inside a slab the set of boxes is constant, so the
+question is the same one with a dim less.
+
+    dim 0   0     2     5     6         slab [0:2]  boxes A, B    dim 1: covered
+            +--A--+--C--+     |         slab [2:5]  box C         dim 1: half covered
+            +--B--+                     slab [5:6]  no box        a gap
+
+>>> boxes = [Box((0, 0), (2, 1)), Box((0, 1), (2, 2)), Box((2, 0), (5, 1))]
+>>> missing_boxes(Box.whole((6, 2)), boxes)
+(Box((2, 1), (5, 2)), Box((5, 0), (6, 2)))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations, islice, pairwise
+from math import inf, prod
+from operator import lt
+
+import numpy as np
+
+from reshard.errors import CoverageError
+from reshard.layout.box import Box
+from reshard.layout.columns import Ints, numbered
+
+__all__ = [
+    "box_columns",
+    "first_overlap",
+    "grid_edges",
+    "missing_boxes",
+    "one_missing_box",
+    "overlapping_pairs",
+    "repeated_boxes",
+]
+
+Edges = tuple[tuple[int, ...], tuple[int, ...]]
+
+MAX_STEPS = 24_000_000
+"""About two seconds of sweeping. Overlapping boxes can encode any logical formula, for which no
+method is fast; the shards of a real job take a few hundred steps for each box."""
+MAX_CUT_ROUNDS = 32
+"""Rounds of straight cuts; boxes that are nested deeper are compared in pairs."""
+PAIRS_AT_ONCE = 1 << 18
+MAX_PAIRS = 1 << 20
+"""Pairs compared before `missing_boxes` gives up proving that boxes are disjoint and sweeps."""
+MAX_REPEATED = 1000
+"""Regions that `repeated_boxes` lists: a hundred boxes that all overlap have millions."""
+FEW_BOXES = 8
+STEPS_PER_SLAB = 32
+
+
+def box_columns(boxes: Sequence[Box], num_dims: int) -> tuple[Ints, Ints]:
+    """The starts and the stops of boxes as two tables with one row per box."""
+    table = (len(boxes), num_dims)
+    return (
+        np.array([box.start for box in boxes], dtype=np.int64).reshape(table),
+        np.array([box.stop for box in boxes], dtype=np.int64).reshape(table),
+    )
+
+
+def overlapping_pairs(
+    starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints
+) -> tuple[Ints, Ints]:
+    """All pairs of rows, one of each list of boxes, that have elements in common.
+
+    The dim with the fewest candidates is searched; the other dims only filter.
+    """
+    ranges = [
+        _candidates(starts[:, d], stops[:, d], other_starts[:, d], other_stops[:, d])
+        for d in range(starts.shape[1])
+    ]
+    if not ranges:
+        mine, others = np.divmod(np.arange(len(starts) * len(other_starts)), len(other_starts) or 1)
+        return mine.astype(np.int64), others.astype(np.int64)
+    order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
+    counts = high - low
+    mine = np.repeat(np.arange(len(starts)), counts)
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    others = order[np.repeat(low, counts) + within]
+    meets = np.maximum(starts[mine], other_starts[others]) < np.minimum(
+        stops[mine], other_stops[others]
+    )
+    meets = meets.all(axis=1)
+    return mine[meets], others[meets]
+
+
+def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
+    """For each interval the range of others, in order of their starts, that may overlap it."""
+    order = np.argsort(other_start, kind="stable")
+    furthest = np.maximum.accumulate(other_stop[order]) if len(order) else other_stop
+    low = np.searchsorted(furthest, start, side="right")
+    high = np.searchsorted(other_start[order], stop, side="left")
+    return order, low, np.maximum(low, high)
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The positions of two boxes with an element in common, or None if all are disjoint.
+
+    >>> first_overlap([Box((0,), (3,)), Box((5,), (6,)), Box((2,), (5,))])
+    (0, 2)
+    """
+    if len(boxes) < 2:
+        return None
+    if len(boxes) <= FEW_BOXES:
+        pairs = combinations(range(len(boxes)), 2)
+        return next((pair for pair in pairs if _overlap(*(boxes[i] for i in pair))), None)
+    starts, stops = box_columns(boxes, len(boxes[0].start))
+    return next((pair for pair in _overlaps(starts, stops) if pair is not None), None)
+
+
+def _overlap(one: Box, other: Box) -> bool:
+    meets = all(map(lt, one.start, other.stop)) and all(map(lt, other.start, one.stop))
+    return meets and bool(one.size) and bool(other.size)
+
+
+def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
+    """The first overlapping pair of each batch of compared pairs; None for a batch without one."""
+    rows = np.flatnonzero((starts < stops).all(axis=1))
+    if not starts.shape[1]:
+        yield (0, 1) if len(rows) > 1 else None  # a tensor of 0 dims has only one element
+        return
+    # Ordinals instead of indices: groups are kept apart by an offset, which must not overflow.
+    ends = [
+        numbered(np.concatenate(dim)) for dim in zip(starts[rows].T, stops[rows].T, strict=True)
+    ]
+    low = np.stack([number[: len(rows)] for _, number in ends], axis=1)
+    high = np.stack([number[len(rows) :] for _, number in ends], axis=1)
+    width = 2 * len(rows)
+    groups = _separated(low, high, width)
+    together = np.flatnonzero(np.bincount(groups)[groups] > 1) if len(rows) else rows
+    rows, offset = rows[together], groups[together, None] * width
+    low, high = low[together] + offset, high[together] + offset
+    for one, other in _pairs_by_dim(low, high):
+        meets = (low[one] < high[other]) & (low[other] < high[one])
+        hits = np.flatnonzero(meets.all(axis=1))
+        if len(hits):
+            a, b = int(rows[one[hits[0]]]), int(rows[other[hits[0]]])
+            yield min(a, b), max(a, b)
+        else:
+            yield None
+
+
+def _separated(low: Ints, high: Ints, width: int) -> Ints:
+    """A number for every box: straight cuts separate boxes with different numbers."""
+    groups = np.zeros(len(low), dtype=np.int64)
+    for _ in range(MAX_CUT_ROUNDS if len(low) else 0):
+        before = int(groups.max())
+        for dim in range(low.shape[1]):
+            start, stop = low[:, dim] + groups * width, high[:, dim] + groups * width
+            order = np.argsort(start, kind="stable")
+            reach = np.maximum.accumulate(stop[order])
+            groups = np.zeros(len(low), dtype=np.int64)
+            groups[order[1:]] = np.cumsum(start[order[1:]] >= reach[:-1])
+        if int(groups.max()) in (before, len(low) - 1):
+            break
+    return groups
+
+
+def _pairs_by_dim(low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints]]:
+    """All pairs of rows that overlap in the dim where the fewest do, in batches."""
+    searches = []
+    for start, stop in zip(low.T, high.T, strict=True):
+        order = np.argsort(start, kind="stable")
+        counts = np.searchsorted(start[order], stop[order]) - np.arange(1, len(order) + 1)
+        searches.append((order, counts))
+    order, counts = min(searches, key=lambda search: int(search[1].sum()))
+    ends = np.cumsum(counts)
+    first = 0
+    while first < len(order):
+        done = int(ends[first] - counts[first])
+        last = max(first + 1, int(np.searchsorted(ends, done + PAIRS_AT_ONCE, side="right")))
+        one = np.repeat(np.arange(first, last), counts[first:last])
+        before = np.repeat(ends[first:last] - counts[first:last] - done, counts[first:last])
+        yield order[one], order[one + 1 + np.arange(len(one)) - before]
+        first = last
+
+
+def missing_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The part of a region that no box covers, as disjoint boxes.
+
+    >>> missing_boxes(Box((0,), (9,)), [Box((0,), (3,)), Box((2,), (6,))])
+    (Box((6,), (9,)),)
+    """
+    if not region.size:
+        return ()
+    present = {*_clipped(region, boxes)}
+    if region in present or _is_grid(present, region) or _is_partition(present, region):
+        return ()
+    return tuple(_Sweep(region, len(present), 0, 0).boxes(present))
+
+
+def repeated_boxes(region: Box, boxes: Iterable[Box]) -> tuple[Box, ...]:
+    """The part of a region that several boxes cover, as at most 1,000 disjoint boxes.
+
+    >>> repeated_boxes(Box.whole((4,)), [Box((0,), (3,)), Box((2,), (4,))])
+    (Box((2,), (3,)),)
+    """
+    present = _clipped(region, boxes)
+    different = {*present}
+    if len(present) < 2 or (len(different) == len(present) and _is_grid(different, region)):
+        return ()
+    if _is_partition(present, region):
+        return ()
+    return tuple(_Sweep(region, len(present), 2, inf, MAX_REPEATED).boxes(present))
+
+
+def one_missing_box(region: Box, boxes: Iterable[Box]) -> Box:
+    """A box that no box covers, of a region that disjoint boxes do not fill."""
+    present = _clipped(region, boxes)
+    while len(present) > 4 * FEW_BOXES:
+        for half in _halves(region, present):  # at least one half is not filled either
+            inside = _clipped(half, present)
+            if sum(box.size for box in inside) < half.size:
+                region, present = half, inside
+                break
+    return max(missing_boxes(region, present), key=lambda box: box.size)
+
+
+def _halves(region: Box, boxes: Sequence[Box]) -> tuple[Box, Box]:
+    """The region split where a box begins, in the dim where most begin."""
+    begins = [
+        sorted({box.start[dim] for box in boxes} - {low}) for dim, low in enumerate(region.start)
+    ]
+    dim = max(range(len(begins)), key=lambda dim: len(begins[dim]))
+    return region.split(dim, begins[dim][len(begins[dim]) // 2])
+
+
+def grid_edges(boxes: Iterable[Box]) -> tuple[tuple[int, ...], ...] | None:
+    """The edges of each dim if the boxes are all cells of a grid, each once; otherwise None.
+
+    >>> grid_edges([Box((0, 0), (2, 3)), Box((2, 0), (3, 3))])
+    ((0, 2, 3), (0, 3))
+    """
+    boxes = [*boxes]
+    if not boxes:
+        return None
+    starts = [sorted(set(dim)) for dim in zip(*(box.start for box in boxes), strict=True)]
+    ends = [max(dim) for dim in zip(*(box.stop for box in boxes), strict=True)]
+    if prod(map(len, starts)) != len(boxes):
+        return None
+    edges = tuple((*dim, end) for dim, end in zip(starts, ends, strict=True))
+    following = [dict(pairwise(dim)) for dim in edges]
+    regular = all(
+        after.get(low) == high
+        for box in boxes
+        for after, low, high in zip(following, box.start, box.stop, strict=True)
+    )
+    return edges if regular and len({box.start for box in boxes}) == len(boxes) else None
+
+
+def _clipped(region: Box, boxes: Iterable[Box]) -> list[Box]:
+    """The parts of boxes inside a region, without boxes that have no element there."""
+    return [part for part in (box if box in region else box & region for box in boxes) if part.size]
+
+
+def _is_grid(boxes: set[Box], region: Box) -> bool:
+    edges = grid_edges(boxes)
+    if edges is None:
+        return False
+    limits = zip(edges, region.start, region.stop, strict=True)
+    return all(dim[0] == low and dim[-1] == high for dim, low, high in limits)
+
+
+def _is_partition(boxes: Collection[Box], region: Box) -> bool:
+    """Whether boxes cover a region, each element once; False also where that is not quickly seen.
+
+    Disjoint boxes with as many elements as the region leave nothing out.
+    """
+    if not region.start or sum(box.size for box in boxes) != region.size:
+        return False
+    batches = _overlaps(*box_columns([*boxes], len(region.start)))
+    disjoint = all(pair is None for pair in islice(batches, MAX_PAIRS // PAIRS_AT_ONCE))
+    return disjoint and next(batches, batches) is batches
+
+
+@dataclass(slots=True)
+class _Sweep:
+    """A search of a region for the parts that a number of boxes within limits covers."""
+
+    region: Box
+    num_boxes: int
+    least: float
+    most: float
+    limit: int | None = None
+    """The number of parts after which the search ends."""
+    steps: int = 0
+
+    def boxes(self, present: Iterable[Box]) -> Iterator[Box]:
+        """The parts, as disjoint boxes."""
+        return (Box(*edges) for edges in islice(self._parts([*present], 0), self.limit))
+
+    def _parts(self, boxes: Sequence[Box], dim: int) -> Iterator[Edges]:
+        """The parts within the dims from ``dim`` on, as starts and stops of those dims."""
+        low, high = self.region.start[dim:], self.region.stop[dim:]
+        self._count(8 * len(boxes))
+        spanning = sum(box.start[dim:] == low and box.stop[dim:] == high for box in boxes)
+        if spanning > self.most or len(boxes) < self.least:
+            return
+        if spanning >= self.least and len(boxes) <= self.most:
+            yield low, high
+            return
+        begin: int | None = None
+        end, before, inner = 0, [], []  # type: int, list[Box], list[Edges]
+        for start, stop, present in self._slabs(boxes, dim):
+            if begin is None or not _same(present, before):
+                yield from _within(begin, end, inner)
+                begin, before = start, present
+                inner = [*islice(self._parts(present, dim + 1), self.limit)]
+            end = stop
+        yield from _within(begin, end, inner)
+
+    def _slabs(self, boxes: Sequence[Box], dim: int) -> Iterator[tuple[int, int, list[Box]]]:
+        """A dim from edge to edge, with the boxes that span it there."""
+        low, high = self.region.start[dim], self.region.stop[dim]
+        edges = {low, high, *(box.start[dim] for box in boxes), *(box.stop[dim] for box in boxes)}
+        waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
+        present: list[Box] = []
+        for start, stop in pairwise(sorted(edges)):
+            self._count(len(present))
+            present = [box for box in present if box.stop[dim] > start]
+            while waiting and waiting[-1].start[dim] <= start:
+                present.append(waiting.pop())
+            yield start, stop, present
+
+    def _count(self, steps: int) -> None:
+        self.steps += steps + STEPS_PER_SLAB
+        if self.steps > MAX_STEPS:
+            raise CoverageError(
+                f"{self.num_boxes} boxes in {self.region} overlap so irregularly that {MAX_STEPS} "
+                "steps do not show what is missing: use fewer or disjoint boxes"
+            )
+
+
+def _within(begin: int | None, end: int, inner: Sequence[Edges]) -> Iterator[Edges]:
+    for starts, stops in inner:
+        yield (begin or 0, *starts), (end, *stops)
+
+
+def _same(some: Sequence[Box], others: Sequence[Box]) -> bool:
+    return len(some) == len(others) and all(a is b for a, b in zip(some, others, strict=True))
