@@ -9,7 +9,7 @@ PY    := $(BIN)/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak check docs-check fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign check docs-check fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -34,6 +34,9 @@ test: $(READY) ## run the tests (JOBS=2 at a time; ARGS="-k box")
 
 soak: $(READY) ## run all tests with all their cases; takes about 40 minutes on two cores
 	RESHARD_SOAK=1 $(PY) -m pytest -n $(JOBS) $(ARGS)
+
+campaign: $(READY) ## random kills, stops, late ranks, interrupts and options; half an hour on 16 cores
+	$(PY) -m tests.campaign --kills 500 --stops 200 --late 200 --interrupts 1000 --options 20000 --jobs $(JOBS) $(ARGS)
 
 check: $(READY) ## style, types and layers
 	$(PY) -m ruff check .
