@@ -30,12 +30,17 @@ from typing import Any
 import fsspec
 
 from reshard import Mesh, Rules
-from reshard.checkpoint.formats import survey
-from reshard.checkpoint.formats.objects import object_texts
-from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
-from reshard.checkpoint.formats.safetensors_header import build_header
+from reshard.checkpoint.formats.reader import survey_catalog
+from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.checkpoint.formats.safetensors.own_metadata import (
+    KEY,
+    SHARDING,
+    OwnMetadata,
+    OwnTensor,
+)
+from reshard.checkpoint.formats.torch.objects import object_texts
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.storage.files import open_storage
 from reshard.errors import DamageError, ReshardError
 
 SLOW = 2.0
@@ -336,7 +341,7 @@ def _read(kind: str, root: str, rules: str) -> str:
     is_cut = kind in ("ranks", "alone")
     given: Any = (Rules.parse(rules), Mesh(tp=2)) if is_cut else (None, None)
     with open_storage(root) as storage:
-        catalog, findings = survey(storage, *given)
+        catalog, findings = survey_catalog(storage, *given)
         with suppress(DamageError):
             object_texts(storage, catalog)
     for tensor in catalog.tensors.values():

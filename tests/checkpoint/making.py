@@ -11,8 +11,8 @@ import numpy as np
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from reshard.checkpoint.checksums import SIDECAR, Checksums, Recorder
-from reshard.checkpoint.digest import finish, part
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Recorder
+from reshard.checkpoint.integrity.digest import finish, part
 from reshard.layout.box import Box
 
 CODES = {

@@ -14,9 +14,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from reshard.checkpoint import checksums, convert, verify
-from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, Chunk, FileSums, Recorder
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint import convert, verify
+from reshard.checkpoint.integrity import checksums
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checker,
+    Checksums,
+    Chunk,
+    FileSums,
+    Recorder,
+)
+from reshard.checkpoint.storage.files import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.soak import cases
 

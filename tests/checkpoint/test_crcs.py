@@ -15,11 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard import checkpoint
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.conversion.processes import Team
-from reshard.checkpoint.crcs import Crcs, combine
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.integrity.crcs import Crcs, combine
+from reshard.checkpoint.storage.files import open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
@@ -129,7 +129,7 @@ def test_every_reader_notices_a_flipped_bit(tmp_path: Path, kind: str) -> None:
     with open_storage(here) as storage:
         rules = how(here, kind)
         loaded = as_rules(rules.get("rules"), storage)
-        catalog = formats.read(storage, loaded, as_mesh(rules.get("mesh")))
+        catalog = read_catalog(storage, loaded, as_mesh(rules.get("mesh")))
     piece = catalog.tensors["w"].pieces[-1]
     path = here / catalog.files[piece.file].path
     data = bytearray(path.read_bytes())

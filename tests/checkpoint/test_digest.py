@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint import digest
-from reshard.checkpoint.digest import MODULUS, PRIMES
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.digest import MODULUS, PRIMES
 from reshard.dtypes import ITEMSIZE
 from reshard.layout.box import Box
 from tests.soak import cases

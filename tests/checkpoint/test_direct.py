@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint import direct
 from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.direct import BLOCK, aligned, whole_blocks
-from reshard.checkpoint.publish.target_files import TargetFiles
+from reshard.checkpoint.storage import direct
+from reshard.checkpoint.storage.direct import BLOCK, aligned, whole_blocks
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.errors import UnfinishedError
 from tests.soak import cases
 

@@ -18,11 +18,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.storage.files import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.test_storage import serving
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_distcp
@@ -68,12 +68,12 @@ def ckpt(written: Path, tmp_path: Path) -> Path:
 
 def catalog_of(folder: Path) -> Catalog:
     with open_storage(folder) as storage:
-        return formats.read(storage)
+        return read_catalog(storage)
 
 
 def test_boxes_of_four_ranks(written: Path) -> None:
     with open_storage(written) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         found = gathered(storage, catalog)
     tensors = {name: value[0] for name, value in FULL.items() if isinstance(value, tuple)}
     assert found == {name: bytes_of(tensor) for name, tensor in tensors.items()}
@@ -87,7 +87,7 @@ def test_boxes_of_four_ranks(written: Path) -> None:
 
 def test_an_object_is_the_bytes_that_torch_saved(written: Path) -> None:
     with open_storage(written) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         found = catalog.objects["step"]
         path = catalog.files[found.file].path
         data = storage.read(path, found.offset, found.size)
@@ -109,7 +109,7 @@ def test_every_dtype_views_and_nested_names(tmp_path: Path) -> None:
     }
     dcp.save(state, checkpoint_id=tmp_path / "ckpt", no_dist=True)
     with open_storage(tmp_path / "ckpt") as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         found = gathered(storage, catalog)
     flat = {f"model.{name}": tensor for name, tensor in state["model"].items()}
     flat |= {name: state[name] for name in ("view", "middle", "empty", "parameter")}
@@ -127,7 +127,7 @@ def test_the_same_from_memory_and_over_http(written: Path) -> None:
     with serving(written) as (address, _):
         for root in ("memory://distcp", address):
             with open_storage(root) as storage:
-                there = formats.read(storage)
+                there = read_catalog(storage)
             assert replace(there, root=here.root) == here
 
 

@@ -20,12 +20,12 @@ from hypothesis import given, settings
 from safetensors.torch import save_file
 
 from reshard import Layout, Mesh, Rules
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.own_metadata import KEY, OwnMetadata, OwnTensor
-from reshard.checkpoint.formats.rank_names import rank_of
+from reshard.checkpoint.formats.ranks.names import rank_of
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.safetensors.own_metadata import KEY, OwnMetadata, OwnTensor
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.storage.files import open_storage
 from reshard.errors import CheckpointError, DamageError, RulesError, UnsupportedError
 from tests import strategies
 from tests.cases import Side
@@ -49,7 +49,7 @@ class Fixed:
 
 def read(folder: Path, rules: Any, mesh: Mesh | None) -> tuple[Catalog, dict[str, bytes]]:
     with open_storage(folder) as storage:
-        catalog = formats.read(storage, rules, mesh)
+        catalog = read_catalog(storage, rules, mesh)
         return catalog, gathered(storage, catalog)
 
 
@@ -456,7 +456,7 @@ def test_archives_beyond_four_gigabytes(tmp_path: Path) -> None:
     finally:
         torch.serialization.set_crc32_options(checksums)
     with open_storage(tmp_path / "model.pt") as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         [piece] = catalog.tensors["after"].pieces
         assert piece.offset > 1 << 32
         assert storage.read("model.pt", piece.offset, 40) == bytes_of(torch.arange(5))

@@ -16,17 +16,23 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save, save_file
 
-from reshard.checkpoint import convert, formats
+from reshard.checkpoint import convert
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
-from reshard.checkpoint.formats.safetensors_header import (
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.safetensors.header import (
     DTYPES,
     build_header,
     header_length,
     parse_header,
 )
+from reshard.checkpoint.formats.safetensors.own_metadata import (
+    KEY,
+    SHARDING,
+    OwnMetadata,
+    OwnTensor,
+)
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.storage.files import open_storage
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_sharded_hf
@@ -42,7 +48,7 @@ METADATA = st.dictionaries(NAMES, st.text(st.characters(codec="utf-8"), max_size
 
 def catalog_of(folder: Path) -> Catalog:
     with open_storage(folder) as storage:
-        return formats.read(storage)
+        return read_catalog(storage)
 
 
 def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -173,7 +179,7 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_folder_with_an_index(model: Path) -> None:
     with open_storage(model) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         found = gathered(storage, catalog)
     assert found["b"] == bytes_of(torch.tensor(7.0))
     assert found["c"] == bytes_of(values(4, dtype=torch.int64))
@@ -273,7 +279,7 @@ def sharded(written: Path, tmp_path: Path) -> Path:
 
 def test_shards_that_torch_wrote(written: Path) -> None:
     with open_storage(written) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         found = gathered(storage, catalog)
     assert found == {name: bytes_of(tensor) for name, (tensor, _) in FULL.items()}
     assert {n: t.shape for n, t in catalog.tensors.items()} == {
@@ -338,7 +344,7 @@ def own_files(folder: Path, count: int = 3) -> None:
 def test_our_own_shards_say_all(tmp_path: Path) -> None:
     own_files(tmp_path)
     with open_storage(tmp_path) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
         assert gathered(storage, catalog) == {"w": bytes_of(values(6, 2))}
     assert (catalog.mesh, catalog.layouts, catalog.notes) == ("tp=3", {"w": "tp -"}, ())
     assert catalog.metadata == {"format": "pt"}

@@ -18,8 +18,8 @@ import torch
 
 from reshard import checkpoint
 from reshard.checkpoint.coverage import MOST_DOUBLED, doubled_in, holes_of
-from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
-from reshard.checkpoint.formats.torch_tensors import EXPANDED, SMALL
+from reshard.checkpoint.formats.torch.tensors import EXPANDED, SMALL
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.errors import (
     CheckpointError,
     CoverageError,

@@ -16,8 +16,8 @@ from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from reshard import checkpoint
-from reshard.checkpoint.formats.pickle_machine import allow_none, unpickle
-from reshard.checkpoint.outputs.pickles import pickled
+from reshard.checkpoint.formats.torch.pickler import pickled
+from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 
 
 def trained() -> dict[str, Any]:

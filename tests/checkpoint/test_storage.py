@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint import storage as module
 from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.remote_storage import RemoteStorage
-from reshard.checkpoint.storage import LocalStorage, check_path, open_storage
+from reshard.checkpoint.storage import files as module
+from reshard.checkpoint.storage.files import LocalStorage, check_path, open_storage
+from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 
 DATA = bytes(range(256)) * 5

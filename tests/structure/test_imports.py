@@ -9,7 +9,7 @@ HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
     *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
     *("rules", "rules.models", "planning.plan", "simulation", "show", "cli"),
-    *("checkpoint", "checkpoint.inspection.inspecting", "checkpoint.formats"),
+    *("checkpoint", "checkpoint.inspection.inspecting", "checkpoint.formats.reader"),
     *("checkpoint.conversion.request", "checkpoint.verification.soundness"),
 ]
 MAX_CPU_SECONDS = 0.15

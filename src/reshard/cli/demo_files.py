@@ -78,7 +78,7 @@ def _write_model(folder: Path) -> None:
     """A model of random values as Hugging Face has it: one file and a config."""
     import numpy as np
 
-    from reshard.checkpoint.formats.safetensors_header import build_header
+    from reshard.checkpoint.formats.safetensors.header import build_header
     from reshard.rules.models import preset, tensors
 
     config: Mapping[str, Any] = {

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 
 from reshard import checkpoint
-from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.errors import (
     CoverageError,
     DamageError,

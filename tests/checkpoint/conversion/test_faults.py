@@ -20,9 +20,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.conversion import build
-from reshard.checkpoint.publish import target_files
+from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.storage import output_files
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.transfer import copying
@@ -126,7 +126,7 @@ def test_room_that_cannot_be_set_aside(source: Source, monkeypatch: pytest.Monke
     def fallocate(*_: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(target_files.os, "posix_fallocate", fallocate)
+    monkeypatch.setattr(output_files.os, "posix_fallocate", fallocate)
     with pytest.raises(TargetError, match="no room for"):
         checkpoint.convert(here, here.parent / "out")
     assert names(here.parent) == ["src"]
@@ -146,7 +146,7 @@ def test_a_disk_that_fills_up_midway_can_be_resumed(
 
     with small_windows(1024):
         with monkeypatch.context() as patch:
-            patch.setattr(target_files.os, "pwrite", pwrite)
+            patch.setattr(output_files.os, "pwrite", pwrite)
             with pytest.raises(UnfinishedError, match=r"No space left on device.*--resume"):
                 checkpoint.convert(here, here.parent / "out")
         assert not (here.parent / "out").exists()
@@ -163,7 +163,7 @@ def test_after_a_disk_failed_to_sync_everything_is_copied_again(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(target_files.TargetFiles, "sync", broken)
+        patch.setattr(output_files.TargetFiles, "sync", broken)
         with pytest.raises(UnfinishedError, match="cannot be put on disk: Input/output error"):
             checkpoint.convert(here, here.parent / "out")
     report = checkpoint.convert(here, here.parent / "out", resume=True)
@@ -210,7 +210,7 @@ def test_short_writes_are_continued(source: Source, monkeypatch: pytest.MonkeyPa
     here, tensors = source
     real = os.pwrite
     monkeypatch.setattr(
-        target_files.os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:100], at)
+        output_files.os, "pwrite", lambda fd, data, at: real(fd, memoryview(data)[:100], at)
     )
     checkpoint.convert(here, here.parent / "out")
     assert_equal(here.parent / "out", tensors)

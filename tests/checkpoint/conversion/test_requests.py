@@ -22,8 +22,8 @@ from safetensors.numpy import save_file
 from reshard import checkpoint, cli
 from reshard.checkpoint.conversion.layouts import Cut, Parameters, wanted_of
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.formats import read
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.storage.files import open_storage
 from reshard.dtypes import ITEMSIZE, check_cast, is_float
 from reshard.errors import (
     CheckpointError,
@@ -128,7 +128,7 @@ def test_states_in_distcp_follow_their_parameters(tmp_path: Path) -> None:
         tmp_path / "a", tmp_path / "b", mesh="x=2", layouts=layouts, format="distcp", dtype="bf16"
     )
     with open_storage(tmp_path / "b") as storage:
-        tensors = read(storage).tensors
+        tensors = read_catalog(storage).tensors
     assert len(tensors) == 6
     for name, tensor in tensors.items():
         assert tensor.dtype == ("bfloat16" if name in names else "float32"), name

@@ -14,8 +14,8 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reshard.checkpoint import convert, inspect, save, verify
-from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.conversion import beside, build
+from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.publish import journal, workplace
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
@@ -333,11 +333,11 @@ def test_a_commit_is_compared_with_what_is_there(tmp_path: Path) -> None:
 def test_a_source_without_versions_is_not_gone_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from reshard.checkpoint import remote_storage
+    from reshard.checkpoint.storage import remote
 
     source = write(tmp_path / "source", w=np.ones((512, 512), np.float32))
     fsspec.filesystem("memory").put(str(source / "model.safetensors"), "/mute/model.safetensors")
-    monkeypatch.setattr(remote_storage, "VERSIONS", ())
+    monkeypatch.setattr(remote, "VERSIONS", ())
     interrupt("memory://mute", tmp_path / "out", 4)
     with pytest.raises(TargetError, match="does not say when its files change"):
         convert("memory://mute", tmp_path / "out", resume=True, **LITTLE)

@@ -13,9 +13,14 @@ import torch
 from safetensors.torch import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.checksums import SIDECAR, Checksums
-from reshard.checkpoint.formats.own_metadata import KEY, SHARDING, OwnMetadata, OwnTensor
-from reshard.checkpoint.formats.safetensors_header import build_header
+from reshard.checkpoint.formats.safetensors.header import build_header
+from reshard.checkpoint.formats.safetensors.own_metadata import (
+    KEY,
+    SHARDING,
+    OwnMetadata,
+    OwnTensor,
+)
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums
 from reshard.cli import run
 from tests.soak import within
 

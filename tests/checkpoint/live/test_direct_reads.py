@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import checkpoint
 from reshard.checkpoint.live import circle, loading, own_reads, placing, small_reads
-from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.storage.files import LocalStorage
 from reshard.errors import DamageError
 from tests.checkpoint.live.test_load_save import State, bytes_read, mesh_of
 from tests.ranks.pool import Pool
@@ -172,7 +172,7 @@ def test_a_file_that_was_cut_short_is_an_error(
     """The first rank knows the file as it was; the others see it as it is."""
     save_file({"t": torch.randn(600, 40)}, tmp_path / "model.safetensors")
     into = {"t": torch.zeros(40, 600).t()}
-    survey = loading.formats.read
+    survey = loading.read_catalog
 
     def then_cut(*given: Any) -> Any:
         found = survey(*given)
@@ -184,7 +184,7 @@ def test_a_file_that_was_cut_short_is_an_error(
         return found
 
     with (
-        patch.object(loading.formats, "read", then_cut),
+        patch.object(loading, "read_catalog", then_cut),
         pytest.raises(DamageError, match=message),
     ):
         checkpoint.load(tmp_path, into=into)

@@ -32,13 +32,13 @@ from torch.distributed.tensor.parallel import (
 
 from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import own_reads, writing
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.read_shares import Limits, Wish, batches_of
-from reshard.checkpoint.publish.target_files import TargetFiles
-from reshard.checkpoint.storage import LocalStorage
-from reshard.checkpoint.transfer.piece_table import Located
+from reshard.checkpoint.piece_table import Located
+from reshard.checkpoint.storage.files import LocalStorage
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.errors import (
     CheckpointError,

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard, zeros
 
 from reshard import checkpoint
-from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.live import fetching
 from reshard.errors import DamageError
 from reshard.layout.box import Box

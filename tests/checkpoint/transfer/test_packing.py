@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 
 import reshard as rs
 from reshard import checkpoint
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.checksums import SIDECAR
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, tiles, written
 from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes

@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
-from reshard.checkpoint.checksums import Checker, Checksums, Recorder
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
+from reshard.checkpoint.storage.files import open_storage
 from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
 from reshard.checkpoint.verification.examination import digests_of

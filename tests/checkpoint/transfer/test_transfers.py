@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
-from reshard.checkpoint.transfer.piece_table import Located, extents, slabs
+from reshard.checkpoint.piece_table import Located, extents, slabs
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, chunks_of, source_of, transfer_of
 from reshard.checkpoint.transfer.windows import Buffers, compare, fill, readable, writable
 from reshard.errors import CoverageError, DamageError

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from reshard.checkpoint import convert, formats
-from reshard.checkpoint.checksums import SIDECAR
-from reshard.checkpoint.storage import open_storage
+from reshard.checkpoint import convert
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.storage.files import open_storage
 from reshard.checkpoint.verification.soundness import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError
@@ -294,7 +295,7 @@ def test_any_flipped_bit_of_a_tensor_that_torch_saved_is_found(tmp_path: Path, k
     assert report.checked_bytes == 48 * 4 + 5 * 2
     assert "CRC-32 of torch.save" in str(report)
     with open_storage(folder) as storage:
-        catalog = formats.read(storage)
+        catalog = read_catalog(storage)
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
             file = folder / catalog.files[piece.file].path
@@ -394,7 +395,7 @@ def status(field):
     return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
 from reshard.checkpoint.verification.soundness import verify
-import reshard.checkpoint.formats.safetensors_kinds
+import reshard.checkpoint.formats.safetensors.reader
 before = status("VmRSS")
 report = verify(*sys.argv[2:], memory=sys.argv[1])
 assert report.ok, str(report)

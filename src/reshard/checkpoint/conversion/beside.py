@@ -12,8 +12,15 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, checksum, damage, sum_of
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checksums,
+    Chunk,
+    checksum,
+    damage,
+    sum_of,
+)
+from reshard.checkpoint.storage.files import Storage
 from reshard.errors import DamageError, quoted
 
 __all__ = ["check_beside"]

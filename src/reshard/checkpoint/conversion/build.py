@@ -8,8 +8,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint import digest
-from reshard.checkpoint.checksums import (
+from reshard.checkpoint.conversion.plan import Job, Stamp
+from reshard.checkpoint.conversion.processes import Team
+from reshard.checkpoint.formats.outputs import Literal
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
     Checker,
     Checksums,
@@ -18,15 +21,12 @@ from reshard.checkpoint.checksums import (
     damage,
     sum_of,
 )
-from reshard.checkpoint.conversion.plan import Job, Stamp
-from reshard.checkpoint.conversion.processes import Team
-from reshard.checkpoint.crcs import Crcs, changed, crc_of, crcs_of
-from reshard.checkpoint.durable import replace_file
-from reshard.checkpoint.outputs import Literal
+from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of, crcs_of
 from reshard.checkpoint.publish.journal import Journal, read_journals
-from reshard.checkpoint.publish.target_files import TargetFiles
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.storage.durable import replace_file
+from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.transfer.transfers import Chunk as Work

@@ -27,8 +27,8 @@ from math import prod
 from pathlib import Path
 
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.outputs import Wanted
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.formats.outputs import Wanted
+from reshard.checkpoint.storage.files import Storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError, quoted

@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from reshard.checkpoint.catalog import Catalog, StoredFile
-from reshard.checkpoint.checksums import SIDECAR
 from reshard.checkpoint.conversion.companions import base_of, is_weights
 from reshard.checkpoint.conversion.layouts import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
-from reshard.checkpoint.formats.expected import config_of
-from reshard.checkpoint.formats.objects import object_texts
-from reshard.checkpoint.formats.recognised import is_distcp
-from reshard.checkpoint.outputs import FORMATS, Output, plan_output, unknown_format
-from reshard.checkpoint.outputs.output import count_tensor_files
-from reshard.checkpoint.storage import COMMITTED, TENSOR_FILES, Storage
+from reshard.checkpoint.formats.expected_shapes import config_of
+from reshard.checkpoint.formats.output import count_tensor_files
+from reshard.checkpoint.formats.outputs import FORMATS, Output, plan_output, unknown_format
+from reshard.checkpoint.formats.recognition import is_distcp
+from reshard.checkpoint.formats.torch.objects import object_texts
+from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.storage.files import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfer.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.conversion.names import Outline, feeds_for, outlines_of
-from reshard.checkpoint.transfer.piece_table import Located
+from reshard.checkpoint.piece_table import Located
 from reshard.checkpoint.transfer.transfers import feeding, one_dtype, pieces_of
 from reshard.planning.names import Names
 

@@ -16,19 +16,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint import formats
-from reshard.checkpoint.checksums import load
 from reshard.checkpoint.conversion.beside import check_beside
 from reshard.checkpoint.conversion.build import Builder, Settings, begin, free_bytes, request_of
 from reshard.checkpoint.conversion.layouts import Cut
 from reshard.checkpoint.conversion.plan import Job, plan_job
 from reshard.checkpoint.conversion.processes import ALONE, Team
 from reshard.checkpoint.conversion.report import ConvertReport
-from reshard.checkpoint.direct import MOST_COPIED
-from reshard.checkpoint.durable import named
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.integrity.checksums import load
+from reshard.checkpoint.publish.remote import Remote
 from reshard.checkpoint.publish.workplace import Workplace, check_places
-from reshard.checkpoint.remote import Remote
-from reshard.checkpoint.storage import Storage, open_storage, plain_path
+from reshard.checkpoint.storage.direct import MOST_COPIED
+from reshard.checkpoint.storage.durable import named
+from reshard.checkpoint.storage.files import Storage, open_storage, plain_path
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.reading import Budget
@@ -107,7 +107,7 @@ def convert(
     cut = Cut.of(mesh, rules, layouts, dtype, fsdp, replicate)
     with open_storage(request.src) as storage:
         with collector_paused():
-            catalog = formats.read(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
+            catalog = read_catalog(storage, as_rules(source_rules, storage), as_mesh(source_mesh))
             job = plan_job(
                 catalog, storage, cut, format=format, names=names, drop=drop,
                 max_shard_size=parse_bytes(max_shard_size),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.storage import COMMITTED, Storage
+from reshard.checkpoint.storage.files import COMMITTED, Storage
 from reshard.errors import DamageError
 
 __all__ = ["check_committed"]

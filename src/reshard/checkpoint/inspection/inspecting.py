@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
-from reshard.checkpoint.checksums import SIDECAR, load
 from reshard.checkpoint.coverage import doubled_in, holes_of
-from reshard.checkpoint.formats import survey
+from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.inspection.layouts import recovered
-from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.integrity.checksums import SIDECAR, load
+from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.errors import quoted
 from reshard.layout.box import Box
@@ -155,7 +155,7 @@ def inspect(
     report. What is no checkpoint at all is a CheckpointError.
     """
     with open_storage(path) as storage:
-        catalog, findings = survey(storage, as_rules(rules, storage), as_mesh(mesh))
+        catalog, findings = survey_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
         checksums = None
         with findings.noting():
             checksums = _sidecar(storage)

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.crcs import Crcs, changed, crc_of
+from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of
 from reshard.checkpoint.live.read_shares import Wish
-from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.piece_table import Located
+from reshard.checkpoint.piece_table import Located
+from reshard.checkpoint.storage.files import Storage
 from reshard.errors import DamageError
 
 __all__ = ["CrcRecords"]

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.crcs import Crcs, Part
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.read_shares import Batch, Share, Wish
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.storage.files import Storage
 from reshard.checkpoint.transfer.copying import CheckedReads, SourceFiles
-from reshard.checkpoint.transfer.piece_table import slabs
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Buffers, compare, fill

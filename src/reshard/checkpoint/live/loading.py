@@ -17,10 +17,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint import digest, formats
-from reshard.checkpoint.checksums import SIDECAR, Checksums, damage, sum_of
-from reshard.checkpoint.checksums import load as load_checksums
-from reshard.checkpoint.crcs import Crcs, Part, crcs_of
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, damage, sum_of
+from reshard.checkpoint.integrity.checksums import load as load_checksums
+from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.crc_records import CrcRecords
 from reshard.checkpoint.live.entries import Entries, Memory, entries_of
 from reshard.checkpoint.live.fetching import Fetched, Fetcher
@@ -32,10 +33,10 @@ from reshard.checkpoint.live.read_shares import Batch, Limits, Wish, batches_of
 from reshard.checkpoint.live.reports import LoadReport
 from reshard.checkpoint.live.scatter import Placer
 from reshard.checkpoint.live.small_reads import are_small, place_small, read_small
+from reshard.checkpoint.piece_table import Located
 from reshard.checkpoint.publish.journal import boot_id
-from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
-from reshard.checkpoint.transfer.piece_table import Located
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError, ReshardError, quoted
@@ -180,7 +181,7 @@ def _survey(
 ) -> Outline:
     """What the first rank finds in the checkpoint; its checksums stay with it."""
     here.checksums = sums = load_checksums(storage) if check else None
-    catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
+    catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
     crcs = crcs_of(storage, replace(catalog, objects={}), sums) if check else ()
     return Outline(replace(catalog, crcs=crcs), (), sums.digests if sums else {})
 

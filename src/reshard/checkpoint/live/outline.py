@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
-from reshard.checkpoint.crcs import Crcs
+from reshard.checkpoint.integrity.crcs import Crcs
 from reshard.layout.box import Box
 
 __all__ = ["Outline"]

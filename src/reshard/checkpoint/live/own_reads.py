@@ -27,9 +27,9 @@ import torch
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.read_shares import Wish
 from reshard.checkpoint.live.views import View, part_of
-from reshard.checkpoint.storage import LocalStorage
+from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.storage.files import LocalStorage
 from reshard.checkpoint.transfer.copying import SourceFiles
-from reshard.checkpoint.transfer.piece_table import slabs
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize

@@ -24,7 +24,7 @@ from math import prod
 
 import numpy as np
 
-from reshard.checkpoint.transfer.piece_table import Located, slabs
+from reshard.checkpoint.piece_table import Located, slabs
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box

@@ -21,21 +21,21 @@ from typing import Any
 
 import torch
 
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, Recorder
 from reshard.checkpoint.conversion.build import check_room
-from reshard.checkpoint.durable import replace_file
+from reshard.checkpoint.formats.output import count_tensor_files
+from reshard.checkpoint.formats.outputs import Wanted, plan_output
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, Recorder
 from reshard.checkpoint.live.entries import Entries, entries_of
 from reshard.checkpoint.live.ranks import Circle
 from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.views import boxes_of
 from reshard.checkpoint.live.write_shares import main_mesh, on_mesh, owners_of
 from reshard.checkpoint.live.writing import Job, Writer, writers_of
-from reshard.checkpoint.outputs import Wanted, plan_output
-from reshard.checkpoint.outputs.output import count_tensor_files
-from reshard.checkpoint.publish.target_files import TargetFiles
 from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.durable import replace_file
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from reshard.checkpoint.outputs.output import Owned, Wanted, owned_boxes
+from reshard.checkpoint.formats.output import Owned, Wanted, owned_boxes
 from reshard.dtypes import itemsize
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints

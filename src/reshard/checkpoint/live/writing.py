@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from reshard.checkpoint import digest
+from reshard.checkpoint.formats.output import Owned
+from reshard.checkpoint.formats.outputs import Output
+from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.views import View, part_of, views_of
-from reshard.checkpoint.outputs import Output
-from reshard.checkpoint.outputs.output import Owned
-from reshard.checkpoint.publish.target_files import TargetFiles
+from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.checkpoint.transfer.copying import sums_of
-from reshard.checkpoint.transfer.piece_table import slabs
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
-from reshard.checkpoint.durable import named
+from reshard.checkpoint.storage.durable import named
 
 __all__ = ["Journal", "boot_id", "read_journals"]
 

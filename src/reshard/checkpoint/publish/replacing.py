@@ -20,13 +20,13 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredFile
-from reshard.checkpoint.checksums import SIDECAR, load
 from reshard.checkpoint.conversion.companions import is_companion
-from reshard.checkpoint.formats.recognised import is_distcp
-from reshard.checkpoint.formats.safetensors_files import find_index, index_files
-from reshard.checkpoint.storage import COMMITTED, OURS, REQUEST, LocalStorage
+from reshard.checkpoint.formats.reader import survey_catalog
+from reshard.checkpoint.formats.recognition import is_distcp
+from reshard.checkpoint.formats.safetensors.files import find_index, index_files
+from reshard.checkpoint.integrity.checksums import SIDECAR, load
+from reshard.checkpoint.storage.files import COMMITTED, OURS, REQUEST, LocalStorage
 from reshard.errors import ReshardError, TargetError, quoted
 
 __all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
@@ -98,7 +98,7 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
     """The files from which the catalog reads tensors, with their index or metadata."""
     advice = "only a checkpoint is overwritten: choose another target, or move the folder away"
     try:
-        catalog, _ = formats.survey(storage)
+        catalog, _ = survey_catalog(storage)
     except (ReshardError, OSError) as error:
         reason = str(error).removeprefix(f"{target} ").removeprefix("is no checkpoint: ")
         raise TargetError(

@@ -9,18 +9,18 @@ from itertools import groupby
 from math import prod
 from typing import Any
 
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.checksums import CHUNK, Checker, checksum
-from reshard.checkpoint.crcs import Crcs, Part
-from reshard.checkpoint.publish.target_files import TargetFiles
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import CHUNK, Checker, checksum
+from reshard.checkpoint.integrity.crcs import Crcs, Part
+from reshard.checkpoint.piece_table import Located, Pieces
+from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.output_files import TargetFiles
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, written
-from reshard.checkpoint.transfer.piece_table import Located, Pieces
 from reshard.checkpoint.transfer.transfers import Chunk, Transfer
 from reshard.checkpoint.transfer.windows import Buffers, cast, compare, drain, fill, lead_of
-from reshard.checkpoint.zero_copy import zero_copy
+from reshard.checkpoint.transfer.zero_copy import zero_copy
 from reshard.dtypes import cast_into, itemsize
 from reshard.layout.box import Box
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.formats.expected import config_of
-from reshard.checkpoint.storage import Storage
+from reshard.checkpoint.formats.expected_shapes import config_of
+from reshard.checkpoint.storage.files import Storage
 from reshard.errors import MeshError, RulesError
 
 if TYPE_CHECKING:

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import StoredPiece
+from reshard.checkpoint.integrity import digest
 from reshard.layout.box import Box, row_major
 
 __all__ = ["SMALL", "Pack", "Packed", "Placed", "tiles", "written"]

@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.checksums import Checker, Checksums, load
-from reshard.checkpoint.crcs import Crcs, changed, crc_of, crcs_of
-from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.integrity.checksums import Checker, Checksums, load
+from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of, crcs_of
+from reshard.checkpoint.piece_table import Located, slabs
+from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
-from reshard.checkpoint.transfer.piece_table import Located, slabs
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.checkpoint.transfer.windows import Buffers, fill, readable
 from reshard.dtypes import itemsize
@@ -140,7 +140,7 @@ def opened(
     """Open a checkpoint of any format; damage of its headers is raised."""
     with open_storage(root) as storage:
         checksums = load(storage)
-        catalog = formats.read(storage, as_rules(rules, storage), as_mesh(mesh))
+        catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
         checker = Checker(checksums, storage.root)
         crcs = Crcs(crcs_of(storage, catalog, checksums))
         yield Source(catalog, storage, checksums, checker, crcs)

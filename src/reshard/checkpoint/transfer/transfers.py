@@ -26,8 +26,8 @@ import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.coverage import holes_of
+from reshard.checkpoint.piece_table import Located, Pieces, joined, slabs
 from reshard.checkpoint.transfer.packing import SMALL, tiles
-from reshard.checkpoint.transfer.piece_table import Located, Pieces, joined, slabs
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
 from reshard.layout.box import Box

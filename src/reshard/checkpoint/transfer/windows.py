@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from reshard.checkpoint.direct import BLOCK, aligned
-from reshard.checkpoint.transfer.piece_table import Extent, Located, extents
+from reshard.checkpoint.piece_table import Extent, Located, extents
+from reshard.checkpoint.storage.direct import BLOCK, aligned
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import cast_into, itemsize
 from reshard.errors import DamageError, quoted

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.checksums import sum_of
+from reshard.checkpoint.integrity.checksums import sum_of
 from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
 from reshard.dtypes import cast_into

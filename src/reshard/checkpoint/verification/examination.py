@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint import digest
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.checksums import SIDECAR, Checksums, Chunk, damage
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, damage
 from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
 from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ

@@ -16,14 +16,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint import formats
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
-from reshard.checkpoint.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.conversion.names import Outline, left_over
 from reshard.checkpoint.conversion.renamed import renamed
-from reshard.checkpoint.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.storage import Storage, open_storage
+from reshard.checkpoint.formats.reader import survey_catalog
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
+from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredReader
@@ -270,7 +270,7 @@ def _survey(
         given.check_mesh(over)  # a wrong request is no damage
     try:
         with collector_paused():
-            return formats.survey(storage, given, over)
+            return survey_catalog(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise

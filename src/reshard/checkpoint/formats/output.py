@@ -1,0 +1,180 @@
+"""What a checkpoint in the making consists of: its files, and the place of every box in them.
+
+All of it is known before the first byte is read: shapes and layouts give the sizes, sizes give the
+headers. What is left to do is to copy boxes to their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from math import lcm, prod
+
+import numpy as np
+
+from reshard.checkpoint.catalog import StoredFile, StoredObject
+from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.storage.files import TENSOR_FILES
+from reshard.dtypes import itemsize
+from reshard.errors import CoverageError, LayoutError, quoted
+from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import Ints
+from reshard.layout.layout import Layout
+
+__all__ = [
+    "Literal",
+    "ObjectCopy",
+    "Output",
+    "OutputTensor",
+    "Owned",
+    "Wanted",
+    "count_tensor_files",
+    "owned_boxes",
+]
+
+
+def count_tensor_files(files: Iterable[StoredFile]) -> int:
+    """How many of the files to be written hold tensors, and not only an index or metadata."""
+    return sum(file.path.endswith((*TENSOR_FILES, ".distcp")) for file in files)
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tensor of the output: what it is, and how it is cut; without a layout it is whole."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    layout: Layout | None = None
+    owned: Owned | None = None
+    """Who writes which box; without it the replicas take turns."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return prod(self.shape) * itemsize(self.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class Literal:
+    """Bytes of a file that are known beforehand: headers, indexes, directories."""
+
+    file: int
+    offset: int
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectCopy:
+    """An entry that is no tensor, and where its bytes go."""
+
+    source: StoredObject
+    file: int
+    offset: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class OutputTensor:
+    """A tensor of the output, and where its pieces go."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: Pieces
+
+    def literals(self) -> Iterator[Literal]:
+        """What stands around the pieces, as literals."""
+        for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
+            yield Literal(piece.file, piece.offset - len(head), head)
+            yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Output:
+    """The files of a checkpoint to be written."""
+
+    files: tuple[StoredFile, ...]
+    tensors: Mapping[str, OutputTensor]
+    literals: tuple[Literal, ...]
+    """Those that do not stand around the pieces of a tensor."""
+    objects: tuple[ObjectCopy, ...] = ()
+    left_out: tuple[str, ...] = ()
+    """Names of entries, values and files of the source that are not in the output."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def all_literals(self) -> Iterator[Literal]:
+        """All literals, those around pieces too."""
+        yield from self.literals
+        for tensor in self.tensors.values():
+            yield from tensor.literals()
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+
+@dataclass(frozen=True, eq=False)
+class Owned:
+    """The distinct boxes of a tensor, and the one rank that writes each."""
+
+    starts: Ints
+    stops: Ints
+    ranks: Ints
+
+    @cached_property
+    def rows(self) -> list[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        """Start, stop and rank of each box."""
+        rows = zip(self.starts.tolist(), self.stops.tolist(), self.ranks.tolist(), strict=True)
+        return [(tuple(start), tuple(stop), rank) for start, stop, rank in rows]
+
+    def __iter__(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...], int]]:
+        return iter(self.rows)
+
+
+def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
+    """Each distinct box of a tensor once; replicas take turns in writing, from tensor to tensor."""
+    layout = wanted.layout
+    if wanted.owned is not None:
+        return wanted.owned
+    if layout is None:
+        return _whole(wanted.shape, 0)
+    _check_whole_values(name, layout)
+    num_elements, period = _counted(layout, wanted.shape)
+    if num_elements != prod(wanted.shape):
+        raise CoverageError(
+            f'tensor {quoted(name)}: layout "{layout}" keeps {num_elements} of the '
+            f"{prod(wanted.shape)} elements of {wanted.shape}: the others would be lost"
+        )
+    if not num_elements:
+        return _whole(wanted.shape, layout.ranks[0])
+    return _turn(layout, wanted.shape, number % period)
+
+
+@lru_cache(maxsize=1024)
+def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
+    """How many elements the boxes of a layout have, and after how many tensors turns repeat."""
+    listed = listed_of(layout, shape)
+    elements = int((listed.stops - listed.starts).prod(axis=1).sum())
+    return elements, lcm(*np.diff(listed.first).tolist())
+
+
+@lru_cache(maxsize=1024)
+def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> Owned:
+    listed = listed_of(layout, shape)
+    counts = np.diff(listed.first)
+    turns = (np.arange(len(counts)) + turn) % counts
+    return Owned(listed.starts, listed.stops, listed.holders[listed.first[:-1] + turns])
+
+
+def _whole(shape: Sequence[int], rank: int) -> Owned:
+    starts = np.zeros((1, len(shape)), dtype=np.int64)
+    return Owned(starts, np.array([shape], dtype=np.int64).reshape(1, -1), np.array([rank]))
+
+
+def _check_whole_values(name: str, layout: Layout) -> None:
+    if layout.reduce is not None:
+        raise LayoutError(
+            f'tensor {quoted(name)}: layout "{layout}" leaves a sum pending: a checkpoint holds '
+            "values; take the suffix away"
+        )

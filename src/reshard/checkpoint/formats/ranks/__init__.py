@@ -1,0 +1,1 @@
+"""Files that hold the local tensors of one rank each."""

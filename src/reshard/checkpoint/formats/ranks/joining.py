@@ -1,0 +1,248 @@
+"""Files that hold the local tensors of one rank each: rules say how they were cut.
+
+The rank stands in the file's name, and the layout of a tensor says which boxes its local tensor
+is made of. How large the global tensor is follows from the local ones, and is then held against
+every one of them:
+
+    rank 0  (3, 4) \\
+    rank 1  (3, 4)  >  "tp -" on tp=3  ->  (8, 4)
+    rank 2  (2, 4) /
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from operator import mul
+
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.torch.tensors import LocalTensor
+from reshard.dtypes import itemsize
+from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
+from reshard.layout.box import row_major
+from reshard.layout.layout import Layout
+from reshard.layout.notation import Cuts, Cyclic, Packed, Ragged, axes_of
+from reshard.layout.pieces import Piece
+
+__all__ = ["LocalFile", "check_blocks", "join_ranks"]
+
+MAX_BLOCKS = 1 << 18
+MAX_PIECES = 1 << 22
+"""Pieces of all tensors together; each is some hundred bytes of memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalFile:
+    """The local tensors of a rank, as far as they are in one file."""
+
+    rank: int
+    file: int
+    """Which of the catalog's files."""
+    where: str
+    tensors: Mapping[str, LocalTensor]
+
+
+def join_ranks(
+    files: Sequence[LocalFile],
+    layouts: Mapping[str, Layout],
+    shapes: Mapping[str, tuple[int, ...]],
+    findings: Findings,
+) -> dict[str, StoredTensor]:
+    """The global tensors behind the local ones; shapes that are not given are found."""
+    held: dict[str, dict[int, tuple[LocalFile, LocalTensor]]] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
+    for file in files:
+        for name, tensor in file.tensors.items():
+            by_rank = held.setdefault(name, {})
+            if file.rank in by_rank:
+                before = by_rank[file.rank][0].where
+                doubled.setdefault((before, file.where), []).append(name)
+            by_rank[file.rank] = file, tensor
+    findings.refuse_doubled(doubled, "keep one file of each rank for each tensor")
+    ranks = {file.rank: file.where for file in files}
+    joined: dict[str, StoredTensor] = {}
+    count = 0
+    for name, by_rank in held.items():
+        with findings.noting():
+            joined[name] = _join(name, by_rank, layouts[name], shapes.get(name), ranks)
+            count += len(joined[name].pieces)
+            if count > MAX_PIECES:
+                raise UnsupportedError(
+                    f"the layouts cut {len(joined)} of {len(held)} tensors into {count} pieces, at "
+                    f"most {MAX_PIECES} are read: use larger blocks"
+                )
+    return joined
+
+
+def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) -> None:
+    """Refuse blocks without number, which a file may ask for that does not hold them."""
+    for cuts, length in zip(layout.dims(shape), shape, strict=True):
+        blocks = max((length // block for block in _blocks(cuts)), default=0)
+        if blocks > MAX_BLOCKS:
+            raise UnsupportedError(
+                f'{where}: tensor {quoted(name)} is dealt by "{layout}" in {blocks} blocks, at '
+                f"most {MAX_BLOCKS} are read"
+            )
+
+
+def _blocks(cuts: Cuts) -> Iterator[int]:
+    """The sizes of the blocks that a dim is dealt in."""
+    for cut in cuts:
+        match cut:
+            case Cyclic(block=block):
+                yield block
+            case Packed(segments=segments):
+                for segment in segments:
+                    yield from _blocks(segment.cuts)
+
+
+def _join(
+    name: str,
+    held: Mapping[int, tuple[LocalFile, LocalTensor]],
+    layout: Layout,
+    shape: tuple[int, ...] | None,
+    ranks: Mapping[int, str],
+) -> StoredTensor:
+    _check_layout(name, layout)
+    (first, example), *rest = held.values()
+    for file, tensor in rest:
+        if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
+            raise DamageError(
+                f"tensor {quoted(name)} is {example.dtype} of {example.shape} in {first.where} and "
+                f"{tensor.dtype} of {tensor.shape} in {file.where}"
+            )
+    locals_ = {rank: tensor.shape for rank, (_, tensor) in held.items()}
+    shape = shape if shape is not None else _global_shape(name, layout, locals_, ranks)
+    expected = {rank: _local_shape(layout, rank, shape) for rank in ranks}
+    _check_absent(name, layout, locals_, expected, ranks)
+    pieces: list[StoredPiece] = []
+    for rank, mine in held.items():
+        _check_local(name, layout, shape, expected[rank], mine)
+        pieces += _stored(mine, layout.pieces(rank, shape))
+    return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
+
+
+def _check_layout(name: str, layout: Layout) -> None:
+    if layout.reduce is not None:
+        raise CheckpointError(
+            f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give the '
+            "layout of values"
+        )
+
+
+def _local_shape(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
+    """The shape of a rank's local tensor; None if it holds nothing of it."""
+    return None if layout.holds(rank) is None else layout.local_shape(rank, shape)
+
+
+def _check_absent(
+    name: str,
+    layout: Layout,
+    locals_: Mapping[int, tuple[int, ...]],
+    expected: Mapping[int, tuple[int, ...] | None],
+    ranks: Mapping[int, str],
+) -> None:
+    """A rank may lack a tensor of which it holds nothing, and that only if all the others fit."""
+    absent = [rank for rank, shape in expected.items() if rank not in locals_ and shape is not None]
+    fits = all(expected[rank] == shape for rank, shape in locals_.items())
+    for rank in absent:
+        shape = expected[rank]
+        if not fits or (shape is not None and 0 not in shape):
+            raise DamageError(
+                f'{ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
+                f"{layout.mesh} puts on rank {rank} too"
+            )
+
+
+def _check_local(
+    name: str,
+    layout: Layout,
+    shape: tuple[int, ...],
+    expected: tuple[int, ...] | None,
+    mine: tuple[LocalFile, LocalTensor],
+) -> None:
+    file, tensor = mine
+    if expected is None:
+        raise DamageError(
+            f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on mesh '
+            f"{layout.mesh} keeps off rank {file.rank}"
+        )
+    if tensor.shape != expected:
+        raise DamageError(
+            f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
+            f'"{layout}" on mesh {layout.mesh} cuts {shape} to {expected} for rank {file.rank}: '
+            "are these the rules and the mesh that wrote it?"
+        )
+
+
+def _global_shape(
+    name: str,
+    layout: Layout,
+    locals_: Mapping[int, tuple[int, ...]],
+    ranks: Mapping[int, str],
+) -> tuple[int, ...]:
+    if layout.words.flat:
+        raise UnsupportedError(
+            f'tensor {quoted(name)} has the layout "{layout}": files of flattened tensors do not '
+            "say their shape and cannot be read"
+        )
+    example = next(iter(locals_.values()))
+    try:
+        dims = layout.dims(example)
+    except ReshardError as error:
+        raise CheckpointError(f"tensor {quoted(name)}: {error}") from None
+    return tuple(
+        _length(name, dim, cuts, layout, {r: shape[dim] for r, shape in locals_.items()}, ranks)
+        for dim, cuts in enumerate(dims)
+    )
+
+
+def _length(
+    name: str,
+    dim: int,
+    cuts: Cuts,
+    layout: Layout,
+    lengths: Mapping[int, int],
+    ranks: Mapping[int, str],
+) -> int:
+    """How long a dim is: its parts added up, one for each place along the axes that cut it."""
+    match cuts[:1]:
+        case ():
+            return next(iter(lengths.values()))
+        case (Packed(segments=segments),):
+            return sum(segment.size for segment in segments)
+        case (Ragged(sizes=sizes),):
+            return sum(sizes)
+    mesh, axes = layout.mesh, axes_of(cuts)
+    parts: dict[tuple[int, ...], int] = {}
+    for rank in ranks:
+        if layout.holds(rank) is not None:
+            at = tuple(mesh.coords(rank)[axis] for axis in axes)
+            parts[at] = max(parts.get(at, 0), lengths.get(rank, 0))
+    for at in product(*(range(mesh.axes[axis]) for axis in axes)):
+        if at not in parts:
+            place = " ".join(f"{axis}={i}" for axis, i in zip(axes, at, strict=True))
+            raise DamageError(
+                f'tensor {quoted(name)} is cut by "{layout}" on mesh {mesh}, and no file holds its '
+                f"part at {place} of dim {dim}: a rank's file is missing"
+            )
+    return sum(parts.values())
+
+
+def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
+    """The pieces of a local tensor as bytes of its file."""
+    file, tensor = mine
+    size = itemsize(tensor.dtype)
+    ideal = row_major(tensor.shape)
+    for piece in pieces:
+        at, strides = piece.offset, piece.strides
+        if tensor.strides != ideal and strides == ideal:  # saved as a view, such as a transpose
+            index = [at // ideal[dim] % length for dim, length in enumerate(tensor.shape)]
+            at, strides = sum(map(mul, index, tensor.strides)), tensor.strides
+        elif tensor.strides != ideal:
+            raise UnsupportedError(
+                f"{file.where}: a flattened tensor with the strides {tensor.strides} is not read"
+            )
+        yield StoredPiece(piece.box, file.file, tensor.offset + at * size, strides)

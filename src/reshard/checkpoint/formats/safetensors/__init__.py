@@ -1,0 +1,1 @@
+"""Safetensors files: whole tensors, boxes of tensors, or the tensors of one rank."""

@@ -1,0 +1,142 @@
+"""Folders of ``torch.distributed.checkpoint``: one ``.metadata``, or one for each rank.
+
+With ``use_collectives=False`` ranks save without each other. Each writes a ``__3.metadata`` that
+describes its local tensors, and nothing says how these belong together. Where the ranks have
+different names, all of them are one checkpoint; where they share names, rules say how it is cut.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.recognition import RANK_METADATA
+from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
+from reshard.checkpoint.storage.files import Storage
+from reshard.errors import CheckpointError, quoted
+
+if TYPE_CHECKING:
+    from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
+
+__all__ = ["read_distcp_folder"]
+
+_DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
+
+
+def read_distcp_folder(
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    findings: Findings,
+    rules: Rules | None = None,
+    mesh: Mesh | None = None,
+) -> Catalog:
+    """The catalog of a folder with a ``.metadata``, or with one for each rank."""
+    ranks = _metadata_of_ranks(storage, listed, findings)
+    _check_needed(storage.root, bool(ranks), rules, mesh)
+    paths = [*ranks.values()] or [METADATA]
+    catalogs = [read_metadata(storage, listed, path, findings) for path in paths]
+    catalog = _joined(catalogs)
+    if ranks and rules is not None:
+        from reshard.checkpoint.formats.ranks.by_rules import cut_by_rules
+
+        by_rank = dict(zip(ranks, catalogs, strict=True))
+        catalog = cut_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
+    elif len(catalogs) > 1:
+        _check_names_apart(storage.root, catalogs, [*ranks])
+    named = {file.path for file in catalog.files}
+    return replace(catalog, others=_others(listed, named, paths, findings))
+
+
+def _check_needed(root: str, is_of_ranks: bool, rules: Rules | None, mesh: Mesh | None) -> None:
+    """Refuse rules or a mesh that would do nothing."""
+    if is_of_ranks and rules is None and mesh is not None:
+        raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
+    if not is_of_ranks and (rules is not None or mesh is not None):
+        given = "rules" if rules is not None else f"mesh {mesh}"
+        raise CheckpointError(
+            f"{root} is a .distcp folder, which says itself how its tensors are cut: leave out "
+            f"{given}"
+        )
+
+
+def _metadata_of_ranks(
+    storage: Storage, listed: Sequence[StoredFile], findings: Findings
+) -> dict[int, str]:
+    """The metadata of each rank, where there is none of all; ranks without one are damage."""
+    paths = [file.path for file in listed]
+    if METADATA in paths:
+        return {}
+    found = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
+    if not found:
+        return {}
+    writers = {int(match[1]) for path in paths if (match := _DATA.match(path))}
+    for rank in sorted(({0} | writers) - found.keys()):
+        findings.found(f"{storage.where(f'__{rank}.metadata')} is missing: other ranks have one")
+    return dict(sorted(found.items()))
+
+
+def _joined(catalogs: Sequence[Catalog]) -> Catalog:
+    """All of them as one; of names that several have, the first."""
+    if len(catalogs) == 1:
+        return catalogs[0]
+    joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
+    for one in catalogs:
+        moved = _renumbered(one, len(joined.files))
+        joined = replace(
+            joined,
+            files=(*joined.files, *moved.files),
+            tensors={**moved.tensors, **joined.tensors},
+            objects={**moved.objects, **joined.objects},
+            nesting={**moved.nesting, **joined.nesting},
+            extras={**moved.extras, **joined.extras},
+            crcs=(*joined.crcs, *moved.crcs),
+        )
+    return joined
+
+
+def _renumbered(catalog: Catalog, first: int) -> Catalog:
+    """The same catalog, with the numbers of its files counted from another one on."""
+    tensors = {
+        name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
+        for name, t in catalog.tensors.items()
+    }
+    objects = {name: replace(o, file=o.file + first) for name, o in catalog.objects.items()}
+    crcs = tuple(crc._replace(file=crc.file + first) for crc in catalog.crcs)
+    return replace(catalog, tensors=tensors, objects=objects, crcs=crcs)
+
+
+def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[int]) -> None:
+    """Refuse names that several ranks have: nothing says what their tensors are of each other."""
+    home: dict[str, int] = {}
+    for rank, catalog in zip(ranks, catalogs, strict=True):
+        for name in catalog.tensors:
+            if name in home:
+                raise CheckpointError(
+                    f"{root} holds local tensors of {len(ranks)} ranks that saved without each "
+                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not say "
+                    "how they were cut: give --rules and --mesh"
+                )
+            home[name] = rank
+
+
+def _others(
+    listed: Sequence[StoredFile],
+    named: Collection[str],
+    metadata: Collection[str],
+    findings: Findings,
+) -> tuple[StoredFile, ...]:
+    """Files beside those of the checkpoint; not what an earlier save on more ranks left there."""
+    rest = [file for file in listed if file.path not in metadata and file.path not in named]
+    stale = [file.path for file in rest if _is_stale(file.path)]
+    if stale:
+        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
+    return tuple(file for file in rest if not _is_stale(file.path))
+
+
+def _is_stale(path: str) -> bool:
+    return path.endswith(".distcp") or RANK_METADATA.match(path) is not None

@@ -1,0 +1,339 @@
+"""Checkpoints of ``torch.distributed.checkpoint``: a pickle of metadata and many small archives.
+
+``.metadata`` lists every tensor with its boxes, and for each box the range of a ``.distcp`` file
+that is the archive of one ``torch.save``. Neither is given to Python's pickle. Classes that the
+metadata names and that are not known here, such as Megatron's plans, are read as records that
+nothing looks into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import add, gt
+from typing import Any
+
+from reshard.checkpoint.catalog import (
+    Catalog,
+    Crc,
+    StoredFile,
+    StoredObject,
+    StoredPiece,
+    StoredTensor,
+)
+from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.plain_values import Visits, is_plain
+from reshard.checkpoint.formats.torch.tensors import (
+    View,
+    allow_tensors,
+    dtype_of,
+    is_tensor,
+    view_of,
+)
+from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
+from reshard.checkpoint.storage.files import Range, Storage, check_path
+from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.layout.box import Box
+
+__all__ = ["METADATA", "read_metadata"]
+
+METADATA = ".metadata"
+MAX_METADATA = 1 << 29
+MAX_PICKLE = 1 << 16
+"""Bytes of the pickle of one tensor, which has a few hundred, and of the archive's directory."""
+BATCH = 1024
+"""Archives whose ends are in memory at the same time."""
+CHUNK_BYTES = 16
+"""Bytes of the metadata that a chunk takes at least, unless many tensors share a list of chunks."""
+MAX_PATH = 1 << 12
+MAX_KEYS = 64
+"""Keys that lead to an entry of a nested state dict."""
+KNOWN_PICKLES = 1 << 12
+"""Pickles that are kept because the next archive may have the same; a model has a few shapes."""
+EXTRAS = ("mcore_data",)
+"""Attributes that other programs give the metadata, and look for when they load it."""
+
+_DCP = "torch.distributed.checkpoint."
+
+
+Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
+"""The range of a file that is the archive of a box, by tensor and the start of the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A box of a tensor, and the range of a file that is its archive."""
+
+    tensor: str
+    dtype: str
+    box: Box
+    range: Range
+
+
+def read_metadata(
+    storage: Storage, listed: Sequence[StoredFile], path: str, findings: Findings
+) -> Catalog:
+    """The catalog of what a ``.metadata`` describes, without the other files of the folder."""
+    where = storage.where(path)
+    metadata = _metadata(storage, path, where)
+    placed = _placed(_dict(metadata, "storage_data", where), where)
+    sizes = {file.path: file.size for file in listed}
+    shared = _check_ranges(storage.root, placed.values(), sizes, findings)
+    named = {path for path, _, _ in placed.values()}
+    files = tuple(file for file in listed if file.path in named)
+    numbers = {file.path: number for number, file in enumerate(files)}
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    chunks: list[_Chunk] = []
+    left = most = storage.size(path) // CHUNK_BYTES
+    for name, entry in _dict(metadata, "state_dict_metadata", where).items():
+        with findings.noting():
+            found = _entry(name, entry, placed, where)
+            if isinstance(found, StoredTensor):
+                tensors[name] = found
+                left -= _num_chunks(entry)
+                if left < 0:
+                    raise UnsupportedError(
+                        f"{where}: up to {quoted(name)} its tensors have {most - left} chunks, and "
+                        f"so many bytes have at most {most}: many share one list"
+                    )
+                chunks += _chunks(found, entry, placed, where)
+            elif found[0] in numbers:
+                objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
+    _check_used(placed, tensors, objects, where, findings)
+    readable = [c for c in chunks if _fits(c.range, sizes) and c.range not in shared]
+    pieces, crcs = _pieces(storage, readable, numbers, findings)
+    tensors = {n: replace(t, pieces=tuple(pieces.get(n, ()))) for n, t in tensors.items()}
+    return Catalog(
+        storage.root,
+        "distcp",
+        files,
+        tensors,
+        objects,
+        nesting=_paths(metadata.field("planner_data")),
+        extras=_extras(metadata, most, where, findings),
+        crcs=tuple(crcs),
+    )
+
+
+def _extras(metadata: Record, most: int, where: str, findings: Findings) -> dict[str, Any]:
+    """What other programs keep in the metadata, where it is plain."""
+    extras, visits = {}, Visits(most + MAX_KEYS)
+    for name in EXTRAS:
+        value = metadata.field(name)
+        if isinstance(value, dict) and is_plain(value, visits):
+            extras[name] = value
+        elif value is not None:
+            findings.note(f"{where}: {name} is not of plain values and is left out")
+    return extras
+
+
+def _metadata(storage: Storage, path: str, where: str) -> Record:
+    size = storage.size(path)
+    if size > MAX_METADATA:
+        raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
+    found = unpickle(storage.read(path, 0, size), allow_tensors, where)
+    # The class may be a subclass of torch's, as Megatron's is.
+    if not isinstance(found, Record) or not isinstance(found.field("state_dict_metadata"), dict):
+        raise UnsupportedError(
+            f"{where} is a pickle of something else than the metadata of a checkpoint"
+        )
+    return found
+
+
+def _dict(record: Record, name: str, where: str) -> dict[Any, Any]:
+    found = record.field(name)
+    if not isinstance(found, dict):
+        raise DamageError(f"{where}: its {name} is no dict")
+    return found
+
+
+def _placed(storage_data: dict[Any, Any], where: str) -> Placed:
+    placed: dict[tuple[str, tuple[int, ...] | None], Range] = {}
+    for index, info in storage_data.items():
+        name = index.field("fqn") if isinstance(index, Record) else None
+        if not isinstance(name, str) or not isinstance(info, Record):
+            raise DamageError(f"{where}: an entry of storage_data is not about a tensor")
+        start = index.field("offset")
+        start = start if start is None else checked_shape(start, f"{where}: {quoted(name)}")
+        if (name, start) in placed:
+            raise DamageError(f"{where}: {quoted(name)} at {start} is stored twice")
+        placed[name, start] = _range(info, f"{where}: {quoted(name)}")
+    return placed
+
+
+def _range(info: Record, where: str) -> Range:
+    path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+    if not isinstance(path, str) or whole_numbers((offset, length)) is None:
+        raise DamageError(f"{where} is stored in no range of a file")
+    if len(path) > MAX_PATH:
+        raise UnsupportedError(
+            f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read"
+        )
+    if info.field("transform_descriptors"):
+        raise UnsupportedError(f"{where} is stored compressed or transformed: not supported")
+    return check_path(path), offset, length
+
+
+def _fits(found: Range, sizes: Mapping[str, int]) -> bool:
+    path, offset, length = found
+    return offset + length <= sizes.get(path, -1)
+
+
+def _check_ranges(
+    root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
+) -> set[Range]:
+    """Every range lies in a file that is there, and shares no byte with another; those that do.
+
+    One range that thousands of entries name would be read as often.
+    """
+    shared: set[Range] = set()
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for path, offset, length in ranges:
+        by_file.setdefault(path, []).append((offset, offset + length))
+    for path, spans in sorted(by_file.items()):
+        spans.sort()
+        end = max(stop for _, stop in spans)
+        if path not in sizes:
+            findings.found(
+                f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
+            )
+        elif end > sizes[path]:
+            lost = sum(stop > sizes[path] for _, stop in spans)
+            findings.found(
+                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is cut "
+                f"short, {lost} of {len(spans)} entries are lost"
+            )
+        pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
+        shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
+        if pairs:
+            (_, stop), (start, _) = pairs[0]
+            more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
+            findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
+    return shared
+
+
+def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
+    """A tensor without its pieces, or the range of a file that is an object."""
+    if not isinstance(name, str) or not isinstance(entry, Record):
+        raise DamageError(f"{where}: an entry {shown(name)} is no tensor and no object")
+    where = f"{where}: {quoted(name)}"
+    if entry.kind == f"{_DCP}metadata.BytesStorageMetadata":
+        if (name, None) not in placed:
+            raise DamageError(f"{where} is stored nowhere")
+        return placed[name, None]
+    if entry.kind != f"{_DCP}metadata.TensorStorageMetadata":
+        raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    fields = state if isinstance(state, tuple) else ()
+    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(fields), None)
+    return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
+
+
+def _num_chunks(entry: object) -> int:
+    chunks = entry.field("chunks") if isinstance(entry, Record) else None
+    return len(chunks) if isinstance(chunks, list) else 0
+
+
+def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> Iterator[_Chunk]:
+    """The chunks of a tensor; what is listed twice, as empty ones of several ranks are, once."""
+    chunks = entry.field("chunks")
+    where = f"{where}: {quoted(tensor.name)}"
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for chunk in chunks if isinstance(chunks, list) else ():
+        if not isinstance(chunk, Record):
+            raise DamageError(f"{where} has a chunk that is none")
+        start = checked_shape(chunk.field("offsets"), where)
+        shape = checked_shape(chunk.field("sizes"), where)
+        stop = tuple(map(add, start, shape))
+        if not len(start) == len(shape) == len(tensor.shape) or any(map(gt, stop, tensor.shape)):
+            raise DamageError(
+                f"{where} has a chunk at {start} of shape {shape}, outside of {tensor.shape}"
+            )
+        if (tensor.name, start) not in placed:
+            raise DamageError(f"{where}: its chunk at {start} is stored nowhere")
+        if (start, stop) not in seen:
+            seen.add((start, stop))
+            yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+
+
+def _check_used(
+    placed: Placed,
+    tensors: Mapping[str, StoredTensor],
+    objects: Mapping[str, StoredObject],
+    where: str,
+    findings: Findings,
+) -> None:
+    for name, _ in placed:
+        if name not in tensors and name not in objects and not findings.any:
+            findings.found(f"{where}: {quoted(name)} is stored and not described")
+
+
+def _pieces(
+    storage: Storage, chunks: Sequence[_Chunk], numbers: Mapping[str, int], findings: Findings
+) -> tuple[dict[str, list[StoredPiece]], list[Crc]]:
+    """Where the elements of every chunk lie, archive by archive in the order of the files."""
+    pieces: dict[str, list[StoredPiece]] = {}
+    crcs: list[Crc] = []
+    views: dict[bytes, View] = {}
+    order = sorted(chunks, key=lambda chunk: chunk.range)
+    for first in range(0, len(order), BATCH):
+        batch = order[first : first + BATCH]
+        for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
+            with findings.noting():
+                if archive is not None:
+                    file = numbers[chunk.range[0]]
+                    piece = _piece(chunk, archive, file, views)
+                    pieces.setdefault(chunk.tensor, []).append(piece)
+                    crcs += archive.crcs(file)
+    for held in pieces.values():
+        held.sort(key=lambda piece: piece.box)
+    return pieces, crcs
+
+
+def _archives(
+    storage: Storage, batch: Sequence[_Chunk], findings: Findings
+) -> Sequence[Archive | None]:
+    """All archives of a batch; one by one where one of them is damaged."""
+    try:
+        return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
+    except (DamageError, UnsupportedError) as error:
+        if len(batch) == 1:
+            note = findings.found if isinstance(error, DamageError) else findings.refuse
+            note(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
+            return [None]
+    return [_archives(storage, [chunk], findings)[0] for chunk in batch]
+
+
+def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
+    where = f"{archive.where}: {quoted(chunk.tensor)}"
+    view = views.get(archive.pickle)
+    if view is None:  # archives of one shape have the same pickle
+        record = unpickle(archive.pickle, allow_tensors, where)
+        if not is_tensor(record):
+            raise DamageError(f"{where} is no tensor")
+        view = view_of(record, where)
+        if len(views) < KNOWN_PICKLES:
+            views[archive.pickle] = view
+    local = view.within(archive, where)
+    if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+        raise DamageError(
+            f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
+            f"{chunk.dtype}"
+        )
+    return StoredPiece(chunk.box, file, local.offset, local.strides)
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
+    """Where a nested state dict keeps each entry."""
+    paths = {}
+    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        if not isinstance(name, str) or not isinstance(path, tuple) or len(path) > MAX_KEYS:
+            continue
+        if all(type(part) in (str, int) for part in path):
+            paths[name] = path
+    return paths

@@ -1,0 +1,225 @@
+"""A ``.distcp`` folder as ``torch.distributed.checkpoint`` writes it, without torch.
+
+Every box is a zip file as of ``torch.save``, one after the other in the file of the rank that owns
+it. ``.metadata`` is a pickle that says which box lies where.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
+from typing import Any, TypeAlias
+
+from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
+from reshard.checkpoint.formats.output import (
+    Literal,
+    ObjectCopy,
+    Output,
+    OutputTensor,
+    Wanted,
+    owned_boxes,
+)
+from reshard.checkpoint.formats.torch.archive_writer import ALIGNMENT, Archive, value_archive
+from reshard.checkpoint.formats.torch.pickler import (
+    Call,
+    Fields,
+    Global,
+    Instance,
+    Pairs,
+    Shared,
+    pickled,
+)
+from reshard.checkpoint.piece_table import Pieces
+from reshard.dtypes import itemsize
+from reshard.layout.box import Box, row_major
+
+__all__ = ["distcp"]
+
+Path: TypeAlias = tuple[str | int, ...]
+"""The keys that lead to an entry of a nested state dict."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR = Global(_METADATA, "TensorStorageMetadata")
+_CHUNK = Global(_METADATA, "ChunkStorageMetadata")
+_INDEX = Global(_METADATA, "MetadataIndex")
+_PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Global("torch", "Size")
+_INDEX_NAMES = ("fqn", "offset", "index")
+_PLACE_NAMES = ("relative_path", "offset", "length")
+_FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
+_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+
+
+class _Ranks:
+    """The files of the ranks, as far as they are filled."""
+
+    def __init__(self) -> None:
+        self.literals: list[Literal] = []
+        self.numbers: dict[int, int] = {}
+        self.sizes: list[int] = []
+
+    def file(self, rank: int) -> int:
+        """The number of a rank's file."""
+        if rank not in self.numbers:
+            self.numbers[rank] = len(self.sizes)
+            self.sizes.append(0)
+        return self.numbers[rank]
+
+    def add(self, rank: int, size: int) -> tuple[int, int, int]:
+        """Room for so many bytes at the end of a rank's file: which, where, and what is skipped."""
+        file = self.file(rank)
+        skipped = -self.sizes[file] % ALIGNMENT
+        offset = self.sizes[file] + skipped
+        self.sizes[file] = offset + size
+        return file, offset, skipped
+
+
+def distcp(
+    tensors: Mapping[str, Wanted],
+    objects: Sequence[StoredObject] = (),
+    nesting: Mapping[str, Path] | None = None,
+    values: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
+) -> Output:
+    """The files of the ranks, and the ``.metadata`` that finds everything in them."""
+    ranks, made = _Ranks(), dict[str, OutputTensor]()
+    states: dict[str, Any] = {}
+    places = Pairs([])
+    names = _file_names(tensors)
+    for number, (name, wanted) in enumerate(tensors.items()):
+        pieces, chunks = list[StoredPiece](), list[Shared]()
+        around: list[tuple[bytes, bytes]] = []
+        for start, stop, rank in owned_boxes(name, wanted, number):
+            box, shape, strides = _box(start, stop)
+            archive = _archive(wanted.dtype, shape)
+            file, offset, skipped = ranks.add(rank, archive.size)
+            around.append((_padded(archive, skipped), archive.tail))
+            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
+            places.items.append(
+                (_index(name, start, len(chunks)), _place(names[rank], offset, archive.size))
+            )
+            chunks.append(_chunk(start, shape))
+        size = itemsize(wanted.dtype)
+        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
+        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
+        states[name] = _tensor(wanted, chunks)
+    copies = _add_objects(ranks, objects, names, states, places)
+    _add_values(ranks, values or {}, names, states, places)
+    files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
+    metadata = pickled(_metadata(states, places, nesting or {}, extras or {}))
+    literals = (*ranks.literals, Literal(len(files), 0, metadata))
+    return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
+
+
+@lru_cache(maxsize=4096)
+def _box(
+    start: tuple[int, ...], stop: tuple[int, ...]
+) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
+    """A box, its shape and its strides."""
+    box = Box(start, stop)
+    return box, box.shape, row_major(box.shape)
+
+
+_archive = lru_cache(maxsize=4096)(Archive.of)
+
+
+@lru_cache(maxsize=4096)
+def _padded(archive: Archive, skipped: int) -> bytes:
+    """What stands before the elements, and before that zeros up to the end of the last box."""
+    return bytes(skipped) + archive.head
+
+
+def _file_names(tensors: Mapping[str, Wanted]) -> dict[int, str]:
+    layouts = {wanted.layout for wanted in tensors.values() if wanted.layout is not None}
+    ranks = {0}.union(*(layout.ranks for layout in layouts))
+    return {rank: f"__{rank}_0.distcp" for rank in ranks}
+
+
+def _add_objects(
+    ranks: _Ranks,
+    objects: Sequence[StoredObject],
+    names: Mapping[int, str],
+    states: dict[str, Any],
+    places: Pairs,
+) -> tuple[ObjectCopy, ...]:
+    """Entries that are no tensors go into the first file, byte by byte as they were."""
+    first = next(iter(ranks.numbers), 0)
+    copies = []
+    for entry in objects:
+        file, offset, skipped = ranks.add(first, entry.size)
+        if skipped:
+            ranks.literals.append(Literal(file, offset - skipped, bytes(skipped)))
+        copies.append(ObjectCopy(entry, file, offset))
+        states[entry.name] = _BYTES
+        places.items.append((_bytes_index(entry.name), _place(names[first], offset, entry.size)))
+    return tuple(copies)
+
+
+def _add_values(
+    ranks: _Ranks,
+    values: Mapping[str, Any],
+    names: Mapping[int, str],
+    states: dict[str, Any],
+    places: Pairs,
+) -> None:
+    """Plain values go into the first file, each as ``torch.save`` writes it."""
+    first = next(iter(ranks.numbers), 0)
+    for name, value in values.items():
+        data = value_archive(value)
+        file, offset, skipped = ranks.add(first, len(data))
+        ranks.literals.append(Literal(file, offset - skipped, bytes(skipped) + data))
+        states[name] = _BYTES
+        places.items.append((_bytes_index(name), _place(names[first], offset, len(data))))
+
+
+def _bytes_index(name: str) -> Instance:
+    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, None, None)))
+
+
+def _metadata(
+    states: dict[str, Any],
+    places: Pairs,
+    nesting: Mapping[str, Path],
+    extras: Mapping[str, Any],
+) -> Instance:
+    return Instance(
+        Global(_METADATA, "Metadata"),
+        {
+            "state_dict_metadata": states,
+            "planner_data": {name: nesting.get(name, (name,)) for name in states},
+            "storage_data": places,
+            "storage_meta": None,
+            "version": "1.0.0",
+            **extras,
+        },
+    )
+
+
+def _tensor(wanted: Wanted, chunks: list[Shared]) -> Instance:
+    values = (_properties(wanted.dtype), _size(wanted.shape), chunks)
+    return Instance(_TENSOR, Fields(("properties", "size", "chunks"), values))
+
+
+@cache
+def _properties(dtype: str) -> Shared:
+    state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
+    return Shared(Instance(Global(_METADATA, "TensorProperties"), state))
+
+
+@lru_cache(maxsize=1 << 16)
+def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shared:
+    return Shared(Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes)))))
+
+
+def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:
+    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, _size(offset), number)))
+
+
+def _place(path: str, offset: int, length: int) -> Instance:
+    return Instance(_PLACE, Fields(_PLACE_NAMES, (path, offset, length)))
+
+
+@lru_cache(maxsize=1 << 16)
+def _size(values: tuple[int, ...]) -> Shared:
+    return Shared(Call(_SIZE, (values,)))

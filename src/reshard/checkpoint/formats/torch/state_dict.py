@@ -1,0 +1,251 @@
+"""``torch.save`` files: a nested state dict, flattened to dotted names.
+
+Tensors are found through the archive's pickle, which is read by our own machine. Plain values (an
+iteration, the betas of an optimizer) are kept as such, under the names that torch's distributed
+checkpoints give them; what is neither is left out, and listed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sized
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+from reshard.checkpoint.catalog import Crc, StoredFile
+from reshard.checkpoint.formats.checks import shown
+from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.torch.archive import Archive, read_archives
+from reshard.checkpoint.formats.torch.plain_values import Visits, as_json, is_plain
+from reshard.checkpoint.formats.torch.tensors import (
+    LocalTensor,
+    allow_tensors,
+    is_tensor,
+    tensor_of,
+)
+from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
+from reshard.checkpoint.formats.torch.zero import check_no_zero
+from reshard.checkpoint.storage.files import Storage
+from reshard.dtypes import itemsize
+from reshard.errors import UnsupportedError, quoted
+from reshard.text import format_bytes
+
+__all__ = ["Content", "beside_tensors", "read_torch_file"]
+
+MAX_ENTRIES = 1 << 20
+MAX_NESTING = 32
+MAX_SHARED = 1 << 12
+"""Places at which one and the same dict or list may be; of dicts within dicts there is no end."""
+MAX_NAME = 1 << 12
+"""Characters of a name: keys and their dots."""
+ENTRIES = 4
+"""Entries of nested dicts and lists that are looked at for each byte of a pickle; without sharing
+one byte has one entry, which is looked at up to four times."""
+FREE_TEXT, TEXT = 1 << 24, 64
+"""Characters of all names and values together: so many, and for each byte of a pickle so many."""
+FREE_BYTES, VIEWS = 1 << 26, 64
+"""Bytes of all tensors together: so many, and for each byte of their storages so many."""
+
+Path = tuple[str | int, ...]
+
+
+@dataclass(slots=True)
+class Content:
+    """What a file of one rank holds."""
+
+    tensors: dict[str, LocalTensor] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    """Plain values."""
+    texts: dict[str, str] = field(default_factory=dict)
+    """Those of the plain values that JSON can hold, as JSON; and what a safetensors file says."""
+    nesting: dict[str, Path] = field(default_factory=dict)
+    crcs: list[Crc] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+    """Names of entries that are neither tensors nor plain."""
+
+
+def read_torch_file(
+    storage: Storage, file: StoredFile, findings: Findings, number: int = 0
+) -> Content:
+    """The tensors and plain values of one ``torch.save`` file, which has this number."""
+    [archive] = read_archives(storage, [(file.path, 0, file.size)])
+    value = unpickle(archive.pickle, allow_tensors, archive.where)
+    check_no_zero(value, archive.where)
+    content = Content(crcs=archive.crcs(number))
+    visits = Visits(min(MAX_ENTRIES, MAX_SHARED + ENTRIES * len(archive.pickle)))
+    most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
+    for path, leaf in _leaves(value, visits, archive.where):
+        name = _name(path, archive.where)
+        _check_new(content, name, archive.where)
+        content.nesting[name] = path
+        if is_tensor(leaf):
+            with findings.noting():
+                content.tensors[name] = tensor_of(leaf, archive, _at(archive.where, name))
+        elif is_plain(leaf, visits):
+            _add_value(content, name, leaf)
+        else:
+            content.left_out.append(name)
+        if visits.left < 0:
+            raise _endless(archive.where)
+        num_text += len(name) + len(content.texts.get(name, ""))
+        if num_text > most_text:
+            raise UnsupportedError(
+                f"{archive.where}: its names and values have more than {most_text} characters, and "
+                f"its pickle has {len(archive.pickle)} bytes: it repeats a few without end"
+            )
+    _check_views(content, archive)
+    _note_left_out(content, archive, findings)
+    return content
+
+
+def beside_tensors(contents: Iterable[Content]) -> dict[str, Any]:
+    """What files say beside their tensors, as fields of a catalog; where they differ, the first
+    counts.
+    """
+    values: dict[str, Any] = {}
+    texts: dict[str, str] = {}
+    nesting: dict[str, Path] = {}
+    left_out: dict[str, None] = {}
+    crcs: list[Crc] = []
+    for content in contents:
+        new = content.values.keys() - values.keys()
+        values |= {name: content.values[name] for name in content.values if name in new}
+        texts |= {name: text for name, text in content.texts.items() if name not in texts}
+        nesting |= {name: path for name, path in content.nesting.items() if name not in nesting}
+        left_out |= dict.fromkeys(content.left_out)
+        crcs += content.crcs
+    return {
+        "metadata": texts,
+        "values": values,
+        "nesting": nesting,
+        "left_out": tuple(left_out),
+        "crcs": tuple(crcs),
+    }
+
+
+def _add_value(content: Content, name: str, value: Any) -> None:
+    content.values[name] = value
+    text = as_json(value)
+    if text is not None:
+        content.texts[name] = text
+
+
+def _note_left_out(content: Content, archive: Archive, findings: Findings) -> None:
+    left_out = content.left_out
+    if left_out:
+        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
+        findings.note(
+            f"{archive.where}: {quoted(left_out[0])}{more} is no tensor and no plain value, and is "
+            "left out"
+        )
+    used = {tensor.storage for tensor in content.tensors.values()}
+    lost = [member.size for key, member in archive.storages.items() if key not in used]
+    if sum(lost) and not findings.any:
+        findings.note(
+            f"{archive.where}: {sum(lost)} bytes of tensors are parts of objects that are left out"
+        )
+
+
+def _name(path: Path, where: str) -> str:
+    """The keys that lead to an entry, with dots between them."""
+    length = sum(len(key) if isinstance(key, str) else 1 for key in path)
+    if length > MAX_NAME:
+        raise UnsupportedError(
+            f"{where}: a name of {length} characters, at most {MAX_NAME} are read"
+        )
+    return ".".join(map(str, path)) or "tensor"
+
+
+def _check_views(content: Content, archive: Archive) -> None:
+    """Refuse thousands of tensors that are all one storage: each of them would be read."""
+    total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
+    stored = sum(member.size for member in archive.storages.values())
+    if total > FREE_BYTES + VIEWS * stored:
+        raise UnsupportedError(
+            f"{archive.where}: its {len(content.tensors)} tensors have {format_bytes(total)} and "
+            f"their storages {format_bytes(stored)}: save each tensor once"
+        )
+
+
+def _check_new(content: Content, name: str, where: str) -> None:
+    if name in content.nesting:
+        raise UnsupportedError(
+            f"{where}: two entries are called {quoted(name)}, one of them nested: rename one of "
+            "them and save again"
+        )
+
+
+def _at(where: str, name: str) -> str:
+    return f"{where}: tensor {quoted(name)}"
+
+
+def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]]:
+    """All tensors and other entries, with the keys that lead there; a file may nest without end.
+
+    Keys of dicts are texts and places in lists are numbers, as in torch's distributed checkpoints.
+    """
+    pending: list[tuple[Path, Any]] = [((), value)]
+    seen: Counter[int] = Counter()
+    while pending:
+        path, found = pending.pop()
+        entries = _entries(found)
+        if entries is None or (path and _is_one_entry(found, visits)):
+            yield path, found
+            continue
+        seen[id(found)] += bool(entries)
+        visits.left -= len(entries)
+        if len(path) > MAX_NESTING or visits.left < 0 or seen[id(found)] > MAX_SHARED:
+            raise _endless(where)
+        pending += [((*path, key), child) for key, child in reversed([*_children(found)])]
+
+
+def _endless(where: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"{where} nests more than {MAX_NESTING} deep or repeats a few dicts and lists without end"
+    )
+
+
+def _is_one_entry(value: Any, visits: Visits) -> bool:
+    """Whether a list is one entry, as torch has it: no tensors in it, and no dicts.
+
+    A tuple may hold dicts, as long as there are no tensors in them.
+    """
+    if not isinstance(value, list | tuple):
+        return False
+    pending: list[Any] = [value]
+    while pending and visits.left > 0:
+        inside = pending.pop()
+        visits.left -= len(inside)
+        for one in inside.values() if isinstance(inside, dict) else inside:
+            if is_tensor(one) or (isinstance(value, list) and isinstance(one, dict | Record)):
+                return False
+            if isinstance(one, list | tuple | dict):
+                pending.append(one)
+    return True
+
+
+def _entries(value: Any) -> Sized | None:
+    """What a dict or a list holds, to be counted; None for what is kept, or left out, as one."""
+    if isinstance(value, Record) and value.kind == "collections.defaultdict":
+        return value.items
+    return value if isinstance(value, dict | list | tuple) else None
+
+
+def _children(value: Any) -> Iterator[tuple[str | int, Any]]:
+    """The entries of a dict or a list, each with its key."""
+    if isinstance(value, list | tuple):
+        yield from enumerate(value)
+        return
+    pairs = value.items if isinstance(value, Record) else value.items()
+    yield from ((_key(pair[0]), pair[1]) for pair in pairs if _is_pair(pair))
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, bytes):
+        return str(key[:80])[:80]
+    return str(key) if isinstance(key, str | int) else shown(key)[:80]
+
+
+def _is_pair(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2

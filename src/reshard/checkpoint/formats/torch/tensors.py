@@ -1,0 +1,231 @@
+"""Tensors in the pickle of a ``torch.save`` archive: dtype, shape, and which bytes they are.
+
+The pickle says of each tensor which storage it lies in, where it begins there, and its strides.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
+from reshard.checkpoint.formats.torch.archive import Archive
+from reshard.checkpoint.formats.torch.unpickler import Global, Record
+from reshard.dtypes import ITEMSIZE, itemsize
+from reshard.errors import DamageError, UnsupportedError
+from reshard.layout.box import row_major
+from reshard.text import format_bytes
+
+__all__ = ["LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of", "view_of"]
+
+_STORAGES = {
+    "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
+    "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16", "FloatStorage": "float32", "DoubleStorage": "float64",
+    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+}  # fmt: skip
+_REBUILD = "torch._utils._rebuild_tensor"
+_PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
+_SUBCLASS = "torch._tensor._rebuild_from_type_v2"
+_TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild")
+"""How the names of all functions begin that make tensors, of kinds that we do not know too."""
+
+MAX_WRAPPED = 8
+MAX_ARGS = 16
+"""Arguments of a call that makes a tensor, and flags of a tensor; torch gives at most eight."""
+EXPANDED = 64
+SMALL = 1 << 20
+"""A tensor may be so many times larger than its storage (expanded along a dim), or have so many
+bytes: enough for masks and positions, and too little for a small file to stand for terabytes."""
+
+_HARMLESS = {
+    "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
+    "collections.defaultdict", "collections.deque", "collections.Counter", "_codecs.encode",
+    "copyreg._reconstructor", "copyreg.__newobj__", "_io.BytesIO", "_io.StringIO",
+    *(f"datetime.{name}" for name in ("date", "datetime", "time", "timedelta", "timezone")),
+    "zoneinfo.ZoneInfo._unpickle", "zoneinfo._common.ZoneInfo._unpickle", "decimal.Decimal",
+    "fractions.Fraction", "uuid.UUID", "uuid.SafeUUID", "functools.partial",
+    *(f"{module}.{name}" for module in ("pathlib", "pathlib._local") for name in (
+        "Path", "PurePath", "PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")),
+    *(f"{module}.{name}" for module in ("builtins", "__builtin__") for name in (
+        "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
+        "bool", "list", "dict", "tuple", "object", "bytes")),
+}  # fmt: skip
+"""Names of the standard library that people keep in checkpoints."""
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """A tensor of an archive: what it is, and where its first element lies in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: str = ""
+    """The member of the archive that it lies in; empty outside of archives."""
+
+
+def allow_tensors(module: str, name: str) -> bool:
+    """Names that an archive of a training run may hold.
+
+    Nothing is ever called, so a class of somebody's own is only a record that is not understood.
+    But what only an attack would name (``os.system``, ``builtins.eval``) is an error.
+    """
+    top = module.partition(".")[0]
+    known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
+    return not known or f"{module}.{name}" in _HARMLESS
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a record of a pickle is a tensor, be it of a kind that ``tensor_of`` refuses."""
+    return isinstance(value, Record) and value.kind.startswith(_TENSORS)
+
+
+def dtype_of(value: object, where: str) -> str:
+    """The canonical name of ``torch.bfloat16`` and its like."""
+    name = value.name if isinstance(value, Global) and value.module == "torch" else None
+    if name not in ITEMSIZE:
+        kind = value.path if isinstance(value, Global) else shown(value)
+        raise UnsupportedError(f"{where} has the dtype {kind}, which is not supported")
+    return name
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a record says of a tensor, checked as far as that goes without its archive."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+    """The element of its storage that is its first."""
+    storage: str
+    length: int
+    """Bytes of the storage."""
+
+    def within(self, archive: Archive, where: str) -> LocalTensor:
+        """The tensor of an archive whose pickle holds the record."""
+        offset = _place(archive, self.storage, self.length, where)
+        offset += self.start * itemsize(self.dtype)
+        return LocalTensor(self.dtype, self.shape, self.strides, offset, self.storage)
+
+
+def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
+    """Where a tensor's record says that its bytes are, checked against the archive."""
+    return view_of(record, where).within(archive, where)
+
+
+def view_of(record: Record, where: str) -> View:
+    """What a tensor's record says; thousands of archives may have the same."""
+    record = _plain(record, where)
+    dtype: str | None = None
+    match record.kind.removeprefix(_REBUILD), record.args[:MAX_ARGS]:
+        case "_v2", (storage, start, size, stride, _, _, *extra):
+            pass
+        case "_v3", (storage, start, size, stride, _, _, kind, *extra):
+            dtype = dtype_of(kind, where)
+        case _:
+            raise UnsupportedError(f"{where}: a tensor made by {record.kind} is not supported")
+    _check_plain(extra, where)
+    key, dtype, length = _storage(storage, dtype, where)
+    shape = checked_shape(size, where)
+    fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
+    strides = whole_numbers(stride) if fits else None
+    if strides is None or type(start) is not int or start < 0:
+        raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
+    start, strides = _used(shape, start, strides)
+    _check_inside(shape, strides, start, length // itemsize(dtype), where)
+    _check_size(prod(shape) * itemsize(dtype), length, where)
+    return View(dtype, shape, strides, start, key, length)
+
+
+def _used(
+    shape: tuple[int, ...], start: int, strides: tuple[int, ...]
+) -> tuple[int, tuple[int, ...]]:
+    """Start and strides without those that lead to no element, which may be any number.
+
+    >>> _used((1, 4), 2, (10**30, 1)), _used((0, 4), 10**30, (7, 7))
+    ((2, (4, 1)), (0, (4, 1)))
+    """
+    usual = row_major(shape)
+    if 0 in shape:
+        return 0, usual
+    steps = zip(shape, strides, usual, strict=True)
+    return start, tuple(least if length == 1 else stride for length, stride, least in steps)
+
+
+def _plain(record: Record, where: str) -> Record:
+    """The tensor inside of a parameter or of an instance of a subclass."""
+    for _ in range(MAX_WRAPPED):
+        match record:
+            case Record(kind=kind, args=(Record() as inner, *_)) if kind in _PARAMETERS:
+                record = inner
+            case Record(kind=kind, args=(Global() as make, _, tuple(args), _)) if kind == _SUBCLASS:
+                record = Record(make, args)
+            case _:
+                return record
+    raise DamageError(f"{where}: a tensor wrapped without end")
+
+
+def _check_plain(extra: list[Any], where: str) -> None:
+    """A tensor whose values are to be conjugated or negated when used is not what its bytes say."""
+    flags = extra[0] if extra else None
+    if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
+        raise UnsupportedError(
+            f"{where}: a lazily conjugated or negated tensor is not supported: "
+            "save x.resolve_conj().resolve_neg()"
+        )
+
+
+def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int]:
+    """The member that a storage is, the dtype of its elements, and its bytes."""
+    match storage:
+        case Record(
+            kind="persistent", args=(("storage", Global(name=kind), str(key), str(), int(count)),)
+        ):
+            pass
+        case _:
+            raise DamageError(f"{where}: a tensor without a storage")
+    if kind == "UntypedStorage":
+        if dtype is None:
+            raise DamageError(f"{where}: a tensor without a dtype")
+        return key, dtype, count
+    own = _STORAGES.get(kind)
+    if own is None:
+        raise UnsupportedError(f"{where}: a {kind} is not supported")
+    return key, dtype or own, count * itemsize(own)
+
+
+def _place(archive: Archive, key: str, length: int, where: str) -> int:
+    member = archive.storages.get(key)
+    if member is None:
+        if length == 0:
+            return 0
+        raise DamageError(f"{where}: the archive has no storage {key}")
+    if member.size != length:
+        raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
+    return member.offset
+
+
+def _check_inside(
+    shape: tuple[int, ...], strides: tuple[int, ...], start: int, count: int, where: str
+) -> None:
+    if 0 in shape:
+        return
+    last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    if last >= count:
+        raise DamageError(
+            f"{where}: its last element is number {last} of a storage of {count} elements"
+        )
+
+
+def _check_size(size: int, length: int, where: str) -> None:
+    if size > max(SMALL, EXPANDED * length):
+        raise UnsupportedError(
+            f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
+            f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
+        )

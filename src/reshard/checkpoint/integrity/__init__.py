@@ -1,0 +1,1 @@
+"""Checksums and digests: has a byte changed since it was written?"""

@@ -1,0 +1,196 @@
+"""The CRC-32 that ``torch.save`` keeps of every storage: have these bytes changed since?
+
+Torch writes it and never compares it: it loads a flipped bit of a ``.distcp`` as another number.
+Where a file has no checksums of ours, every reader compares these. Bytes are not read again for it:
+each range that is read gives a part, of any record and in any order, from any thread or process,
+and parts that follow each other are combined to the CRC of the whole record.
+
+>>> from zlib import crc32
+>>> combine(crc32(b"left, "), crc32(b"right"), len(b"right")) == crc32(b"left, right")
+True
+>>> crcs = Crcs([Crc(0, 100, 11, crc32(b"left, right"))])
+>>> parts = crcs.parts(0, 106, b"right"), crcs.parts(0, 100, b"left, ")
+>>> for some in parts:
+...     crcs.add(some)
+>>> [now == crc.value for crc, now in crcs.values(lambda *unread: 1 / 0)]
+[True]
+"""
+
+from __future__ import annotations
+
+import threading
+import zlib
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from reshard.checkpoint.catalog import Catalog, Crc
+from reshard.checkpoint.formats.torch.archive import archive_crcs
+from reshard.errors import CheckpointError, quoted
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.integrity.checksums import Bytes, Checksums
+    from reshard.checkpoint.storage.files import Storage
+
+__all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
+
+STEP = 1 << 20
+"""Bytes that are read at a time where no other reader has read them."""
+
+Part = tuple[int, int, int, int]
+"""Which record, the first byte of its file, past the last byte, and the CRC-32 of that range."""
+Unread = Callable[[int, int, int], int]
+"""The CRC-32 of a range of a file, which no reader has read: file, first byte, past the last."""
+
+
+def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> tuple[Crc, ...]:
+    """All that the files of torch say of their bytes, and our checksums do not: of tensors, and of
+    entries that are no tensors.
+    """
+    ours = checksums.files if checksums is not None else {}
+    files = {number for number, file in enumerate(catalog.files) if file.path not in ours}
+    found = [crc for crc in catalog.crcs if crc.file in files]
+    for entry in catalog.objects.values():
+        if entry.file in files:
+            place = catalog.files[entry.file].path, entry.offset, entry.size
+            with suppress(CheckpointError):  # no archive of torch.save: there is nothing to compare
+                found += archive_crcs(storage, place, entry.file)
+    return tuple(found)
+
+
+class Crcs:
+    """Compares what is read with the CRC-32 of records; from any thread."""
+
+    def __init__(self, crcs: Iterable[Crc]) -> None:
+        self._crcs = sorted(set(crcs))
+        self._ends = [(crc.file, crc.offset + crc.size) for crc in self._crcs]
+        self._lock = threading.Lock()
+        self._parts: dict[int, dict[int, tuple[int, int]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._crcs)
+
+    def chosen(self, which: Collection[int]) -> list[Crc]:
+        """Some of the records, in order."""
+        return [self._crcs[one] for one in sorted(which)]
+
+    def touching(self, file: int, start: int, stop: int) -> range:
+        """The records that have bytes in a range of a file."""
+        first = bisect_right(self._ends, (file, start))
+        last = first
+        while last < len(self._crcs) and self._crcs[last][:2] < (file, stop):
+            last += 1
+        return range(first, last) if start < stop else range(0)
+
+    def parts(self, file: int, offset: int, data: Bytes) -> list[Part]:
+        """The CRC-32 of bytes that were read there, split at the ends of records."""
+        view = memoryview(data).cast("B")
+        found = []
+        for which in self.touching(file, offset, offset + len(view)):
+            crc = self._crcs[which]
+            start = max(crc.offset, offset)
+            stop = min(crc.offset + crc.size, offset + len(view))
+            value = zlib.crc32(view[start - offset : stop - offset])
+            found.append((which, start, stop, value))
+        return found
+
+    def add(self, parts: Iterable[Part]) -> None:
+        """Keep parts, the longest of those that begin at one byte."""
+        with self._lock:
+            for which, start, stop, value in parts:
+                known = self._parts.setdefault(which, {})
+                if stop > known.get(start, (0, 0))[0]:
+                    known[start] = stop, value
+
+    def values(
+        self, unread: Unread, which: Collection[int] | None = None
+    ) -> Iterator[tuple[Crc, int]]:
+        """The CRC-32 that records have now: of these records, or of all that were read in part.
+
+        What was not read of them is read by ``unread``.
+        """
+        for one in sorted(self._parts) if which is None else which:
+            yield self._crcs[one], self._value(one, unread)
+
+    def _value(self, which: int, unread: Unread) -> int:
+        crc, parts = self._crcs[which], self._parts.pop(which, {})
+        starts, at, value = sorted(parts), crc.offset, 0
+        while at < crc.offset + crc.size:
+            if at not in parts:
+                nearest = bisect_left(starts, at)
+                stop = starts[nearest] if nearest < len(starts) else crc.offset + crc.size
+                parts[at] = stop, unread(crc.file, at, stop)
+            stop, part = parts[at]
+            value = combine(value, part, stop - at)
+            at = stop
+        return value
+
+
+def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
+    """The CRC-32 of a range of a file."""
+    value, buffer = 0, memoryview(bytearray(min(STEP, stop - start)))
+    for at in range(start, stop, STEP):
+        part = buffer[: min(STEP, stop - at)]
+        storage.read_into(path, at, part)
+        value = zlib.crc32(part, value)
+    return value
+
+
+def changed(catalog: Catalog, crc: Crc, now: int) -> str:
+    """What to say about a record that has changed."""
+    names = tensors_of(catalog, crc)
+    some = ", ".join(map(quoted, names[:3])) + (" and more" if len(names) > 3 else "")
+    path = catalog.files[crc.file].path
+    return (
+        f"{catalog.root}/{path}: bytes {crc.offset} to {crc.offset + crc.size} changed since torch "
+        f"saved them: their CRC-32 is {now:08x} and was {crc.value:08x}: restore the file from a "
+        "copy" + (f" (tensor {some})" if names else "")
+    )
+
+
+def tensors_of(catalog: Catalog, crc: Crc) -> list[str]:
+    """The tensors that have bytes in a record."""
+    start, stop = crc.offset, crc.offset + crc.size
+    found = dict[str, None]()
+    for name, tensor in catalog.tensors.items():
+        for piece in tensor.pieces:
+            low, high = piece.span(tensor.dtype)
+            if piece.file == crc.file and low < stop and start < high:
+                found[name] = None
+    return list(found)
+
+
+_POLYNOMIAL = 0xEDB88320
+"""That of CRC-32, with the coefficient of the lowest power in the highest bit."""
+
+
+def combine(left: int, right: int, length: int) -> int:
+    """The CRC-32 of two ranges one after the other; the right one has so many bytes.
+
+    Appending bytes multiplies the CRC of what is before them by a power of x.
+    """
+    return _times(_shift(length), left) ^ right
+
+
+@lru_cache(maxsize=1 << 12)
+def _shift(length: int) -> int:
+    """x to the power of 8 for each of so many bytes."""
+    power, factor = 1 << 31, 1 << 23  # 1, and x to the power of 8
+    while length:
+        if length & 1:
+            power = _times(factor, power)
+        factor = _times(factor, factor)
+        length >>= 1
+    return power
+
+
+def _times(left: int, right: int) -> int:
+    """The product of two polynomials over GF(2), modulo that of CRC-32."""
+    product = 0
+    for bit in range(31, -1, -1):
+        if left >> bit & 1:
+            product ^= right
+        right = right >> 1 ^ (_POLYNOMIAL if right & 1 else 0)
+    return product

@@ -1,0 +1,1 @@
+"""Files of a checkpoint, read by byte ranges and written durably."""
