@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from reshard.errors import DtypeError, PlanError, quoted
+from reshard.errors import DtypeError, PlanError
+from reshard.text import quoted
 
 __all__ = [
     "ITEMSIZE",

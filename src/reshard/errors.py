@@ -65,24 +65,7 @@ __all__ = [
     "UnfinishedError",
     "UnsupportedError",
     "needing_torch",
-    "quoted",
 ]
-
-MOST_QUOTED = 160
-
-
-def quoted(text: object) -> str:
-    """A text of the user's in quotes, on one line and not endless, to be part of a message.
-
-    >>> print(quoted("tp -"), quoted("tp" + chr(10)))
-    "tp -" "tp\\n"
-    """
-    shown = str(text)
-    if len(shown) > MOST_QUOTED:
-        shown = f"{shown[:MOST_QUOTED]}... ({len(shown)} characters)"
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
-    return f'"{shown}"'
 
 
 @contextmanager

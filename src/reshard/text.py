@@ -1,12 +1,15 @@
-"""Amounts of bytes as people write them: ``256MiB`` to 268435456 and back."""
+"""Text for people: sizes, quoted names, counts, lists cut short, aligned columns."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Sequence
 
 from reshard.errors import SizeError
 
-__all__ = ["format_bytes", "parse_bytes"]
+__all__ = ["align", "and_more", "count", "format_bytes", "parse_bytes", "quoted", "shorten"]
+
+MAX_QUOTED = 160
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtpe", start=1):
@@ -17,7 +20,7 @@ _AMOUNT = re.compile(r"\s*(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z]*)\s*\Z", re.ASCII
 
 
 def parse_bytes(amount: int | str) -> int:
-    """Read an amount: a number of bytes, or a text with a unit.
+    """Read a size: a number of bytes, or a text with a unit.
 
     >>> parse_bytes("256MiB"), parse_bytes("1.5 GB"), parse_bytes(4096)
     (268435456, 1500000000, 4096)
@@ -33,7 +36,7 @@ def parse_bytes(amount: int | str) -> int:
 
 
 def format_bytes(amount: int | float) -> str:
-    """Write an amount the short way.
+    """Write a size with a binary unit.
 
     >>> format_bytes(268435456), format_bytes(1500), format_bytes(12)
     ('256.0 MiB', '1.5 KiB', '12 B')
@@ -43,3 +46,66 @@ def format_bytes(amount: int | float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     raise AssertionError("unreachable")
+
+
+def quoted(text: object) -> str:
+    """Text from a user or a file in quotes: one printable line of bounded length, for a message.
+
+    >>> print(quoted("tp -"), quoted("tp" + chr(10)))
+    "tp -" "tp\\n"
+    """
+    shown = str(text)
+    if len(shown) > MAX_QUOTED:
+        shown = f"{shown[:MAX_QUOTED]}... ({len(shown)} characters)"
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    return f'"{shown}"'
+
+
+def count(number: int, what: str) -> str:
+    """A number and a noun in the singular or plural.
+
+    >>> count(1, "rank"), count(1200, "rank")
+    ('1 rank', '1,200 ranks')
+    """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def and_more(items: Sequence[object], most: int = 1, what: str = "") -> str:
+    """The first items of a list, and how many follow.
+
+    >>> and_more(["a"]), and_more("abcd", 2), and_more("abcd", 3, "files")
+    ('a', 'a, b and 2 more', 'a, b, c and 1 more files')
+    """
+    shown = ", ".join(map(str, items[:most]))
+    if len(items) <= most:
+        return shown
+    return f"{shown} and {len(items) - most:,} more{f' {what}' if what else ''}"
+
+
+def shorten(text: str, most: int) -> str:
+    """Replace the middle of a long text by dots.
+
+    >>> shorten("model.layers.0.weight and 31 more", 24)
+    'model.layers.0...31 more'
+    """
+    if len(text) <= most:
+        return text
+    tail = (most - 3) // 3
+    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """One line per row, columns padded to equal width; those in ``right`` are right-aligned.
+
+    >>> align([("a", "10"), ("bcd", "9")], right={1})
+    ['a    10', 'bcd   9']
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from reshard.cli.demo_live import Live, NotLive
-from reshard.planning.text import align
 from reshard.show.run_report import format_seconds
-from reshard.text import format_bytes
+from reshard.text import align, format_bytes
 
 if TYPE_CHECKING:
     from reshard.cli.demo import Comparison

@@ -260,8 +260,7 @@ def _rank_lines(mine: RankPlan) -> list[str]:
 def _step_lines(verb: str, steps: Steps) -> list[str]:
     from itertools import islice
 
-    from reshard.planning.text import align, shorten
-    from reshard.text import format_bytes
+    from reshard.text import align, format_bytes, shorten
 
     shown = list(islice(iter(steps), MAX_STEPS + 1))
     if not shown:

@@ -18,7 +18,8 @@ from math import prod
 from operator import index
 from types import MappingProxyType
 
-from reshard.errors import MeshError, NotationError, quoted
+from reshard.errors import MeshError, NotationError
+from reshard.text import quoted
 
 __all__ = ["RESERVED", "Mesh", "format_ranks", "parse_ranks"]
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.errors import quoted
 from reshard.nn.activations.frame import Frame
 from reshard.nn.activations.handle import Resharding
 from reshard.nn.activations.keeping import Keeper, Options
@@ -29,7 +28,7 @@ from reshard.nn.activations.meeting import Meeting, group_of
 from reshard.nn.activations.owned import Owned
 from reshard.nn.activations.restoring import restorer_of
 from reshard.nn.paths import find_module, matching
-from reshard.text import parse_bytes
+from reshard.text import parse_bytes, quoted
 
 __all__ = ["input_reshard", "resharded_activations"]
 

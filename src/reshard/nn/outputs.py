@@ -15,11 +15,11 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from reshard.errors import quoted
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
+from reshard.text import quoted
 
 __all__ = [
     "LocalTensor",

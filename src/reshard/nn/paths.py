@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.errors import quoted
+from reshard.text import quoted
 
 __all__ = [
     "Slot",

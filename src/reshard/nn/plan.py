@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from reshard.errors import quoted
 from reshard.layout.layout import Layout
 from reshard.nn.resolving import Resolved, resolve
 from reshard.nn.sharder import Sharder
 from reshard.sharded.by_layout import LayoutShardingSpec
 from reshard.sharded.spec import ShardingSpec
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

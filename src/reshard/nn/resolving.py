@@ -17,11 +17,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from reshard.errors import quoted
 from reshard.nn.paths import find_module, find_slot, is_below, is_pattern, matching
 from reshard.nn.sharder import Sharder
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
+from reshard.text import quoted
 
 __all__ = ["Entry", "Resolved", "module_entries", "raise_first", "resolve"]
 

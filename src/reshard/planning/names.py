@@ -22,10 +22,11 @@ from itertools import accumulate
 from math import prod
 from typing import TypeAlias
 
-from reshard.errors import NamesError, PlanError, quoted
+from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import TensorSpec
+from reshard.text import quoted
 
 __all__ = [
     "Feed",

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from reshard.errors import FormatError, ReshardError, quoted
+from reshard.errors import FormatError, ReshardError
 from reshard.planning.names import Join, Source, join, stack, take
+from reshard.text import quoted
 
 __all__ = ["names_of", "parse_names", "read_names"]
 

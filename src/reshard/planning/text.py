@@ -22,7 +22,7 @@ why
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING
@@ -33,12 +33,12 @@ from reshard.layout.layout import Layout
 from reshard.planning.reasons import reasons
 from reshard.planning.stacks import Stack
 from reshard.planning.summary import needs_of
-from reshard.text import format_bytes
+from reshard.text import align, count, format_bytes, shorten
 
 if TYPE_CHECKING:
     from reshard.planning.plan import Plan
 
-__all__ = ["StackRow", "align", "describe", "figures", "headline", "shorten", "stack_rows"]
+__all__ = ["StackRow", "describe", "figures", "headline", "stack_rows"]
 
 MAX_ROWS = 24
 """Stacks that the text lists, the largest first."""
@@ -96,7 +96,7 @@ def describe(plan: Plan) -> str:
 
 def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
     """How many tensors move from where to where."""
-    count = len({name for row in rows for _, name in row.stack.names})
+    number = len({name for row in rows for _, name in row.stack.names})
     total = format_bytes(sum(row.num_bytes for row in rows))
     dtypes, meshes = {row.dtype for row in rows}, _meshes(plan)
     kind = f" of {next(iter(dtypes))}" if len(dtypes) == 1 else ""
@@ -104,7 +104,7 @@ def headline(plan: Plan, rows: Sequence[StackRow]) -> str:
     if len(meshes) == 1:
         have, want = next(iter(meshes))
         where = f"from mesh {have} to mesh {want}" if have != want else f"within mesh {have}"
-    return f"Plan of {_count(count, 'tensor')}, {total}{kind}, {where}"
+    return f"Plan of {count(number, 'tensor')}, {total}{kind}, {where}"
 
 
 def stack_rows(plan: Plan) -> list[StackRow]:
@@ -134,7 +134,7 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
     staging = f"{format_bytes(found.peak_bytes)} at most on a rank"
     rows = [
         ("wire", _against_least(found.wire_bytes, found.lower_bound_bytes)),
-        ("messages", f"{found.num_messages:,} in {_count(found.num_rounds, 'round')}"),
+        ("messages", f"{found.num_messages:,} in {count(found.num_rounds, 'round')}"),
         ("staging", f"{staging}, under a cap of {format_bytes(plan.memory)}"),
     ]
     rows += _sources(plan)
@@ -188,7 +188,7 @@ def _table(plan: Plan, rows: Sequence[StackRow]) -> Iterator[str]:
         rest = [row for i, row in enumerate(rows) if i not in largest]
         tensors = sum(len(row.stack.names) for row in rest)
         size = format_bytes(sum(row.num_bytes for row in rest))
-        yield f"and {_count(len(rest), 'smaller group')} of {_count(tensors, 'tensor')}, {size}"
+        yield f"and {count(len(rest), 'smaller group')} of {count(tensors, 'tensor')}, {size}"
 
 
 def _cells(row: StackRow, with_mesh: bool) -> tuple[str, ...]:
@@ -218,35 +218,3 @@ def _change(before: str, after: str) -> str:
 
 def _dims(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "0-d"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def shorten(text: str, most: int) -> str:
-    """Leave out the middle of a long text.
-
-    >>> shorten("model.layers.0.weight and 31 more", 24)
-    'model.layers.0...31 more'
-    """
-    if len(text) <= most:
-        return text
-    tail = (most - 3) // 3
-    return f"{text[: most - 3 - tail]}...{text[-tail:]}"
-
-
-def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
-    """Lines with the columns of all rows below each other.
-
-    >>> align([("a", "10"), ("bcd", "9")], right={1})
-    ['a    10', 'bcd   9']
-    """
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import OperationError, quoted
+from reshard.errors import OperationError
 from reshard.layout.box import Box, row_major
 from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.layout import BoxLayout, Layout
@@ -33,6 +33,7 @@ from reshard.layout.pieces import Piece
 from reshard.sharded.content import Content
 from reshard.tensors.meshes import this_rank
 from reshard.tensors.views import inner_view, piece_view
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

@@ -10,7 +10,6 @@ from math import prod
 import numpy as np
 import torch
 
-from reshard.errors import quoted
 from reshard.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
@@ -19,6 +18,7 @@ from reshard.sharded.metadata import (
 )
 from reshard.sharded.sizes import Part, chunk_parts, sized_parts
 from reshard.sharded.spec import AnyPlacement, ShardingSpec, check_placements
+from reshard.text import quoted
 
 __all__ = ["GridShardingSpec", "Split", "check_split", "check_sum", "shards_of_cells"]
 

@@ -10,7 +10,6 @@ from operator import index
 import torch
 import torch.distributed as dist
 
-from reshard.errors import quoted
 from reshard.layout.layout import Layout
 from reshard.live.inputs.bound import with_index
 from reshard.sharded.by_layout import LayoutShardingSpec, lowered
@@ -19,6 +18,7 @@ from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
 from reshard.sharded.spec import ShardingSpec
 from reshard.tensors.meshes import this_rank
+from reshard.text import quoted
 
 __all__ = [
     "check_known",

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from reshard.errors import quoted
 from reshard.sharded.content import Content, Group, layout_of_shards, members
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.inference import infer_sharding_spec
@@ -28,6 +27,7 @@ from reshard.sharded.pickling import foreign, held_by, marked
 from reshard.sharded.telling import all_told
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.meshes import this_rank
+from reshard.text import quoted
 
 __all__ = ["load_files"]
 

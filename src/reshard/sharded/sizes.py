@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
 
-from reshard.errors import quoted
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.sharded.chunk import ChunkShardingSpec

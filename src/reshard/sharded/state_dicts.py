@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.errors import DisagreementError, OperationError, TensorError, quoted
+from reshard.errors import DisagreementError, OperationError, TensorError
 from reshard.sharded.alone import cut_here
 from reshard.sharded.content import Content, members
 from reshard.sharded.gathering import gathered_on
@@ -26,6 +26,7 @@ from reshard.sharded.pickling import for_all_ranks
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.gather import gather_texts
 from reshard.tensors.meshes import this_rank
+from reshard.text import quoted
 
 __all__ = ["install", "pre_load_state_dict_hook", "state_dict_hook"]
 

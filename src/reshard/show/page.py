@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING
 
 from reshard.layout.layout import Layout
 from reshard.planning.reasons import reasons
-from reshard.planning.text import StackRow, headline, shorten, stack_rows
+from reshard.planning.text import StackRow, headline, stack_rows
 from reshard.show.holdings import holdings
 from reshard.show.ink import hues
 from reshard.show.matrix import traffic_matrix
 from reshard.show.picture import Picture, picture_of
 from reshard.show.svg import Drawing, bars_of, drawing_of, matrix_of
 from reshard.show.terminal import table
-from reshard.text import format_bytes
+from reshard.text import format_bytes, shorten
 
 if TYPE_CHECKING:
     from jinja2 import Template

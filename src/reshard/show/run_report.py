@@ -24,8 +24,7 @@ from typing import Any
 
 from reshard.errors import FormatError
 from reshard.layout.mesh import format_ranks
-from reshard.planning.text import align
-from reshard.text import format_bytes
+from reshard.text import align, format_bytes
 
 __all__ = ["RoundReport", "RunReport", "format_seconds"]
 

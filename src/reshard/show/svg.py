@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from reshard.layout.mesh import format_ranks
-from reshard.planning.text import StackRow, shorten
+from reshard.planning.text import StackRow
 from reshard.show.matrix import Matrix, short_bytes
 from reshard.show.picture import Cell, Picture
-from reshard.text import format_bytes
+from reshard.text import format_bytes, shorten
 
 __all__ = ["Drawing", "Rect", "Tick", "bars_of", "drawing_of", "matrix_of"]
 

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
-from reshard.planning.text import align, shorten
 from reshard.show.frame import CELL_WIDTH, frame
 from reshard.show.holdings import Holding, Holdings, holdings
 from reshard.show.ink import Line, Span
 from reshard.show.picture import picture_of
+from reshard.text import align, shorten
 
 __all__ = ["draw", "headline", "pieces_table", "table"]
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 
-from reshard.errors import ReshardError, TensorError, quoted
+from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.kinds import is_sharded_tensor
 from reshard.tensors.reading import layout_of
+from reshard.text import quoted
 
 __all__ = ["describe", "spec_of", "tensors_in"]
 

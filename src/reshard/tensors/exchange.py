@@ -16,11 +16,12 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from reshard.errors import LiveError, TensorError, quoted
+from reshard.errors import LiveError, TensorError
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.gather import gather_texts
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
+from reshard.text import quoted
 
 __all__ = ["exchange"]
 

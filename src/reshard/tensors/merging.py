@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from reshard.errors import DisagreementError, quoted
+from reshard.errors import DisagreementError
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.reading import whole_on
 from reshard.tensors.replicas import Contradiction, in_boxes, in_words, without_repeats
+from reshard.text import quoted
 
 __all__ = ["merge_specs"]
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
-from reshard.errors import FormatError, ReshardError, quoted
+from reshard.errors import FormatError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
+from reshard.text import quoted
 
 __all__ = ["SCHEMA", "specs_from_text", "specs_to_text"]
 

@@ -22,9 +22,9 @@ from safetensors.numpy import save_file
 from reshard import checkpoint
 from reshard.checkpoint.conversion import build
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.storage import output_files
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage import output_files
 from reshard.checkpoint.transfer import copying
 from reshard.cli import run
 from reshard.errors import DamageError, TargetError, UnfinishedError

@@ -21,7 +21,8 @@ from reshard.checkpoint.integrity.checksums import (
     sum_of,
 )
 from reshard.checkpoint.storage.files import Storage
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError
+from reshard.text import quoted
 
 __all__ = ["check_beside"]
 

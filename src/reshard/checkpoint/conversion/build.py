@@ -31,8 +31,8 @@ from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.transfer.transfers import Chunk as Work
 from reshard.checkpoint.transfer.transfers import Transfer, chunks_of
-from reshard.errors import DamageError, TargetError, UnfinishedError, quoted
-from reshard.text import format_bytes
+from reshard.errors import DamageError, TargetError, UnfinishedError
+from reshard.text import format_bytes, quoted
 
 __all__ = ["Builder", "Settings", "begin", "request_of"]
 

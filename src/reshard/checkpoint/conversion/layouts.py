@@ -31,10 +31,11 @@ from reshard.checkpoint.formats.outputs import Wanted
 from reshard.checkpoint.storage.files import Storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.dtypes import canonical_dtype, check_cast, is_float
-from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError, quoted
+from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
+from reshard.text import quoted
 
 __all__ = ["Cut", "Parameters", "notes_of", "uncast_note", "wanted_of"]
 

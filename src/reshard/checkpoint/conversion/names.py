@@ -17,12 +17,13 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from reshard.checkpoint.coverage import holes_of
-from reshard.errors import NamesError, PlanError, quoted
+from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take, feeds_of
+from reshard.text import quoted
 
 __all__ = ["Outline", "feeds_for", "left_over", "outlines_of"]
 

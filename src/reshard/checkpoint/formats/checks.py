@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError
+from reshard.text import quoted
 
 __all__ = ["checked_shape", "shown", "whole_numbers"]
 

@@ -13,7 +13,8 @@ from typing import Any
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.storage.files import Storage
-from reshard.errors import ReshardError, quoted
+from reshard.errors import ReshardError
+from reshard.text import quoted
 
 __all__ = ["check_expected", "config_of"]
 

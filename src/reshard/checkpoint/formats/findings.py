@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.errors import DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = ["Findings"]
 

@@ -17,10 +17,11 @@ from reshard.checkpoint.catalog import StoredFile, StoredObject
 from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage.files import TENSOR_FILES
 from reshard.dtypes import itemsize
-from reshard.errors import CoverageError, LayoutError, quoted
+from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
 from reshard.layout.layout import Layout
+from reshard.text import quoted
 
 __all__ = [
     "Literal",

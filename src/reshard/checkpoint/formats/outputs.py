@@ -10,7 +10,8 @@ from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.formats.output import Literal, ObjectCopy, Output, OutputTensor, Wanted
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.formats.torch.distcp_writer import distcp
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
+from reshard.text import quoted
 
 __all__ = [
     "FORMATS",

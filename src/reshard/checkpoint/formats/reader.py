@@ -19,7 +19,8 @@ from reshard.checkpoint.formats.committed import check_committed
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.recognition import Recognised, recognise
 from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
+from reshard.text import quoted
 
 __all__ = ["RANK_METADATA", "Recognised", "by_content", "is_distcp", "recognise"]
 

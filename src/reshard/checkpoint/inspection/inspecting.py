@@ -22,8 +22,8 @@ from reshard.checkpoint.inspection.layouts import recovered
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
 from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
-from reshard.errors import quoted
 from reshard.layout.box import Box
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

@@ -32,7 +32,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.storage.files import check_path
-from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.checkpoint.storage.files import Storage

@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, Crc
 from reshard.checkpoint.formats.torch.archive import archive_crcs
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.checkpoint.integrity.checksums import Bytes, Checksums

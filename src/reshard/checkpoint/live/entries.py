@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 
-from reshard.errors import ReshardError, TensorError, quoted
+from reshard.errors import ReshardError, TensorError
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.describe import spec_of
 from reshard.tensors.reading import parts_of
+from reshard.text import quoted
 
 __all__ = ["Entries", "Memory", "entries_of"]
 

@@ -39,13 +39,13 @@ from reshard.checkpoint.storage.files import Storage, open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.dtypes import itemsize
-from reshard.errors import DamageError, MemoryCapError, ReshardError, quoted
+from reshard.errors import DamageError, MemoryCapError, ReshardError
 from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
 from reshard.sharded.content import Group
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
-from reshard.text import format_bytes, parse_bytes
+from reshard.text import format_bytes, parse_bytes, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

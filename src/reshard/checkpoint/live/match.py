@@ -11,8 +11,9 @@ from typing import Literal
 from reshard.checkpoint.live.entries import Memory
 from reshard.checkpoint.live.outline import Outline
 from reshard.dtypes import check_cast
-from reshard.errors import CheckpointError, DisagreementError, NamesError, quoted
+from reshard.errors import CheckpointError, DisagreementError, NamesError
 from reshard.layout.spec import TensorSpec
+from reshard.text import quoted
 
 __all__ = ["Fit", "Strict", "check_strict", "fit"]
 

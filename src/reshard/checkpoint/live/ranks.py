@@ -14,10 +14,11 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard import errors
-from reshard.errors import CheckpointError, DisagreementError, ReshardError, quoted
+from reshard.errors import CheckpointError, DisagreementError, ReshardError
 from reshard.sharded.content import Group, members
 from reshard.tensors.gather import gather_texts
 from reshard.tensors.meshes import this_rank
+from reshard.text import quoted
 
 __all__ = ["Circle"]
 

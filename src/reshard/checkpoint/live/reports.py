@@ -6,8 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reshard.errors import quoted
-from reshard.text import format_bytes
+from reshard.text import format_bytes, quoted
 
 __all__ = ["LoadReport", "SaveReport"]
 

@@ -36,11 +36,12 @@ from reshard.checkpoint.live.writing import Job, Writer, writers_of
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.durable import replace_file
 from reshard.checkpoint.storage.output_files import TargetFiles
-from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError, quoted
+from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
+from reshard.text import quoted
 
 __all__ = ["save"]
 

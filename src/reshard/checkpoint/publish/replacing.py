@@ -27,7 +27,8 @@ from reshard.checkpoint.formats.recognition import is_distcp
 from reshard.checkpoint.formats.safetensors.files import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
 from reshard.checkpoint.storage.files import COMMITTED, OURS, REQUEST, LocalStorage
-from reshard.errors import ReshardError, TargetError, quoted
+from reshard.errors import ReshardError, TargetError
+from reshard.text import quoted
 
 __all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
 

@@ -27,7 +27,8 @@ from pathlib import Path
 from typing import Self
 
 from reshard.checkpoint.catalog import StoredFile
-from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = [
     "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "Range",

@@ -29,11 +29,12 @@ from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.piece_table import Located, Pieces, joined, slabs
 from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError, quoted
+from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints
 from reshard.layout.coverage import overlapping_pairs
 from reshard.planning.names import Feed
+from reshard.text import quoted
 
 __all__ = [
     "Chunk", "Fed", "Transfer", "chunks_of", "feeding", "one_dtype", "pieces_of", "source_of",

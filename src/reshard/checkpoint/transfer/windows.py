@@ -18,8 +18,9 @@ from reshard.checkpoint.piece_table import Extent, Located, extents
 from reshard.checkpoint.storage.direct import BLOCK, aligned
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import cast_into, itemsize
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError
 from reshard.layout.box import Box, row_major
+from reshard.text import quoted
 
 __all__ = [
     "Buffers", "Reads", "Writes", "bits_differ", "buffer_bytes", "compare", "drain", "fill",

@@ -17,8 +17,9 @@ from reshard.checkpoint.verification.comparison import (
     is_number,
 )
 from reshard.checkpoint.verification.examination import Problem, digests_of
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError
 from reshard.layout.box import Box
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

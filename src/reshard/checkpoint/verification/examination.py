@@ -17,8 +17,9 @@ from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
 from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
 from reshard.layout.box import Box
+from reshard.text import quoted
 
 __all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
 

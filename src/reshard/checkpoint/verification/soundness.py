@@ -30,15 +30,8 @@ from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredRea
 from reshard.checkpoint.verification.comparison import Difference, difference, differing_objects
 from reshard.checkpoint.verification.examination import Examined, Problem, examine
 from reshard.dtypes import itemsize
-from reshard.errors import (
-    CheckpointError,
-    DamageError,
-    NamesError,
-    ReshardError,
-    UnsupportedError,
-    quoted,
-)
-from reshard.text import format_bytes
+from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError
+from reshard.text import format_bytes, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn, TypeVar
 
-from reshard.errors import NotationError, quoted
+from reshard.errors import NotationError
 from reshard.layout.mesh import RESERVED, parse_ranks
 from reshard.layout.notation.words import (
     OPS,
@@ -22,6 +22,7 @@ from reshard.layout.notation.words import (
     ZigZag,
     axes_of,
 )
+from reshard.text import quoted
 
 __all__ = ["parse"]
 

@@ -15,11 +15,12 @@ from reshard.checkpoint.formats.torch.state_dict import Content, beside_tensors,
 from reshard.checkpoint.formats.torch.tensors import LocalTensor
 from reshard.checkpoint.formats.torch.zero import check_no_zero_files
 from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
-from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
+from reshard.text import quoted
 
 __all__ = ["cut_by_rules", "read_by_rules", "read_own_ranks"]
 

@@ -20,11 +20,12 @@ from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch.tensors import LocalTensor
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
 from reshard.layout.notation import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.layout.pieces import Piece
+from reshard.text import quoted
 
 __all__ = ["LocalFile", "check_blocks", "join_ranks"]
 

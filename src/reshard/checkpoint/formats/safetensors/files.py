@@ -23,8 +23,9 @@ from reshard.checkpoint.formats.safetensors.header import (
 )
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, SHARDING
 from reshard.checkpoint.storage.files import Storage, check_path
-from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box, row_major
+from reshard.text import quoted
 
 __all__ = [
     "HeadedFile", "common_metadata", "find_index", "missing_parts", "read_headers", "read_whole",

@@ -25,7 +25,8 @@ from typing import Any, NoReturn
 
 from reshard.checkpoint.formats.checks import checked_shape
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = [
     "BuiltHeader", "Entry", "Header", "build_header", "header_length", "parse_header", "read_json",

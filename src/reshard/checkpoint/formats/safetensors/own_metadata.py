@@ -30,7 +30,8 @@ from typing import Any
 
 from reshard.checkpoint.formats.checks import checked_shape, shown
 from reshard.checkpoint.formats.safetensors.header import read_json
-from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.errors import DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = ["KEY", "SHARDING", "OwnMetadata", "OwnTensor", "offsets_text"]
 

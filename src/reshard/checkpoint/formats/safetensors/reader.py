@@ -20,8 +20,9 @@ from reshard.checkpoint.formats.safetensors.files import (
 from reshard.checkpoint.formats.safetensors.own_metadata import SHARDING
 from reshard.checkpoint.formats.safetensors.sharded import check_counts, own_of, read_sharded
 from reshard.checkpoint.storage.files import Storage
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
 from reshard.layout.mesh import Mesh
+from reshard.text import quoted
 
 __all__ = ["read_safetensors"]
 

@@ -22,9 +22,10 @@ from reshard.checkpoint.formats.safetensors.files import HeadedFile, common_meta
 from reshard.checkpoint.formats.safetensors.header import Entry, read_json
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, SHARDING, OwnMetadata
 from reshard.checkpoint.storage.files import Storage
-from reshard.errors import DamageError, quoted
+from reshard.errors import DamageError
 from reshard.layout.box import Box, row_major
 from reshard.layout.mesh import Mesh
+from reshard.text import quoted
 
 __all__ = ["check_counts", "own_of", "read_sharded"]
 

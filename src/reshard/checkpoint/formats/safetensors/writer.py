@@ -25,10 +25,11 @@ from reshard.checkpoint.formats.safetensors.own_metadata import (
 )
 from reshard.checkpoint.piece_table import Pieces
 from reshard.dtypes import itemsize
-from reshard.errors import CheckpointError, LayoutError, TargetError, quoted
+from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.pieces import Piece
+from reshard.text import quoted
 
 __all__ = ["full", "ranks", "sharded"]
 

@@ -19,7 +19,8 @@ from zlib import crc32
 
 from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.storage.files import Range, Storage
-from reshard.errors import CheckpointError, DamageError, UnsupportedError, quoted
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = ["Archive", "Member", "archive_crcs", "read_archives"]
 

@@ -17,7 +17,8 @@ from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.recognition import RANK_METADATA
 from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
 from reshard.checkpoint.storage.files import Storage
-from reshard.errors import CheckpointError, quoted
+from reshard.errors import CheckpointError
+from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh

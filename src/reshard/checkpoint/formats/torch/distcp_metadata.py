@@ -35,8 +35,9 @@ from reshard.checkpoint.formats.torch.tensors import (
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.storage.files import Range, Storage, check_path
-from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box
+from reshard.text import quoted
 
 __all__ = ["METADATA", "read_metadata"]
 

@@ -28,8 +28,8 @@ from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.formats.torch.zero import check_no_zero
 from reshard.checkpoint.storage.files import Storage
 from reshard.dtypes import itemsize
-from reshard.errors import UnsupportedError, quoted
-from reshard.text import format_bytes
+from reshard.errors import UnsupportedError
+from reshard.text import format_bytes, quoted
 
 __all__ = ["Content", "beside_tensors", "read_torch_file"]
 

@@ -20,7 +20,8 @@ import struct
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-from reshard.errors import DamageError, UnsupportedError, quoted
+from reshard.errors import DamageError, UnsupportedError
+from reshard.text import quoted
 
 __all__ = ["Global", "Record", "allow_none", "unpickle"]
 

@@ -14,7 +14,8 @@ from typing import Any
 from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.formats.checks import whole_numbers
 from reshard.checkpoint.formats.torch.unpickler import Record
-from reshard.errors import UnsupportedError, quoted
+from reshard.errors import UnsupportedError
+from reshard.text import quoted
 
 __all__ = ["check_no_zero", "check_no_zero_files"]
 
