@@ -39,11 +39,12 @@ _HOMES = {
     "take": "planning.names",
 }
 _ERRORS = (
-    "BoxError", "CheckpointError", "CoverageError", "DamageError", "DisagreementError",
-    "DtypeError", "FormatError", "LayoutError", "LiveError", "MemoryCapError", "MeshError",
-    "MoveTimeoutError", "NamesError", "NotationError", "OperationError", "PeerLostError",
-    "PlanError", "ProofError", "ReshardError", "RulesError", "SizeError", "TargetError",
-    "TensorError", "TopologyError", "UnfinishedError", "UnsupportedError",
+    "ArgumentError", "ArgumentTypeError", "BoxError", "CheckpointError", "CoverageError",
+    "DamageError", "DisagreementError", "DtypeError", "FormatError", "LayoutError", "LiveError",
+    "MemoryCapError", "MeshError", "MoveTimeoutError", "NamesError", "NotationError",
+    "OperationError", "PathError", "PeerLostError", "PlanError", "ProofError", "ReshardError",
+    "RulesError", "SizeError", "StateError", "TargetError", "TensorError", "TopologyError",
+    "UnfinishedError", "UnsupportedError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
 

@@ -7,6 +7,10 @@
     +-- LayoutError                   a layout that does not fit its mesh or a shape
     +-- DtypeError                    a dtype nobody knows
     +-- SizeError                     an amount of bytes that cannot be read
+    +-- ArgumentError                 an argument whose value does not work
+        +-- ArgumentTypeError         an argument of a wrong type (also a TypeError)
+        +-- PathError                 a path that names nothing in a module (also an AttributeError)
+    +-- StateError                    a call that is not possible now (also a RuntimeError)
     +-- RulesError                    a rules file, or a name no rule knows
     +-- TopologyError                 a topology file or its numbers
     +-- FormatError                   a JSON text that is not what it should be
@@ -38,6 +42,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "BoxError",
     "CheckpointError",
     "CoverageError",
@@ -53,12 +59,14 @@ __all__ = [
     "NamesError",
     "NotationError",
     "OperationError",
+    "PathError",
     "PeerLostError",
     "PlanError",
     "ProofError",
     "ReshardError",
     "RulesError",
     "SizeError",
+    "StateError",
     "TargetError",
     "TensorError",
     "TopologyError",
@@ -106,6 +114,22 @@ class DtypeError(ReshardError):
 
 class SizeError(ReshardError):
     """A text such as ``256MiB`` cannot be read as an amount of bytes."""
+
+
+class ArgumentError(ReshardError):
+    """An argument of a call has a value that does not work."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a call has a wrong type."""
+
+
+class PathError(ArgumentError, AttributeError):
+    """A path names no module, parameter or buffer of a module."""
+
+
+class StateError(ReshardError, RuntimeError):
+    """A call is not possible in the present state of an object or of this process."""
 
 
 class RulesError(ReshardError):

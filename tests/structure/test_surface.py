@@ -3,6 +3,8 @@
 import reshard
 
 PUBLIC = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "Box",
     "BoxError",
     "CheckpointError",
@@ -21,6 +23,7 @@ PUBLIC = [
     "NamesError",
     "NotationError",
     "OperationError",
+    "PathError",
     "PeerLostError",
     "Plan",
     "PlanError",
@@ -31,6 +34,7 @@ PUBLIC = [
     "RunReport",
     "SimulationReport",
     "SizeError",
+    "StateError",
     "Summary",
     "TargetError",
     "TensorError",
