@@ -29,6 +29,7 @@ hypothesis.settings.load_profile("ours")
 
 ONE_WORKER = {
     "tests/ranks/": "engine",
+    "tests/tensors/test_agreement.py": "engine",
     "tests/sharded/": "sharded",
     "tests/nn/": "sharded",
     "tests/checkpoint/live/": "sharded",

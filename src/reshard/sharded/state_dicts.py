@@ -8,7 +8,6 @@ for the others. This happens when the first ShardedTensor is made.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -24,7 +23,7 @@ from reshard.sharded.gathering import gathered_on
 from reshard.sharded.moving import split
 from reshard.sharded.pickling import for_all_ranks
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.gather import gather_texts
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.meshes import this_rank
 from reshard.text import quoted
 
@@ -118,8 +117,8 @@ def _meet(wanted: Mapping[str, Content]) -> None:
     for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
         names = [name for name, one in wanted.items() if members(one.group) == ranks]
         if len(ranks) > 1:
-            told = gather_texts(json.dumps(sorted(names)), group, MEET_WITHIN, LOADING)
-            _check_alike({rank: set(json.loads(text)) for rank, text in told.items()})
+            told = Agreement(group, LOADING, MEET_WITHIN).gather(sorted(names))
+            _check_alike({rank: set(found) for rank, found in told.items()})
 
 
 def _check_alike(told: Mapping[int, set[str]]) -> None:

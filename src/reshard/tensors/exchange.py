@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, TensorError
 from reshard.layout.spec import TensorSpec
-from reshard.tensors.gather import gather_texts
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
 from reshard.text import quoted
@@ -45,7 +45,7 @@ def exchange(
     """
     if not dist.is_initialized():
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
-    texts = gather_texts(_to_text(have, want), group, timeout, "an exchange of layouts")
+    texts = Agreement(group, "an exchange of layouts", timeout).gather(_to_text(have, want))
     # Many ranks say the same: each text is read once.
     read = {text: json.loads(text) for text in set(texts.values())}
     for rank, text in texts.items():

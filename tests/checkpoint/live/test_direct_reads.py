@@ -58,7 +58,7 @@ def is_loaded(into: State, dtype: torch.dtype = torch.float32) -> bool:
 def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dtype) -> tuple:
     """How often ranks spoke and moved, how much was read, and whether all is right."""
     rounds, moves = [], []
-    say, move = circle.gather_texts, placing.api.run
+    say, move = circle.Agreement.gather, placing.api.run
 
     def says(*given: Any) -> Any:
         rounds.append(1)
@@ -70,7 +70,7 @@ def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dty
 
     into = into_of(kind, dtype)
     with (
-        patch.object(circle, "gather_texts", says),
+        patch.object(circle.Agreement, "gather", says),
         patch.object(placing.api, "run", runs),
         patch.object(loading, "boot_id", lambda: f"host {rank % hosts}"),
         bytes_read() as counted,

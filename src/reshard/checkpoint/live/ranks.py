@@ -11,12 +11,10 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch.distributed as dist
-
 from reshard import errors
 from reshard.errors import CheckpointError, DisagreementError, ReshardError
 from reshard.sharded.content import Group, members
-from reshard.tensors.gather import gather_texts
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.meshes import this_rank
 from reshard.text import quoted
 
@@ -79,8 +77,7 @@ class Circle:
     def _say(self, text: str) -> dict[int, str]:
         self._num_steps += 1
         what = f"step {self._num_steps} of loading or saving a checkpoint"
-        found = gather_texts(text, self.group or dist.group.WORLD, self.timeout, what)
-        return {rank: found[rank] for rank in self.ranks}
+        return Agreement(self.group, what, self.timeout).gather(text)
 
 
 def _described(error: BaseException) -> Failure:

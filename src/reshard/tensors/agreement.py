@@ -1,0 +1,284 @@
+"""All ranks of a process group agree, or all of them raise the same error.
+
+A rank that raised alone would leave the others waiting for it in their next collective. So where a
+step may fail on one rank, or where all ranks must have been given the same, every rank of the group
+goes through an `Agreement`:
+
+    saving = Agreement(group, "saving a checkpoint", timeout, error=CheckpointError)
+    sizes = saving.run(lambda: measure(state_dict))     # {rank: result}, or one error on all ranks
+    folder = saving.run_on_first(prepare_folder)        # the first rank runs it, all get the result
+    saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
+    names = saving.gather(list(state_dict))             # {rank: value}
+
+Values are what JSON can say: numbers, texts, None, lists, dicts (a tuple arrives as a list). They
+travel as live moves of one row of bytes per rank: two moves if a value is long, one otherwise. That
+gives them the guarantees of `rs.move`: a wait is bounded by the timeout, and the error names the
+rank that is late or dead and what it was waited for; the next call works again. Nothing that
+arrives is executed, and no value may be longer than `MAX_BYTES`.
+
+Each method is collective: all ranks of the group call the same methods in the same order. Without a
+process group, or in one of a single rank, nothing is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard import errors
+from reshard.errors import DisagreementError, LiveError, ReshardError, quoted
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh, format_ranks
+from reshard.layout.spec import TensorSpec
+from reshard.live.api import run
+from reshard.planning.plan import Plan, plan
+
+__all__ = ["Agreement", "describe_values"]
+
+MAX_BYTES = 256 << 20
+"""Bytes that a rank's value may have, and may decompress to: a peer may be broken."""
+
+FIRST_BYTES = 2048
+"""Bytes of a rank's row in the first move; longer values need a second one."""
+
+MAX_MESSAGE = 4096
+"""Characters of an error message that are sent to the other ranks."""
+
+MAX_VALUES = 4
+"""How many different values an error names."""
+
+ROW = "a row of bytes from each rank"
+_LENGTH = struct.Struct("<Q")
+
+BUILTINS = (KeyError, AttributeError, TypeError, NotImplementedError, OSError)
+"""Builtin classes that an error keeps on other ranks, besides ValueError and RuntimeError."""
+
+
+@dataclass(frozen=True, eq=False)
+class Agreement:
+    """The ranks of a process group that must agree on something, or all raise."""
+
+    group: dist.ProcessGroup | None
+    """None for the default group."""
+    what: str
+    """What the ranks are doing, for error messages: "saving a checkpoint"."""
+    timeout: float = 60.0
+    """The longest wait without a heartbeat from another rank, in seconds."""
+    error: type[ReshardError] = LiveError
+    """The class of errors on all ranks where the one that was raised is no ReshardError."""
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The global ranks, in the order of the group."""
+        if not dist.is_initialized():
+            return (0,)
+        if dist.get_rank(self.group) < 0:
+            raise self.error(
+                f"rank {dist.get_rank()} is not in the process group that was given for "
+                f"{self.what}: call this on the ranks of the group only"
+            )
+        return tuple(dist.get_process_group_ranks(self.group or dist.group.WORLD))
+
+    @cached_property
+    def rank(self) -> int:
+        """The global rank of this process."""
+        return dist.get_rank() if dist.is_initialized() else 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first rank of the group, which does what is done once for all."""
+        return self.rank == self.ranks[0]
+
+    def gather(self, value: Any) -> dict[int, Any]:
+        """The values of all ranks, by rank in the order of the group.
+
+        Ranks that gave the same value share one object here: do not modify it.
+        """
+        if len(self.ranks) == 1:
+            return {self.rank: value}
+        return self._gather(json.dumps(value))
+
+    def _gather(self, text: str) -> dict[int, Any]:
+        """The values of all ranks; this rank gives its own as JSON."""
+        data = zlib.compress(f"[{json.dumps(self.what)}, {text}]".encode(), 1)
+        rows = self._exchange(data)
+        decoded = {row: self._decode(rank, row) for rank, row in rows.items()}
+        others = {rank: decoded[row][0] for rank, row in rows.items()}
+        if len(set(others.values())) > 1:
+            raise DisagreementError(
+                f"ranks are in different calls: {describe_values(others)}; make the same calls in "
+                "the same order on all ranks"
+            )
+        return {rank: decoded[rows[rank]][1] for rank in self.ranks}
+
+    def run(self, step: Callable[[], Any]) -> dict[int, Any]:
+        """Run a step on every rank; gives its result on each, by rank.
+
+        If it raises on any rank, all ranks raise one error: that of the first rank that failed,
+        with its number in front, unless all failed alike. The error is of the same class, as far
+        as that is one of `reshard.errors` and a common builtin. On a rank that failed, the original
+        is its cause. An interrupt stays one on the rank that it interrupted.
+        """
+        if len(self.ranks) == 1:
+            return {self.rank: step()}
+        result, problem = "null", None
+        try:
+            result = json.dumps(step())
+        except BaseException as error:
+            problem = error
+        failure = None if problem is None else _describe(problem)
+        answers = self._gather(f"[{result}, {json.dumps(failure)}]")
+        if problem is not None and not isinstance(problem, Exception):
+            raise problem
+        failures = {rank: failure for rank, (_, failure) in answers.items() if failure is not None}
+        if failures:
+            raise self._common_error(failures) from problem
+        return {rank: result for rank, (result, _) in answers.items()}
+
+    def run_on_first(self, step: Callable[[], Any]) -> Any:
+        """Run a step on the first rank of the group; gives its result, or raises, on all ranks."""
+        return self.run(lambda: step() if self.is_first else None)[self.ranks[0]]
+
+    def check_equal(self, values: Mapping[str, Any]) -> None:
+        """Raise a DisagreementError on all ranks unless each has the same value under each name."""
+        gathered = self.gather(dict(values))
+        names = dict.fromkeys(name for one in gathered.values() for name in one)
+        for name in names:
+            found = {rank: one.get(name) for rank, one in gathered.items()}
+            if any(value != found[self.ranks[0]] for value in found.values()):
+                raise DisagreementError(
+                    f"{self.what} has different {name}: {describe_values(found)}; give the same on "
+                    "all ranks"
+                )
+
+    def _exchange(self, data: bytes) -> dict[int, bytes]:
+        """The bytes of every rank."""
+        frame = _LENGTH.pack(len(data)) + data
+        rows = self._move_rows(frame, FIRST_BYTES)
+        lengths = {rank: _LENGTH.unpack(row[: _LENGTH.size])[0] for rank, row in rows.items()}
+        rank, longest = max(lengths.items(), key=lambda item: item[1])
+        if longest > MAX_BYTES:
+            raise self.error(
+                f"rank {rank} has {longest} bytes to send in {self.what}: at most {MAX_BYTES} work"
+            )
+        if longest > FIRST_BYTES - _LENGTH.size:
+            # Powers of two, so that there are few plans.
+            rows = self._move_rows(frame, 1 << (longest + _LENGTH.size - 1).bit_length())
+        return {
+            rank: rows[rank][_LENGTH.size : _LENGTH.size + length]
+            for rank, length in lengths.items()
+        }
+
+    def _move_rows(self, frame: bytes, size: int) -> dict[int, bytes]:
+        """Move one row of bytes from each rank to all of them."""
+        row = np.zeros((1, size), dtype=np.uint8)
+        part = frame[:size]
+        row[0, : len(part)] = np.frombuffer(part, dtype=np.uint8)
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        rows = torch.from_numpy(np.empty((len(self.ranks), size), dtype=np.uint8))
+        try:
+            run(
+                _plan_for(group, self.ranks, size),
+                {ROW: torch.from_numpy(row)},
+                into={ROW: rows},
+                group=self.group,
+                timeout=self.timeout,
+                progress=False,
+            )
+        except LiveError as error:
+            raise type(error)(f"{error}, in {self.what}") from None
+        return {rank: rows[at].numpy().tobytes() for at, rank in enumerate(sorted(self.ranks))}
+
+    def _decode(self, rank: int, data: bytes) -> tuple[str, Any]:
+        try:
+            what, value = json.loads(zlib.decompressobj().decompress(data, MAX_BYTES))
+            return str(what), value
+        except (ValueError, TypeError, RecursionError, zlib.error) as error:
+            raise self.error(
+                f"what rank {rank} sent in {self.what} cannot be read: {error}"
+            ) from None
+
+    def _common_error(self, failures: Mapping[int, list[Any]]) -> ReshardError:
+        rank, (kind, builtin, text) = next(iter(failures.items()))
+        is_same = all(failure == failures[rank] for failure in failures.values())
+        if not is_same or len(failures) < len(self.ranks):
+            text = f"on rank {rank}: {text}"
+        base = getattr(errors, kind) if kind in errors.__all__ else self.error
+        names = {one.__name__: one for one in BUILTINS}
+        found: ReshardError = _with_builtin(base, names.get(builtin))(text)
+        return found
+
+
+def describe_values(values: Mapping[int, Any]) -> str:
+    """Which ranks have which value, the most common one first.
+
+    >>> describe_values({0: "a", 1: "b", 2: "a"})
+    'ranks 0,2 have "a", rank 1 has "b"'
+    """
+    by_text: dict[str, list[int]] = {}
+    for rank, value in values.items():
+        shown = quoted(value) if isinstance(value, str) else quoted(json.dumps(value))[1:-1]
+        by_text.setdefault(shown, []).append(rank)
+    groups = sorted(by_text.items(), key=lambda item: -len(item[1]))
+    parts = [f"{_name_ranks(ranks)} {text}" for text, ranks in groups[:MAX_VALUES]]
+    more = len(groups) - MAX_VALUES
+    return ", ".join(parts) + (f" and {more} more values" if more > 0 else "")
+
+
+def _name_ranks(ranks: Iterable[int]) -> str:
+    ranks = sorted(ranks)
+    listed = format_ranks(tuple(ranks))
+    return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
+
+
+def _describe(error: BaseException) -> list[str]:
+    """An error as JSON: its class in `reshard.errors`, its builtin class, its message."""
+    known = (kind.__name__ for kind in type(error).__mro__ if kind.__name__ in errors.__all__)
+    is_ours = isinstance(error, ReshardError)
+    builtin = next((kind.__name__ for kind in BUILTINS if isinstance(error, kind)), "")
+    # str() of a KeyError puts quotes around its message.
+    shown = error.args[0] if isinstance(error, KeyError) and error.args else error
+    text = " ".join(str(shown).split())[:MAX_MESSAGE]
+    is_common = is_ours or builtin or isinstance(error, ValueError | RuntimeError)
+    if not is_common or not text:
+        text = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    return [next(known, "") if is_ours else "", builtin, text]
+
+
+@lru_cache(maxsize=64)
+def _with_builtin(base: type[ReshardError], builtin: type[Exception] | None) -> type[ReshardError]:
+    """A class of errors that is also a builtin one."""
+    if builtin is None or issubclass(base, builtin):
+        return base
+    try:
+        return type(base.__name__, (base, builtin), {"__str__": Exception.__str__})
+    except TypeError:  # the two cannot be combined
+        return base
+
+
+_plans: WeakKeyDictionary[dist.ProcessGroup, dict[int, Plan]] = (
+    WeakKeyDictionary()
+)
+"""The plans of each group, by size: a power of two. They go with the group."""
+
+
+def _plan_for(group: dist.ProcessGroup, ranks: tuple[int, ...], size: int) -> Plan:
+    """The plan that gathers rows of this size on all ranks."""
+    known = _plans.setdefault(group, {})
+    if size not in known:
+        mesh = Mesh(rank=len(ranks), ranks=sorted(ranks))
+        shape = (len(ranks), size)
+        have, want = (TensorSpec(shape, "uint8", Layout(mesh, one)) for one in ("rank -", "- -"))
+        known[size] = plan({ROW: have}, {ROW: want})
+    return known[size]
