@@ -25,9 +25,9 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -57,6 +57,7 @@ MAX_MESSAGE = 4096
 MAX_VALUES = 4
 """How many different values an error names."""
 
+IN_CALLS = ("is in", "are in")
 ROW = "a row of bytes from each rank"
 _LENGTH = struct.Struct("<Q")
 
@@ -116,8 +117,8 @@ class Agreement:
         others = {rank: decoded[row][0] for rank, row in rows.items()}
         if len(set(others.values())) > 1:
             raise DisagreementError(
-                f"ranks are in different calls: {describe_values(others)}; make the same calls in "
-                "the same order on all ranks"
+                f"ranks are in different calls: {describe_values(others, IN_CALLS)}; make the same "
+                "calls in the same order on all ranks"
             )
         return {rank: decoded[rows[rank]][1] for rank in self.ranks}
 
@@ -214,13 +215,13 @@ class Agreement:
         is_same = all(failure == failures[rank] for failure in failures.values())
         if not is_same or len(failures) < len(self.ranks):
             text = f"on rank {rank}: {text}"
-        base = getattr(errors, kind) if kind in errors.__all__ else self.error
+        base: type[ReshardError] = getattr(errors, kind) if kind in errors.__all__ else self.error
         names = {one.__name__: one for one in BUILTINS}
         found: ReshardError = _with_builtin(base, names.get(builtin))(text)
         return found
 
 
-def describe_values(values: Mapping[int, Any]) -> str:
+def describe_values(values: Mapping[int, Any], verbs: tuple[str, str] = ("has", "have")) -> str:
     """Which ranks have which value, the most common one first.
 
     >>> describe_values({0: "a", 1: "b", 2: "a"})
@@ -231,15 +232,12 @@ def describe_values(values: Mapping[int, Any]) -> str:
         shown = quoted(value) if isinstance(value, str) else quoted(json.dumps(value))[1:-1]
         by_text.setdefault(shown, []).append(rank)
     groups = sorted(by_text.items(), key=lambda item: -len(item[1]))
-    parts = [f"{_name_ranks(ranks)} {text}" for text, ranks in groups[:MAX_VALUES]]
+    parts = []
+    for text, ranks in groups[:MAX_VALUES]:
+        noun = "rank" if len(ranks) == 1 else "ranks"
+        parts.append(f"{noun} {format_ranks(sorted(ranks))} {verbs[len(ranks) > 1]} {text}")
     more = len(groups) - MAX_VALUES
     return ", ".join(parts) + (f" and {more} more values" if more > 0 else "")
-
-
-def _name_ranks(ranks: Iterable[int]) -> str:
-    ranks = sorted(ranks)
-    listed = format_ranks(tuple(ranks))
-    return f"rank {listed} has" if len(ranks) == 1 else f"ranks {listed} have"
 
 
 def _describe(error: BaseException) -> list[str]:
@@ -256,7 +254,6 @@ def _describe(error: BaseException) -> list[str]:
     return [next(known, "") if is_ours else "", builtin, text]
 
 
-@lru_cache(maxsize=64)
 def _with_builtin(base: type[ReshardError], builtin: type[Exception] | None) -> type[ReshardError]:
     """A class of errors that is also a builtin one."""
     if builtin is None or issubclass(base, builtin):
@@ -267,9 +264,7 @@ def _with_builtin(base: type[ReshardError], builtin: type[Exception] | None) -> 
         return base
 
 
-_plans: WeakKeyDictionary[dist.ProcessGroup, dict[int, Plan]] = (
-    WeakKeyDictionary()
-)
+_plans: WeakKeyDictionary[dist.ProcessGroup, dict[int, Plan]] = WeakKeyDictionary()
 """The plans of each group, by size: a power of two. They go with the group."""
 
 
