@@ -68,7 +68,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
     return RanksOnOneWorker(config, log) if config.getoption("dist") == "load" else None
 
 
-SOAKING = {"device/test_nccl_moves.py", "ranks/test_documents.py"}
+SOAKING = {"device/test_nccl_moves.py"}
 """Tests that take minutes, of what others test as well: only `make soak` runs them."""
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 import unittest
+from inspect import signature
 from pathlib import Path
 
 
@@ -24,8 +25,11 @@ def main() -> int:
         module = importlib.import_module(f"tests.device.{path.stem}")
         for name in [name for name in vars(module) if chosen(path.stem, name)]:
             start = time.perf_counter()
+            test = getattr(module, name)
             try:
-                getattr(module, name)()
+                if signature(test).parameters:
+                    raise unittest.SkipTest("needs a fixture of pytest")
+                test()
                 outcome = "passed"
             except unittest.SkipTest as skipped:
                 outcome = f"skipped: {skipped}"

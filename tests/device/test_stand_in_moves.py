@@ -1,24 +1,62 @@
 """Moves between "GPUs" that are the host, over a stand-in for NCCL; these run on any machine."""
 
+import os
+import sys
+from pathlib import Path
+
+from tests.device.test_nccl_group import free_port
 from tests.device.test_nccl_moves import run_ranks
+from tests.ranks.outcome import Died, Outcome
+from tests.ranks.pool import fresh_ranks
+
+SECONDS = 110
 
 
-def test_moves_over_a_stand_in() -> None:
+def as_rank(rank: int, scenarios: tuple[str, ...], port: int, num_cases: int, folder: str) -> None:
+    """Be one rank of ``move_ranks``, which reads its environment when it is imported."""
+    log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ |= {"RANK": str(rank), "PORT": str(port), "NUM_CASES": str(num_cases)}
+    os.environ |= {"BACKEND": "gloo", "STAND_IN": "1"}
+    sys.argv = ["move_ranks", *scenarios]
+    from tests.device import move_ranks
+
+    move_ranks.main()
+
+
+def run_forked(
+    folder: Path, *scenarios: str, codes: tuple[int, ...] = (0,) * 4, num_cases: int = 40
+) -> None:
+    """Four ranks of the fork server, which has imported torch: each must end as it should."""
+    with fresh_ranks(4, init=False) as ranks:
+        args = (scenarios, free_port(), num_cases, str(folder))
+        outcomes = ranks.outcomes(as_rank, *args, timeout=SECONDS)
+    logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
+    assert [exit_code(outcome) for outcome in outcomes] == [*codes], f"{outcomes}\n{logs}"
+
+
+def exit_code(outcome: Outcome) -> int | None:
+    return outcome.exit_code if isinstance(outcome, Died) else None
+
+
+def test_moves_over_a_stand_in(tmp_path: Path) -> None:
     names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "gradients")
-    run_ranks(*names, "pairs", "states", BACKEND="gloo", STAND_IN="1", NUM_CASES="40")
+    run_forked(tmp_path, *names, "pairs", "states")
 
 
-def test_failures_over_a_stand_in() -> None:
-    run_ranks("refusals", "absent", BACKEND="gloo", STAND_IN="1")
+def test_failures_over_a_stand_in(tmp_path: Path) -> None:
+    run_forked(tmp_path, "refusals", "absent")
 
 
-def test_late_gpus_over_a_stand_in() -> None:
-    run_ranks("behind", BACKEND="gloo", STAND_IN="1")
+def test_late_gpus_over_a_stand_in(tmp_path: Path) -> None:
+    run_forked(tmp_path, "behind")
 
 
 def test_processes_that_end_over_a_stand_in() -> None:
+    """Processes of their own: how an interpreter ends is what is tested."""
     run_ranks("leave", BACKEND="gloo", STAND_IN="1")
 
 
-def test_a_killed_rank_over_a_stand_in() -> None:
-    run_ranks("killed", codes=(0, 0, 0, -9), BACKEND="gloo", STAND_IN="1")
+def test_a_killed_rank_over_a_stand_in(tmp_path: Path) -> None:
+    run_forked(tmp_path, "killed", codes=(0, 0, 0, -9))

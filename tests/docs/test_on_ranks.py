@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from tests.docs.snippets import FENCE, ROOT
 from tests.ranks.outcome import RankError
-from tests.ranks.pool import Pool, fresh_ranks
+from tests.ranks.pool import fresh_ranks
 
 ON_RANKS = re.compile(r"not run: on (\d+) ranks")
 DOCUMENTS = [
@@ -52,7 +52,7 @@ def test_document_on_ranks(path: Path) -> None:
         ranks.run(run_blocks, path.name, blocks)
 
 
-def test_there_are_documents_and_wrong_ones_are_noticed(pool: Pool) -> None:
+def test_there_are_documents_and_wrong_ones_are_noticed() -> None:
     assert "live.md" in [path.name for path in DOCUMENTS]
-    with pytest.raises(RankError, match=r"wrong\.md.*line 3"):
-        pool.run(run_blocks, "wrong.md", ["\n\nassert False"], ranks=[0])
+    with fresh_ranks(1) as ranks, pytest.raises(RankError, match=r"wrong\.md.*line 3"):
+        ranks.run(run_blocks, "wrong.md", ["\n\nassert False"])
