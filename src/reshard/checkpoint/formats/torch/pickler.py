@@ -29,6 +29,11 @@ class Global:
     module: str
     name: str
 
+    @property
+    def path(self) -> str:
+        """Both, joined by a dot; thousands of names may share one module."""
+        return f"{self.module}.{self.name}"
+
 
 @dataclass(frozen=True, slots=True)
 class Call:

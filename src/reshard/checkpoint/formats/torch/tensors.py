@@ -13,7 +13,8 @@ from typing import Any
 
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.torch.archive import Archive
-from reshard.checkpoint.formats.torch.unpickler import Global, Record
+from reshard.checkpoint.formats.torch.pickler import Global
+from reshard.checkpoint.formats.torch.unpickler import Record
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import row_major
