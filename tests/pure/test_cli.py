@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 import reshard as rs
-from reshard.cli import run
+from reshard.cli import demo, run
 from reshard.planning.reasons import reasons
 
 ROOT = Path(__file__).parents[2]
@@ -381,11 +381,10 @@ DEMO = ["demo", "--model", "llama-3.2-1b"]
 
 def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without its processes, which tests/examples starts."""
-    live = importlib.import_module("reshard.cli.demo_live")
-    monkeypatch.setattr(live, "has_torch", lambda: False)
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
     text = printed(capsys, DEMO)
     assert "Proven in" in text
-    assert text.count("all arrays equal the tensors cut by the destination layout") == 2
+    assert text.count("all arrays equal the tensors sharded by the destination layout") == 2
     assert "Not run live: torch is not installed; try pip install 'reshard[torch]'" in text
     assert "NOT" not in text
     assert "before  ckpt-tp4: sharded-safetensors" in text
@@ -402,9 +401,8 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
 
 
 def test_the_files_of_the_demo_are_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files = importlib.import_module("reshard.cli.demo_files")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    assert files.convert_files().holds
+    assert demo._convert_files().holds
     assert not any(tmp_path.iterdir())
 
     def interrupted(*_: object, **__: object) -> None:
@@ -414,17 +412,14 @@ def test_the_files_of_the_demo_are_removed(tmp_path: Path, monkeypatch: pytest.M
     module = importlib.import_module("reshard.checkpoint.verification.soundness")
     monkeypatch.setattr(module, "verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        files.convert_files()
+        demo._convert_files()
     assert not any(tmp_path.iterdir())
 
 
 def test_a_checkpoint_of_the_demo_that_differs_is_told() -> None:
-    from reshard.cli.demo_files import Converted
-    from reshard.cli.demo_text import files_text
-
-    wrong = Converted("a", "b", 1, 1, 1.0, 0.1, 0.1, equal=False)
+    wrong = demo.Converted("a", "b", 1, 1, 1.0, 0.1, 0.1, equal=False)
     assert not wrong.holds
-    assert "VALUES DIFFER" in files_text(wrong)
+    assert "VALUES DIFFER" in demo._files_text(wrong)
 
 
 def test_bench(

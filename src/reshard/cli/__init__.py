@@ -1,4 +1,10 @@
-"""The command line: ``reshard show``, ``plan``, ``inspect``, ``convert``, ``verify``, ``demo``, ...
+"""The command line; one file per command.
+
+    show plan inspect convert verify diff bench  the commands
+    demo         plan, simulate, run and convert a model; ``demo_live`` starts its ranks
+    options      options that several commands take
+    parsing      shapes, meshes, layouts and models from text
+    output       JSON, colours, progress bars, exit codes
 
 Reports go to standard output, errors to standard error as one line. Exit codes: 0 done, 1 the
 answer is no, 2 bad usage or input, 3 failed midway, 4 a checkpoint of a kind that is not supported,
@@ -16,16 +22,8 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.cli.bench import bench
-from reshard.cli.convert import convert
-from reshard.cli.demo import demo
-from reshard.cli.diff import diff
-from reshard.cli.inspect import inspect
-from reshard.cli.output import UNSUPPORTED
-from reshard.cli.pipes import forgiving
-from reshard.cli.plan import plan
-from reshard.cli.show import show
-from reshard.cli.verify import verify
+from reshard.cli import bench, convert, demo, diff, inspect, plan, show, verify
+from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 
 __all__ = ["main", "run"]
@@ -56,7 +54,10 @@ def cli(context: click.Context, version: bool) -> None:
         click.echo(context.get_help())
 
 
-for _command in (show, plan, inspect, convert, verify, diff, demo, bench):
+for _command in (
+    *(show.show, plan.plan, inspect.inspect, convert.convert),
+    *(verify.verify, diff.diff, demo.demo, bench.bench),
+):
     cli.add_command(_command)
 
 
@@ -64,8 +65,8 @@ def main() -> None:
     """Run the command line and leave with its exit code."""
     # Nothing here multiplies matrices, and starting threads for that takes a tenth of a second.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    sys.stdout = sys.stdout and forgiving(sys.stdout)
-    sys.stderr = sys.stderr and forgiving(sys.stderr)
+    sys.stdout = sys.stdout and tolerant(sys.stdout)
+    sys.stderr = sys.stderr and tolerant(sys.stderr)
     sys.exit(run(sys.argv[1:]))
 
 

@@ -92,8 +92,7 @@ def _convert(
     src: str, dst: str, team: Team, quiet: bool, as_json: bool, words: dict[str, Any]
 ) -> int:
     from reshard.checkpoint.conversion.request import convert as run
-    from reshard.cli.meter import byte_meter
-    from reshard.cli.output import print_json
+    from reshard.cli.output import byte_meter, print_json
     from reshard.planning.names_table import read_names
 
     names = words.pop("names")

@@ -1,19 +1,22 @@
-"""``reshard demo``: plan and prove a move of a real size, simulate it, and run it live.
+"""``reshard demo``: plan and prove a move of a real size, simulate it, run it live, convert files.
 
 A trainer holds Llama-3-8B by FSDP over tensor parallelism on eight ranks; two serving replicas of
 two ranks each want it. The plan and its proof are for the whole model at its real size. The
 simulation moves numpy arrays: one decoder layer at full size, then all tensors at an eighth of
 their size in each dim, and compares every byte, message and peak with what the plan states. The
-second move then runs live, on twelve processes of this machine, and must give the same bits.
-Last, a small checkpoint on disk goes from four files to two, and must hold the same.
+second move then runs live, on twelve processes of this machine, and must give the same bits. Last,
+a small checkpoint on disk is converted from four shards to two, and must hold the same values.
 """
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -21,23 +24,26 @@ import click
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard.cli.demo_live import Live, NotLive
+    from reshard.cli.demo_live import LiveRun
     from reshard.layout.spec import TensorSpec
     from reshard.planning.plan import Plan
 
     Array = np.ndarray[Any, Any]
     Arrays = dict[int, dict[str, Array]]
 
-__all__ = ["Comparison", "demo"]
+__all__ = ["demo"]
 
 MODELS = ("llama-3-8b", "llama-3.2-1b")
 HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
 SMALLER = 8
 """The second simulation divides every dim by this."""
+FILES_MODEL, FILES_HAVE, FILES_WANT = "llama-3.2-1b", "tp=4", "tp=2"
+FILES_SMALLER = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 4}
+"""By how much the model that is written to files is smaller than the real one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class Simulated:
     """What the plan of a simulated move states, and what happened."""
 
     what: str
@@ -62,6 +68,39 @@ class Comparison:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class NotRun:
+    """Why nothing was moved between processes."""
+
+    reason: str
+    holds: bool
+    """Whether that is fine: torch is optional."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The reason as plain data."""
+        return {"not_run": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A checkpoint that was resharded on disk, and whether it still holds the same values."""
+
+    found: str
+    """The first line of ``inspect`` for the source."""
+    made: str
+    bytes_read: int
+    bytes_written: int
+    amplification: float
+    seconds: float
+    verify_seconds: float
+    equal: bool
+
+    @property
+    def holds(self) -> bool:
+        """Whether all values are the same, and each was read once."""
+        return self.equal and self.amplification <= 1.02
+
+
 @click.command()
 @click.option("--model", type=click.Choice(MODELS), default=MODELS[0], show_default=True)
 @click.option("--live/--no-live", default=True, help="Also run the move on processes.")
@@ -74,71 +113,46 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     than a minute and 4 GiB. The live part starts twelve processes on this machine, and ends them.
     The checkpoint is made in a temporary folder, and removed.
     """
-    from reshard.cli.demo_files import convert_files
-    from reshard.cli.demo_text import (
-        files_text,
-        introduction,
-        live_text,
-        proof_text,
-        simulated_text,
-    )
     from reshard.cli.output import print_json
+    from reshard.rules.models import preset
 
     def say(text: str) -> None:
         if not as_json:
             print(text, flush=True)
 
-    move = _real_size(model)
-    say(introduction(move, model, (HAVE, FSDP, WANT)))
+    move = _plan(preset(model), None)
+    say(
+        f"A trainer holds {model} on mesh {HAVE}, tensors sharded by tp and each shard by {FSDP}.\n"
+        f"Two serving replicas want it on mesh {WANT}.\n\n{move}\n"
+    )
     start = time.perf_counter()
     move.check()
-    say(proof_text(move, time.perf_counter() - start))
+    say(
+        f"Proven in {time.perf_counter() - start:.1f} s: every element of all {len(move.want)} "
+        "tensors is written exactly once on every rank that wants it, by a rank that holds it.\n"
+    )
     results = []
-    for what, small in _simulated(move, model):
-        result, given, arrived = _compare(what, small)
+    for what, small in _simulated_moves(move, model):
+        result, given, arrived = _simulate(what, small)
         results.append(result)
-        say(simulated_text(result))
+        say(_simulated_text(result))
     ran = _run_live(small, given, arrived, trace) if live else None
     if ran is not None:
-        say(live_text(results[-1].what, ran))
-    files = convert_files()
-    say(files_text(files))
+        say(_live_text(results[-1].what, ran))
+    files = _convert_files()
+    say(_files_text(files))
     moved = all(result.holds for result in results) and (ran is None or ran.holds)
     holds = moved and files.holds
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
         simulated = [asdict(result) for result in results]
-        ended = {"live": ran and ran.to_dict(), "files": files.to_dict()}
+        ended = {"live": ran and ran.to_dict(), "files": asdict(files)}
         print_json({**figures, "simulated": simulated, **ended})
     return 0 if holds else 1
 
 
-def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> Live | NotLive:
-    """The same move between processes, or why it could not be made."""
-    from reshard.cli.demo_live import NotLive, has_torch, move_live
-    from reshard.errors import LiveError
-    from reshard.show.run_report import RunReport
-
-    if not has_torch():
-        return NotLive("torch is not installed; try pip install 'reshard[torch]'", holds=True)
-    try:
-        ran = move_live(plan, given, expected)
-    except LiveError as error:
-        return NotLive(str(error), holds=False)
-    if trace is not None:
-        reports = [report for call in ran.reports for report in call]
-        Path(trace).write_text(RunReport.merged(reports))
-    return ran
-
-
-def _real_size(model: str) -> Plan:
-    from reshard.rules.models import preset
-
-    return _plan(preset(model), None)
-
-
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
-    from reshard.cli.inputs import ModelSide, model_specs
+    from reshard.cli.parsing import ModelSide, model_specs
     from reshard.layout.mesh import Mesh
     from reshard.planning.plan import plan
 
@@ -147,7 +161,7 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     return plan(have, want, memory=memory)
 
 
-def _simulated(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
+def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     """The moves that are run on real data: small enough for a laptop."""
     from reshard.planning.plan import plan
     from reshard.rules.models import preset
@@ -157,31 +171,33 @@ def _simulated(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     yield "decoder layer 0 at full size", plan(have, want)
     sizes = ("hidden_size", "intermediate_size", "vocab_size")
     config = {key: n // SMALLER if key in sizes else n for key, n in preset(model).items()}
-    yield (
-        f"the whole model, every dim divided by {SMALLER}",
-        _plan(config, move.memory // SMALLER**2),
-    )
+    small = _plan(config, move.memory // SMALLER**2)
+    yield f"the whole model, every dim divided by {SMALLER}", small
 
 
-def _compare(what: str, move: Plan) -> tuple[Comparison, Arrays, Arrays]:
+def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:
     """Simulate a move on random arrays and compare what happened with what was stated.
 
-    The arrays come along, as every rank was given them and as they arrived.
+    Also returns the arrays of every rank, before and after.
     """
+    import numpy as np
+
     from reshard.simulation import simulate
 
     start = time.perf_counter()
-    whole = {name: _random(spec, seed) for seed, (name, spec) in enumerate(move.have.items())}
-    given = _local(whole, move.have)
+    whole = {  # random bits: numpy stores bfloat16 as 16-bit integers
+        name: np.random.default_rng(seed).integers(0, 1 << 16, spec.shape, dtype=np.uint16)
+        for seed, (name, spec) in enumerate(move.have.items())
+    }
+    given, expected = _local(whole, move.have), _local(whole, move.want)
     arrived, report = simulate(move, given, report=True)
-    expected = _local(whole, move.want)
     equal = all(
         (arrived[rank][name] == array).all()
         for rank, arrays in expected.items()
         for name, array in arrays.items()
     )
     stated = move.summary()
-    result = Comparison(
+    result = Simulated(
         what,
         len(move.want),
         stated.wire_bytes,
@@ -196,31 +212,157 @@ def _compare(what: str, move: Plan) -> tuple[Comparison, Arrays, Arrays]:
     return result, given, arrived
 
 
-def _random(spec: TensorSpec, seed: int) -> Array:
-    """A whole tensor of random bits; bfloat16 is stored as 16-bit integers."""
+def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
+    """The local array of every rank and tensor."""
     import numpy as np
 
-    return np.random.default_rng(seed).integers(0, 1 << 16, spec.shape, dtype=np.uint16)
-
-
-def _local(whole: Mapping[str, Array], specs: Mapping[str, TensorSpec]) -> Arrays:
-    """Cut whole tensors by their layouts, rank by rank."""
     local: Arrays = {}
     for name, spec in specs.items():
+        array, itemsize = whole[name], whole[name].itemsize
         for rank in spec.layout.ranks:
-            local.setdefault(rank, {})[name] = _cut(whole[name], spec, rank)
+            mine = np.zeros(spec.layout.local_shape(rank, spec.shape), array.dtype)
+            for piece in spec.layout.pieces(rank, spec.shape):
+                place = np.lib.stride_tricks.as_strided(
+                    mine.reshape(-1)[piece.offset :],
+                    piece.box.shape,
+                    [stride * itemsize for stride in piece.strides],
+                )
+                bounds = zip(piece.box.start, piece.box.stop, strict=True)
+                place[...] = array[tuple(slice(low, high) for low, high in bounds)]
+            local.setdefault(rank, {})[name] = mine
     return local
 
 
-def _cut(array: Array, spec: TensorSpec, rank: int) -> Array:
+def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) -> LiveRun | NotRun:
+    """The same move between processes, or why it could not be made."""
+    from reshard.cli.demo_live import move_live
+    from reshard.errors import LiveError
+    from reshard.show.run_report import RunReport
+
+    if find_spec("torch") is None:
+        return NotRun("torch is not installed; try pip install 'reshard[torch]'", holds=True)
+    try:
+        ran = move_live(plan, given, expected)
+    except LiveError as error:
+        return NotRun(str(error), holds=False)
+    if trace is not None:
+        reports = [report for call in ran.reports for report in call]
+        Path(trace).write_text(RunReport.merged(reports))
+    return ran
+
+
+def _convert_files() -> Converted:
+    """Write a small model as four shards into a temporary folder, convert it to two, compare."""
+    from reshard.checkpoint.conversion.request import convert
+    from reshard.checkpoint.inspection.inspecting import inspect
+    from reshard.checkpoint.verification.soundness import verify
+
+    with TemporaryDirectory(prefix="reshard-demo-") as folder:
+        whole, four, two = (Path(folder) / name for name in ("ckpt", "ckpt-tp4", "ckpt-tp2"))
+        _write_model(whole)
+        convert(whole, four, mesh=FILES_HAVE, rules="llama")
+        start = time.perf_counter()
+        report = convert(four, two, mesh=FILES_WANT, rules="llama")
+        converted = time.perf_counter()
+        equal = verify(four, two).ok
+        verified = time.perf_counter()
+        found, made = (
+            str(inspect(path)).splitlines()[0].replace(f"{folder}/", "") for path in (four, two)
+        )
+    return Converted(
+        found,
+        made,
+        report.bytes_read,
+        report.bytes_written,
+        report.amplification,
+        converted - start,
+        verified - converted,
+        equal,
+    )
+
+
+def _write_model(folder: Path) -> None:
+    """Write a model of random values as Hugging Face stores it: one file and a config."""
     import numpy as np
 
-    local = np.zeros(spec.layout.local_shape(rank, spec.shape), array.dtype)
-    for piece in spec.layout.pieces(rank, spec.shape):
-        strides = [stride * array.itemsize for stride in piece.strides]
-        place = np.lib.stride_tricks.as_strided(
-            local.reshape(-1)[piece.offset :], piece.box.shape, strides
-        )
-        bounds = zip(piece.box.start, piece.box.stop, strict=True)
-        place[...] = array[tuple(slice(low, high) for low, high in bounds)]
-    return local
+    from reshard.checkpoint.formats.safetensors.header import build_header
+    from reshard.rules.models import preset, tensors
+
+    config: Mapping[str, Any] = {
+        key: value // FILES_SMALLER.get(key, 1) if key in FILES_SMALLER else value
+        for key, value in preset(FILES_MODEL).items()
+    }
+    header = build_header(
+        {name: (dtype, shape) for name, (shape, dtype) in tensors(config).items()}
+    )
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(dict(config)))
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(header.data)
+        file.write(np.random.default_rng(0).bytes(header.file_size - len(header.data)))
+
+
+def _simulated_text(result: Simulated) -> str:
+    from reshard.text import format_bytes
+
+    peaks = [format_bytes(n) for n in (result.stated_peak_bytes, result.peak_bytes)]
+    found = "equal" if result.arrays_equal else "DIFFER FROM"
+    return _section(
+        f"Simulated on numpy arrays: {result.what} ({result.num_tensors} tensors)",
+        *_stated(result, ("peak staging", f"<= {peaks[0]}", peaks[1])),
+        f"all arrays {found} the tensors sharded by the destination layout",
+        f"{'as stated' if result.holds else 'NOT as stated'}, in {result.seconds:.1f} s",
+    )
+
+
+def _live_text(what: str, ran: LiveRun | NotRun) -> str:
+    from reshard.show.run_report import format_seconds
+
+    if isinstance(ran, NotRun):
+        return _section(f"{'Not' if ran.holds else 'NOT'} run live: {ran.reason}")
+    found = "equal" if ran.equal else "DIFFER FROM"
+    first, second = (format_seconds(ran.seconds(call)) for call in (0, 1))
+    speed = f"{ran.wire_bytes / ran.seconds(1) / 1e9:.2f} GB/s"
+    return _section(
+        f"Run live on {len(ran.reports[-1])} processes of this machine: {what}",
+        *_stated(ran),
+        f"all values on every rank {found} the simulated ones",
+        f"{'as stated' if ran.holds else 'NOT as stated'}, in {second}: {speed} over all ranks",
+        f"before that {ran.start_seconds:.1f} s to import torch and start the ranks, and a first "
+        f"call of {first} to connect and compare",
+        "",
+        "The busiest rank:",
+        *str(ran.busiest).splitlines(),
+    )
+
+
+def _files_text(files: Converted) -> str:
+    from reshard.text import format_bytes
+
+    read, written = format_bytes(files.bytes_read), format_bytes(files.bytes_written)
+    return _section(
+        "Converted on disk, without torch: a small Llama from 4-way to 2-way tensor parallelism",
+        f"before  {files.found}",
+        f"after   {files.made}",
+        f"read {read}, {files.amplification:.2f} x the tensors, and wrote {written}, "
+        f"in {files.seconds:.2f} s",
+        f"{'verified: same values' if files.equal else 'VALUES DIFFER'}, bit by bit, "
+        f"in {files.verify_seconds:.2f} s",
+    )
+
+
+def _stated(move: Simulated | LiveRun, *more: tuple[str, str, str]) -> list[str]:
+    """A table of what a plan states and what happened."""
+    from reshard.text import align
+
+    rows = [
+        ("", "plan states", "happened"),
+        ("bytes", f"{move.stated_wire_bytes:,}", f"{move.wire_bytes:,}"),
+        ("messages", f"{move.stated_messages:,}", f"{move.messages:,}"),
+        *more,
+    ]
+    return align(rows, right={1, 2})
+
+
+def _section(title: str, *lines: str) -> str:
+    return "\n".join([title, *(f"  {line}".rstrip() for line in lines), ""])

@@ -1,22 +1,23 @@
-"""The live part of ``reshard demo``: real processes on this machine, started and ended here.
+"""The live part of ``reshard demo``: one process per rank, on this machine.
 
-Ranks are forked from one process that has loaded torch, so that twelve of them take as long to
-start as one. This process never loads it.
+    demo ----> host process, imports torch ----> one forked process per rank
+
+The demo itself never imports torch. The host imports it once and forks the ranks, so that twelve of
+them start as fast as one. Each process is killed by the kernel when the one that started it dies.
 """
 
 from __future__ import annotations
 
-import hashlib
+import ctypes
 import multiprocessing
 import os
+import signal
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
 from typing import TYPE_CHECKING, Any
 
 from reshard.errors import LiveError
@@ -27,74 +28,39 @@ if TYPE_CHECKING:
 
     from reshard.planning.plan import Plan
 
-    Array = np.ndarray[Any, Any]
-    Arrays = Mapping[int, Mapping[str, Array]]
+    Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
 
-__all__ = ["Done", "Failed", "Live", "NotLive", "digest", "has_torch", "move_live"]
+__all__ = ["LiveRun", "move_live"]
 
+NUM_CALLS = 2
+"""The first call connects the ranks, compares and compiles; the second only moves."""
 ANSWER_WITHIN = 60.0
-LEAVE_WITHIN = 5.0
-# Many ranks share few cores, and a process that has threads is not safe to fork.
-ENVIRONMENT = {
-    "RESHARD_DEMO_RANKS": "1",
-    "OMP_NUM_THREADS": "1",
-    "MKL_NUM_THREADS": "1",
-    "GLOO_SOCKET_IFNAME": "lo",
-}
+PR_SET_PDEATHSIG = 1
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+"""Many ranks share few cores, and a process with threads is not safe to fork."""
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
-    """What a rank did."""
-
-    reports: tuple[RunReport, ...]
-    """One for each time that it moved."""
-    digests: dict[str, bytes]
-    """Of every tensor that it got."""
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Why a rank could not."""
-
-    error: str
-    traceback: str
-
-
-@dataclass(frozen=True, slots=True)
-class NotLive:
-    """Why nothing was moved between processes."""
-
-    reason: str
-    holds: bool
-    """Whether that is all right: nobody has to have torch."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """The reason as plain data."""
-        return {"not_run": self.reason}
-
-
-@dataclass(frozen=True, slots=True)
-class Live:
-    """A move between processes, twice: the first call prepares what the second finds ready."""
+class LiveRun:
+    """What the plan of a move states, and what it did between processes."""
 
     stated_wire_bytes: int
     stated_messages: int
     reports: tuple[tuple[RunReport, ...], ...]
-    """Of each call, by rank."""
+    """The reports of all ranks, call by call."""
     equal: bool
-    """Whether all values on every rank are those that the simulation gives."""
+    """Whether every rank got exactly the expected arrays."""
     start_seconds: float
-    """What it took until all ranks were there."""
+    """Seconds until the ranks were connected."""
 
     @property
     def wire_bytes(self) -> int:
-        """What all ranks sent in a call."""
+        """Bytes that all ranks sent in a call."""
         return sum(report.bytes_sent for report in self.reports[-1])
 
     @property
     def messages(self) -> int:
-        """How many messages that took."""
+        """Messages that all ranks sent in a call."""
         return sum(report.messages_sent for report in self.reports[-1])
 
     @property
@@ -126,125 +92,114 @@ class Live:
         }
 
 
-def has_torch() -> bool:
-    """Whether ranks can be started at all."""
-    return find_spec("torch") is not None
-
-
-def move_live(plan: Plan, given: Arrays, expected: Arrays) -> Live:
+def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     """Start a process per rank, move the given arrays live, and compare with the expected ones."""
     began = time.perf_counter()
-    with _started(plan.ranks) as ranks:
-        _introduce(ranks)
-        start_seconds = time.perf_counter() - began
-        for rank in ranks:
-            rank.send((plan, given.get(rank.number, {})))
-        wanted = {number: _digests(arrays) for number, arrays in expected.items()}
-        done = _answers(ranks)
-        for rank in ranks:
-            rank.send("leave")
-    equal = all(done[number].digests == wanted.get(number, {}) for number in done)
-    calls = tuple(zip(*(one.reports for one in done.values()), strict=True))
-    stated = plan.summary()
-    return Live(stated.wire_bytes, stated.num_messages, calls, equal, start_seconds)
-
-
-def digest(data: memoryview) -> bytes:
-    """A hash by which two processes compare a tensor without sending it."""
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
-def _digests(arrays: Mapping[str, Array]) -> dict[str, bytes]:
-    return {name: digest(array.reshape(-1).data) for name, array in arrays.items()}
-
-
-class _Rank:
-    """The process of a rank, and the pipe to it."""
-
-    def __init__(self, number: int, num_ranks: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        self.number = number
-        self.pipe, far = context.Pipe()
-        self.process: ForkServerProcess = context.Process(
-            target=_serve, args=(number, num_ranks, far), name=f"rank {number}", daemon=True
-        )
-        self.process.start()
-        far.close()
-
-    def send(self, message: object) -> None:
-        try:
-            self.pipe.send(message)
-        except OSError as error:
-            raise LiveError(f"rank {self.number} of the demo is gone ({error})") from None
-
-    def receive(self, deadline: float) -> Any:
-        """The next thing that the rank says, if it does in time."""
-        left = max(deadline - time.monotonic(), 0.0)
-        try:
-            if wait([self.pipe, self.process.sentinel], left):
-                return self.pipe.recv()
-        except (EOFError, OSError):
-            code = self.process.exitcode
-            raise LiveError(f"rank {self.number} of the demo ended with code {code}") from None
-        raise LiveError(f"rank {self.number} of the demo did not answer in {ANSWER_WITHIN:g} s")
-
-
-def _serve(number: int, num_ranks: int, pipe: Connection) -> None:
-    from reshard.cli.demo_rank import serve
-
-    serve(number, num_ranks, pipe)
-
-
-@contextmanager
-def _started(numbers: Sequence[int]) -> Iterator[list[_Rank]]:
-    """Processes for these ranks, all of which are gone afterwards."""
-    _start_fork_server()
-    ranks: list[_Rank] = []
-    try:
-        for number in numbers:
-            ranks.append(_Rank(number, len(numbers)))  # noqa: PERF401 (an interrupt may come)
-        yield ranks
-        for rank in ranks:
-            rank.process.join(LEAVE_WITHIN)
-    finally:
-        # The first rank serves the store: it goes last, or torch tells of every question to it.
-        for rank in reversed(ranks):
-            rank.process.kill()
-            rank.process.join()
-            rank.pipe.close()
-
-
-def _start_fork_server() -> None:
-    """Start the process that ranks are forked from: it loads torch once for all of them."""
-    first = ["reshard.cli.demo_quiet", "reshard.cli.demo_rank"]
-    multiprocessing.get_context("forkserver").set_forkserver_preload(first)
+    context = multiprocessing.get_context("spawn")
+    pipe, far = context.Pipe()
+    host = context.Process(target=_host, args=(far, plan, given, expected), name="reshard-demo")
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:
-        forkserver.ensure_running()
+        host.start()
+        far.close()
+        found = {rank: _answer(pipe, host.sentinel) for rank in plan.ranks}
     finally:
         for name in missing:
             del os.environ[name]
+        if host.pid is not None:
+            host.kill()
+            host.join()
+        pipe.close()
+    answers = dict(found.values())
+    reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
+    equal = all(equal for _, equal, _ in answers.values())
+    connected = max(at for _, _, at in answers.values())
+    stated = plan.summary()
+    return LiveRun(
+        stated.wire_bytes, stated.num_messages, reports, equal, max(connected - began, 0.0)
+    )
 
 
-def _introduce(ranks: Sequence[_Rank]) -> None:
-    """Tell all ranks the port at which the first one listens.
+def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bool, float]]:
+    """The next rank's outcome: its reports, whether its arrays are right, when it was connected."""
+    if not wait([pipe, host], ANSWER_WITHIN):
+        raise LiveError(f"a rank of the demo did not answer within {ANSWER_WITHIN:g} s")
+    try:
+        rank, outcome = pipe.recv()
+    except EOFError:
+        raise LiveError("the processes of the demo ended without an answer") from None
+    if isinstance(outcome, str):
+        raise LiveError(f"rank {rank} of the demo failed: {outcome}")
+    return rank, outcome
 
-    That one waits for it too: a rank that was made when an interrupt came, and that nobody knows
-    of, waits at its pipe and nowhere else, and ends with the demo.
-    """
-    port = ranks[0].receive(time.monotonic() + ANSWER_WITHIN)
-    for rank in ranks:
-        rank.send(port)
+
+def _host(pipe: Connection, plan: Plan, given: Arrays, expected: Arrays) -> None:
+    """Import torch, fork one process per rank, and live until the demo ends this process."""
+    _die_with_parent()
+    from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
+
+    context = multiprocessing.get_context("fork")
+    lock = context.Lock()
+    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
+        address = f"file://{folder}/store"
+        ranks = [
+            context.Process(
+                target=_rank,
+                args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
+            )
+            for rank in plan.ranks
+        ]
+        for rank in ranks:
+            rank.start()
+        for rank in ranks:
+            rank.join()
 
 
-def _answers(ranks: Sequence[_Rank]) -> dict[int, Done]:
-    """What every rank did; if one failed, its error with what it was doing."""
-    deadline = time.monotonic() + ANSWER_WITHIN
-    found: dict[int, Done] = {}
-    for rank in ranks:
-        answer = rank.receive(deadline)
-        if not isinstance(answer, Done):
-            raise LiveError(f"rank {rank.number} of the demo failed: {answer.error}")
-        found[rank.number] = answer
-    return found
+def _rank(
+    rank: int,
+    address: str,
+    plan: Plan,
+    given: Mapping[str, np.ndarray[Any, Any]],
+    expected: Mapping[str, np.ndarray[Any, Any]],
+    pipe: Connection,
+    lock: Any,
+) -> None:
+    """Join the other ranks, move, compare and answer."""
+    _die_with_parent()
+    import torch
+    import torch.distributed as dist
+
+    outcome: Any
+    try:
+        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=len(plan.ranks))
+        connected = time.perf_counter()
+        tensors = {
+            name: torch.from_numpy(array).view(getattr(torch, plan.have[name].dtype))
+            for name, array in given.items()
+        }
+        reports = []
+        for _ in range(NUM_CALLS):
+            handle = plan.start(tensors)
+            moved = handle.wait()
+            reports.append(handle.report)
+        equal = moved.keys() == expected.keys() and all(
+            torch.equal(tensor.view(torch.uint16), torch.from_numpy(expected[name]))
+            for name, tensor in moved.items()
+        )
+        outcome = (reports, equal, connected)
+    except Exception as error:
+        if os.environ.get("RESHARD_TRACEBACK"):
+            traceback.print_exc()
+        outcome = f"{type(error).__name__}: {error}"
+    with lock:
+        pipe.send((rank, outcome))
+    if dist.is_initialized() and not isinstance(outcome, str):
+        dist.barrier()  # the lowest rank serves the store of the session
+    os._exit(0)
+
+
+def _die_with_parent() -> None:
+    """Ignore Ctrl-C, which is for the demo, and be killed when the parent process ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

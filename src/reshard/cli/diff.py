@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.two_checkpoints import told, with_options
+from reshard.cli.options import told, with_options
 
 __all__ = ["diff"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from reshard.cli.two_checkpoints import REPLICATE, with_replicas
+from reshard.cli.options import REPLICATE, with_replicas
 
 __all__ = ["inspect"]
 

@@ -1,18 +1,29 @@
-"""Printing: coloured where somebody watches a terminal, plain everywhere else."""
+"""Standard output and standard error: JSON, coloured lines, progress bars, readers that leave."""
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from reshard.show.ink import Line
 
-__all__ = ["UNSUPPORTED", "code_of", "print_json", "print_lines", "terminal_width", "wants_boxes"]
+__all__ = [
+    "UNSUPPORTED",
+    "byte_meter",
+    "code_of",
+    "print_json",
+    "print_lines",
+    "terminal_width",
+    "tolerant",
+    "wants_boxes",
+]
 
 
 UNSUPPORTED = 4
@@ -48,3 +59,63 @@ def wants_boxes() -> bool:
     """Whether lines can be drawn with more than ASCII."""
     encoding = (getattr(sys.stdout, "encoding", None) or "").lower().replace("-", "")
     return sys.stdout.isatty() and encoding == "utf8"
+
+
+@contextmanager
+def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
+    """A progress bar of bytes, as a function of bytes done and in all; None without a terminal.
+
+    The bar goes to standard error, so that reports can be piped.
+    """
+    if quiet or not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    columns = (
+        TextColumn(words),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(words)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _Pipe(io.FileIO):
+    """A file descriptor that drops what is written after its reader has left."""
+
+    def write(self, data: object, /) -> int:
+        view = memoryview(data)  # type: ignore[arg-type]
+        try:
+            return super().write(view)
+        except BrokenPipeError:
+            return view.nbytes
+
+
+def tolerant(stream: TextIO) -> TextIO:
+    """The same stream, without errors when its reader leaves (``reshard inspect x | head -1``).
+
+    The command goes on, so its exit code does not depend on its reader.
+    """
+    try:
+        pipe = _Pipe(stream.fileno(), "w", closefd=False)
+    except (AttributeError, OSError, ValueError):
+        return stream
+    return io.TextIOWrapper(
+        io.BufferedWriter(pipe),
+        encoding=stream.encoding,
+        errors="backslashreplace",
+        line_buffering=bool(getattr(stream, "line_buffering", False)),
+        write_through=bool(getattr(stream, "write_through", False)),
+    )

@@ -122,7 +122,7 @@ def _sides(request: Request) -> Sides:
 
 
 def _tensor(request: Request) -> Sides:
-    from reshard.cli.inputs import parse_shape, parse_side
+    from reshard.cli.parsing import parse_shape, parse_side
     from reshard.layout.spec import TensorSpec
 
     for option in ("from_rules", "to_rules", "from_fsdp", "to_fsdp", "replicate"):
@@ -139,7 +139,7 @@ def _tensor(request: Request) -> Sides:
 
 
 def _model(request: Request) -> Sides:
-    from reshard.cli.inputs import (
+    from reshard.cli.parsing import (
         ModelSide,
         model_config,
         model_specs,
@@ -162,7 +162,7 @@ def _model(request: Request) -> Sides:
 
 
 def _without(specs: dict[str, TensorSpec], ranks: str | None) -> dict[str, TensorSpec]:
-    from reshard.cli.inputs import parse_lost
+    from reshard.cli.parsing import parse_lost
 
     if ranks is None:
         return specs

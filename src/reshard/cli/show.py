@@ -28,7 +28,7 @@ def show(layout: str, mesh: str, shape: str, rank: int | None, as_json: bool) ->
     \b
     reshard show "(dp tp) -" --mesh "dp=2 tp=4" --shape 8192,4096
     """
-    from reshard.cli.inputs import parse_shape
+    from reshard.cli.parsing import parse_shape
     from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
+from reshard.cli.options import told, with_options
 from reshard.cli.output import code_of
-from reshard.cli.two_checkpoints import told, with_options
 
 __all__ = ["verify"]
 

@@ -49,7 +49,7 @@ def with_replicas(
     """The rules of each side, given with its mesh, with the axes of ``--replicate``."""
     if not axes:
         return [rules for rules, _ in sides]
-    from reshard.cli.inputs import replicated
+    from reshard.cli.parsing import replicated
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
@@ -63,8 +63,7 @@ def with_replicas(
 
 def told(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
     """Call what compares with the words of the command line, and print what it reports."""
-    from reshard.cli.meter import byte_meter
-    from reshard.cli.output import print_json
+    from reshard.cli.output import byte_meter, print_json
 
     given = dict(words)
     quiet, as_json = given.pop("quiet"), given.pop("as_json")
