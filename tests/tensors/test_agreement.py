@@ -31,7 +31,7 @@ def message_of(action: Callable[[], object], kind: type[Exception]) -> str:
 
 
 def gather_values(rank: int) -> None:
-    for value in (None, rank, [rank, "é"], {"name": [1.5, rank]}, "long " * 5000 * rank):
+    for value in (None, rank, [rank, "\u00e9"], {"name": [1.5, rank]}, "long " * 5000 * rank):
         gathered = four().gather(value)
         assert list(gathered) == [0, 1, 2, 3]
         assert gathered[rank] == value

@@ -36,12 +36,13 @@ import torch
 import torch.distributed as dist
 
 from reshard import errors
-from reshard.errors import DisagreementError, LiveError, ReshardError, quoted
+from reshard.errors import DisagreementError, LiveError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import run
 from reshard.planning.plan import Plan, plan
+from reshard.text import quoted
 
 __all__ = ["Agreement", "describe_values"]
 
