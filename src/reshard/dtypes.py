@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
-
-import numpy as np
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from reshard.errors import DtypeError, PlanError
 from reshard.text import quoted
+
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = [
     "ITEMSIZE",
@@ -30,7 +31,7 @@ __all__ = [
     "wire_dtype",
 ]
 
-Array = np.ndarray[Any, Any]
+Array: TypeAlias = "np.ndarray[Any, Any]"
 
 ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "uint16": 2, "int32": 4, "uint32": 4,
@@ -92,7 +93,7 @@ def accumulator(dtype: str) -> str:
     return "float32" if small else dtype
 
 
-_UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+_UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32"}
 _LACKING = {
     name for name in ITEMSIZE if name.startswith("float8") or name in ("bfloat16", "complex32")
 }
@@ -100,6 +101,8 @@ _LACKING = {
 
 def storage_dtype(dtype: str) -> np.dtype[Any]:
     """The numpy dtype that stores this dtype: itself, or unsigned integers of its size."""
+    import numpy as np
+
     return np.dtype(_UNSIGNED[ITEMSIZE[dtype]] if dtype in _LACKING else dtype)
 
 
@@ -108,6 +111,8 @@ def reduce_in_order(op: str, addends: Sequence[Array], dtype: str, want: str) ->
 
     What comes out is divided there, for a mean, and rounded once: to the wanted dtype.
     """
+    import numpy as np
+
     wide = accumulator(dtype)
     total = cast(addends[0], dtype, wide).copy()
     for addend in addends[1:]:
@@ -158,6 +163,8 @@ def check_cast(have: str, want: str, what: str = "") -> None:
 
 def _objection(have: str, want: str) -> str | None:
     """Why elements are not cast so; None if they may be."""
+    import numpy as np
+
     alone = [dtype for dtype in (have, want) if dtype in ("float8_e8m0fnu", "complex32")]
     if alone:
         return f"{alone[0]} is only moved as it is"
@@ -175,6 +182,8 @@ def _objection(have: str, want: str) -> str | None:
 
 def cast_into(source: Array, have: str, target: Array, want: str) -> None:
     """Cast stored elements into an array of the same shape, a few at a time."""
+    import numpy as np
+
     flat, result = source.reshape(-1), target.reshape(-1)
     for at in range(0, flat.size, BLOCK):
         part = flat[at : at + BLOCK].view(storage_dtype(have))
@@ -185,6 +194,8 @@ def cast_into(source: Array, have: str, target: Array, want: str) -> None:
 
 def cast(array: Array, have: str, want: str) -> Array:
     """Convert stored elements from one dtype to another."""
+    import numpy as np
+
     if have == want:
         return array
     if have in _FLOAT8:
@@ -208,6 +219,8 @@ def cast(array: Array, have: str, want: str) -> Array:
 
 def _to_bfloat16(array: Array) -> Array:
     """The upper half of each float32, rounded; a NaN stays one."""
+    import numpy as np
+
     array = np.asarray(array, dtype=np.float32)
     bits = array.view(np.uint32)
     rounded = np.asarray(bits >> np.uint32(16))  # a number, of a tensor without dims
@@ -224,6 +237,8 @@ def _to_bfloat16(array: Array) -> Array:
 
 def _to_float8(array: Array, want: str) -> Array:
     """A table knows the code for each upper half of a float32, and whether anything follows it."""
+    import numpy as np
+
     bits = array.view(np.uint32)
     at = bits >> np.uint32(15)
     at &= np.uint32(0x1FFFE)
@@ -238,6 +253,8 @@ def _float8_codes(want: str) -> Array:
 
     That suffices: where two codes are equally near, the float32 ends in zeros.
     """
+    import numpy as np
+
     halves = np.arange(1 << 17, dtype=np.uint32)
     bits = (halves >> np.uint32(1)) << np.uint32(16) | (halves & np.uint32(1)) << np.uint32(15)
     return _rounded_to_float8(bits.view(np.float32), want)
@@ -246,6 +263,8 @@ def _float8_codes(want: str) -> Array:
 @lru_cache(maxsize=8)
 def _float8_values(dtype: str) -> Array:
     """The number that each of the 256 codes stands for."""
+    import numpy as np
+
     exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
     codes = np.arange(256)
     exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
@@ -258,6 +277,8 @@ def _float8_values(dtype: str) -> Array:
 
 def _with_specials(values: Array, dtype: str) -> Array:
     """Infinities and NaNs, which each of the dtypes has elsewhere."""
+    import numpy as np
+
     if dtype.endswith("fnuz"):
         values[0x80] = np.nan
     elif dtype == "float8_e4m3fn":
@@ -270,6 +291,8 @@ def _with_specials(values: Array, dtype: str) -> Array:
 
 def _rounded_to_float8(array: Array, want: str) -> Array:
     """The code of the nearest value; between two equally near ones, the even code."""
+    import numpy as np
+
     values = _float8_values(want).astype(np.float64)
     top = int(np.flatnonzero(np.isfinite(values[:128]))[-1])
     finite = values[: top + 1]
@@ -285,6 +308,8 @@ def _rounded_to_float8(array: Array, want: str) -> Array:
 
 def _finish_float8(array: Array, codes: Array, top: int, want: str) -> Array:
     """Signs, and what is too large or no number."""
+    import numpy as np
+
     negative = np.signbit(array)
     if want == "float8_e5m2":
         codes = np.where(codes > top, 0x7C, codes)
