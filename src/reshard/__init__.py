@@ -1,4 +1,4 @@
-"""Say how a tensor is cut over ranks, say how you want it cut, and reshard moves it.
+"""Describe how a tensor is sharded and how you want it sharded, and reshard moves it.
 
     >>> import reshard as rs
     >>> have = rs.Layout(rs.Mesh(dp=2, tp=4), "(dp tp) -")
@@ -51,9 +51,22 @@ _HOMES |= dict.fromkeys(_ERRORS, "errors")
 __all__ = [*sorted(_HOMES)]
 
 
+_MOVED = {"models": "rules.models"}
+"""Modules under their old names, each for one minor version."""
+
+
 def __getattr__(name: str) -> object:
     if name == "__version__":
         return _version()
+    if name in _MOVED:
+        import warnings
+
+        warnings.warn(
+            f"reshard.{name} is reshard.{_MOVED[name]} now; the old name goes with version 0.3",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        return import_module(f"reshard.{_MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
     from reshard.errors import needing_torch

@@ -1,6 +1,9 @@
 """The public names, pinned: a change here is a change for every user."""
 
+import pytest
+
 import reshard
+from reshard.rules import models
 
 PUBLIC = [
     "ArgumentError",
@@ -66,3 +69,8 @@ def test_every_public_name_loads() -> None:
     for name in reshard.__all__:
         assert getattr(reshard, name) is not None
     assert set(reshard.__all__) <= set(dir(reshard))
+
+
+def test_moved_modules_warn_under_their_old_names() -> None:
+    with pytest.warns(DeprecationWarning, match=r"reshard\.models is reshard\.rules\.models now"):
+        assert reshard.models is models
