@@ -9,7 +9,7 @@ PY    := $(BIN)/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign check docs-check fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign versions check docs-check fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -37,6 +37,9 @@ soak: $(READY) ## run all tests with all their cases; takes about 40 minutes on 
 
 campaign: $(READY) ## random kills, stops, late ranks, interrupts and options; half an hour on 16 cores
 	$(PY) -m tests.campaign --kills 500 --stops 200 --late 200 --interrupts 1000 --options 20000 --jobs $(JOBS) $(ARGS)
+
+versions: $(READY) ## the tests on other versions of Python and torch, as far as they are there
+	$(PY) -m tests.versions $(ARGS)
 
 check: $(READY) ## style, types and layers
 	$(PY) -m ruff check .

@@ -6,14 +6,17 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from tests.ranks.pool import Pool
 from tests.soak import soaking
+
+if TYPE_CHECKING:
+    from tests.ranks.pool import Pool
 
 WANTED = ("explicit", "reuse", "generate")
 
@@ -40,8 +43,10 @@ OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 
 
 @pytest.fixture(scope="session")
-def pool() -> Iterator[Pool]:
+def pool() -> Iterator["Pool"]:
     """Eight gloo ranks, started by the first test that runs something on them."""
+    from tests.ranks.pool import Pool  # imports torch, which many tests do without
+
     ranks = Pool(size=8)
     yield ranks
     ranks.close()

@@ -9,7 +9,7 @@ import click
 
 __all__ = ["bench"]
 
-HELPERS = frozenset({"side_by_side.py"})
+HELPERS = frozenset({"before_after.py", "side_by_side.py", "walk.py"})
 """Files beside the benchmarks that only help them."""
 
 
