@@ -2,9 +2,9 @@
 
     python benchmarks/special_cases.py [--ranks 4] [--repeat 9] [--quick] [--json] [--only WORD]
 
-Every case runs both variants in turn, again and again, on the same ranks of one host; a figure is
+Every case runs both variants in turn, again and again, on the same ranks of one host. A figure is
 the median over repetitions of the slowest rank, and of the CPU seconds of all ranks. A special case
-that gains less than a tenth in either should go.
+that gains less than a tenth in both should be deleted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -24,14 +25,16 @@ from side_by_side import arguments, run_ranks, tell
 import reshard as rs
 from reshard.live.copy import host as host_copy
 from reshard.live.copy import reduce
-from reshard.live.inputs import huge_pages
-from reshard.live.program import rounds
+from reshard.live.inputs import bound, huge_pages
+from reshard.live.program import modes, rounds, runs
+from reshard.live.program.modes import Policy
 from reshard.live.program.runs import IovecPlan
 from reshard.live.transport import host
 
 GAIN = 1.1
 
 Run = Callable[[], object]
+Patch = Callable[[], AbstractContextManager[object]]
 
 
 @dataclass
@@ -41,6 +44,8 @@ class Case:
     name: str
     on: Run
     off: Run
+    patch: Patch
+    """Switches the special case off; entered before the time is taken."""
     burst: int
 
 
@@ -59,19 +64,21 @@ def on_a_rank(rank: int, args: argparse.Namespace) -> None:
 
 
 def measured(case: Case, repeat: int) -> dict[str, Any]:
-    runs = {"on": case.on, "off": case.off}
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    cpu: dict[str, list[float]] = {name: [] for name in runs}
+    runs_by = {"on": (case.on, nullcontext), "off": (case.off, case.patch)}
+    seconds: dict[str, list[float]] = {name: [] for name in runs_by}
+    cpu: dict[str, list[float]] = {name: [] for name in runs_by}
     for turn in range(repeat + 2):
-        for name in sorted(runs, reverse=turn % 2 == 0):
-            dist.barrier()
-            began, spent = time.perf_counter(), time.process_time()
-            for _ in range(case.burst):
-                runs[name]()
-            took = torch.tensor((time.perf_counter() - began) / case.burst)
-            used = torch.tensor((time.process_time() - spent) / case.burst)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
-            dist.all_reduce(used)
+        for name in sorted(runs_by, reverse=turn % 2 == 0):
+            run, patch = runs_by[name]
+            with patch():
+                dist.barrier()
+                began, spent = time.perf_counter(), time.process_time()
+                for _ in range(case.burst):
+                    run()
+                took = torch.tensor((time.perf_counter() - began) / case.burst)
+                used = torch.tensor((time.process_time() - spent) / case.burst)
+                dist.all_reduce(took, dist.ReduceOp.MAX)
+                dist.all_reduce(used)
             if turn > 1:
                 seconds[name].append(float(took))
                 cpu[name].append(float(used))
@@ -86,102 +93,184 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
     return {"name": case.name, "seconds": medians, "cpu_seconds": spent_by, "checks": checks}
 
 
-def layouts(num: int) -> tuple[rs.Layout, rs.Layout, rs.Layout]:
-    mesh = rs.Mesh(x=num)
-    return tuple(rs.Layout(mesh, words) for words in ("x -", "- x", "- -"))  # type: ignore[return-value]
-
-
-def runs_of(plan: rs.Plan, tensors: Any, into: Any, **patches: tuple[Any, Any]) -> Run:
-    """Run a plan, with attributes of modules or classes patched."""
-
-    def run() -> object:
-        with mock.patch.multiple(next(iter(patches.values()))[0], **{
-            name: value for name, (_, value) in patches.items()
-        }):  # fmt: skip
-            return plan.run(tensors, into=into)
-
-    return run if patches else lambda: plan.run(tensors, into=into)
-
-
-def two_plans(*args: Any, **options: Any) -> tuple[rs.Plan, rs.Plan]:
-    """Two equal plans, each with what is compiled for it."""
-    return rs.plan(*args, **options), rs.plan(*args, **options)
-
-
-def large_pages(num: int, quick: bool) -> Iterator[Case]:
-    side = 1024 if quick else 4096
-    rows, columns, _ = layouts(num)
-    on, off = two_plans(rows, columns, shape=(side, side), dtype="float32")
-    sides = [
-        ({"tensor": torch.randn(side // num, side)}, {"tensor": torch.empty(side, side // num)})
-        for _ in range(2)
+def case_of(
+    name: str, make: Callable[[], rs.Plan], tensors: Any, into: Any, patch: Patch, burst: int
+) -> Case:
+    """Two equal plans, each with what is compiled for it, on tensors of their own."""
+    on, off = make(), make()
+    copies = [
+        {key: tensor.clone() for key, tensor in side.items()} if side else None
+        for side in (tensors, into)
     ]
-    patched = runs_of(off, *sides[1], _are_on_request=(huge_pages, lambda: False))
-    yield Case("huge pages: 64 MiB into=", runs_of(on, *sides[0]), patched, 4)
+    return Case(
+        name,
+        lambda: on.run(tensors, into=into),
+        lambda: off.run(copies[0], into=copies[1]),
+        patch,
+        burst,
+    )
 
 
-def eager_buffers(num: int, quick: bool) -> Iterator[Case]:
+def patched(target: object, name: str, value: object) -> Patch:
+    return lambda: mock.patch.object(target, name, value, create=True)
+
+
+def layouts(num: int) -> tuple[rs.Layout, ...]:
+    mesh = rs.Mesh(x=num)
+    return tuple(rs.Layout(mesh, words) for words in ("x -", "- x", "- -"))
+
+
+def square(num: int, side: int) -> tuple[Callable[[], rs.Plan], dict[str, Any], dict[str, Any]]:
+    """A square tensor from rows to columns."""
     rows, columns, _ = layouts(num)
-    on, off = two_plans(rows, columns, shape=(64, 64), dtype="float32")
-    tensors = {"tensor": torch.randn(64 // num, 64)}
-    with mock.patch.object(rounds, "MAX_LENT", 0):
-        off.run(tensors)
-    yield Case("eager messages that are not waited for: 16 KiB", runs_of(on, tensors, None),
-               runs_of(off, tensors, None), 50)  # fmt: skip
+    return (
+        lambda: rs.plan(rows, columns, shape=(side, side), dtype="float32"),
+        {"tensor": torch.randn(side // num, side)},
+        {"tensor": torch.empty(side, side // num)},
+    )
+
+
+def many(num: int, count: int) -> tuple[Callable[[], rs.Plan], dict[str, Any], dict[str, Any]]:
+    """Many small tensors from rows to columns."""
+    rows, columns, _ = layouts(num)
+    sides = [
+        {f"t{n}": rs.TensorSpec((64, 64), "float32", layout) for n in range(count)}
+        for layout in (rows, columns)
+    ]
+    return (
+        lambda: rs.plan(*sides),
+        {name: torch.randn(64 // num, 64) for name in sides[0]},
+        {name: torch.empty(64, 64 // num) for name in sides[0]},
+    )
+
+
+def large(num: int, quick: bool) -> Iterator[Case]:
+    move = square(num, 1024 if quick else 4096)
+    off = patched(huge_pages, "_are_on_request", lambda: False)
+    yield case_of("huge pages: 64 MiB into=", *move, off, 4)
+    off = patched(IovecPlan, "calls", IovecPlan.calls_at)
+    yield case_of("system calls kept for the same addresses: 64 MiB", *move, off, 4)
+    off = patched(host, "MAX_INLINE", -1)
+    yield case_of("addresses in the Hello: 16 MiB", *square(num, 2048), off, 10)
+
+
+def small(num: int, quick: bool) -> Iterator[Case]:
+    make, tensors, _ = square(num, 64)
+    off = patched(rounds, "MAX_DEFERRED_BYTES", 0)
+    name = "eager messages that are not waited for: 16 KiB"
+    yield case_of(name, make, tensors, None, off, 50)
+    compiled = host.HostTransport._compile
+
+    def later(*args: Any) -> Any:
+        return replace(compiled(*args), eager={})
+
+    off = patched(host.HostTransport, "_compile", later)
+    yield case_of("eager messages with the Hello: 16 KiB", make, tensors, None, off, 50)
+    off = patched(host_copy, "FEW", -1)
+    yield case_of("addresses of few blocks one by one: 16 KiB", make, tensors, None, off, 50)
+    off = patched(host, "HOST", Policy(eager_bytes=-1))
+    yield case_of("eager messages at all: 16 KiB", make, tensors, None, off, 50)
 
 
 def staged_once(num: int, quick: bool) -> Iterator[Case]:
     rows, _, whole = layouts(num)
-    on, off = two_plans(rows, whole, shape=(1024, 1024), dtype="float32")
-    tensors = {"tensor": torch.randn(1024 // num, 1024)}
 
     def unique(transfer: object) -> tuple[object, ...]:
         return (transfer,)
 
-    patched = runs_of(off, tensors, None, _content=(host, unique))
-    yield Case("equal messages staged once: 4 MiB rows to whole", runs_of(on, tensors, None),
-               patched, 10)  # fmt: skip
+    off = patched(host, "_content", unique)
+    for side in (256, 1024, 1792):
+        tensors = {"tensor": torch.randn(side // num, side)}
+        into = {"tensor": torch.empty(side, side)}
+
+        def make(side: int = side) -> rs.Plan:
+            return rs.plan(rows, whole, shape=(side, side), dtype="float32")
+
+        yield case_of(f"equal messages staged once: {side}x{side}", make, tensors, into, off, 10)
 
 
-def kept_arrays(num: int, quick: bool) -> Iterator[Case]:
+def many_blocks(num: int, quick: bool) -> Iterator[Case]:
+    for count in (15, 100, 400):
+        move = many(num, count)
+        off = patched(host_copy, "MAX_KEPT", 0)
+        yield case_of(f"arrays of many strided blocks kept: {count} x 16 KiB", *move, off, 5)
+        off = patched(host_copy, "FEW", 1 << 60)
+        yield case_of(f"addresses of many blocks at once: {count} x 16 KiB", *move, off, 5)
+    off = patched(bound.Locals, "disjoint", property(lambda _: None, lambda _, value: None))
+    yield case_of("overlaps checked once: 400 x 16 KiB", *move, off, 5)
+    off = patched(bound, "_PLAIN", set())
+    yield case_of("quick check of tensors: 400 x 16 KiB", *move, off, 5)
+
+
+def tiny_runs(num: int, quick: bool) -> Iterator[Case]:
     rows, columns, _ = layouts(num)
-    sides = [
-        {f"t{n}": rs.TensorSpec((64, 64), "float32", layout) for n in range(400)}
-        for layout in (rows, columns)
-    ]
-    on, off = two_plans(*sides)
-    tensors = {name: torch.randn(64 // num, 64) for name in sides[0]}
-    into = {name: torch.empty(64, 64 // num) for name in sides[0]}
-    patched = runs_of(off, tensors, into, MAX_ARRAYS=(host_copy, -1), MAX_KEPT=(host_copy, 0))
-    yield Case("arrays of many strided blocks kept: 400 x 16 KiB", runs_of(on, tensors, into),
-               patched, 5)  # fmt: skip
+    side = 1 << 22
+    shape = (side, num)
+
+    def make() -> rs.Plan:
+        return rs.plan(rows, columns, shape=shape, dtype="float32")
+
+    tensors, into = {"tensor": torch.randn(side // num, num)}, {"tensor": torch.empty(side, 1)}
+    off = patched(modes, "NS_PER_LOOPED_RUN", 1 << 30)
+    yield case_of("runs of 4 bytes are staged: 64 MiB", make, tensors, into, off, 2)
 
 
-def kept_calls(num: int, quick: bool) -> Iterator[Case]:
-    side = 1024 if quick else 4096
-    rows, columns, _ = layouts(num)
-    on, off = two_plans(rows, columns, shape=(side, side), dtype="float32")
-    tensors = {"tensor": torch.randn(side // num, side)}
-    into = {"tensor": torch.empty(side, side // num)}
-    patched = runs_of(off, tensors, into, calls=(IovecPlan, IovecPlan.calls_at))
-    yield Case("system calls kept for the same addresses: 64 MiB", runs_of(on, tensors, into),
-               patched, 4)  # fmt: skip
+def cold(num: int, quick: bool) -> Iterator[Case]:
+    make, tensors, into = square(num, 4096)
+
+    def general(first: Any, width: Any, strides: Any, itemsize: int, tensor: Any) -> Any:
+        run = runs.run_lengths(width, strides)
+        counts = width.prod(axis=1) // run
+        block = runs.np.repeat(runs.np.arange(len(width)), counts)
+        address = first[block] + runs._offsets(width, strides, run, block) * itemsize
+        return runs.Runs(address, run[block] * itemsize, tensor[block])
+
+    def run() -> object:
+        return make().run(tensors, into=into)
+
+    off = patched(host, "runs_of", general)
+    yield Case("equal blocks expanded at once: 64 MiB, cold", run, run, off, 2)
 
 
-def sums_in_place(num: int, quick: bool) -> Iterator[Case]:
+def sums(num: int, quick: bool) -> Iterator[Case]:
     side = 512 if quick else 2048
-    mesh = rs.Mesh(x=num)
-    have, want = rs.Layout(mesh, "- - | sum x"), rs.Layout(mesh, "x -")
-    on, off = two_plans(have, want, shape=(side, side), dtype="float32")
-    tensors = {"tensor": torch.randn(side, side)}
-    into = {"tensor": torch.empty(side // num, side)}
-    with mock.patch.multiple(reduce, MIN_BLOCK=1 << 60, FEW_BLOCKS=0):
-        off.run(tensors, into=into)
-    yield Case("sums block by block into the destination: 16 MiB", runs_of(on, tensors, into),
-               runs_of(off, tensors, into), 4)  # fmt: skip
+    meshes = rs.Mesh(x=num), rs.Mesh(x=2, y=num // 2)
+    have, want = rs.Layout(meshes[0], "- - | sum x"), rs.Layout(meshes[0], "x -")
+    pair = rs.Layout(meshes[1], "- y | sum x"), rs.Layout(meshes[1], "x y")
+
+    def line() -> AbstractContextManager[object]:
+        return mock.patch.multiple(reduce, MIN_BLOCK=1 << 60, FEW_BLOCKS=0)
+
+    for dtype in ("float32", "bfloat16"):
+        kind = getattr(torch, dtype)
+        tensors = {"tensor": torch.randn(side, side).to(kind)}
+        into = {"tensor": torch.empty(side // num, side, dtype=kind)}
+        move = (lambda t=dtype: rs.plan(have, want, shape=(side, side), dtype=t)), tensors, into
+        yield case_of(f"sums block by block: {dtype} {side}x{side}", *move, line, 4)
+        off = patched(reduce, "SLICE_BYTES", 1 << 40)
+        yield case_of(f"sums in slices: {dtype} {side}x{side}", *move, off, 4)
+    tensors = {"tensor": torch.randn(side, 2 * side // num)}
+    into = {"tensor": torch.empty(side // 2, 2 * side // num)}
+    add = reduce._add
+
+    def through_sums(op: str, dtype: str, total: Any, addends: Any) -> int:
+        with_third = [*addends, reduce.np.zeros((), total.dtype)]
+        return add(op, dtype, total, with_third)
+
+    def plain(op: str, dtype: str, total: Any, addends: Any) -> int:
+        both = reduce.np.empty(total.shape, total.dtype)
+        reduce.OPS[op](addends[0], addends[1], out=both)
+        total[...] = both
+        return both.nbytes
+
+    def make() -> rs.Plan:
+        return rs.plan(*pair, shape=(side, side), dtype="float32")
+
+    off = patched(reduce, "_add", plain)
+    yield case_of("two addends without an accumulator: 16 MiB", make, tensors, into, off, 4)
 
 
-CASES = (large_pages, eager_buffers, staged_once, kept_arrays, kept_calls, sums_in_place)
+CASES = (large, small, staged_once, many_blocks, tiny_runs, cold, sums)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.live.copy.gpu import compile_copies
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
 from reshard.live.program.modes import Message, Mode, message_of
@@ -14,7 +15,6 @@ from reshard.live.program.rounds import Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import prepared_copies
 
 CALL = 0
 
@@ -43,32 +43,32 @@ class InProcessTransport(Transport):
         for peer in self.peers:
             self.inboxes[peer].put(self.rank, Hello(CALL))
 
-    def begin(self, made: Round) -> int:
-        for peer, transfers in made.sends.items():
+    def begin(self, round_: Round) -> int:
+        for peer, transfers in round_.sends.items():
             message, copies = staged(peer, transfers), CopyList()
             message.pack(copies, 0, self.bound.staging)
             data = np.empty(message.staged_bytes, np.uint8)
-            prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
-            self.messages[self.rank, peer, made.number] = data
-            self.inboxes[peer].put(self.rank, Ready(CALL, made.number))
-        return sum(transfer.num_bytes for one in made.sends.values() for transfer in one)
+            compile_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
+            self.messages[self.rank, peer, round_.number] = data
+            self.inboxes[peer].put(self.rank, Ready(CALL, round_.number))
+        return sum(transfer.num_bytes for one in round_.sends.values() for transfer in one)
 
-    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         for peer in peers:
-            data, copies = self.messages[peer, self.rank, made.number], CopyList()
-            message = staged(peer, made.receives[peer])
+            data, copies = self.messages[peer, self.rank, round_.number], CopyList()
+            message = staged(peer, round_.receives[peer])
             for transfer, at in message.unpack(copies, 0, self.bound.staging):
                 arrived[id(transfer)] = data.ctypes.data + at
-            prepared_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
+            compile_copies(copies, self.bound).run(self.bound, data.ctypes.data, data.nbytes)
 
-    def release(self, made: Round, peers: Collection[int]) -> None:
+    def release(self, round_: Round, peers: Collection[int]) -> None:
         for peer in peers:
-            del self.messages[peer, self.rank, made.number]
-            self.inboxes[peer].put(self.rank, Released(CALL, made.number))
+            del self.messages[peer, self.rank, round_.number]
+            self.inboxes[peer].put(self.rank, Released(CALL, round_.number))
 
-    def unreleased(self, made: Round) -> Collection[int]:
+    def unreleased(self, round_: Round) -> Collection[int]:
         released = self.inboxes[self.rank].released
-        return [peer for peer in made.sends if (peer, made.number) not in released]
+        return [peer for peer in round_.sends if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
         """There is nothing to give back."""

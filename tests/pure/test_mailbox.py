@@ -19,12 +19,12 @@ def pair() -> tuple[Mailbox, socket.socket]:
 def test_all_that_has_come_is_filed_at_once() -> None:
     mailbox, peer = pair()
     inbox = mailbox.open(0)
-    peer.send(encode(Hello(0, DIGEST, table=b"a table")))
+    peer.send(encode(Hello(0, DIGEST, table_at=4096)))
     peer.send(encode(Ready(0, 0)))
     peer.send(encode(Abort(0, b"{}")))
     mailbox.step(0.0)
     assert inbox.hellos[1].call == 0
-    assert inbox.hellos[1].table == b"a table"
+    assert inbox.hellos[1].table_at == 4096
     assert (1, 0) in inbox.ready
     assert inbox.abort == Abort(0, b"{}")
     mailbox.shut()

@@ -11,7 +11,7 @@ by one: the same bytes, slowly.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,9 +23,11 @@ import torch
 from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
-from reshard.live.program.copies import CopyBlocks
+from reshard.live.copy.host import Bases, HostCopies
+from reshard.live.program.copies import CopyBlocks, CopyList
+from reshard.live.program.runs import RAW, array_at
 
-__all__ = ["CopyTable", "TensorTable"]
+__all__ = ["WORDS", "Copies", "CopyTable", "TensorTable", "TorchCopies", "compile_copies"]
 
 MAX_KEPT = 8
 """Launch tables that are kept for tensors that are aligned differently."""
@@ -36,7 +38,7 @@ E4M3 = "float8_e4m3fn"
 
 
 class TensorTable:
-    """The tensors of a call by their base numbers, and their addresses.
+    """The tensors of a call by base number, and their addresses.
 
     On a GPU it belongs to one stream: the addresses on the device are read in its order.
     """
@@ -44,14 +46,23 @@ class TensorTable:
     def __init__(
         self, addresses: Ints, tensors: Mapping[int, torch.Tensor], device: torch.device
     ) -> None:
+        """On a GPU all tensors are on ``device``; on the host they may be anywhere."""
         self.tensors, self.device = tensors, device
         self.phases = addresses % 16
         self.key = self.phases.astype(np.uint8).tobytes()
         self._addresses = addresses
         self._uploaded: torch.Tensor | None = None
 
+    @classmethod
+    def of(cls, bases: Bases, staging: torch.Tensor) -> TensorTable:
+        """The tensors of a call, and last this staging buffer."""
+        addresses = bases.table.copy()
+        addresses[-1] = staging.data_ptr()
+        tensors = {**bases.tensors, len(addresses) - 1: staging}
+        return cls(addresses, tensors, staging.device)
+
     def uploaded(self) -> torch.Tensor:
-        """The addresses on the device; on their way when this returns."""
+        """The addresses on the device; the upload is enqueued."""
         if self._uploaded is None:
             pinned = torch.from_numpy(self._addresses).pin_memory()
             self._uploaded = pinned.to(self.device, non_blocking=True)
@@ -69,16 +80,13 @@ class CopyTable:
         self._sizes = None if blocks.cast is None else Cast(*map(itemsize, blocks.cast))
         self._compiled: dict[bytes, _Compiled] = {}
 
-    def launch(self, tensors: TensorTable, uniform: bool = True) -> None:
-        """Copy all blocks on the current stream.
-
-        ``uniform`` says that all tensors are on the table's device.
-        """
+    def launch(self, tensors: TensorTable) -> None:
+        """Copy all blocks on the current stream."""
         compiled = self._compiled.get(tensors.key) or self._compile(tensors)
         if not len(compiled.blocks):
             return
-        cast, on_gpu = self.blocks.cast, uniform and tensors.device.type == "cuda"
-        if on_gpu and compiled.aligned and _kernel_casts(cast):
+        cast = self.blocks.cast
+        if tensors.device.type == "cuda" and compiled.aligned and _kernel_casts(cast):
             _launch_kernel(compiled, cast, tensors)
         else:
             _copy_one_by_one(compiled.blocks, tensors.tensors, cast)
@@ -90,14 +98,42 @@ class CopyTable:
         return sum(tensor.nbytes for tensor in kept)
 
     def _compile(self, tensors: TensorTable) -> _Compiled:
-        """The table for tensors aligned like these: it is made once."""
-        blocks = merged_blocks(self.blocks, tensors.phases, self._sizes)
-        aligned = self._sizes is None or _aligned(blocks, tensors.phases, self._sizes)
+        """The launch table for tensors aligned like these."""
+        sizes, phases = self._sizes, tensors.phases
+        blocks = merged_blocks(self.blocks, phases, sizes)
+        # Casts load whole elements: a pointer to a float32 must be a multiple of 4.
+        aligned = sizes is None or not (blocks.addresses(phases) % sizes.itemsizes).any()
         while len(self._compiled) >= MAX_KEPT:
             del self._compiled[next(iter(self._compiled))]
-        table = compile_table(blocks, self._sizes)
-        made = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
-        return made
+        table = compile_table(blocks, sizes)
+        found = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
+        return found
+
+
+class TorchCopies:
+    """Tables of copies between tensors on any devices and a staging buffer."""
+
+    def __init__(self, tables: Sequence[CopyBlocks]) -> None:
+        self._tables = [CopyTable(blocks) for blocks in tables]
+
+    def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
+        """Copy; the staging buffer has this address of the host and so many bytes."""
+        array = array_at(staging, (num_bytes,), RAW[1], (1,)) if num_bytes else np.zeros(0, "u1")
+        self.launch(tensors, torch.from_numpy(array))
+
+    def launch(self, tensors: Bases, staging: torch.Tensor) -> None:
+        """Copy on the current stream."""
+        table = TensorTable.of(tensors, staging)
+        for one in self._tables:
+            one.launch(table)
+
+
+Copies = HostCopies | TorchCopies
+
+
+def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
+    """Compile copies for the devices that the tensors of a call are on."""
+    return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +179,6 @@ def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: T
             cast_tiles[grid](*arguments, *shape, together, *dtypes, num_warps=num_warps)
 
 
-def _aligned(blocks: Strided, phases: Ints, sizes: Cast) -> bool:
-    """Whether casts find whole elements: a pointer to a float32 must be a multiple of 4."""
-    source = blocks.source_offset + phases[blocks.source]
-    destination = blocks.destination_offset + phases[blocks.destination]
-    halves = source % sizes.source_itemsize, destination % sizes.destination_itemsize
-    return not (halves[0].any() or halves[1].any())
-
-
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -178,15 +206,11 @@ def _copy_one_by_one(
 ) -> None:
     """What the kernel does, block by block with torch."""
     for row in range(len(blocks)):
-        source = _Side(
-            tensors[int(blocks.source[row])],
-            int(blocks.source_offset[row]),
-            blocks.source_strides[row].tolist(),
-        )
-        destination = _Side(
-            tensors[int(blocks.destination[row])],
-            int(blocks.destination_offset[row]),
-            blocks.destination_strides[row].tolist(),
+        source, destination = (
+            _Side(tensors[int(base[row])], int(offset[row]), strides[row].tolist())
+            for base, offset, strides in zip(
+                blocks.base, blocks.offset, blocks.strides, strict=True
+            )
         )
         widths, unit = blocks.widths[row].tolist(), int(blocks.unit[row])
         if cast is None:
@@ -205,7 +229,7 @@ def _cast_block(
     word = math.gcd(source.grid, have.itemsize)
     value = source.view(widths, have.itemsize, word).contiguous().view(have)
     if have.is_complex and not want.is_complex:
-        value = value.real  # torch would warn that the rest is lost
+        value = value.real  # torch would warn that the imaginary part is lost
     value = value.to(want).contiguous()
     word = math.gcd(destination.grid, want.itemsize)
     destination.view(widths, want.itemsize, word).copy_(value.view(WORDS[word]))

@@ -50,6 +50,11 @@ class Cast:
     destination_itemsize: int
 
     @property
+    def itemsizes(self) -> Ints:
+        """One row per side."""
+        return np.array([[self.source_itemsize], [self.destination_itemsize]])
+
+    @property
     def num_together(self) -> int:
         """Elements that one thread converts at once where rows are aligned and long."""
         return min(8, WIDEST // min(self.source_itemsize, self.destination_itemsize))
@@ -57,32 +62,35 @@ class Cast:
 
 @dataclass(frozen=True, slots=True)
 class Strided:
-    """Blocks whose strides count bytes; dims that matter are the last ones."""
+    """Blocks whose strides are in bytes. Columns of both sides have the source's first."""
 
-    source: Ints
-    destination: Ints
-    source_offset: Ints
-    destination_offset: Ints
+    base: Ints
+    """Numbers in the table of base addresses: 2 sides, blocks."""
+    offset: Ints
+    """2 sides, blocks."""
     widths: Ints
-    source_strides: Ints
-    destination_strides: Ints
+    """Blocks, dims."""
+    strides: Ints
+    """2 sides, blocks, dims."""
     unit: Ints
     """Bytes (of a cast: elements) that one index stands for."""
 
     def __len__(self) -> int:
-        return len(self.source)
+        return len(self.unit)
 
     def take(self, rows: Any) -> Strided:
         """Some of the blocks, or all of them several times."""
-        return Strided(*(getattr(self, name)[rows] for name in Strided.__slots__))
+        sides = (self.base[:, rows], self.offset[:, rows])
+        return Strided(*sides, self.widths[rows], self.strides[:, rows], self.unit[rows])
 
-    def moved(self, source: Ints, destination: Ints) -> Strided:
+    def moved(self, num_bytes: Ints) -> Strided:
         """The same blocks further on by so many bytes."""
-        return replace(
-            self,
-            source_offset=self.source_offset + source,
-            destination_offset=self.destination_offset + destination,
-        )
+        return replace(self, offset=self.offset + num_bytes)
+
+    def addresses(self, phase: Ints) -> Ints:
+        """Where each block starts on both sides, modulo 16 at least."""
+        found: Ints = self.offset + phase[self.base]
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +134,8 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     multipliers, shifts = _division_by(divisors)
     rows = np.column_stack(
         [
-            *(blocks.source, blocks.source_offset),
-            *(blocks.destination, blocks.destination_offset),
-            *(first, units, blocks.unit, divisors, multipliers, shifts),
-            *(blocks.source_strides, blocks.destination_strides),
+            *(blocks.base[0], blocks.offset[0], blocks.base[1], blocks.offset[1]),
+            *(first, units, blocks.unit, divisors, multipliers, shifts, *blocks.strides),
         ]
     )
     return LaunchTable(
@@ -143,88 +149,71 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
 
 
 def _in_bytes(blocks: CopyBlocks, cast: Cast | None) -> Strided:
-    """Blocks that hold anything; an element that is not cast is one more dim, of its bytes."""
+    """Blocks that are not empty; an element that is not cast is one more dim, of its bytes."""
     full = np.flatnonzero(blocks.widths.all(axis=1))
-    item = blocks.itemsize[full, None]
-    widths = blocks.widths[full]
-    source_item = item if cast is None else np.int64(cast.source_itemsize)
-    destination_item = item if cast is None else np.int64(cast.destination_itemsize)
-    source = blocks.source_strides[full] * source_item
-    destination = blocks.destination_strides[full] * destination_item
+    widths, item = blocks.widths[full], blocks.itemsize[full, None]
+    strides = np.stack([blocks.source_strides[full], blocks.destination_strides[full]])
     if cast is None:
+        strides = np.concatenate([strides * item, np.ones((2, *item.shape), np.int64)], axis=2)
         widths = np.hstack([widths, item])
-        source, destination = (np.hstack([s, np.ones_like(item)]) for s in (source, destination))
+    else:
+        strides = strides * cast.itemsizes[:, :, None]
     return Strided(
-        source=blocks.source[full],
-        destination=blocks.destination[full],
-        source_offset=blocks.source_offset[full],
-        destination_offset=blocks.destination_offset[full],
+        base=np.stack([blocks.source, blocks.destination])[:, full],
+        offset=np.stack([blocks.source_offset, blocks.destination_offset])[:, full],
         widths=widths,
-        source_strides=np.where(widths > 1, source, 0),
-        destination_strides=np.where(widths > 1, destination, 0),
+        strides=np.where(widths > 1, strides, 0),
         unit=np.ones(len(full), dtype=np.int64),
     )
 
 
 def _by_destination(blocks: Strided) -> Strided:
     """Dims in the memory order of the destination, so that writes are contiguous."""
-    order = np.argsort(-blocks.destination_strides, axis=1, kind="stable")
+    order = np.argsort(-blocks.strides[1], axis=1, kind="stable")
     return replace(
         blocks,
         widths=np.take_along_axis(blocks.widths, order, 1),
-        source_strides=np.take_along_axis(blocks.source_strides, order, 1),
-        destination_strides=np.take_along_axis(blocks.destination_strides, order, 1),
+        strides=np.take_along_axis(blocks.strides, order[None], 2),
     )
 
 
 def _merge_dims(blocks: Strided) -> Strided:
-    """Drop dims of width 1, merge a dim into the next inner one where both sides run on."""
-    widths = np.ones_like(blocks.widths)
-    strides = np.zeros_like(blocks.source_strides), np.zeros_like(blocks.destination_strides)
+    """Drop dims of width 1, merge a dim into the next inner one where both sides are contiguous."""
+    widths, strides = np.ones_like(blocks.widths), np.zeros_like(blocks.strides)
     num_dims = widths.shape[1]
     at = np.full(len(blocks), num_dims)
     for dim in reversed(range(num_dims)):
-        width = blocks.widths[:, dim]
-        steps = blocks.source_strides[:, dim], blocks.destination_strides[:, dim]
+        width, step = blocks.widths[:, dim], blocks.strides[:, :, dim]
         rows = np.flatnonzero((width > 1) & (at < num_dims))
-        place = rows, at[rows]
-        runs_on = np.ones(len(rows), dtype=bool)
-        for side, step in zip(strides, steps, strict=True):
-            runs_on &= step[rows] == widths[place] * side[place]
-        merged = rows[runs_on]
+        inner = widths[rows, at[rows]] * strides[:, rows, at[rows]]
+        merged = rows[(step[:, rows] == inner).all(axis=0)]
         widths[merged, at[merged]] *= width[merged]
         fresh = width > 1
         fresh[merged] = False
         at[fresh] -= 1
         new = np.flatnonzero(fresh)
         widths[new, at[new]] = width[new]
-        for side, step in zip(strides, steps, strict=True):
-            side[new, at[new]] = step[new]
+        strides[:, new, at[new]] = step[:, new]
     keep = slice(min(int(at.min(initial=num_dims)), num_dims - 1), None)
-    return replace(
-        blocks,
-        widths=widths[:, keep],
-        source_strides=strides[0][:, keep],
-        destination_strides=strides[1][:, keep],
-    )
+    return replace(blocks, widths=widths[:, keep], strides=strides[:, :, keep])
 
 
-def _addresses(blocks: Strided, phase: Ints) -> tuple[Ints, Ints]:
-    """Where each block starts on both sides, modulo 16 at least."""
-    source = blocks.source_offset + phase[blocks.source]
-    return source, blocks.destination_offset + phase[blocks.destination]
+def _outer_bits(blocks: Strided) -> Ints:
+    """All strides of the outer dims, or-ed, on both sides."""
+    found: Ints = np.bitwise_or.reduce(blocks.strides[:, :, :-1], axis=2, initial=0)
+    return found
 
 
 def _without_edges(blocks: Strided, phase: Ints) -> tuple[Strided, list[Strided]]:
     """Split off what is off the grid of 16 bytes at both ends of long rows."""
-    source, destination = _addresses(blocks, phase)
-    outer = blocks.source_strides[:, :-1] | blocks.destination_strides[:, :-1]
-    grid = np.bitwise_or.reduce(outer, axis=1, initial=0) | (source - destination)
+    source, destination = blocks.addresses(phase)
+    outer = _outer_bits(blocks)
+    grid = outer[0] | outer[1] | (source - destination)
     length = blocks.widths[:, -1]
     head = -source % WIDEST
     tail = (length - head) % WIDEST
-    cut = _runs(blocks) & (grid % WIDEST == 0) & (length >= EDGE_BYTES) & (head + tail > 0)
-    head, tail = np.where(cut, head, 0), np.where(cut, tail, 0)
+    split = _contiguous(blocks) & (grid % WIDEST == 0) & (length >= EDGE_BYTES) & (head + tail > 0)
+    head, tail = np.where(split, head, 0), np.where(split, tail, 0)
     edges = [
         _row_part(blocks, np.zeros_like(head), head),
         _row_part(blocks, length - tail, tail),
@@ -235,79 +224,61 @@ def _without_edges(blocks: Strided, phase: Ints) -> tuple[Strided, list[Strided]
 def _row_part(blocks: Strided, start: Ints, length: Ints) -> Strided:
     """Bytes ``start`` to ``start + length`` of each row; blocks with none are left out."""
     rows = np.flatnonzero(length)
-    part = blocks.take(rows).moved(start[rows], start[rows])
+    part = blocks.take(rows).moved(start[rows])
     widths = part.widths.copy()
     widths[:, -1] = length[rows]
     return replace(part, widths=widths)
 
 
-def _runs(blocks: Strided, source_item: int = 1, destination_item: int = 1) -> Any:
-    """Whether the rows of each block are contiguous on both sides."""
-    source = blocks.source_strides[:, -1] == source_item
-    return source & (blocks.destination_strides[:, -1] == destination_item)
+def _contiguous(blocks: Strided, items: Any = 1) -> Any:
+    """Whether the rows of each block are contiguous on both sides, in elements of these sizes."""
+    return (blocks.strides[:, :, -1] == items).all(axis=0)
 
 
 def _in_units(blocks: Strided, phase: Ints) -> Strided:
     """Rows counted in the widest unit that fits every address and every length."""
-    source, destination = _addresses(blocks, phase)
-    bits = source | destination | blocks.widths[:, -1] | WIDEST
-    outer = blocks.source_strides[:, :-1] | blocks.destination_strides[:, :-1]
-    bits |= np.bitwise_or.reduce(outer, axis=1, initial=0)
-    unit = np.where(_runs(blocks), bits & -bits, 1)
-    return _rows_of(blocks, unit, unit, unit)
+    both = blocks.addresses(phase) | _outer_bits(blocks)
+    bits = both[0] | both[1] | blocks.widths[:, -1] | WIDEST
+    unit = np.where(_contiguous(blocks), bits & -bits, 1)
+    return _rows_in(blocks, unit, unit)
 
 
 def _grouped_elements(blocks: Strided, phase: Ints, cast: Cast) -> Strided:
     """Rows counted in groups of elements where both sides are aligned to whole groups."""
-    num = cast.num_together
-    runs = _runs(blocks, cast.source_itemsize, cast.destination_itemsize)
-    fits = runs & (blocks.widths[:, -1] % num == 0)
-    items = cast.source_itemsize, cast.destination_itemsize
-    starts = _addresses(blocks, phase)
-    strides = blocks.source_strides[:, :-1], blocks.destination_strides[:, :-1]
-    for item, start, outer in zip(items, starts, strides, strict=True):
-        bits = start | np.bitwise_or.reduce(outer, axis=1, initial=0)
-        fits &= bits % min(WIDEST, num * item) == 0
+    num, items = cast.num_together, cast.itemsizes
+    bits = blocks.addresses(phase) | _outer_bits(blocks)
+    fits = (bits % np.minimum(WIDEST, num * items) == 0).all(axis=0)
+    fits &= _contiguous(blocks, items) & (blocks.widths[:, -1] % num == 0)
     unit = np.where(fits, num, 1)
-    return _rows_of(blocks, unit, unit * cast.source_itemsize, unit * cast.destination_itemsize)
+    return _rows_in(blocks, unit, unit * items)
 
 
-def _rows_of(blocks: Strided, unit: Ints, source: Ints, destination: Ints) -> Strided:
-    """Divide rows by a unit that takes up so many bytes on either side."""
-    widths, steps = blocks.widths.copy(), []
+def _rows_in(blocks: Strided, unit: Ints, num_bytes: Ints) -> Strided:
+    """Divide rows by a unit that takes up so many bytes on each side."""
+    widths, strides = blocks.widths.copy(), blocks.strides.copy()
     widths[:, -1] //= unit
-    for strides, size in (
-        (blocks.source_strides, source),
-        (blocks.destination_strides, destination),
-    ):
-        step = strides.copy()
-        step[:, -1] = np.where(unit > 1, size, step[:, -1])
-        steps.append(step)
-    return replace(
-        blocks, widths=widths, source_strides=steps[0], destination_strides=steps[1], unit=unit
-    )
+    strides[:, :, -1] = np.where(unit > 1, num_bytes, strides[:, :, -1])
+    return replace(blocks, widths=widths, strides=strides, unit=unit)
 
 
 def _joined(parts: list[Strided]) -> Strided:
     """Several lists of blocks as one."""
     num_dims = max(part.widths.shape[1] for part in parts)
     parts = [_padded(part, num_dims) for part in parts]
-    names = Strided.__slots__
-    return Strided(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+    return Strided(
+        np.concatenate([part.base for part in parts], axis=1),
+        np.concatenate([part.offset for part in parts], axis=1),
+        np.concatenate([part.widths for part in parts]),
+        np.concatenate([part.strides for part in parts], axis=1),
+        np.concatenate([part.unit for part in parts]),
+    )
 
 
 def _padded(blocks: Strided, num_dims: int) -> Strided:
     """Blocks with at least so many dims, the new ones outermost and of width 1."""
-    lacking = num_dims - blocks.widths.shape[1]
-    if lacking <= 0:
-        return blocks
-    zeros = np.zeros((len(blocks), lacking), dtype=np.int64)
-    return replace(
-        blocks,
-        widths=np.hstack([zeros + 1, blocks.widths]),
-        source_strides=np.hstack([zeros, blocks.source_strides]),
-        destination_strides=np.hstack([zeros, blocks.destination_strides]),
-    )
+    new = ((0, 0), (max(num_dims - blocks.widths.shape[1], 0), 0))
+    widths = np.pad(blocks.widths, new, constant_values=1)
+    return replace(blocks, widths=widths, strides=np.pad(blocks.strides, ((0, 0), *new)))
 
 
 def _at_most_dims(blocks: Strided) -> Strided:
@@ -317,14 +288,8 @@ def _at_most_dims(blocks: Strided) -> Strided:
         rows = np.repeat(np.arange(len(blocks)), times)
         index = np.arange(len(rows)) - np.repeat(np.cumsum(times) - times, times)
         blocks = blocks.take(rows)
-        steps = blocks.source_strides[:, 0], blocks.destination_strides[:, 0]
-        blocks = blocks.moved(index * steps[0], index * steps[1])
-        blocks = replace(
-            blocks,
-            widths=blocks.widths[:, 1:],
-            source_strides=blocks.source_strides[:, 1:],
-            destination_strides=blocks.destination_strides[:, 1:],
-        )
+        blocks = blocks.moved(index * blocks.strides[:, :, 0])
+        blocks = replace(blocks, widths=blocks.widths[:, 1:], strides=blocks.strides[:, :, 1:])
     return _padded(blocks, NUM_DIMS)
 
 
@@ -337,8 +302,7 @@ def _bounded(blocks: Strided) -> Strided:
         first, second = whole.widths.copy(), whole.widths.copy()
         first[rows, dim] = half
         second[rows, dim] -= half
-        steps = whole.source_strides[rows, dim], whole.destination_strides[rows, dim]
-        rest = replace(whole.moved(half * steps[0], half * steps[1]), widths=second)
+        rest = replace(whole.moved(half * whole.strides[:, rows, dim]), widths=second)
         blocks = _joined([small, replace(whole, widths=first), rest])
     return blocks
 
@@ -373,5 +337,5 @@ def _num_dims(widths: Ints) -> int:
 
 def _reach(blocks: Strided) -> int:
     """The largest distance in bytes from the first to the last unit of any block."""
-    steps = np.maximum(blocks.source_strides, blocks.destination_strides)
+    steps = blocks.strides.max(axis=0)
     return int(((blocks.widths - 1) * steps).sum(axis=1).max(initial=0)) + WIDEST

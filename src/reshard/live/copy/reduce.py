@@ -1,27 +1,28 @@
-"""Add up the addends of a pending reduction, in the order of the addends, always.
+"""Add up the addends of a pending reduction, always in the order of their numbers.
 
-Where every addend comes in the same blocks, as it does most of the time, blocks are added up slice
-by slice, straight into the destination, so that a slice stays in the processor's cache. Otherwise
-the parts that a rank adds up are put one after the other on a line, and every addend is added to
-that line. Halves are added up in float32; a mean is divided there; everything is rounded once, when
-it goes into the destination. A GPU adds the same numbers in the same order, so it gives the same
-bits.
+Where all addends have the same blocks, as they mostly do, each block is added up slice by slice,
+directly into the destination, so that a slice stays in the processor's cache. Otherwise an
+accumulator holds all parts that a rank adds up, one after the other, and every addend is added to
+it. float16 and bfloat16 are added up in float32, a mean is divided there, and each sum is rounded
+once, when it is written to the destination. A GPU adds the same numbers in the same order, so the
+bits are the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
 
-from reshard.dtypes import accumulator, itemsize, storage_dtype
+from reshard.dtypes import accumulator, storage_dtype
 from reshard.layout.columns import Ints
-from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.copy.gpu import WORDS, TorchCopies
 from reshard.live.copy.host import Bases, HostCopies, as_tensor
-from reshard.live.program.copies import CopyList, Place
+from reshard.live.program.copies import CopyBlocks, CopyList, Place
 from reshard.live.program.rounds import Transfer
 from reshard.live.program.runs import RAW, Array, array_at
 
@@ -31,12 +32,12 @@ DIRECT = {"float32", "float64", "int32", "int64", "float16", "bfloat16"}
 """Dtypes whose addends are added up block by block."""
 
 MIN_BLOCK = 4096
-"""Bytes of a block, on average, if there are many: smaller ones are quicker along a line."""
+"""Bytes of a block, on average, if there are many: smaller ones are faster in an accumulator."""
 
 FEW_BLOCKS = 64
 
 SLICE_BYTES = 1 << 18
-"""Of one addend: all that is added at a time, and the sum, should fit into a cache of a core."""
+"""Of one addend: a slice of every addend and of the sum should fit into the cache of a core."""
 
 ON_HOST = ("uint16", "uint32", "uint64", "complex32")
 """Dtypes that torch does not add up on a GPU."""
@@ -53,12 +54,12 @@ TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
 }
 
 Arrived = Mapping[int, int]
-"""Where transfers that came in messages begin, by their identity: an address, or an offset in the
-staging buffer of a GPU. What is not in it is in this rank's own tensors."""
+"""Where transfers that came in messages begin, by their ``id``: an address of the host, or an
+offset in the staging buffer of a GPU. All others are in this rank's own tensors."""
 
 
 def sums_of(transfers: Sequence[Transfer], staging: int) -> list[OrderedSum]:
-    """The sums of a round: all addends of a stack are one."""
+    """The sums of a round: one for all addends of a stack."""
     stacks: dict[int, list[Transfer]] = {}
     for transfer in transfers:
         stacks.setdefault(id(transfer.stack), []).append(transfer)
@@ -77,11 +78,15 @@ class OrderedSum:
         self._num_addends = 1 + self._addends[-1].addend
         self._staging = staging
         self._blocks = self._in_same_blocks()
-        self._line = None if self._blocks is not None else _Line(self._firsts)
-        self._out: HostCopies | list[CopyTable] | None = None
+        self._on_host: HostCopies | None = None
+        self._with_torch: TorchCopies | None = None
+
+    @cached_property
+    def _parts(self) -> _Parts:
+        return _Parts(self._firsts)
 
     def _in_same_blocks(self) -> list[tuple[Sequence[int], list[_Operand]]] | None:
-        """Shape, destination and operands of each block, if every addend comes in the same ones."""
+        """Shape, destination and operands of each block, if all addends have the same blocks."""
         addends, first = self._addends, self._addends[0]
         small = first.num_bytes < MIN_BLOCK * len(first.width) and len(first.width) > FEW_BLOCKS
         alike = self._dtype == first.dtype == self._want and self._dtype in DIRECT
@@ -99,155 +104,102 @@ class OrderedSum:
         rows = zip(first.width.tolist(), packed, *columns, strict=True)
         return [(shape, list(operands)) for shape, *operands in rows]
 
-    def run(self, tensors: Bases, arrived: Arrived) -> int:
-        """Add up on the host; gives the bytes that it took beyond the tensors."""
-        addresses = tensors.addresses
-        if self._blocks is None:
-            total = self._total(addresses, arrived)
-            if not isinstance(self._out, HostCopies):
-                self._out = HostCopies(self._copies().tables())
-            self._out.run(tensors, int(total.ctypes.data), total.nbytes)
-            return total.nbytes
-        kind, places, used = storage_dtype(self._dtype), self._places(arrived), 0
-        for shape, (packed, into, *own) in self._blocks:
+    def run(self, tensors: Bases, arrived: Arrived, staging: torch.Tensor | None) -> int:
+        """Add up; returns the bytes that it took beyond the tensors.
+
+        With a staging buffer everything is on its GPU, and ``arrived`` counts from its start.
+        Without one, messages are at addresses of the host, and so is the accumulator.
+        """
+        if staging is None and tensors.is_host:
+            if self._blocks is not None:
+                return self._add_blocks(self._blocks, tensors.addresses, arrived)
+            total = self._total(tensors, arrived, None, torch.device("cpu"))
+            self._on_host = self._on_host or HostCopies(self._tables())
+            self._on_host.run(tensors, total.data_ptr(), total.nbytes)
+        else:
+            on_gpu = staging is not None and self._fits_gpu
+            device = staging.device if staging is not None and on_gpu else torch.device("cpu")
+            total = self._total(tensors, arrived, staging, device)
+            self._with_torch = self._with_torch or TorchCopies(self._tables())
+            self._with_torch.launch(tensors, total)
+        return total.nbytes
+
+    def _add_blocks(
+        self,
+        blocks: Sequence[tuple[Sequence[int], list[_Operand]]],
+        addresses: Sequence[int],
+        arrived: Arrived,
+    ) -> int:
+        """Add up block by block, from the tensors and messages into the destination."""
+        kind, used = storage_dtype(self._dtype), 0
+        messages = [arrived.get(id(one)) for one in self._addends]
+        for shape, (packed, into, *own) in blocks:
             total = array_at(addresses[into[0]] + into[1], shape, kind, into[2])
             arrays = []
-            for place, (base, offset, strides) in zip(places, own, strict=True):
-                if place is None:
+            for message, (base, offset, strides) in zip(messages, own, strict=True):
+                if message is None:
                     arrays.append(array_at(addresses[base] + offset, shape, kind, strides))
                 else:
-                    arrays.append(array_at(place + packed[1], shape, kind, packed[2]))
+                    arrays.append(array_at(message + packed[1], shape, kind, packed[2]))
             used = max(used, add_up(self._op, self._dtype, total, arrays))
         return used
 
-    def _places(self, arrived: Arrived) -> list[int | None]:
-        return [arrived.get(id(one)) for one in self._addends]
-
-    def _total(self, addresses: Sequence[int], arrived: Arrived) -> Array:
-        """The sums on the line, not rounded yet."""
-        line = self._line = self._line or _Line(self._firsts)
-        total = np.empty(line.length, storage_dtype(self._wide))
-        size, raw = itemsize(self._dtype), RAW[itemsize(self._dtype)]
-        for one, place in zip(self._addends, self._places(arrived), strict=True):
-            first = one.addend == self._addends[0].addend
+    def _total(
+        self, tensors: Bases, arrived: Arrived, staging: torch.Tensor | None, device: torch.device
+    ) -> torch.Tensor:
+        """The accumulator with all sums, not rounded yet."""
+        parts, wide = self._parts, getattr(torch, self._wide)
+        total = torch.empty(parts.length, dtype=wide, device=device)
+        for one in self._addends:
+            first, place = one.addend == self._addends[0].addend, arrived.get(id(one))
             if place is not None:
-                for low, high, at in line.stretches(one):
-                    addend = array_at(place + at * size, (high - low,), raw, (size,))
-                    self._add(total[low:high], addend, first)
+                message = _received(one, place, staging)
+                for low, high, at in parts.stretches(one):
+                    self._add(total[low:high], message[at : at + high - low], first)
                 continue
-            rows = (line.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
-            own = _operands(one.source, size)
-            for low, count, shape, (base, offset, strides) in zip(*rows, own, strict=True):
-                addend = array_at(addresses[base] + offset, shape, raw, strides)
-                self._add(total[low : low + count].reshape(shape), addend, first)
+            rows = (parts.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
+            for low, count, shape, operand in zip(*rows, _operands(one.source, 1), strict=True):
+                addend = _block(tensors.tensors[operand[0]], *operand[1:], shape)
+                self._add(total[low : low + count].view(shape), addend, first)
         if self._op == "avg":
-            whole = np.issubdtype(total.dtype, np.integer)
-            divide = np.floor_divide if whole else np.divide
-            divide(total, self._num_addends, out=total, casting="unsafe")
+            self._divide(total)
         return total
 
-    def _add(self, total: Array, addend: Array, first: bool) -> None:
-        """Add an addend, of which the array has only the bits."""
-        value = as_tensor(addend, self._dtype)
-        if first:
-            torch.from_numpy(total).copy_(value)
-        elif self._wide != self._dtype:
-            # torch widens halves as it adds, but knows no sum of a float8 and a float32.
-            wide = value.to(getattr(torch, self._wide)) if value.itemsize == 1 else value
-            TORCH_OPS[self._op](torch.from_numpy(total), wide)
-        else:
-            any_of = total.dtype == bool and self._op in ("sum", "avg")
-            op = np.logical_or if any_of else OPS[self._op]
-            with np.errstate(all="ignore"):
-                op(total, addend.view(total.dtype), out=total)
-
-    def _copies(self) -> CopyList:
-        """From the line, which takes the place of the staging buffer, into the destination."""
-        assert self._line is not None
-        copies, size = CopyList(), itemsize(self._wide)
-        for one in self._firsts:
-            at = self._line.places(one) * size
-            line = Place.in_message(one.width, at, self._staging, self._wide)
-            copies.add(one.width, line, one.destination)
-        return copies
-
-    def run_with_torch(
-        self, tensors: Mapping[int, torch.Tensor], staging: torch.Tensor | None, arrived: Arrived
-    ) -> int:
-        """Add up tensors on any devices.
-
-        With a staging buffer all is on its GPU, and ``arrived`` counts from its start. Without one,
-        messages are at addresses of the host, and so are the sums.
-        """
-        if staging is not None and self._fits_gpu:
-            total = self._total_on_gpu(tensors, staging, arrived)
-        else:
-            kept, places = [], dict(arrived) if staging is None else {}
-            for one, place in zip(self._addends, self._places(arrived), strict=True):
-                if id(one) not in places:
-                    packed = self._packed(one, tensors, staging, place)
-                    kept.append(packed)
-                    places[id(one)] = packed.data_ptr()
-            total = as_tensor(self._total((), places), self._wide)
-        if not isinstance(self._out, list):
-            self._out = [CopyTable(blocks) for blocks in self._copies().tables()]
-        uniform = staging is not None and total.device == staging.device
-        _launch_all(self._out, tensors, self._staging, total, uniform)
-        return total.nbytes
-
-    def _packed(
-        self,
-        one: Transfer,
-        tensors: Mapping[int, torch.Tensor],
-        staging: torch.Tensor | None,
-        place: int | None,
-    ) -> torch.Tensor:
-        """An addend in the memory of the host, its blocks one after the other."""
-        if place is not None and staging is not None:
-            return staging[place : place + one.num_bytes].cpu()
-        copies = CopyList()
-        copies.add(one.width, one.source, one.in_message(0, self._staging))
-        tables = [CopyTable(blocks) for blocks in copies.tables()]
-        packed = torch.empty(one.num_bytes, dtype=torch.uint8)
-        _launch_all(tables, tensors, self._staging, packed, False)
-        return packed
-
-    def _total_on_gpu(
-        self, tensors: Mapping[int, torch.Tensor], staging: torch.Tensor, arrived: Arrived
-    ) -> torch.Tensor:
-        """The sums on the line, on the current stream of the GPU."""
-        line = self._line = self._line or _Line(self._firsts)
-        kind: torch.dtype = getattr(torch, self._dtype)
-        wide: torch.dtype = getattr(torch, self._wide)
-        total = torch.empty(line.length, dtype=wide, device=staging.device)
-        for one, place in zip(self._addends, self._places(arrived), strict=True):
-            first = one.addend == self._addends[0].addend
-            if place is not None:
-                message = staging[place : place + one.num_bytes].view(kind)
-                for low, high, at in line.stretches(one):
-                    self._add_on_gpu(total[low:high], message[at : at + high - low], first)
-                continue
-            rows = (line.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
-            own = _operands(one.source, 1)
-            for low, count, shape, (base, offset, strides) in zip(*rows, own, strict=True):
-                tensor = tensors[base].detach()
-                start = int(tensor.storage_offset()) + offset // kind.itemsize
-                addend = tensor.as_strided(shape, strides, start)
-                self._add_on_gpu(total[low : low + count].view(shape), addend, first)
-        if self._op == "avg":
-            whole = not (wide.is_floating_point or wide.is_complex)
-            # As a tensor: by a number torch would multiply with its rounded inverse.
-            count_there = torch.full((), self._num_addends, dtype=wide, device=total.device)
-            total.div_(count_there, rounding_mode="floor" if whole else None)
-        return total
-
-    def _add_on_gpu(self, total: torch.Tensor, addend: torch.Tensor, first: bool) -> None:
+    def _add(self, total: torch.Tensor, addend: torch.Tensor, first: bool) -> None:
+        if addend.device != total.device:
+            # As plain words: torch does not copy every dtype on every device.
+            words = addend.view(WORDS.get(addend.itemsize, addend.dtype))
+            addend = words.to(total.device).view(addend.dtype)
         if first:
             total.copy_(addend)
         elif self._dtype == "bool" and self._op in ("sum", "avg"):
             total.logical_or_(addend)
+        elif total.is_cpu and total.dtype == addend.dtype:
+            array = total.numpy()  # torch lacks sums of some dtypes
+            with np.errstate(all="ignore"):
+                OPS[self._op](array, addend.numpy(), out=array)
         else:
+            # torch widens halves as it adds, but knows no sum of a float8 and a float32.
             TORCH_OPS[self._op](total, addend.to(total.dtype) if addend.itemsize == 1 else addend)
+
+    def _divide(self, total: torch.Tensor) -> None:
+        whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
+        if total.is_cpu:
+            divide = np.floor_divide if whole else np.divide
+            divide(total.numpy(), self._num_addends, out=total.numpy(), casting="unsafe")
+        else:
+            # By a tensor: for a number torch would multiply with its rounded inverse.
+            count = torch.full((), self._num_addends, dtype=total.dtype, device=total.device)
+            total.div_(count, rounding_mode="floor" if whole else None)
+
+    def _tables(self) -> list[CopyBlocks]:
+        """From the accumulator, in place of the staging buffer, into the destination."""
+        copies, size = CopyList(), getattr(torch, self._wide).itemsize
+        for one in self._firsts:
+            at = self._parts.places(one) * size
+            line = Place.in_message(one.width, at, self._staging, self._wide)
+            copies.add(one.width, line, one.destination)
+        return copies.tables()
 
     @property
     def _fits_gpu(self) -> bool:
@@ -256,19 +208,22 @@ class OrderedSum:
         return self._dtype not in ON_HOST and ordered and (self._op, self._dtype) != ("avg", "bool")
 
 
-def _launch_all(
-    tables: Sequence[CopyTable],
-    tensors: Mapping[int, torch.Tensor],
-    number: int,
-    staging: torch.Tensor,
-    uniform: bool,
-) -> None:
-    """Copy with torch or on a GPU; the staging buffer has this number."""
-    used = {**tensors, number: staging}
-    addresses = np.zeros(number + 1, dtype=np.int64)
-    addresses[list(used)] = [tensor.data_ptr() for tensor in used.values()]
-    for table in tables:
-        table.launch(TensorTable(addresses, used, staging.device), uniform)
+def _received(transfer: Transfer, place: int, staging: torch.Tensor | None) -> torch.Tensor:
+    """A transfer in a message, as a tensor of one dim."""
+    if staging is not None:
+        kind: torch.dtype = getattr(torch, transfer.dtype)
+        return staging[place : place + transfer.num_bytes].view(kind)
+    size = transfer.itemsize
+    array = array_at(place, (transfer.num_bytes // size,), RAW[size], (size,))
+    return as_tensor(array, transfer.dtype)
+
+
+def _block(
+    tensor: torch.Tensor, offset: int, strides: Sequence[int], shape: Sequence[int]
+) -> torch.Tensor:
+    """A block of a tensor; the offset is in bytes, strides are in elements."""
+    tensor = tensor.detach()
+    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset // tensor.itemsize)
 
 
 _Operand = tuple[int, int, Sequence[int]]
@@ -280,8 +235,8 @@ def _operands(place: Place, size: int) -> list[_Operand]:
     return list(zip(*(column.tolist() for column in columns), strict=True))
 
 
-class _Line:
-    """Where each part is on the line of all parts that a rank adds up."""
+class _Parts:
+    """Where each part is in the accumulator of all parts that a rank adds up."""
 
     def __init__(self, transfers: Sequence[Transfer]) -> None:
         part = np.concatenate([one.part for one in transfers])
@@ -293,16 +248,16 @@ class _Line:
         self.length = int(ends[-1])
 
     def places(self, transfer: Transfer) -> Ints:
-        """Where its blocks are; the blocks of a part come in the same order everywhere."""
+        """Where its blocks are; the blocks of a part have the same order in all transfers."""
         first_of_part = np.searchsorted(transfer.part, transfer.part)
         within = transfer.at - transfer.at[first_of_part]
         found: Ints = self.starts[np.searchsorted(self.parts, transfer.part)] + within
         return found
 
     def stretches(self, transfer: Transfer) -> Iterator[tuple[int, int, int]]:
-        """What of a packed transfer is one run on the line as well.
+        """The runs of a packed transfer that are contiguous in the accumulator as well.
 
-        From and to there, and where in the transfer, in elements.
+        Start and end there, and the start in the transfer, in elements.
         """
         places = self.places(transfer)
         ends = places + transfer.sizes
@@ -315,8 +270,8 @@ class _Line:
 def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     """Add up two addends or more in their order, all of the same shape as ``total``.
 
-    Nothing but final sums is ever written to ``total``: others may be reading the same sums there,
-    from a tied tensor. Gives the bytes that it took besides.
+    Only final sums are ever written to ``total``: a peer may be reading the same sums there, from a
+    tied tensor. Returns the bytes that it took besides.
 
     >>> total = np.zeros(3, "float32")
     >>> add_up("avg", "float32", total, [np.full(3, n, "float32") for n in (1, 2, 6)])
@@ -325,7 +280,7 @@ def add_up(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
     [3.0, 3.0, 3.0]
     """
     add, used = _add if accumulator(dtype) == dtype else _add_halves, 0
-    with np.errstate(all="ignore"):  # infinite gradients are no news to those who scale losses
+    with np.errstate(all="ignore"):  # gradients overflow where losses are scaled
         for at in _slices(total.shape, total.itemsize):
             used = max(used, add(op, dtype, total[at], [addend[at] for addend in addends]))
     return used
@@ -346,7 +301,7 @@ def _add(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
 
 
 def _add_halves(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> int:
-    """The same for dtypes that numpy may not know, of which arrays have only the bits."""
+    """The same for dtypes that numpy lacks: their arrays hold the bits."""
     sums = np.empty(total.shape, "float32")
     wide = torch.from_numpy(sums)
     wide.copy_(as_tensor(addends[0], dtype))

@@ -19,12 +19,10 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, TensorError
 from reshard.layout.columns import Ints
-from reshard.live.copy.gpu import TensorTable
 from reshard.live.inputs.huge_pages import MIN_BYTES, RepeatedTensors
 from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.options import Options
 from reshard.live.program.rounds import HAVE, WANT
-from reshard.live.program.runs import RAW, array_at
 from reshard.planning.plan import Plan
 
 __all__ = [
@@ -145,16 +143,6 @@ class BoundTensors:
     def identity(self) -> tuple[object, ...]:
         """Where the tensors are and how they are strided."""
         return tuple(self.addresses[:-1]), self.strides, tuple(self.on_devices)
-
-    def with_staging(self, address: int, num_bytes: int) -> TensorTable:
-        """The tensors for copies with torch, with this memory of the host as staging buffer."""
-        tensors = dict(self.tensors)
-        if num_bytes:
-            array = array_at(address, (num_bytes,), RAW[1], (1,))
-            tensors[self.staging] = torch.from_numpy(array)
-        addresses = self.table.copy()
-        addresses[-1] = address
-        return TensorTable(addresses, tensors, torch.device("cpu"))
 
 
 def bind_side(

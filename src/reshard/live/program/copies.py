@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -91,6 +92,11 @@ class CopyBlocks:
 
     def __len__(self) -> int:
         return len(self.source)
+
+    def take(self, rows: Any) -> CopyBlocks:
+        """Some of the blocks."""
+        columns = (getattr(self, name) for name in CopyBlocks.__slots__ if name != "cast")
+        return CopyBlocks(*(column[rows] for column in columns), cast=self.cast)
 
 
 class CopyList:

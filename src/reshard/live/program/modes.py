@@ -1,13 +1,12 @@
-"""How a transfer travels: staged, or straight between tensors; and how a message is laid out.
+"""How transfers travel, and the layout of a message.
 
-    STAGED  the sender packs into a staging buffer, the receiver unpacks: two copies. A small
-    message is
-            sent eagerly: it is there when the receiver hears of it.
-    READ    rendezvous read: the receiver reads the sender's tensor WRITE   rendezvous write: the
-    sender writes the receiver's tensor; over a network the sender sends
-            straight from its tensor and the receiver receives straight into its own
+    STAGED  the sender packs into a staging buffer and the receiver unpacks: two copies.
+            A small message is sent eagerly: its data is there when its announcement arrives.
+    READ    rendezvous read: the receiver reads the sender's tensor
+    WRITE   rendezvous write: the sender writes the receiver's tensor; over a network the sender
+            sends from its tensor and the receiver receives into its own, without staging
 
-Both ends work out the same modes, each for itself.
+Sender and receiver derive the same modes independently of each other.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ class Mode(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """When a transport goes straight between tensors."""
+    """When a transport copies directly between tensors instead of staging."""
 
     eager_bytes: int = 0
     """A message of at most so many bytes is staged, whatever its blocks look like."""
     block_bytes: int = 0
-    """Blocks must have so many bytes on average, and be contiguous on both ends; 0: any blocks."""
+    """Direct blocks must have so many bytes on average and be contiguous on both sides; 0: any."""
 
     def mode(self, transfer: Transfer, message_bytes: int) -> Mode:
         """The mode of a transfer in a message of so many bytes, between contiguous tensors."""
@@ -52,12 +51,19 @@ class Policy:
             return _cheapest(width, *transfer.strides, transfer.itemsize)
         if transfer.num_bytes < self.block_bytes * len(width):
             return Mode.STAGED
-        whole = (run_lengths(width, one) == transfer.sizes for one in transfer.strides)
-        return Mode.WRITE if all(bool(one.all()) for one in whole) else Mode.STAGED
+        contiguous = (run_lengths(width, one) == transfer.sizes for one in transfer.strides)
+        return Mode.WRITE if all(bool(one.all()) for one in contiguous) else Mode.STAGED
+
+    def message(self, peer: int, transfers: Sequence[Transfer], direct: bool) -> Message:
+        """Lay out a message; without ``direct`` all of it is staged."""
+        total = sum(transfer.num_bytes for transfer in transfers)
+        return message_of(
+            peer, transfers, lambda one: self.mode(one, total) if direct else Mode.STAGED
+        )
 
 
 HOST = Policy(eager_bytes=7 << 19)
-"""One wait less is worth more than one copy, up to 3.5 MiB: measured, 4 ranks on 2 cores."""
+"""Up to 3.5 MiB one wait less is worth more than one copy: measured, 4 ranks on 2 cores."""
 GLOO = Policy(block_bytes=64 << 10)
 """Measured on gloo: from this size on, packing costs more than one more message."""
 NCCL = Policy(block_bytes=512 << 10)
@@ -73,9 +79,9 @@ NS_PER_LOOPED_BLOCK = 1200
 def _cheapest(width: Ints, source: Ints, destination: Ints, itemsize: int) -> Mode:
     """The cheapest mode between two processes of one host, for blocks with these strides.
 
-    Touching another process's memory costs the kernel about 220 ns per run, one's own about 45 ns,
-    so the side with the longer runs should be the other process's. Tiny runs on both sides are
-    better packed by the processor's own copy loop.
+    The kernel spends about 220 ns per run in another process's memory and 45 ns in one's own, so
+    the side with the longer runs should be the other process's. Tiny runs on both sides are better
+    packed by a copy loop.
     """
     sizes = np.prod(width, axis=1, dtype=np.int64)
     num_bytes = int(sizes.sum()) * itemsize
@@ -99,6 +105,8 @@ class Message:
     writes: Sequence[Transfer]
     staged_bytes: int
     num_bytes: int
+    name: str
+    """The first tensor in it, for errors."""
 
     @property
     def alignment(self) -> int:
@@ -112,7 +120,7 @@ class Message:
             copies.add(transfer.width, transfer.source, place)
 
     def unpack(self, copies: CopyList, at: int, staging: int) -> list[tuple[Transfer, int]]:
-        """Add the copies into the tensors; gives the addends, which stay, and their offsets."""
+        """Add the copies into the tensors; returns the addends, which stay, and their offsets."""
         addends = []
         for transfer, offset in self.staged:
             if transfer.addend >= 0:
@@ -122,25 +130,20 @@ class Message:
                 copies.add(transfer.width, place, transfer.destination)
         return addends
 
-    @property
-    def name(self) -> str:
-        """The first tensor in it, for errors."""
-        first = [transfer for transfer, _ in self.staged] or [*self.reads, *self.writes]
-        return first[0].name
-
 
 def message_of(
     peer: int, transfers: Sequence[Transfer], mode: Callable[[Transfer], Mode]
 ) -> Message:
     """Lay out a message: staged transfers follow one another."""
     staged, at = [], 0
-    straight: dict[Mode, list[Transfer]] = {Mode.READ: [], Mode.WRITE: []}
+    direct: dict[Mode, list[Transfer]] = {Mode.READ: [], Mode.WRITE: []}
     for transfer in transfers:
         chosen = mode(transfer)
         if chosen is Mode.STAGED:
             staged.append((transfer, at))
             at += transfer.num_bytes
         else:
-            straight[chosen].append(transfer)
+            direct[chosen].append(transfer)
     total = sum(transfer.num_bytes for transfer in transfers)
-    return Message(peer, staged, straight[Mode.READ], straight[Mode.WRITE], at, total)
+    reads, writes = direct[Mode.READ], direct[Mode.WRITE]
+    return Message(peer, staged, reads, writes, at, total, transfers[0].name)

@@ -34,11 +34,11 @@ MAX_KEPT_BYTES = 128 << 20
 BLOCK_BYTES = 512
 """What a block takes up with everything that is worked out for it, about."""
 
-MAX_LENT = 32 << 20
-"""Bytes of eager messages over all rounds of a call, and ..."""
+MAX_DEFERRED_BYTES = 32 << 20
+"""Bytes of eager messages in all rounds of a call whose sender does not wait for their release."""
 
-CALLS_LENT = 3
-"""... calls whose eager messages may be unread at a time: the next Hello tells of one."""
+DEFERRED_CALLS = 3
+"""Calls whose eager messages may be unread at a time: a peer's next Hello releases them."""
 
 Strides = Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]
 """Shape and strides of this rank's tensors that are not contiguous, by their base number."""
@@ -167,8 +167,10 @@ class Program:
         self.peak_bytes = plan.schedule.peak_bytes
         """The most that any rank stages in a round."""
         staged = self.num_rounds * self.peak_bytes
-        self.lends = staged <= MAX_LENT and staged * CALLS_LENT <= plan.memory
-        """Whether eager messages of all rounds fit together, so that none is waited for."""
+        fits = staged * DEFERRED_CALLS <= plan.memory
+        self.defers_release = fits and staged <= MAX_DEFERRED_BYTES
+        """Whether eager messages of all rounds fit into memory together, so that their sender does
+        not wait until they are read."""
         self._offsets: dict[tuple[int, tuple[int, ...], int], LocalOffsets] = {}
         self._kept: dict[int, Round] = {}
         self._num_blocks = 0

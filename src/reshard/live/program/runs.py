@@ -1,7 +1,7 @@
-"""Memory by address: arrays, contiguous runs, and how the kernel copies between lists of runs.
+"""Memory by address: arrays, contiguous runs, and the system calls that copy between runs.
 
-A run is a stretch of memory that is contiguous in a tensor: what the kernel or the network takes in
-one piece.
+A run is a range of memory that is contiguous in a tensor. One `process_vm_readv` or
+`process_vm_writev` copies between two lists of runs, one in each process.
 """
 
 from __future__ import annotations
@@ -23,34 +23,31 @@ RAW = {
     size: np.dtype(kind)
     for size, kind in zip((1, 2, 4, 8, 16), ("u1", "u2", "u4", "u8", "c16"), strict=True)
 }
-"""The numpy dtype for elements of so many bytes that are only copied."""
+"""The numpy dtype of elements of so many bytes that are copied without a cast."""
 
 FIRST_PAGE = 4096
-"""Nothing is mapped below; and numpy takes a buffer at address 0 for no buffer."""
+"""Nothing is mapped below this address, and numpy treats a buffer at address 0 as missing."""
 
-
-class _Everything:
-    """The whole address space as one buffer, so that an array can be put at any address."""
-
-    buffer: Any = (ctypes.c_char * ((1 << 62) - FIRST_PAGE)).from_address(FIRST_PAGE)
+_memory: Any = (ctypes.c_char * ((1 << 62) - FIRST_PAGE)).from_address(FIRST_PAGE)
+"""The whole address space as one buffer, so that an array can be placed at any address."""
 
 
 def array_at(
     address: int, shape: Sequence[int], dtype: np.dtype[Any], strides: Sequence[int]
 ) -> Array:
-    """The array at an address; strides in bytes. The caller keeps the memory alive."""
-    return np.ndarray(shape, dtype, _Everything.buffer, address - FIRST_PAGE, strides)
+    """The array at an address; strides are in bytes. The caller keeps the memory alive."""
+    return np.ndarray(shape, dtype, _memory, address - FIRST_PAGE, strides)
 
 
 MAX_PIECES = 1024
-"""The kernel's limit of pieces per side and system call (UIO_MAXIOV)."""
+"""The kernel's limit of runs per side and system call (UIO_MAXIOV)."""
 
 MAX_BYTES = 8 << 20
 """Bytes of one system call: few enough that an abort is seen within milliseconds."""
 
 
 def run_lengths(width: Ints, strides: Ints) -> Ints:
-    """How many elements are contiguous from the start of each block on.
+    """Number of elements that are contiguous from the start of each block.
 
     >>> run_lengths(np.array([[4, 8], [4, 8]]), np.array([[8, 1], [32, 1]])).tolist()
     [32, 8]
@@ -66,76 +63,54 @@ def run_lengths(width: Ints, strides: Ints) -> Ints:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Runs:
-    """Runs of memory, one after the other: where each begins and how long it is, in bytes."""
+    """A list of runs: tensor, offset and length of each, in bytes."""
 
-    address: Ints
-    """From the start of memory, or of the tensor that the run is in."""
+    base: Ints
+    """The tensor's number in the table of base addresses."""
+    offset: Ints
     length: Ints
-    tensor: Ints | None = None
-    """Which tensor each is in."""
 
     @classmethod
-    def single(cls, address: int, length: int) -> Runs:
-        """One run at an address."""
-        return cls(np.array([address]), np.array([length]))
+    def join(cls, parts: Sequence[Runs]) -> Runs:
+        """All runs of several lists in one list."""
+        columns = zip(*((one.base, one.offset, one.length) for one in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
 
-    def split_at(self, places: Ints, ends: Ints) -> Runs:
-        """The same runs, with those that cross a place split there."""
-        if len(places) == 1 and places[0] == ends[-1]:
-            return self
+    def split_at(self, places: Ints) -> Runs:
+        """The same runs, with those that cross one of these places split there."""
+        ends = np.cumsum(self.length)
         stops = distinct(np.concatenate([ends, places]))
         old = np.searchsorted(ends, stops, side="left")
         starts = np.concatenate([[0], stops[:-1]])
         begins = ends[old] - self.length[old]
-        tensor = None if self.tensor is None else self.tensor[old]
-        return Runs(self.address[old] + starts - begins, stops - starts, tensor)
+        return Runs(self.base[old], self.offset[old] + starts - begins, stops - starts)
 
 
-def runs_of(
-    first: Ints, width: Ints, strides: Ints, itemsize: int, tensor: Ints | None = None
-) -> Runs:
-    """All runs of blocks in row-major order; ``first`` is the address of each block.
+def runs_of(base: Ints, offset: Ints, width: Ints, strides: Ints, itemsize: int) -> Runs:
+    """All runs of blocks, in row-major order; ``offset`` says where in a tensor a block begins.
 
-    >>> runs = runs_of(np.array([1000]), np.array([[2, 3]]), np.array([[10, 1]]), 4)
-    >>> runs.address.tolist(), runs.length.tolist()
-    ([1000, 1040], [12, 12])
+    >>> runs = runs_of(np.array([0]), np.array([100]), np.array([[2, 3]]), np.array([[10, 1]]), 4)
+    >>> runs.offset.tolist(), runs.length.tolist()
+    ([100, 140], [12, 12])
     """
     run = run_lengths(width, strides)
-    if not len(width):
-        return Runs(run, run, tensor)
-    if (width == width[0]).all() and (strides == strides[0]).all():
-        within = _offsets(width[:1], strides[:1], run[:1], np.zeros(1, np.int64))
-        address = (first[:, None] + within[None, :] * itemsize).ravel()
-        block = np.repeat(np.arange(len(width)), len(within))
-        length = np.full(len(address), run[0] * itemsize)
-    else:
-        counts = np.prod(width, axis=1, dtype=np.int64) // run
-        block = np.repeat(np.arange(len(width)), counts)
-        address = first[block] + _offsets(width, strides, run, block) * itemsize
-        length = run[block] * itemsize
-    return Runs(address, length, None if tensor is None else tensor[block])
-
-
-def _offsets(width: Ints, strides: Ints, run: Ints, block: Ints) -> Ints:
-    """Where the runs of blocks begin, in elements from the start of their block."""
     counts = np.prod(width, axis=1, dtype=np.int64) // run
-    if len(width) == 1:
-        block = np.zeros(int(counts[0]), dtype=np.int64)
+    block = np.repeat(np.arange(len(width)), counts)
     left = np.arange(len(block)) - (np.cumsum(counts) - counts)[block]
-    offset = np.zeros(len(block), dtype=np.int64)
+    elements = np.zeros(len(block), dtype=np.int64)
     inside = run.copy()
     for dim in reversed(range(width.shape[1])):
-        # Dims within the run were walked already: their widths divide what is left of it.
+        # The dims inside a run are not walked: their widths divide what is left of its length.
         in_run = inside > 1
         inside = np.where(in_run, inside // width[:, dim], inside)
         walked = np.where(in_run, 1, width[:, dim])
-        offset += left % walked[block] * strides[block, dim]
+        elements += left % walked[block] * strides[block, dim]
         left = left // walked[block]
-    return offset
+    return Runs(base[block], offset[block] + elements * itemsize, run[block] * itemsize)
 
 
 class IovecCall:
-    """The operands of one system call: pieces here and pieces there, of equally many bytes."""
+    """The operands of one system call: runs here and runs there, of equally many bytes."""
 
     __slots__ = ("num_bytes", "operands", "own", "theirs")
 
@@ -145,64 +120,45 @@ class IovecCall:
         self.num_bytes = num_bytes
         self.operands = (own.ctypes.data, len(own), theirs.ctypes.data, len(theirs), 0)
 
+    @classmethod
+    def single(cls, own: int, theirs: int, num_bytes: int) -> IovecCall:
+        """Copy between two addresses."""
+        here, there = (np.array([[address, num_bytes]]) for address in (own, theirs))
+        return cls(here, there, num_bytes)
+
 
 class IovecPlan:
-    """The system calls that copy between two lists of runs, wherever the tensors may be.
+    """The system calls that copy between two lists of runs, for any base addresses.
 
-    How lists are divided into calls depends on their lengths alone. So offsets within tensors are
-    kept, and when tensors have moved only the addresses are filled in anew.
+    How lists are divided into calls depends on lengths alone. Only the addresses are filled in for
+    the tensors of each call.
     """
 
     def __init__(self, own: Runs, theirs: Runs) -> None:
-        self.places = _places(own, theirs)
-        ends = [np.cumsum(side.length) for side in (own, theirs)]
-        self.sides = tuple(
-            side.split_at(self.places, end) for side, end in zip((own, theirs), ends, strict=True)
-        )
+        self._ends = _call_ends(own, theirs)
+        self._sides = own.split_at(self._ends), theirs.split_at(self._ends)
         self._last = [
-            (np.searchsorted(np.cumsum(side.length), self.places, side="left") + 1).tolist()
-            for side in self.sides
+            (np.searchsorted(np.cumsum(side.length), self._ends, side="left") + 1).tolist()
+            for side in self._sides
         ]
-        self._touched = [
-            () if side.tensor is None else distinct(side.tensor) for side in self.sides
-        ]
-        self._kept: tuple[bytes, list[IovecCall]] = (b"", [])
-        """The calls that were last asked for, and for which addresses."""
-
-    def __len__(self) -> int:
-        return sum(len(side.length) for side in self.sides)
 
     def calls(self, own: Ints, theirs: Ints) -> list[IovecCall]:
-        """The calls, for tensors that begin at these addresses; those of last time are kept."""
-        bases = zip(self._touched, (own, theirs), strict=True)
-        key = b"".join(base[touched].tobytes() for touched, base in bases)
-        kept = self._kept  # another thread may replace it meanwhile
-        if kept[0] != key:
-            kept = self._kept = (key, self.calls_at(own, theirs))
-        return kept[1]
-
-    def calls_at(self, own: Ints | None, theirs: Ints | None) -> list[IovecCall]:
-        """The calls, with addresses filled in; without any, runs count from the start of memory."""
-        tables = [np.stack([side.address, side.length], axis=1) for side in self.sides]
-        for table, side, bases in zip(tables, self.sides, (own, theirs), strict=True):
-            if bases is not None and side.tensor is not None:
-                table[:, 0] += bases[side.tensor]
+        """The calls for these tables of base addresses."""
+        tables = [
+            np.stack([bases[side.base] + side.offset, side.length], axis=1)
+            for side, bases in zip(self._sides, (own, theirs), strict=True)
+        ]
         found, first, done = [], [0, 0], 0
-        for one, other, end in zip(*self._last, self.places.tolist(), strict=True):
+        for one, other, end in zip(*self._last, self._ends.tolist(), strict=True):
             rows = tables[0][first[0] : one], tables[1][first[1] : other]
             found.append(IovecCall(*rows, end - done))
             first, done = [one, other], end
         return found
 
 
-def _places(own: Runs, theirs: Runs) -> Ints:
-    """Where calls end, in bytes from the start, so that the kernel takes each."""
+def _call_ends(own: Runs, theirs: Runs) -> Ints:
+    """Where calls end, in bytes from the start, so that each is within the kernel's limits."""
     total = int(own.length.sum())
-    if not total:
-        return np.zeros(0, dtype=np.int64)
-    if total <= MAX_BYTES and max(len(own.length), len(theirs.length)) <= MAX_PIECES:
-        return np.array([total])
-    regular = np.arange(MAX_BYTES, total, MAX_BYTES)
     step = MAX_PIECES - 2
     ends = [np.cumsum(side.length)[step - 1 :: step] for side in (own, theirs)]
-    return distinct(np.concatenate([regular, *ends, [total]]))
+    return distinct(np.concatenate([np.arange(MAX_BYTES, total, MAX_BYTES), *ends, [total]]))

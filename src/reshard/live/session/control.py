@@ -54,15 +54,13 @@ class Hello(NamedTuple):
     strided: int = 0
     """1 if some of its tensors are not contiguous, so that all of its messages are staged."""
     table_at: int = 0
-    """The address of its table of tensor addresses, for peers that read it from its memory."""
+    """The address of its table of base addresses, which peers read from its memory."""
     eager: int = 0
     """1 if its message of the first round is there already, ..."""
     buffer: int = 0
     """... in this shared buffer (0: none of it is staged), ..."""
     offset: int = 0
     """... at this offset."""
-    table: bytes = b""
-    """The table of tensor addresses itself, if it is short."""
 
 
 class Ready(NamedTuple):
@@ -126,7 +124,7 @@ _FORMS: dict[type, struct.Struct] = {
 _KINDS = dict(enumerate(_FORMS, 1))
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _HEADS = {struct.pack("<4sI", _MAGIC, number): kind for number, kind in _KINDS.items()}
-_WITH_TEXT = {Hello, Abort, Waiting}
+_WITH_TEXT: set[type] = {Abort, Waiting}
 
 MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
 """Bytes of text in a message: a cause, of which JSON may spend 6 bytes on a character."""

@@ -28,7 +28,7 @@ from pathlib import Path
 
 from reshard.errors import LiveError, PeerLostError
 from reshard.live.copy.host import allow_access, read_memory
-from reshard.live.program.runs import IovecPlan, Runs
+from reshard.live.program.runs import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 
 __all__ = ["HostPeer", "Listener", "addresses", "closed_by", "host_identity"]
@@ -239,10 +239,8 @@ def _credentials(link: socket.socket) -> tuple[int, int]:
 def _can_read(pid: int, address: int, value: int) -> bool:
     """Whether the number at an address of another process can be read."""
     here = ctypes.c_uint64(0)
-    own, theirs = (Runs.single(at, 8) for at in (ctypes.addressof(here), address))
     try:
-        for call in IovecPlan(own, theirs).calls_at(None, None):
-            read_memory(pid, call)
+        read_memory(pid, IovecCall.single(ctypes.addressof(here), address, 8))
     except (OSError, OverflowError):
         return False
     return here.value == value

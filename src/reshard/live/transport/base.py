@@ -4,7 +4,7 @@ To add a transport, write a class with the methods of `Transport` and let ``call
 the peers that it reaches. These are all concepts that it needs:
 
 1. **Transport**: carries the messages of one call between this rank and some of its peers. It is
-made
+round_
    for one call; what should outlive the call is a `Resource` of the session's connections.
 2. **Session** (``watch.session``, ``watch.connections``): the ranks of the call and how this rank
 is
@@ -73,25 +73,25 @@ class Transport(ABC):
         """Send a `Hello` to every peer; those of peers arrive in the inbox."""
 
     @abstractmethod
-    def begin(self, made: Round) -> int:
+    def begin(self, round_: Round) -> int:
         """Make this rank's messages of a round available, and prepare to receive those of peers.
 
         Gives the bytes that are staged.
         """
 
     @abstractmethod
-    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Bring the messages of these peers, which are ready, into the tensors.
 
         Addends are not: ``arrived`` gets where each of their transfers begins, by its ``id``.
         """
 
     @abstractmethod
-    def release(self, made: Round, peers: Collection[int]) -> None:
+    def release(self, round_: Round, peers: Collection[int]) -> None:
         """The messages of these peers are not needed any more."""
 
     @abstractmethod
-    def unreleased(self, made: Round) -> Collection[int]:
+    def unreleased(self, round_: Round) -> Collection[int]:
         """The peers that must read this rank's messages before it goes on, and have not."""
 
     @abstractmethod

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from reshard.live.copy.gpu import CopyTable
-from reshard.live.copy.host import HostCopies
+from reshard.live.copy.gpu import Copies, compile_copies
 from reshard.live.copy.reduce import OrderedSum, sums_of
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
@@ -20,33 +19,10 @@ from reshard.live.transport.base import Transport
 from reshard.show.run_report import RoundReport, RunReport
 from reshard.text import format_bytes
 
-__all__ = ["Copies", "Exchange", "Wait", "prepared_copies"]
+__all__ = ["Exchange", "Wait"]
 
 Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
 """Waits until no peer is missing; the second function says what a peer is waited for."""
-
-
-class _TorchCopies:
-    """Copies between tensors on any devices and a staging buffer of the host."""
-
-    def __init__(self, tables: Sequence[CopyTable]) -> None:
-        self._tables = tables
-
-    def run(self, bound: BoundTensors, staging: int = 0, num_bytes: int = 0) -> None:
-        tensors = bound.with_staging(staging, num_bytes)
-        for table in self._tables:
-            table.launch(tensors, uniform=False)
-
-
-Copies = HostCopies | _TorchCopies
-
-
-def prepared_copies(copies: CopyList, bound: BoundTensors) -> Copies:
-    """Compile copies for where the tensors of a call are."""
-    tables = copies.tables()
-    if bound.is_host:
-        return HostCopies(tables)
-    return _TorchCopies([CopyTable(blocks) for blocks in tables])
 
 
 class Exchange:
@@ -75,120 +51,115 @@ class Exchange:
         inbox, transports = self.inbox, self.transports
         for number in range(self.program.num_rounds):
             self.number = number
-            made = self.program.round(number)
+            round_ = self.program.round(number)
             began, staged, arrived = perf_counter(), 0, dict[int, int]()
             part = None if self.report is None else self.report.begin_round(number, began)
             for transport in transports:
-                staged += transport.begin(made)
+                staged += transport.begin(round_)
             if part is not None:
                 part.spent("packing", began)
-            if made.copies and not self._fused:
-                self._copy(made, part)
-            sums = self._sums(made)
-            pending = set(made.receives)
+            if round_.copies and not self._fused:
+                self._copy(round_, part)
+            sums = self._sums(round_)
+            pending = set(round_.receives)
             while pending:
                 ready = {peer for peer in pending if (peer, number) in inbox.ready}
                 if not ready:
-                    self._await_message(made, pending, part)
+                    self._await_message(round_, pending, part)
                     continue
                 began = perf_counter()
                 for transport in transports:
                     mine = transport.peers & ready
                     if mine:
-                        transport.receive(made, mine, arrived)
+                        transport.receive(round_, mine, arrived)
                         if not sums:
-                            transport.release(made, mine)
+                            transport.release(round_, mine)
                 pending -= ready
                 if part is not None:
                     part.spent("unpacking", began)
             if sums:
-                staged += self._add_up(made, sums, arrived, part)
-            self._await_release(made, part)
-            self._finish_round(made, part, staged)
+                staged += self._add_up(round_, sums, arrived, part)
+            self._await_release(round_, part)
+            self._finish_round(round_, part, staged)
 
-    def _copy(self, made: Round, part: RoundReport | None) -> None:
+    def _copy(self, round_: Round, part: RoundReport | None) -> None:
         """Copy what stays on this rank; its own addends wait for the others."""
         began, key = perf_counter(), ("copies", self.bound.is_host)
-        copies: Copies | None = made.kept.get(key)
+        copies: Copies | None = round_.kept.get(key)
         if copies is None:
             listed = CopyList()
-            for transfer in made.copies:
+            for transfer in round_.copies:
                 if transfer.addend < 0:
                     listed.add(transfer.width, transfer.source, transfer.destination)
-            copies = made.kept[key] = prepared_copies(listed, self.bound)
+            copies = round_.kept[key] = compile_copies(listed, self.bound)
         copies.run(self.bound)
         if part is not None:
             part.spent("unpacking", began)
 
-    def _sums(self, made: Round) -> list[OrderedSum]:
-        found: list[OrderedSum] | None = made.kept.get("sums")
+    def _sums(self, round_: Round) -> list[OrderedSum]:
+        found: list[OrderedSum] | None = round_.kept.get("sums")
         if found is None:
-            both = (made.copies, *made.receives.values())
+            both = (round_.copies, *round_.receives.values())
             addends = [one for transfers in both for one in transfers if one.addend >= 0]
             found = sums_of(addends, self.program.staging) if addends else []
-            made.kept["sums"] = found
+            round_.kept["sums"] = found
         return found
 
     def _add_up(
         self,
-        made: Round,
+        round_: Round,
         sums: Sequence[OrderedSum],
         arrived: dict[int, int],
         part: RoundReport | None,
     ) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
         began, largest, bound = perf_counter(), 0, self.bound
+        staging = self.transports[0].staging if self._fused else None
         for one in sums:
-            if self._fused:
-                (transport,) = self.transports
-                used = one.run_with_torch(bound.tensors, transport.staging, arrived)
-            elif bound.is_host:
-                used = one.run(bound, arrived)
-            else:
-                used = one.run_with_torch(bound.tensors, None, arrived)
+            used = one.run(bound, arrived, staging)
             largest = max(largest, used)
         for transport in self.transports:
-            transport.release(made, transport.peers & made.receives.keys())
+            transport.release(round_, transport.peers & round_.receives.keys())
         if part is not None:
             part.spent("unpacking", began)
         return largest
 
-    def _await_message(self, made: Round, pending: set[int], part: RoundReport | None) -> None:
+    def _await_message(self, round_: Round, pending: set[int], part: RoundReport | None) -> None:
         """Wait until one of these peers has a message for this rank."""
-        began, ready, number = perf_counter(), self.inbox.ready, made.number
+        began, ready, number = perf_counter(), self.inbox.ready, round_.number
 
         def missing() -> set[int]:
             return set() if any((peer, number) in ready for peer in pending) else pending
 
-        self._wait(missing, lambda peer: self.its_part(made, peer))
+        self._wait(missing, lambda peer: self.its_part(round_, peer))
         if part is not None:
             part.spent("waiting", began)
 
-    def _await_release(self, made: Round, part: RoundReport | None) -> None:
+    def _await_release(self, round_: Round, part: RoundReport | None) -> None:
         began = perf_counter()
-        if any(transport.unreleased(made) for transport in self.transports):
+        if any(transport.unreleased(round_) for transport in self.transports):
             self._wait(
-                lambda: [peer for one in self.transports for peer in one.unreleased(made)],
-                lambda peer: f"it to take {self.its_part(made, peer)}",
+                lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
+                lambda peer: f"it to take {self.its_part(round_, peer)}",
             )
         if part is not None:
             part.spent("waiting", began)
 
-    def _finish_round(self, made: Round, part: RoundReport | None, staged: int) -> None:
-        sent, received, copied = made.bytes
+    def _finish_round(self, round_: Round, part: RoundReport | None, staged: int) -> None:
+        sent, received, copied = round_.bytes
         self.done += received + copied
         if part is not None:
             part.bytes_sent, part.bytes_received, part.bytes_copied = sent, received, copied
-            part.messages_sent, part.messages_received = len(made.sends), len(made.receives)
+            part.messages_sent, part.messages_received = len(round_.sends), len(round_.receives)
             part.bytes_staged = staged
             part.seconds = perf_counter() - part.started
         if self._after_round is not None:
-            self._after_round(made)
+            self._after_round(round_)
 
-    def its_part(self, made: Round, peer: int) -> str:
+    def its_part(self, round_: Round, peer: int) -> str:
         """What is exchanged with a peer in a round, for errors."""
-        transfers = made.receives.get(peer) or made.sends[peer]
-        return f'its part of "{transfers[0].name}" in {self._which(made.number)}'
+        transfers = round_.receives.get(peer) or round_.sends[peer]
+        return f'its part of "{transfers[0].name}" in {self._which(round_.number)}'
 
     def _which(self, number: int) -> str:
         return f"round {number + 1} of {self.program.num_rounds}"

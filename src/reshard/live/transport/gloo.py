@@ -13,6 +13,7 @@ from datetime import timedelta
 
 import torch
 
+from reshard.live.copy.gpu import Copies, compile_copies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
@@ -21,7 +22,6 @@ from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, decode, encode
 from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import Copies, prepared_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
@@ -175,13 +175,13 @@ class GlooTransport(Transport):
         hello = self.watch.hello(strided=int(not self.bound.is_plain))
         self._hellos.send(self.peers, hello)
 
-    def begin(self, made: Round) -> int:
+    def begin(self, round_: Round) -> int:
         """Begin to receive the messages of a round, then pack and send this rank's."""
         staged = 0
-        for peer, message in self._messages(made, False).items():
-            staged += self._begin_receiving(peer, made.number, message)
+        for peer, message in self._messages(round_, False).items():
+            staged += self._begin_receiving(peer, round_.number, message)
         works: list[Pending] = []
-        for peer, message in self._messages(made, True).items():
+        for peer, message in self._messages(round_, True).items():
             size = message.message.staged_bytes
             tensors = self._pieces(message.message, True)
             if size:
@@ -229,24 +229,24 @@ class GlooTransport(Transport):
         views = direct_views(message, self.bound, sending)
         return [piece for view in views for piece in torch.split(view, PIECE_BYTES)]
 
-    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Unpack messages that have arrived."""
-        messages = self._messages(made, False)
+        messages = self._messages(round_, False)
         for peer in peers:
-            message, buffer = messages[peer], self._arrivals[peer, made.number]
+            message, buffer = messages[peer], self._arrivals[peer, round_.number]
             if message.message.staged_bytes:
                 message.copies.run(self.bound, buffer.data_ptr(), buffer.numel())
             for transfer, offset in message.addends:
                 arrived[id(transfer)] = buffer.data_ptr() + offset
 
-    def release(self, made: Round, peers: Collection[int]) -> None:
+    def release(self, round_: Round, peers: Collection[int]) -> None:
         """The buffers of messages are free."""
         for peer in peers:
-            buffer = self._arrivals.pop((peer, made.number))
+            buffer = self._arrivals.pop((peer, round_.number))
             if buffer.numel():
                 self._buffers.append(buffer)
 
-    def unreleased(self, made: Round) -> Collection[int]:
+    def unreleased(self, round_: Round) -> Collection[int]:
         """Peers that have not taken this rank's messages: its tensors are still read."""
         return sorted(self._unsent)
 
@@ -261,16 +261,16 @@ class GlooTransport(Transport):
         self._buffers.clear()
         self._kept.clear()
 
-    def _messages(self, made: Round, sending: bool) -> dict[int, _GlooMessage]:
+    def _messages(self, round_: Round, sending: bool) -> dict[int, _GlooMessage]:
         """The messages of a round with these peers, compiled once."""
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
         straight = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
         key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, straight)
-        found: dict[int, _GlooMessage] | None = made.kept.get(key)
+        found: dict[int, _GlooMessage] | None = round_.kept.get(key)
         if found is None:
-            side = made.sends if sending else made.receives
+            side = round_.sends if sending else round_.receives
             mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
-            found = made.kept[key] = {
+            found = round_.kept[key] = {
                 peer: self._compile(peer, transfers, sending, peer in straight)
                 for peer, transfers in mine.items()
             }
@@ -288,4 +288,4 @@ class GlooTransport(Transport):
             message.pack(copies, 0, self.bound.staging)
         else:
             addends = message.unpack(copies, 0, self.bound.staging)
-        return _GlooMessage(message, prepared_copies(copies, self.bound), addends)
+        return _GlooMessage(message, compile_copies(copies, self.bound), addends)

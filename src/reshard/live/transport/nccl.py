@@ -73,7 +73,7 @@ class NcclGroups:
         _groups.add(self)
 
     def group(self, watch: Watch, device: torch.device, asked: Task[Any] | None) -> NcclGroup:
-        """The group of a call, made by all ranks together if there is none, or a call failed."""
+        """The group of a call, round_ by all ranks together if there is none, or a call failed."""
         found = finish_epoch(watch, asked)
         epoch = self._epoch if found is None else found
         if self._group is None or self._group.aborted or self._epoch != epoch:
@@ -155,7 +155,7 @@ def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _NcclRound:
-    """What one rank does in one round; made once, as long as strides of tensors stay the same."""
+    """What one rank does in one round; round_ once, as long as strides of tensors stay the same."""
 
     sends: Sequence[tuple[Message, int]]
     """Messages, and where in the staging buffer each begins; first those that go."""
@@ -250,50 +250,47 @@ class NcclTransport(Transport):
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
         self.staging = self._groups.staging(size, self.device, stream)
-        addresses = self.bound.table.copy()
-        addresses[-1] = self.staging.data_ptr()
-        tensors = {**self.bound.tensors, self.bound.staging: self.staging}
-        self._tensors = TensorTable(addresses, tensors, self.device)
+        self._tensors = TensorTable.of(self.bound, self.staging)
 
     def _staging_bytes(self) -> int:
         """The most that any round stages; kept, because large plans work out rounds anew."""
         kept, key = self.program.round(0).kept, ("nccl staging", self._straight)
         if key not in kept:
             rounds = map(self.program.round, range(self.program.num_rounds))
-            kept[key] = max(self._round(made).num_bytes for made in rounds)
+            kept[key] = max(self._round(round_).num_bytes for round_ in rounds)
         found: int = kept[key]
         return found
 
-    def begin(self, made: Round) -> int:
+    def begin(self, round_: Round) -> int:
         """Enqueue packing, the exchange, and unpacking, in the order of the stream."""
         if self._tensors is None:
             self._open()
         assert self._tensors is not None
         self.watch.check()
-        todo = self._round(made)
+        todo = self._round(round_)
         for table in todo.before:
             table.launch(self._tensors)
-        self._exchange(made, todo)
+        self._exchange(round_, todo)
         for table in todo.after:
             table.launch(self._tensors)
         inbox = self.watch.inbox
-        for peer in made.receives:
-            inbox.ready[peer, made.number] = Ready(self.watch.call, made.number)
+        for peer in round_.receives:
+            inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
         return todo.staged
 
-    def _exchange(self, made: Round, todo: _NcclRound) -> None:
+    def _exchange(self, round_: Round, todo: _NcclRound) -> None:
         assert self._group is not None
         assert self.in_flight is not None
         sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
         if not sends and not receives:
             return
-        peers = frozenset(made.sends) | frozenset(made.receives)
-        which = f"round {made.number + 1} of {self.program.num_rounds}"
+        peers = frozenset(round_.sends) | frozenset(round_.receives)
+        which = f"round {round_.number + 1} of {self.program.num_rounds}"
 
         def what(peer: int) -> str:
-            if peer in made.receives:
-                return f'its part of "{made.receives[peer][0].name}" in {which}'
-            return f'it to take its part of "{made.sends[peer][0].name}" in {which}'
+            if peer in round_.receives:
+                return f'its part of "{round_.receives[peer][0].name}" in {which}'
+            return f'it to take its part of "{round_.sends[peer][0].name}" in {which}'
 
         wait = waiting_for(self.watch, peers, f"it to connect for {which}")
         try:
@@ -317,14 +314,14 @@ class NcclTransport(Transport):
             found += [(index, view) for view in direct_views(message, self.bound, sending)]
         return found
 
-    def receive(self, made: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Messages are unpacked already; say where addends are in the staging buffer."""
-        arrived |= {id(transfer): at for transfer, at in self._round(made).addends}
+        arrived |= {id(transfer): at for transfer, at in self._round(round_).addends}
 
-    def release(self, made: Round, peers: Collection[int]) -> None:
+    def release(self, round_: Round, peers: Collection[int]) -> None:
         """The next round is enqueued after this one."""
 
-    def unreleased(self, made: Round) -> Collection[int]:
+    def unreleased(self, round_: Round) -> Collection[int]:
         """What is enqueued next may change the sources: the stream keeps the order."""
         return ()
 
@@ -342,22 +339,22 @@ class NcclTransport(Transport):
             error = cause.error("")
             self.in_flight.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
 
-    def _round(self, made: Round) -> _NcclRound:
+    def _round(self, round_: Round) -> _NcclRound:
         """The tables of a round, kept with it."""
         key = ("nccl", self._straight)
-        found: _NcclRound | None = made.kept.get(key)
+        found: _NcclRound | None = round_.kept.get(key)
         if found is None:
-            found = made.kept[key] = self._compile(made)
+            found = round_.kept[key] = self._compile(round_)
         return found
 
-    def _compile(self, made: Round) -> _NcclRound:
+    def _compile(self, round_: Round) -> _NcclRound:
         staging = self.bound.staging
-        sends, at = self._laid_out(made.sends, 0)
-        receives, end = self._laid_out(made.receives, at)
+        sends, at = self._laid_out(round_.sends, 0)
+        receives, end = self._laid_out(round_.receives, at)
         before, after = CopyList(), CopyList()
         for message, start in sends:
             message.pack(before, start, staging)
-        for transfer in made.copies:
+        for transfer in round_.copies:
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
         addends = [one for message, at in receives for one in message.unpack(after, at, staging)]

@@ -10,19 +10,16 @@ import numpy as np
 from reshard.layout.columns import Ints
 from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.failure.watch import Watch
-from reshard.live.program.runs import IovecCall, IovecPlan, Runs
+from reshard.live.program.runs import IovecCall
 
-__all__ = ["MAX_INLINE", "PeerMemory"]
+__all__ = ["PeerMemory"]
 
 HEARTBEAT_EVERY = 0.02
 """Seconds of copying after which the watch is asked whether a heartbeat is due."""
 
-MAX_INLINE = 64
-"""Addresses that a Hello carries; a longer table is read from the peer's memory."""
-
 
 class PeerMemory:
-    """Copies between the tensors of two processes; a peer that has failed meanwhile is named."""
+    """Copies between the tensors of two processes; the error names a peer that has failed."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -33,7 +30,8 @@ class PeerMemory:
     def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
         """Copy into a peer's tensors, unless the call has failed there.
 
-        This rank marks that it writes before it looks whether the peer has given up.
+        The write fence: this rank marks that it writes before it checks whether the peer has
+        aborted.
         """
         call, there = self._watch.call, self._peers[peer]
         for one in calls:
@@ -52,17 +50,17 @@ class PeerMemory:
                 self._watch.fail_because_of(peer, f'it to take its part of "{name}"', error)
 
     def read(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
-        """Copy out of a peer's tensors."""
+        """Copy out of a peer's tensors; fails if the peer may have freed them meanwhile."""
         call, there = self._watch.call, self._peers[peer]
         for one in calls:
             self._heartbeat()
+            error: OSError | None = None
             try:
                 read_memory(there.pid, one)
-            except OSError as error:
+            except OSError as raised:
+                error = raised
+            if error is not None or there.flags.has_failed(call):
                 self._watch.fail_because_of(peer, f'its part of "{name}"', error)
-            if there.flags.has_failed(call):
-                # It may have freed what was just read.
-                self._watch.fail_because_of(peer, f'its part of "{name}"')
 
     def _heartbeat(self) -> None:
         now = time.monotonic()
@@ -72,17 +70,12 @@ class PeerMemory:
             self._heartbeat_at = now + HEARTBEAT_EVERY
 
     def table(self, peer: int, count: int) -> Ints:
-        """The addresses of a peer's tensors; 0 for what is not to be touched."""
+        """The base addresses of a peer's tensors; 0 for those that must not be touched."""
         found = self._tables.get(peer)
         if found is None:
-            hello = self._watch.inbox.hellos[peer]
-            if len(hello.table) == 8 * count:
-                found = np.frombuffer(hello.table, dtype=np.int64)
-            else:
-                found = np.zeros(count, dtype=np.int64)
-                own, theirs = (
-                    Runs.single(at, found.nbytes) for at in (found.ctypes.data, hello.table_at)
-                )
-                self.read(peer, IovecPlan(own, theirs).calls_at(None, None), "the move")
+            found = np.zeros(count, dtype=np.int64)
+            at = self._watch.inbox.hellos[peer].table_at
+            call = IovecCall.single(found.ctypes.data, at, found.nbytes)
+            self.read(peer, [call], "the move")
             self._tables[peer] = found
         return found
