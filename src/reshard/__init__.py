@@ -18,13 +18,13 @@ _HOMES = {
     "Box": "layout.box",
     "Layout": "layout.layout",
     "Mesh": "layout.mesh",
-    "Plan": "planning.plan",
+    "Plan": "planning.plans",
     "Rules": "rules",
     "RunReport": "show.run_report",
     "SimulationReport": "simulation",
-    "Summary": "planning.summary",
+    "Summary": "planning.cost.summary",
     "TensorSpec": "layout.spec",
-    "Topology": "planning.topology",
+    "Topology": "planning.cost.topology",
     "backward": "tensors.move",
     "check": "live.api",
     "describe": "tensors.describe",
@@ -33,7 +33,7 @@ _HOMES = {
     "join": "planning.names",
     "layout_of": "tensors.reading",
     "move": "tensors.move",
-    "plan": "planning.plan",
+    "plan": "planning.plans",
     "simulate": "simulation",
     "stack": "planning.names",
     "take": "planning.names",
@@ -69,10 +69,13 @@ def __getattr__(name: str) -> object:
         return import_module(f"reshard.{_MOVED[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    from reshard.errors import needing_torch
-
-    with needing_torch(f"reshard.{name}"):
+    try:
         value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
+    except ModuleNotFoundError:
+        from reshard.errors import needing_torch
+
+        with needing_torch(f"reshard.{name}"):
+            raise
     globals()[name] = value
     return value
 

@@ -25,7 +25,7 @@ from reshard.errors import PlanError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import LocalPieces
 from reshard.layout.spec import TensorSpec
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Step
 
 __all__ = ["SimulationReport", "simulate"]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import reshard as rs
-from reshard.planning.balance import Line, balance, fill
+from reshard.planning.sharing import Line, balance, fill
 from tests import bounds, generate, moves
 from tests.cases import DTYPES, Side
 from tests.checks import build

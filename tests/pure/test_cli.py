@@ -18,7 +18,7 @@ import pytest
 
 import reshard as rs
 from reshard.cli import demo, run
-from reshard.planning.reasons import reasons
+from reshard.show.plan_text import reasons
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = [

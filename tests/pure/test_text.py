@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given, settings
 
 import reshard as rs
-from reshard.planning.reasons import reasons
-from reshard.planning.text import describe, stack_rows
 from reshard.rules import Rules
 from reshard.rules.models import preset, tensors
+from reshard.show.plan_text import describe, reasons, stack_rows
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case

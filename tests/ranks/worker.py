@@ -22,7 +22,7 @@ PRELOAD = [
     "torch",
     "torch.distributed.tensor",
     "pytest",
-    "reshard.planning.plan",
+    "reshard.planning.plans",
     "reshard.simulation",
     "reshard.live.api",
     "reshard.tensors",

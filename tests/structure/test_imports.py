@@ -8,7 +8,7 @@ import pytest
 HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
     *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
-    *("rules", "rules.models", "planning.plan", "simulation", "show", "cli"),
+    *("rules", "rules.models", "planning.plans", "simulation", "show", "cli"),
     *("checkpoint", "checkpoint.inspection.inspecting", "checkpoint.formats.reader"),
     *("checkpoint.conversion.request", "checkpoint.verification.soundness"),
 ]

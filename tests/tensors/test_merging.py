@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 
 import reshard as rs
-from reshard.layout.fingerprint import is_part_of
 from reshard.layout.layout import BoxLayout
+from reshard.layout.spec import is_part_of
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.reading import whole_on
 from reshard.tensors.texts import specs_from_text, specs_to_text

@@ -93,7 +93,7 @@ def _convert(
 ) -> int:
     from reshard.checkpoint.conversion.request import convert as run
     from reshard.cli.output import byte_meter, print_json
-    from reshard.planning.names_table import read_names
+    from reshard.planning.names.tables import read_names
 
     names = words.pop("names")
     with byte_meter("convert", quiet=quiet or not team.leads) as progress:

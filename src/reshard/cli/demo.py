@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from reshard.cli.demo_live import LiveRun
     from reshard.layout.spec import TensorSpec
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
     Array = np.ndarray[Any, Any]
     Arrays = dict[int, dict[str, Array]]
@@ -154,7 +154,7 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
 def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
     from reshard.cli.parsing import ModelSide, model_specs
     from reshard.layout.mesh import Mesh
-    from reshard.planning.plan import plan
+    from reshard.planning.plans import plan
 
     have, _ = model_specs(config, ModelSide("from", Mesh.parse(HAVE), fsdp=FSDP))
     want, _ = model_specs(config, ModelSide("to", Mesh.parse(WANT), replicate=REPLICAS))
@@ -163,7 +163,7 @@ def _plan(config: Mapping[str, Any], memory: int | None) -> Plan:
 
 def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     """The moves that are run on real data: small enough for a laptop."""
-    from reshard.planning.plan import plan
+    from reshard.planning.plans import plan
     from reshard.rules.models import preset
 
     layer = [name for name in move.want if ".layers.0." in name]

@@ -26,7 +26,7 @@ from reshard.show.run_report import RunReport
 if TYPE_CHECKING:
     import numpy as np
 
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
     Arrays = Mapping[int, Mapping[str, np.ndarray[Any, Any]]]
 

@@ -13,9 +13,9 @@ from reshard.errors import PlanError, ProofError
 
 if TYPE_CHECKING:
     from reshard.layout.spec import TensorSpec
-    from reshard.planning.plan import Plan
+    from reshard.planning.cost.topology import Topology
+    from reshard.planning.plans import Plan
     from reshard.planning.rank import RankPlan, Step, Steps
-    from reshard.planning.topology import Topology
 
 __all__ = ["plan"]
 
@@ -100,7 +100,7 @@ def plan(
 
 def make_plan(request: Request) -> tuple[Plan, list[str]]:
     """The plan that the options ask for, and notes about its layouts."""
-    from reshard.planning.plan import plan as make
+    from reshard.planning.plans import plan as make
 
     have, want, notes = _sides(request)
     topology = _topology(request.topology)
@@ -172,7 +172,7 @@ def _without(specs: dict[str, TensorSpec], ranks: str | None) -> dict[str, Tenso
 
 
 def _topology(path: str | None) -> Topology | None:
-    from reshard.planning.topology import Topology
+    from reshard.planning.cost.topology import Topology
 
     return None if path is None else Topology.load(path)
 
@@ -206,9 +206,9 @@ def _write(move: Plan, html: str | None, save: str | None) -> None:
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
     from reshard.cli.output import print_lines, terminal_width
-    from reshard.planning.text import describe
     from reshard.show.ink import Span
     from reshard.show.matrix import draw, traffic_matrix
+    from reshard.show.plan_text import describe
 
     if rank is not None:
         print("\n".join(_rank_lines(move.for_rank(rank))))
@@ -276,9 +276,9 @@ def _step_lines(verb: str, steps: Steps) -> list[str]:
 
 def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
     from reshard.cli.output import print_json
-    from reshard.planning.reasons import reasons
     from reshard.planning.serial import to_dict
     from reshard.show.matrix import traffic_matrix
+    from reshard.show.plan_text import reasons
 
     matrix = traffic_matrix(move)
     data: dict[str, Any] = {

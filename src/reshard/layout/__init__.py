@@ -8,8 +8,7 @@ pieces       the boxes of a rank, and their addresses in its local tensor
 grid         regular layouts as tables, one per dim
 coverage     do boxes overlap, and what is missing of a region
 boxlist      any layout as a list of boxes with their owners
-fingerprint  equality of layouts for a shape
-spec         `TensorSpec`: shape, dtype and layout of one tensor
+spec         `TensorSpec`: shape, dtype and layout of one tensor; equality of layouts for a shape
 bucket       flattened, padded buckets of tensors (FSDP1, ZeRO)
 columns      distinct values of integer columns
 """

@@ -147,7 +147,7 @@ class Layout:
 
     def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
         """Whether both cut a tensor of this shape alike, whatever their words and axis names."""
-        from reshard.layout.fingerprint import fingerprint
+        from reshard.layout.spec import fingerprint
 
         return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
 

@@ -1,15 +1,26 @@
-"""A spec is all that planning needs to know of one tensor: its shape, its dtype and its layout."""
+"""A spec is all that planning needs to know of one tensor: its shape, its dtype and its layout.
+
+Specs are equal if the same ranks hold the same elements, whatever words their layouts use: equality
+compares a fingerprint of who holds what. It has three forms, the simplest that fits, so that equal
+placements meet in the same form: one box per rank; the same tables of intervals per dim; each
+rank's pieces.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
+from functools import lru_cache
 from operator import index
 
+import numpy as np
+
 from reshard.dtypes import canonical_dtype, itemsize
-from reshard.layout.fingerprint import fingerprint
+from reshard.layout.columns import Ints, distinct, distinct_first
+from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout, check_shape
 
-__all__ = ["TensorSpec"]
+__all__ = ["TensorSpec", "agrees", "fingerprint", "holds_alike", "is_part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,3 +61,109 @@ class TensorSpec:
 
     def __hash__(self) -> int:
         return hash((self.shape, self.dtype, fingerprint(self.layout, self.shape)))
+
+
+@lru_cache(maxsize=4096)
+def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
+    """A hash that is equal for layouts that put the same elements in the same places."""
+    hasher = hashlib.blake2b(digest_size=16)
+    hasher.update(repr((shape, layout.reduce and layout.reduce[0])).encode())
+    hasher.update(repr(sorted(addend_of(layout).items())).encode())
+    grids = grids_of(layout, shape)
+    if grids is not None and len(grids) == 1:
+        _hash_grid(hasher, grids[0])
+    else:
+        _hash_pieces(hasher, layout, shape)
+    return hasher.digest()
+
+
+@lru_cache(maxsize=4096)
+def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank that both layouts speak of holds the same by both."""
+    if layout == other or layout.same_as(other, shape):
+        return True
+    ranks = set(other.ranks)
+    return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks if rank in ranks)
+
+
+@lru_cache(maxsize=4096)
+def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
+    """Whether every rank of a layout holds the same by another one, which may have more ranks."""
+    return agrees(layout, other, shape) and (
+        layout == other or set(layout.ranks) <= set(other.ranks) or layout.same_as(other, shape)
+    )
+
+
+def holds_alike(layout: Layout, other: Layout, rank: int, shape: tuple[int, ...]) -> bool:
+    """Whether a rank has the same local tensor by both layouts."""
+    pieces = layout.pieces(rank, shape)
+    if pieces != other.pieces(rank, shape) or _addend(layout, rank) != _addend(other, rank):
+        return False
+    return not pieces or layout.local_shape(rank, shape) == other.local_shape(rank, shape)
+
+
+def _addend(layout: Layout, rank: int) -> tuple[str, int, int] | None:
+    """Which addend of a pending reduction a rank holds, of how many."""
+    if layout.reduce is None or layout.holds(rank) is None:
+        return None
+    return layout.reduce[0], addend_of(layout)[rank], num_addends(layout)
+
+
+def _hash_grid(hasher: hashlib.blake2b, grid: Grid) -> None:
+    """Hash one box per rank if that is all there is, else the tables and each rank's parts."""
+    tables = [_canonical(dim) for dim in grid.dims]
+    held = np.flatnonzero(grid.region_at >= 0)
+    regions = grid.region_at[held]
+    columns = [grid.ranks[held]]
+    single = all(len(starts) == len(distinct(parts)) for starts, _, parts, _ in tables)
+    for (starts, stops, parts, number), of in zip(tables, grid.parts_of(regions), strict=True):
+        part = number[of]
+        if single:
+            at = np.full(max(len(starts), 1) + 1, 0)
+            at[parts] = np.arange(len(starts))
+            columns += [np.append(starts, -1)[at[part]], np.append(stops, -1)[at[part]]]
+        else:
+            hasher.update(np.concatenate([starts, stops, parts]).tobytes())
+        columns.append(part)
+    rows = np.stack(columns, axis=1)
+    _hash_rows(hasher, rows[(rows >= 0).all(axis=1)], single, len(grid.dims))
+
+
+def _hash_rows(hasher: hashlib.blake2b, rows: Ints, single: bool, num_dims: int) -> None:
+    """Ranks in rising order; the boxes alone where there is one per rank."""
+    rows = rows[np.argsort(rows[:, 0])]
+    if single:
+        boxes = [0] + [1 + 3 * dim + side for dim in range(num_dims) for side in (0, 1)]
+        rows = rows[:, boxes]
+    hasher.update(b"box" if single else b"tables")
+    hasher.update(np.ascontiguousarray(rows).tobytes())
+
+
+def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
+    """Intervals with neighbours of one part merged, parts numbered as they appear.
+
+    The last array maps old part numbers to new ones; parts without elements get -1.
+    """
+    new = np.ones(len(dim.starts), dtype=bool)
+    new[1:] = (dim.parts[1:] != dim.parts[:-1]) | (dim.starts[1:] != dim.stops[:-1])
+    first = np.flatnonzero(new)
+    parts = dim.parts[first]
+    last = np.append(first[1:], len(new))[: len(first)] - 1
+    number = np.full(dim.num_parts, -1, dtype=np.int64)
+    seen, where = distinct_first(parts)
+    number[seen[np.argsort(where)]] = np.arange(len(seen))
+    return dim.starts[first], dim.stops[last], number[parts], number
+
+
+def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]) -> None:
+    pieces = {rank: layout.pieces(rank, shape) for rank in sorted(layout.ranks)}
+    pieces = {rank: mine for rank, mine in pieces.items() if mine}
+    alone = all(len(mine) == 1 for mine in pieces.values())
+    if alone and (len(shape) < 2 or not layout.words.flat):
+        boxes = [(rank, mine[0].box) for rank, mine in pieces.items()]
+        rows = [(r, *sum(zip(b.start, b.stop, strict=True), ())) for r, b in boxes]
+        hasher.update(b"box")
+        hasher.update(np.array(rows, dtype=np.int64).tobytes())
+    else:
+        hasher.update(b"pieces")
+        hasher.update(repr(list(pieces.items())).encode())

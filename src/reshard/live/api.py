@@ -21,7 +21,7 @@ from reshard.live.inputs.bound import Tensors
 from reshard.live.options import Options, options_from
 from reshard.live.session.session import Ticket, all_connections, session_of
 from reshard.live.transport.nccl import NcclGroups
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
 
 __all__ = [

@@ -47,7 +47,7 @@ from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.host import HostTransport
 from reshard.live.transport.in_flight import InFlightCall
 from reshard.live.transport.nccl import NcclGroups, NcclTransport
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES, Bar, progress_of
 from reshard.show.run_report import RunReport
 

@@ -16,7 +16,7 @@ from reshard.errors import LiveError
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals, locals_of
 from reshard.live.program.rounds import HAVE, WANT, Program
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 
 __all__ = ["CompiledPlan", "compiled_plan"]
 

@@ -1,13 +1,15 @@
-"""Plans: who sends which box to whom, in which round, at what cost; and the proof.
+"""Plans: which rank sends which box to which other rank, in which round, at what cost.
 
-stacks      tensors that are cut alike are planned once
-cells       where a source region and a destination region meet
-geometry    cells by rank: by arithmetic (open) or listed once
-balance     who of several holders sends how much
-lines       work shared along a line of elements
-flow        cells become transfers, and transfers are passed on
-rounds      what moves when, so that memory stays under the cap
-rank        one rank's part
-summary     what it costs
-proof       why it is right
+classes    tensors of equal shapes, dtypes and layouts are planned once
+names/     renamed, joined, stacked and cropped tensors
+cells/     the common boxes of source and destination regions
+sharing    which of several ranks does how much
+transfers  cells become transfers from rank to rank
+rounds     what moves when, so that staging stays under the memory cap
+rank       one rank's part of a plan
+cost/      bytes, messages and seconds of a plan
+plans      `plan` and `Plan`
+proof      checks that every wanted element is written exactly once
+serial     plans as JSON
+adjoint    the moves of gradients
 """

@@ -21,7 +21,7 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.notation import axes_of
 from reshard.layout.spec import TensorSpec
 from reshard.layout.tiling import is_mixed
-from reshard.planning.plan import ONE, Plan, plan
+from reshard.planning.plans import ONE, Plan, plan
 
 __all__ = ["Spread", "SumMove", "summed", "unreduced"]
 

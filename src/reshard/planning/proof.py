@@ -16,7 +16,6 @@ The proof looks at the rows of each rank as they are, not at how they were found
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -26,14 +25,12 @@ from reshard.layout.columns import distinct, distinct_first
 from reshard.layout.coverage import box_columns, missing_boxes, overlapping_pairs
 from reshard.layout.grid import Ints, addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.flow import Transfers
+from reshard.planning.classes import Stack
+from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
-from reshard.planning.stacks import Stack
+from reshard.planning.transfers import Transfers
 
-if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
-
-__all__ = ["check_plan", "check_rank"]
+__all__ = ["check_plan"]
 
 _Pairs = dict[tuple[int, int], list[bytes]]
 
@@ -54,11 +51,6 @@ def check_plan(plan: Plan) -> None:
             raise ProofError(
                 f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
             )
-
-
-def check_rank(plan: Plan, mine: RankPlan) -> None:
-    """Prove the rows of one rank alone."""
-    _check_rank(mine, list(_groups(plan)))
 
 
 class _Group:

@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from reshard.layout.box import Box, flat_range
-from reshard.layout.grid import Ints
-from reshard.planning.flow import Flow, Transfers
+from reshard.layout.columns import Ints
+from reshard.planning.classes import Fill
 from reshard.planning.rounds import Slot, slice_edges
-from reshard.planning.stacks import Fill
+from reshard.planning.transfers import Flow, Transfers
 
 __all__ = ["RankPlan", "RankRound", "Step", "Steps"]
 

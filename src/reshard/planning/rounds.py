@@ -17,10 +17,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from reshard.errors import MemoryCapError
-from reshard.layout.grid import Ints
+from reshard.layout.columns import Ints
+from reshard.planning.cells.regular import RegularGeometry
+from reshard.planning.classes import Stack
+from reshard.planning.sharing import LineSet
+from reshard.planning.transfers import Flow, Transfers
 from reshard.text import format_bytes
 
-__all__ = ["Load", "Schedule", "Slot", "TooTightError", "Uses", "schedule", "slice_edges"]
+__all__ = ["Load", "Schedule", "Slot", "TooTightError", "load_of", "schedule", "slice_edges"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -52,7 +56,7 @@ class Uses:
 class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
-    label: str
+    stack: Stack
     kin: object
     """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
     staged: Ints
@@ -213,7 +217,7 @@ def _check_cap(loads: Sequence[Load], cap: int) -> None:
         if load.uses is not None and load.rows * load.itemsize > cap:
             uses = load.uses()
             needs = uses.per_phase(uses.num_parts)[1] * load.itemsize
-            least, label = max((least, label), (needs, load.label))
+            least, label = max((least, label), (needs, load.stack.label))
     if least > cap:
         raise MemoryCapError(
             f"{label}: a memory cap of {format_bytes(cap)} ({cap} bytes) is too small: "
@@ -227,3 +231,148 @@ def slice_edges(start: Ints, stop: Ints, unit: Ints, slices: int, number: int) -
         return stop
     edge: Ints = np.maximum((start + (stop - start) * number // slices) // unit * unit, start)
     return edge
+
+
+def load_of(flow: Flow, world: Ints) -> Load:
+    """What a flow makes every rank stage."""
+    if isinstance(flow.geometry, RegularGeometry):
+        return _regular_load(flow, world)
+    return _listed_load(flow, world)
+
+
+def _kin(stack: Stack) -> object:
+    """What stacks have in common that differ only in who holds the source."""
+    have, want, feed = stack.have, stack.want, stack.feed
+    inserted = (feed.have_insert, feed.want_insert)
+    sizes = (have.shape, have.dtype, want.shape, want.dtype)
+    return (*sizes, want.layout, feed.moves, inserted, have.layout.reduce is None)
+
+
+def _listed_load(flow: Flow, world: Ints) -> Load:
+    """Count every row; what is passed on by sender, without listing its pairs."""
+    tally = _Tally(world, flow.stack)
+    parts = flow.parts()
+    for rows in flow.first_hand(parts):
+        tally.exchange(rows)
+    if not flow.straight:
+        tally.pass_on(parts, flow.geometry.wanting)
+    for entered, lines in flow.entering(parts):
+        tally.exchange(entered)
+        tally.pass_on(entered, lines)
+    itemsize = flow.stack.itemsize
+    staged, count = tally.num_bytes, tally.rows
+    for part in flow.accumulated():
+        wide, place = flow.accumulator_itemsize, np.searchsorted(world, part.destination)
+        np.add.at(staged, place, part.sizes * wide)
+        np.add.at(count, place, _width(flow.stack, wide))
+    return Load(
+        flow.stack,
+        _kin(flow.stack),
+        staged,
+        int(count.max(initial=0)),
+        itemsize,
+        tally.hops,
+        int(parts.sizes.max(initial=0)),
+        flow.geometry.relays is not None,
+        lambda: _uses(flow, world),
+    )
+
+
+class _Tally:
+    """Bytes and rows that every rank sends or receives; a row of wider elements counts as more."""
+
+    def __init__(self, world: Ints, stack: Stack) -> None:
+        self.world = world
+        self.stack = stack
+        self.num_bytes = np.zeros(len(world), dtype=np.int64)
+        self.rows = np.zeros(len(world), dtype=np.int64)
+        self.hops = 0
+
+    def exchange(self, rows: Transfers) -> None:
+        """Count both ends of rows."""
+        moved = np.flatnonzero(rows.source != rows.destination)
+        for ends in (rows.source[moved], rows.destination[moved]):
+            self._add(ends, rows.sizes[moved], 1, rows.hop)
+        self.hops = max(self.hops, rows.hop if len(moved) else 0)
+
+    def pass_on(self, rows: Transfers, wanting: LineSet) -> None:
+        """Count rows that their receivers pass on to all others of the line."""
+        others = np.diff(wanting.first)[rows.line] - 1
+        if not len(rows) or not others.any():
+            return
+        hop = rows.hop + 1
+        self._add(rows.destination, rows.sizes * others, others, hop)
+        # Every member of a line gets all of it, except what it received itself.
+        num_lines = len(wanting.first) - 1
+        sizes = np.bincount(rows.line, weights=rows.sizes, minlength=num_lines).astype(np.int64)
+        counts = np.bincount(rows.line, minlength=num_lines)
+        times = np.diff(wanting.first)
+        self._add(wanting.members, np.repeat(sizes, times), np.repeat(counts, times), hop)
+        self._add(rows.destination, -rows.sizes * (others > 0), -1 * (others > 0), hop)
+        self.hops = max(self.hops, hop)
+
+    def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:
+        place = np.searchsorted(self.world, ranks)
+        np.add.at(self.num_bytes, place, elements * self.stack.itemsize_at(hop))
+        np.add.at(self.rows, place, rows * _width(self.stack, self.stack.itemsize_at(hop)))
+
+
+def _width(stack: Stack, itemsize: int) -> int:
+    """As how many elements that source ranks send an element of so many bytes counts."""
+    return -(-itemsize // stack.itemsize)
+
+
+def _uses(flow: Flow, world: Ints) -> Uses:
+    """Both ends of every row of every rank, and the parts in which receivers add up."""
+    none = np.zeros(0, dtype=np.int64)
+    ranks, parts, sizes, elements = [none], [none], [none], [none]
+    for transfers in flow.everything():
+        itemsize = flow.stack.itemsize_at(transfers.hop)
+        moved = np.flatnonzero(transfers.source != transfers.destination)
+        for end in (transfers.source[moved], transfers.destination[moved]):
+            ranks.append(end)
+            parts.append(transfers.part[moved])
+            sizes.append(transfers.sizes[moved] * itemsize)
+            elements.append(np.full_like(end, _width(flow.stack, itemsize)))
+    for part in flow.accumulated():
+        wide = flow.accumulator_itemsize
+        ranks.append(part.destination)
+        parts.append(part.part)
+        sizes.append(part.sizes * wide)
+        elements.append(np.full(len(part), _width(flow.stack, wide)))
+    place = np.searchsorted(world, np.concatenate(ranks))
+    return Uses(
+        place, np.concatenate(parts), np.concatenate(sizes), np.concatenate(elements), len(world)
+    )
+
+
+def _regular_load(flow: Flow, world: Ints) -> Load:
+    """Bound every rank by its slots and regions, without listing a row."""
+    itemsize, times = flow.stack.itemsize, len(flow.stack.names)
+    assert isinstance(flow.geometry, RegularGeometry)
+    staged = np.zeros(len(world), dtype=np.int64)
+    send, receive = flow.sending, flow.receiving
+    most = int(np.diff(receive.first).max(initial=1))
+    for slots, copies in ((send, 1), (receive, most - 1)):
+        sizes = np.diff(np.append(slots.starts, slots.base[-1]))
+        # A cut is rounded by at most half a unit, and a slot has two ends.
+        sizes += np.minimum(flow.unit, sizes)
+        np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
+    lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
+    np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
+    for ranks, elements in flow.geometry.copies_per_rank():
+        np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
+    sent, wanted = flow.geometry.cells_per_rank()
+    senders = int(np.diff(send.first).max(initial=1))
+    rows = sent * most + (wanted * senders + most) * most
+    return Load(
+        flow.stack,
+        _kin(flow.stack),
+        staged,
+        rows,
+        itemsize,
+        int(most > 1),
+        int(lines.max(initial=1)),
+        False,
+        None,
+    )

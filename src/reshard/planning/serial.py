@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from reshard.errors import FormatError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
-from reshard.planning.names import Join, Names, Source, Stacked, Take, join
-from reshard.planning.topology import Topology
-
-if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+from reshard.planning.cost.topology import Topology
+from reshard.planning.names.tables import names_of, table_of
+from reshard.planning.plans import Plan
 
 __all__ = ["SCHEMA", "from_json", "to_dict", "to_json"]
 
@@ -44,7 +42,7 @@ def to_dict(plan: Plan) -> dict[str, Any]:
         "have": _side(plan.have, layouts),
         "want": _side(plan.want, layouts),
         "layouts": [layout.to_dict() for layout in layouts],
-        "names": {name: _source(source) for name, source in plan.names.items()},
+        "names": table_of(plan.names),
         "memory": plan.memory,
         "strict": plan.strict,
         "topology": plan.topology and plan.topology.to_dict(),
@@ -58,26 +56,8 @@ def _side(specs: Mapping[str, TensorSpec], layouts: dict[Layout, int]) -> dict[s
     }
 
 
-def _source(source: Source) -> Any:
-    match source:
-        case Take():
-            return {
-                "take": source.name,
-                "crop": [[dim, *limits] for dim, limits in source.crop],
-                "index": [list(item) for item in source.index],
-                "pad": [list(item) for item in source.pad],
-            }
-        case Join():
-            return {"join": source.names, "dim": source.dim, "rows": source.rows}
-        case Stacked():
-            return {"stack": source.names, "dim": source.dim}
-    return source
-
-
 def from_json(text: str) -> Plan:
     """Read a plan, or say what is wrong with the text."""
-    from reshard.planning.plan import Plan
-
     if len(text) > MAX_TEXT:
         raise FormatError(f"a plan of {len(text)} characters: at most {MAX_TEXT} work")
     try:
@@ -89,7 +69,7 @@ def from_json(text: str) -> Plan:
         plan = Plan(
             _read_side(data["have"], layouts),
             _read_side(data["want"], layouts),
-            names=_read_names(data["names"]),
+            names=names_of(data["names"]),
             memory=int(data["memory"]),
             topology=None if data["topology"] is None else Topology.from_dict(data["topology"]),
             strict=data["strict"] is True,
@@ -111,23 +91,3 @@ def _read_side(data: Mapping[str, Any], layouts: list[Layout]) -> dict[str, Tens
         str(name): TensorSpec(tuple(shape), dtype, layouts[number])
         for name, (shape, dtype, number) in data.items()
     }
-
-
-def _read_names(data: Mapping[str, Any]) -> Names:
-    return {str(name): _read_source(source) for name, source in data.items()}
-
-
-def _read_source(data: Any) -> Source:
-    match data:
-        case str():
-            return data
-        case {"take": str(name), "crop": crop, "index": index, "pad": pad}:
-            crops = tuple((dim, (low, high)) for dim, low, high in crop)
-            return Take(name, crops, tuple(map(tuple, index)), tuple(map(tuple, pad)))
-        case {"join": names, "dim": int(dim), "rows": None}:
-            return join(*names, dim=dim)
-        case {"join": names, "dim": int(dim), "rows": list(rows)} if all(r > 0 for r in rows):
-            return Join(tuple(names), dim, tuple(map(int, rows)))
-        case {"stack": names, "dim": int(dim)}:
-            return Stacked(tuple(names), dim)
-    raise FormatError(f'"names" has an entry that is not known: {str(data)[:80]}')

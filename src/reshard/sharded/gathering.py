@@ -10,7 +10,7 @@ import torch
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
 from reshard.live import api
-from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.planning.plans import DEFAULT_MEMORY
 from reshard.sharded.content import Content, members
 from reshard.sharded.moving import whole
 from reshard.sharded.tensor import ShardedTensor

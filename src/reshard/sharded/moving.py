@@ -12,7 +12,7 @@ from reshard.dtypes import canonical_dtype
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
-from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.planning.plans import DEFAULT_MEMORY
 from reshard.sharded.alone import moved_here
 from reshard.sharded.content import Content, members
 from reshard.tensors.meshes import this_rank

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
-from reshard.planning.plan import Plan, plan
+from reshard.planning.plans import Plan, plan
 from reshard.sharded.content import Content, Group, members
 from reshard.sharded.gradients import from_local, to_layout, to_layout_in_place
 from reshard.sharded.making import content_for

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
 from reshard.layout.spec import TensorSpec
-from reshard.planning.plan import plan
+from reshard.planning.plans import plan
 from reshard.sharded.content import Content, Group, members
 from reshard.sharded.fingerprints import UNKNOWN, Numbers, ShardMismatchError, compare, digest
 from reshard.sharded.making import content_for

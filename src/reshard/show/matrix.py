@@ -2,7 +2,7 @@
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
->>> from reshard.planning.plan import plan
+>>> from reshard.planning.plans import plan
 >>> from reshard.show.ink import plain
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=3, ranks=[4, 5, 6]), "- tp")
 >>> move = plan(have, want, shape=(2048, 1536), dtype="float32")
@@ -27,7 +27,7 @@ from reshard.layout.grid import Ints
 from reshard.show.ink import Line, Span, heat
 
 if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
 __all__ = ["Groups", "Matrix", "draw", "group", "short_bytes", "traffic_matrix"]
 

@@ -2,7 +2,7 @@
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
->>> from reshard.planning.plan import plan
+>>> from reshard.planning.plans import plan
 >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=2), "- tp")
 >>> page = render(plan(have, want, shape=(8, 8), dtype="float32"))
 >>> page.startswith("<!doctype html>"), "http" in page.replace("http://www.w3.org/2000/svg", "")
@@ -18,12 +18,11 @@ from importlib import resources
 from typing import TYPE_CHECKING
 
 from reshard.layout.layout import Layout
-from reshard.planning.reasons import reasons
-from reshard.planning.text import StackRow, headline, stack_rows
 from reshard.show.holdings import holdings
 from reshard.show.ink import hues
 from reshard.show.matrix import traffic_matrix
 from reshard.show.picture import Picture, picture_of
+from reshard.show.plan_text import StackRow, headline, reasons, stack_rows
 from reshard.show.svg import Drawing, bars_of, drawing_of, matrix_of
 from reshard.show.terminal import table
 from reshard.text import format_bytes, shorten
@@ -31,7 +30,7 @@ from reshard.text import format_bytes, shorten
 if TYPE_CHECKING:
     from jinja2 import Template
 
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
 __all__ = ["render"]
 

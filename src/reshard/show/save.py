@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from reshard.errors import FormatError
 
 if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
 __all__ = ["KINDS", "save"]
 

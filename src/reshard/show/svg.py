@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from reshard.layout.mesh import format_ranks
-from reshard.planning.text import StackRow
 from reshard.show.matrix import Matrix, short_bytes
 from reshard.show.picture import Cell, Picture
+from reshard.show.plan_text import StackRow
 from reshard.text import format_bytes, shorten
 
 __all__ = ["Drawing", "Rect", "Tick", "bars_of", "drawing_of", "matrix_of"]

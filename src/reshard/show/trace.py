@@ -7,7 +7,7 @@ the link needs; without one it is a microsecond per KiB, so that lengths compare
     >>> import json
     >>> from reshard.layout.layout import Layout
     >>> from reshard.layout.mesh import Mesh
-    >>> from reshard.planning.plan import plan
+    >>> from reshard.planning.plans import plan
     >>> have, want = Layout(Mesh(dp=2), "dp -"), Layout(Mesh(tp=2), "- tp")
     >>> events = json.loads(to_trace(plan(have, want, shape=(64, 64))))["traceEvents"]
     >>> [(e["pid"], e["name"], e["args"]["bytes"]) for e in events if e["ph"] == "X"]
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.layout.grid import Ints
-from reshard.planning.topology import Topology
+from reshard.planning.cost.topology import Topology
 from reshard.show.matrix import Groups, group
 
 if TYPE_CHECKING:
-    from reshard.planning.plan import Plan
+    from reshard.planning.plans import Plan
 
 __all__ = ["Message", "messages", "to_trace"]
 

@@ -41,7 +41,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import run
-from reshard.planning.plan import Plan, plan
+from reshard.planning.plans import Plan, plan
 from reshard.text import quoted
 
 __all__ = ["Agreement", "describe_values"]

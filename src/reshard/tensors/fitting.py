@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from reshard.errors import LayoutError, TensorError
-from reshard.layout.fingerprint import agrees, is_part_of
 from reshard.layout.layout import BoxLayout
-from reshard.layout.spec import TensorSpec
+from reshard.layout.spec import TensorSpec, agrees, is_part_of
 from reshard.tensors.describe import spec_of
 from reshard.tensors.kinds import knows_layout
 from reshard.tensors.reading import parts_of

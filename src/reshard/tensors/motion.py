@@ -20,7 +20,7 @@ from reshard.live.call import call_of
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
-from reshard.planning.plan import ONE, Plan, plan
+from reshard.planning.plans import ONE, Plan, plan
 from reshard.tensors.fitting import Place, check_fits, place_of
 from reshard.tensors.kinds import computed, knows_layout
 from reshard.tensors.way_back import WayBack, attached

@@ -19,12 +19,11 @@ import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
-from reshard.layout.fingerprint import is_part_of
 from reshard.layout.layout import Layout
-from reshard.layout.spec import TensorSpec
+from reshard.layout.spec import TensorSpec, is_part_of
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
-from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.planning.plans import DEFAULT_MEMORY
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import spec_of
 from reshard.tensors.fitting import NOWHERE

@@ -16,7 +16,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.live.api import skip_exchange
 from reshard.live.session.session import Ticket
-from reshard.planning.plan import DEFAULT_MEMORY
+from reshard.planning.plans import DEFAULT_MEMORY
 from reshard.tensors.motion import Motion
 from reshard.text import parse_bytes
 

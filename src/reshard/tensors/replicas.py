@@ -16,9 +16,9 @@ from math import prod
 import numpy as np
 
 from reshard.layout.box import Box
-from reshard.layout.fingerprint import holds_alike
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
+from reshard.layout.spec import holds_alike
 from reshard.tensors.reading import whole_on
 
 __all__ = ["Contradiction", "in_boxes", "in_words", "without_repeats"]

@@ -19,7 +19,7 @@ from reshard.live.failure.cleanup import with_ticket
 from reshard.live.handle import Handle
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 from reshard.tensors.compiling import outside_graphs
 from reshard.tensors.describe import tensors_in
 from reshard.tensors.fitting import check_fits, joined, place_of

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from reshard.dtypes import accumulator
 from reshard.live import api
 from reshard.planning.adjoint import SumMove
-from reshard.planning.plan import ONE, Plan
+from reshard.planning.plans import ONE, Plan
 from reshard.tensors.boxes import Boxes, added, listed
 from reshard.tensors.kinds import computed
 

@@ -31,7 +31,7 @@ from reshard.errors import (
 )
 from reshard.layout.box import Box
 from reshard.planning.names import join, stack, take
-from reshard.planning.names_table import read_names
+from reshard.planning.names.tables import read_names
 from tests.checkpoint.converting import (
     Tensors,
     assert_equal,

@@ -9,7 +9,6 @@ Outline(shape=(12, 8), dtype='float32')
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -22,12 +21,13 @@ from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take, feeds_of
+from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take
+from reshard.planning.names.feeds import feeds_of
+from reshard.planning.names.templates import fill_in, placeholders, template_regex
 from reshard.text import quoted
 
 __all__ = ["Outline", "feeds_for", "left_over", "outlines_of"]
 
-_PLACE = re.compile(r"\{([A-Za-z_]\w*)\}")
 _ANYWHERE = Layout(Mesh(), "...")
 
 MAX_ELEMENTS = 1 << 56
@@ -148,7 +148,7 @@ def _filled_in(
     if not captured:
         raise NamesError(f"names has {quoted(key)}, whose source {quoted(template)} is absent")
     for values, numbers in captured:
-        name, parts = _fill(key, values), [_fill(one, values) for one in templates]
+        name, parts = fill_in(key, values), [fill_in(one, values) for one in templates]
         if free is not None:
             parts = _counted(name, parts[0], free, numbers)
         missing = [part for part in parts if part not in have]
@@ -168,17 +168,17 @@ def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, s
     """
     if not templates:
         raise NamesError(f"names has {quoted(key)}, which is made of nothing: give it a source")
-    places = set(_PLACE.findall(key))
-    free = {place for one in templates for place in _PLACE.findall(one)} - places
+    places = set(placeholders(key))
+    free = {place for one in templates for place in placeholders(one)} - places
     counts = isinstance(source, Stacked) and len(templates) == 1 and len(free) == 1
     if free and not counts:
         raise NamesError(
             f"names has {quoted(key)} without the {{{min(free)}}} of its source "
             f"{quoted(templates[0])}: use the same {{name}}s on both sides"
         )
-    leading = next((one for one in templates if places <= set(_PLACE.findall(one))), None)
+    leading = next((one for one in templates if places <= set(placeholders(one))), None)
     if leading is None:
-        lacking = min(places - set(_PLACE.findall(templates[0])))
+        lacking = min(places - set(placeholders(templates[0])))
         raise NamesError(
             f"names has {quoted(key)}, and its source {quoted(templates[0])} has no "
             f"{{{lacking}}}: use the same {{name}}s on both sides"
@@ -190,7 +190,7 @@ def _captures(
     template: str, free: str | None, have: Mapping[str, Outline]
 ) -> list[tuple[dict[str, str], set[str]]]:
     """The numbers for which the source has a name that fits, each once, with those of a stack."""
-    pattern = _pattern(template)
+    pattern = template_regex(template)
     found: dict[tuple[tuple[str, str], ...], set[str]] = {}
     for match in filter(None, map(pattern.fullmatch, have)):
         values = match.groupdict()
@@ -198,23 +198,6 @@ def _captures(
         found.setdefault(tuple(sorted(values.items())), set()).add(number)
     order = sorted(found, key=lambda values: [(place, int(n)) for place, n in values])
     return [(dict(values), found[values]) for values in order]
-
-
-def _pattern(template: str) -> re.Pattern[str]:
-    """What fits a source name; a place that stands there twice is the same number twice."""
-    texts, seen = _PLACE.split(template), set[str]()
-    parts = []
-    for at, text in enumerate(texts):
-        if at % 2 == 0:
-            parts.append(re.escape(text))
-        else:
-            parts.append(rf"(?P={text})" if text in seen else rf"(?P<{text}>\d+)")
-            seen.add(text)
-    return re.compile("".join(parts))
-
-
-def _fill(template: str, values: Mapping[str, str]) -> str:
-    return _PLACE.sub(lambda place: values.get(place[1], place[0]), template)
 
 
 def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[str]:
@@ -225,10 +208,10 @@ def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[st
         beyond = max(numbers.difference(expected), key=int)
         raise NamesError(
             f"{quoted(name)} stacks {len(numbers)} tensors from 0 on, and the source has "
-            f"{quoted(_fill(template, {place: beyond}))} and no "
-            f"{quoted(_fill(template, {place: missing}))}: give stack a list of names"
+            f"{quoted(fill_in(template, {place: beyond}))} and no "
+            f"{quoted(fill_in(template, {place: missing}))}: give stack a list of names"
         )
-    return [_fill(template, {place: number}) for number in expected]
+    return [fill_in(template, {place: number}) for number in expected]
 
 
 def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:

@@ -22,7 +22,7 @@ from reshard.checkpoint.storage.files import COMMITTED, TENSOR_FILES, Storage
 from reshard.checkpoint.transfer.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names
-from reshard.planning.names_table import names_of
+from reshard.planning.names.tables import names_of
 
 __all__ = ["Job", "Stamp", "plan_job"]
 

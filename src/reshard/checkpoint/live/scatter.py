@@ -14,7 +14,7 @@ from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.live import api
-from reshard.planning.plan import plan
+from reshard.planning.plans import plan
 
 __all__ = ["Placer"]
 

@@ -20,7 +20,7 @@ from reshard.live.failure.watch import Watch, done_key
 from reshard.live.session.cause import Cause
 from reshard.live.session.store import Store, poll_pauses
 from reshard.live.session.tags import CallAheadError, Tag, compare_codes, describe_code
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 from reshard.text import format_bytes
 
 __all__ = ["Signature", "check_hellos", "compare", "join_comparison"]

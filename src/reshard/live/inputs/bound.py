@@ -23,7 +23,7 @@ from reshard.live.inputs.huge_pages import MIN_BYTES, RepeatedTensors
 from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.options import Options
 from reshard.live.program.rounds import HAVE, WANT
-from reshard.planning.plan import Plan
+from reshard.planning.plans import Plan
 
 __all__ = [
     "GPU",

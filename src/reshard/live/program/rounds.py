@@ -19,9 +19,9 @@ from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints, distinct
 from reshard.live.program.blocks import LocalOffsets, blocks_of
 from reshard.live.program.copies import Place
-from reshard.planning.plan import Plan
+from reshard.planning.classes import Stack
+from reshard.planning.plans import Plan
 from reshard.planning.rank import Rows, Steps
-from reshard.planning.stacks import Stack
 
 __all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
 

@@ -24,7 +24,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.live import api
 from reshard.nn.activations.order import MOST_AHEAD, Order
 from reshard.nn.activations.region import Region
-from reshard.planning.plan import Plan, plan
+from reshard.planning.plans import Plan, plan
 from reshard.sharded.making import home_of
 
 __all__ = ["Restorer", "restorer_of"]

@@ -9,11 +9,11 @@ import numpy as np
 from reshard.errors import CoverageError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.columns import Ints
 from reshard.layout.coverage import missing_boxes
-from reshard.layout.grid import Ints
-from reshard.planning.cells import Cells
+from reshard.planning.cells.geometry import Cells
+from reshard.planning.classes import Stack
 from reshard.planning.names import Feed
-from reshard.planning.stacks import Stack
 
 __all__ = ["check_coverage", "in_want_coordinates", "insert_columns", "raise_uncovered"]
 

@@ -14,11 +14,10 @@ from functools import cached_property
 import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
-from reshard.layout.grid import Ints
-from reshard.planning.cells import Cells
-from reshard.planning.geometry import Geometry, Lined
-from reshard.planning.lines import LineSet, Runs, Slots
-from reshard.planning.stacks import Stack
+from reshard.layout.columns import Ints
+from reshard.planning.cells.geometry import Cells, Geometry, Lined
+from reshard.planning.classes import Stack
+from reshard.planning.sharing import LineSet, Runs, Slots
 
 __all__ = ["Flow", "Transfers"]
 
@@ -120,14 +119,14 @@ class Flow:
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
-        here = np.full(len(cells), rank, dtype=np.int64)
+        here = np.full(len(cells.size), rank, dtype=np.int64)
         runs = Runs.whole(cells.size * len(self.stack.names))
-        if len(cells):
+        if len(cells.size):
             yield Transfers(cells, runs, here, here, here, here * 0, 0)
 
     def units(self, cells: Cells, most: int) -> Ints:
         """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
-        unit = np.ones(len(cells), dtype=np.int64)
+        unit = np.ones(len(cells.size), dtype=np.int64)
         block = unit
         for dim in reversed(range(cells.width.shape[1])):
             block = block * cells.width[:, dim]
@@ -189,7 +188,7 @@ class Flow:
         """Rows of first receivers cut where slots of another host's ranks begin."""
         assert self.relaying is not None
         lined, times = self.geometry.all(), len(self.stack.names)
-        cells = len(lined.cells)
+        cells = len(lined.cells.size)
         runs, old, slot = rows.runs.split(
             self.relaying,
             np.full(cells, line, dtype=np.int64),

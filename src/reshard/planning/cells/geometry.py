@@ -1,8 +1,9 @@
-"""The cells of a stack, and the lines along which ranks share the work on them.
+"""Cells of a class of tensors, and the lines along which ranks share the work on them.
 
-Two geometries, one meaning. Two regular layouts on separate ranks, or without replicas, are *open*:
-the cells of a rank follow from its own regions by arithmetic (``open_geometry``). All others are
-*listed*: all cells are worked out once (``listing``).
+A cell is a box inside one box of the source and one box of the destination. Two kinds of geometry
+produce them: for two regular layouts on separate ranks, or without replicas, the cells of a rank
+follow from its own regions by arithmetic (``regular``); for all others every cell is worked out
+once (``listed``).
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
+from reshard.layout.columns import Ints
+from reshard.planning.sharing import LineSet
 
-from reshard.layout.grid import Ints
-from reshard.planning.cells import Cells
-from reshard.planning.lines import LineSet
+__all__ = ["Cells", "Geometry", "Lined", "Relays"]
 
-__all__ = ["Geometry", "Lined", "Relays", "concatenate_cells"]
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Cells:
+    """Cells as columns; coordinates have one row per cell and one column per dim."""
+
+    have_region: Ints
+    want_region: Ints
+    have_low: Ints
+    want_low: Ints
+    width: Ints
+    size: Ints
+    """Elements of each cell."""
+    have_at: Ints
+    """How many elements of its source region come before each cell."""
+    want_at: Ints
+    """How many elements of its destination region come before each cell."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,15 +105,3 @@ class Geometry(Protocol):
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver; the receiver itself if it holds it."""
-
-
-def concatenate_cells(parts: list[Cells]) -> Cells:
-    """Cells of several lists in one."""
-    if len(parts) == 1:
-        return parts[0]
-    return Cells(
-        *(
-            np.concatenate([getattr(part, column) for part in parts])
-            for column in Cells.__dataclass_fields__
-        )
-    )

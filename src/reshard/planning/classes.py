@@ -13,12 +13,13 @@ from functools import cached_property
 from reshard.dtypes import itemsize, wire_dtype
 from reshard.errors import LayoutError, PlanError
 from reshard.layout.box import Box
-from reshard.layout.fingerprint import fingerprint
-from reshard.layout.grid import num_addends
-from reshard.layout.spec import TensorSpec
-from reshard.planning.names import Feed, Names, check_keys, feeds_of, missing_names
+from reshard.layout.grid import addend_of, num_addends
+from reshard.layout.spec import TensorSpec, fingerprint
+from reshard.planning.names import Feed, Names
+from reshard.planning.names.feeds import check_keys, feeds_of, missing_names
+from reshard.text import and_more
 
-__all__ = ["Fill", "Stack", "stacks_of"]
+__all__ = ["Addends", "Fill", "Stack", "addends_of", "stacks_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,8 +66,7 @@ class Stack:
     @property
     def label(self) -> str:
         """A name for messages: the first tensor's, and how many more there are."""
-        more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f'"{self.names[0][1]}"{more}'
+        return and_more([f'"{name}"' for _, name in self.names])
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ def stacks_of(
         for feed in feeds:
             used.add(feed.name)
             _add(stacks, have[feed.name], spec, feed, name)
-    if strict:
+    if strict and names:
         check_keys(names, want)
     unused = [name for name in have if name not in used]
     if strict and (lacking or unused):
@@ -145,3 +145,42 @@ def _check_reduce(stack: Stack) -> None:
             f'the source "{stack.have.layout}" has {f"a pending {had[0]}" if had else "none"}: '
             "take it out of the destination"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Addends:
+    """Which addends of the source make up one addend of the destination."""
+
+    have: tuple[int, ...]
+    want: int | None
+    """None where the destination wants the value itself."""
+
+
+def addends_of(stack: Stack) -> list[Addends]:
+    """Which source addends each destination addend is made of."""
+    have, want = stack.have.layout, stack.want.layout
+    num, kept = num_addends(have), num_addends(want)
+    if want.reduce is None:
+        return [Addends(tuple(range(num)), None)]
+    if num % kept:
+        raise PlanError(
+            f'{stack.label}: the destination "{want}" has {kept} addends and the source "{have}" '
+            f"has {num}: the source's number must be a multiple of the destination's"
+        )
+    owner = _owners_of_addends(stack, num, kept)
+    return [
+        Addends(tuple(a for a in range(num) if owner[a] == number), number)
+        for number in range(kept)
+    ]
+
+
+def _owners_of_addends(stack: Stack, num: int, kept: int) -> list[int]:
+    """The destination addend of each source addend: where it already is, if that comes out even."""
+    if num == kept:
+        return list(range(num))
+    have, want = addend_of(stack.have.layout), addend_of(stack.want.layout)
+    here = {have[rank]: want[rank] for rank in sorted(have, reverse=True) if rank in want}
+    owner = [here.get(addend, -1) for addend in range(num)]
+    if all(owner.count(number) == num // kept for number in range(kept)):
+        return owner
+    return [addend * kept // num for addend in range(num)]

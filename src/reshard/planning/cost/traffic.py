@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from reshard.layout.columns import distinct, numbered
-from reshard.layout.grid import Ints
-from reshard.planning.flow import Flow, Transfers
-from reshard.planning.lines import LineSet
+from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.rounds import Slot, slice_edges
+from reshard.planning.sharing import LineSet
+from reshard.planning.transfers import Flow, Transfers
 
 __all__ = ["Traffic", "traffic_of"]
 

@@ -1,147 +1,39 @@
-"""Where the elements of a destination tensor come from, when names or shapes differ.
+"""Which part of which source tensor fills which part of a destination tensor?
 
-    names = {
-        "layers.{i}.qkv.weight": join("layers.{i}.q.weight", "layers.{i}.k.weight", dim=0),
-        "layers.{i}.qkv.bias":   join(dim=0, source="layers.{i}.{part}.bias", q=512, k=128, v=128),
-        "layers.{i}.experts":    stack("layers.{i}.expert.{e}", dim=0),
-        "embed.weight":          take("tok_embeddings.weight", pad={0: 128512}),
-        "head.weight":           "lm_head.weight",
-    }
-
-A key names destination tensors; ``{i}`` stands for digits and means the same in the source. Names
-without an entry come from the source tensor of the same name. One source may feed several names.
+Both tensors are seen with the same dims: where one side lacks a dim, a dim of size 1 is inserted.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from difflib import get_close_matches
 from itertools import accumulate
 from math import prod
-from typing import TypeAlias
 
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import TensorSpec
-from reshard.text import quoted
+from reshard.planning.names.sources import (
+    Feed,
+    Join,
+    Names,
+    Segments,
+    Source,
+    Stacked,
+    Take,
+    take,
+)
+from reshard.planning.names.templates import fill_in, placeholders, template_regex
+from reshard.text import and_more, quoted
 
-__all__ = [
-    "Feed",
-    "Join",
-    "Names",
-    "Source",
-    "Stacked",
-    "Take",
-    "feeds_of",
-    "join",
-    "stack",
-    "take",
-]
-
+__all__ = ["check_keys", "feeds_of", "missing_names"]
 
 RESIZE = "shapes must agree; try take(..., crop={dim: (start, stop)}) or take(..., pad={dim: size})"
 """What to do where the tensors of a take differ in size."""
 
 MAX_STACKED = 1 << 20
 """The most sources of a stack and groups of a join; a shape alone may not make us list more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """One source tensor, or a part of it, perhaps padded."""
-
-    name: str
-    crop: tuple[tuple[int, tuple[int, int]], ...] = ()
-    """Dims of which only start to stop is taken."""
-    index: tuple[tuple[int, int], ...] = ()
-    """Dims of which one index is taken; the destination lacks these dims."""
-    pad: tuple[tuple[int, int], ...] = ()
-    """Dims that are longer in the destination, filled with zeros at the end."""
-
-
-@dataclass(frozen=True, slots=True)
-class Join:
-    """Several sources one after the other along a dim, or dealt in groups of so many rows."""
-
-    names: tuple[str, ...]
-    dim: int
-    rows: tuple[int, ...] | None = None
-    """How many rows of each source make one group, if the sources are interleaved."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stacked:
-    """Equal sources stacked along a new dim."""
-
-    names: tuple[str, ...]
-    dim: int
-
-
-Source: TypeAlias = str | Take | Join | Stacked
-Names: TypeAlias = Mapping[str, Source]
-
-
-def take(
-    name: str,
-    *,
-    crop: Mapping[int, tuple[int, int]] | None = None,
-    index: Mapping[int, int] | None = None,
-    pad: Mapping[int, int] | None = None,
-) -> Take:
-    """A source tensor, cropped, indexed or padded on its way.
-
-    >>> take("embed", pad={0: 128512})
-    Take(name='embed', crop=(), index=(), pad=((0, 128512),))
-    """
-    crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
-    return Take(name, crops, _items(index), _items(pad))
-
-
-def _items(mapping: Mapping[int, int] | None) -> tuple[tuple[int, int], ...]:
-    return tuple(sorted((mapping or {}).items()))
-
-
-def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Join:
-    """Sources joined along a dim, or interleaved in groups of so many rows of each.
-
-    >>> join("q", "k", dim=0)
-    Join(names=('q', 'k'), dim=0, rows=None)
-    >>> join(dim=0, source="layers.0.{part}", q=512, k=128)
-    Join(names=('layers.0.q', 'layers.0.k'), dim=0, rows=(512, 128))
-    """
-    if bool(names) == bool(rows):
-        raise PlanError("join takes names, or parts with rows such as q=512, k=128: give one kind")
-    if names:
-        return Join(names, dim)
-    if any(not isinstance(count, int) or count < 1 for count in rows.values()):
-        raise PlanError(f"join got rows {rows}: each part of a group has at least 1 row")
-    return Join(tuple(source.replace("{part}", part) for part in rows), dim, tuple(rows.values()))
-
-
-def stack(*names: str, dim: int = 0) -> Stacked:
-    """Equal sources stacked along a new dim; one name with a free ``{e}`` counts from 0."""
-    return Stacked(names, dim)
-
-
-Segments: TypeAlias = tuple[tuple[int, int, int], ...]
-"""Runs of one dim: where each starts in the source, where in the destination, how long it is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """One source tensor that provides a part of a destination tensor.
-
-    Both are seen with the same dims: where one side lacks a dim, a dim of size 1 is inserted.
-    """
-
-    name: str
-    moves: tuple[Segments, ...] = ()
-    """The runs of each dim; none at all where the tensor moves as it is."""
-    have_insert: tuple[int, ...] = ()
-    want_insert: tuple[int, ...] = ()
 
 
 def feeds_of(
@@ -151,12 +43,12 @@ def feeds_of(
     source, captured = _match(name, names)
     match source:
         case Join():
-            needed = [_fill_in(part, captured) for part in source.names]
+            needed = [fill_in(part, captured) for part in source.names]
         case Stacked():
             needed = list(_stacked_names(source, want, captured))
         case str() | Take():
             source = take(source) if isinstance(source, str) else source
-            needed = [_fill_in(source.name, captured)]
+            needed = [fill_in(source.name, captured)]
         case _:
             raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')
     missing = [part for part in needed if part not in have]
@@ -171,7 +63,7 @@ def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
     if name in names:
         return names[name], {}
     for pattern, source in names.items():
-        found = _regex(pattern).fullmatch(name) if "{" in pattern else None
+        found = template_regex(pattern).fullmatch(name) if "{" in pattern else None
         if found:
             return source, found.groupdict()
     return name, {}
@@ -180,39 +72,25 @@ def _match(name: str, names: Names) -> tuple[Source, dict[str, str]]:
 def check_keys(names: Names, want: Mapping[str, TensorSpec]) -> None:
     """Refuse an entry that names no wanted tensor: it is most likely a slip."""
     for pattern in names:
-        if pattern not in want and not any(map(_regex(pattern).fullmatch, want)):
-            from difflib import get_close_matches
-
+        if len({*placeholders(pattern)}) < len(placeholders(pattern)):
+            raise PlanError(
+                f"{quoted(pattern)} in names has the same {{name}} twice: use two names"
+            )
+        if pattern not in want and not any(map(template_regex(pattern).fullmatch, want)):
             near = get_close_matches(pattern, want, n=1)
             hint = f'did you mean "{near[0]}"' if near else "take it out or give strict=False"
             raise NamesError(f"names has {quoted(pattern)}, which matches no wanted name: {hint}")
 
 
-@lru_cache(maxsize=4096)
-def _regex(pattern: str) -> re.Pattern[str]:
-    seen = re.findall(r"\{([A-Za-z_]\w*)\}", pattern)
-    if len(seen) != len(set(seen)):
-        raise PlanError(f"{quoted(pattern)} in names has the same {{name}} twice: use two names")
-    parts = re.split(r"\{([A-Za-z_]\w*)\}", pattern)
-    texts = (re.escape(p) if i % 2 == 0 else rf"(?P<{p}>\d+)" for i, p in enumerate(parts))
-    return re.compile("".join(texts))
-
-
-def _fill_in(template: str, captured: Mapping[str, str]) -> str:
-    for key, value in captured.items():
-        template = template.replace("{" + key + "}", value)
-    return template
-
-
 def _stacked_names(source: Stacked, want: TensorSpec, captured: Mapping[str, str]) -> Iterator[str]:
-    names = [_fill_in(part, captured) for part in source.names]
-    free = re.search(r"\{[A-Za-z_]\w*\}", names[0]) if len(names) == 1 else None
-    if free is None:
+    names = [fill_in(part, captured) for part in source.names]
+    free = placeholders(names[0])[:1] if len(names) == 1 else ()
+    if not free:
         yield from names
         return
     count = want.shape[source.dim] if 0 <= source.dim < len(want.shape) else 0
     for number in range(min(count, MAX_STACKED)):
-        yield names[0].replace(free[0], str(number))
+        yield fill_in(names[0], {free[0]: str(number)})
 
 
 def _feeds(
@@ -365,12 +243,8 @@ def missing_names(
             f'"{name}"' if list(parts) == [name] else f'"{name}" (needs {", ".join(parts[:3])})'
             for name, parts in lacking.items()
         ]
-        lines.append(f"{len(named)} of {num_want} wanted have no source: {_some(named)}")
+        lines.append(f"{len(named)} of {num_want} wanted have no source: {and_more(named, 8)}")
     if unused:
-        quoted = [f'"{name}"' for name in unused]
-        lines.append(f"{len(unused)} of {num_have} source names are not wanted: {_some(quoted)}")
+        some = and_more([f'"{name}"' for name in unused], 8)
+        lines.append(f"{len(unused)} of {num_have} source names are not wanted: {some}")
     return NamesError("; ".join(lines) + "; give names={...} or strict=False")
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

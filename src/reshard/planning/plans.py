@@ -14,23 +14,30 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from reshard.errors import PlanError, needing_torch
-from reshard.layout.fingerprint import fingerprint
-from reshard.layout.grid import Ints
+from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
-from reshard.layout.spec import TensorSpec
-from reshard.planning.build import flows_of, load_of, world_of
-from reshard.planning.flow import Flow
+from reshard.layout.spec import TensorSpec, fingerprint
+from reshard.planning.cells.coverage import raise_uncovered
+from reshard.planning.cells.geometry import Geometry
+from reshard.planning.cells.listed import listed_geometries
+from reshard.planning.cells.regular import regular_geometry
+from reshard.planning.classes import Fill, Stack, stacks_of
+from reshard.planning.cost.summary import Summary, summarize
+from reshard.planning.cost.topology import Topology
+from reshard.planning.cost.traffic import Traffic, traffic_of
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
-from reshard.planning.rounds import Schedule, TooTightError, schedule
-from reshard.planning.stacks import Fill, Stack, stacks_of
-from reshard.planning.summary import Summary, summarize
-from reshard.planning.topology import Topology
-from reshard.planning.traffic import Traffic, traffic_of
+from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
+from reshard.planning.sharing import LineSet, Slots, balance
+from reshard.planning.transfers import Flow
 from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -42,11 +49,21 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
 
-DEFAULT_MEMORY = "256MiB"
-"""What a rank may stage beyond source and destination, if nobody says otherwise."""
+DEFAULT_MEMORY = 256 << 20
+"""Bytes that a rank may stage beyond source and destination, unless ``memory=`` says otherwise."""
 
 MAX_KEPT = 16
 """How many ranks' parts a plan keeps, for executors that ask more than once."""
+
+SMALL = 64 * 1024
+"""Bytes below which cutting a transfer costs more than it balances."""
+
+MOST_STRAIGHT = 256 * 1024
+"""Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
+more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
+
+MOST_STRAIGHT_ROWS = 4096
+"""Rows of a stack of which that is tried out."""
 
 ONE = "tensor"
 """The name of the tensor in a plan for one tensor."""
@@ -79,7 +96,7 @@ def plan(
         raise PlanError("plan takes two layouts or two dicts of specs, and got one of each")
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
-    cap = parse_bytes(DEFAULT_MEMORY if memory is None else memory)
+    cap = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
@@ -109,7 +126,7 @@ class Plan:
         self.want = {name: spec for name, spec in self.want.items() if name in fed}
         self.stacks: tuple[Stack, ...] = tuple(stacks)
         self.fills: tuple[Fill, ...] = tuple(fills)
-        self.world: Ints = world_of(stacks)
+        self.world: Ints = _world_of(stacks)
         self.flows, self.schedule = self._arrange()
         self._ranks: dict[tuple[object, ...], RankPlan] = {}
         self.compiled: Any = None
@@ -118,7 +135,7 @@ class Plan:
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
         for listed in (False, True):
-            flows = tuple(flows_of(self.stacks, self.world, self.topology, listed))
+            flows = tuple(_flows_of(self.stacks, self.world, self.topology, listed))
             try:
                 loads = [load_of(flow, self.world) for flow in flows]
                 return flows, schedule(loads, self.memory)
@@ -168,9 +185,7 @@ class Plan:
 
     def check(self) -> None:
         """Prove that every wanted element is written exactly once, by a rank that holds it."""
-        from reshard.planning.proof import check_plan
-
-        check_plan(self)
+        _module("planning.proof").check_plan(self)
 
     @cached_property
     def digest(self) -> str:
@@ -191,16 +206,14 @@ class Plan:
 
     def to_json(self, *, indent: int | None = None) -> str:
         """The plan as JSON text, with a schema version, that ``from_json`` reads back."""
-        from reshard.planning.serial import to_json
-
-        return to_json(self, indent)
+        text: str = _module("planning.serial").to_json(self, indent)
+        return text
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read what ``to_json`` wrote, and check that it is still the same plan."""
-        from reshard.planning.serial import from_json
-
-        return from_json(text)
+        plan: Plan = _module("planning.serial").from_json(text)
+        return plan
 
     def run(
         self, tensors: Mapping[str, Any], *, into: Mapping[str, Any] | None = None, **options: Any
@@ -228,14 +241,11 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``)."""
-        from importlib import import_module
-
-        import_module("reshard.show.save").save(self, path)
+        _module("show.save").save(self, path)
 
     def __str__(self) -> str:
-        from reshard.planning.text import describe
-
-        return describe(self)
+        text: str = _module("show.plan_text").describe(self)
+        return text
 
     def __repr__(self) -> str:
         return f"<Plan of {len(self.want)} tensors, {self.num_rounds} rounds, digest {self.digest}>"
@@ -252,7 +262,121 @@ class Plan:
 
 def _engine() -> Any:
     """The live engine, which needs torch: loaded when something really moves."""
-    from importlib import import_module
-
     with needing_torch("running a plan"):
-        return import_module("reshard.tensors.running")
+        return _module("tensors.running")
+
+
+def _module(name: str) -> Any:
+    """A module above this one, which only some methods of a plan need."""
+    return import_module(f"reshard.{name}")
+
+
+def _world_of(stacks: Sequence[Stack]) -> Ints:
+    """All ranks that any layout speaks of, in rising order."""
+    sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
+    ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
+    return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
+
+
+def _flows_of(
+    stacks: Sequence[Stack], world: Ints, topology: Topology | None, listed: bool
+) -> list[Flow]:
+    """The flows of all stacks, with the work shared over all of them together.
+
+    With ``listed`` all cells are listed, also where a rank could do without.
+    """
+    hosts = topology.hosts_of(map(int, world)) if topology else None
+    parts = [
+        (stack, geometry) for stack in stacks for geometry in _geometries(stack, hosts, listed)
+    ]
+    grain = _grain(parts)
+    sending = _share([(s, g.senders) for s, g in parts], world, grain)
+    receiving = _share([(s, g.receivers) for s, g in parts], world, grain)
+    relaying = _share([(s, g.relays.lines) for s, g in parts if g.relays], world, grain)
+    relays = iter(relaying)
+    flows = [
+        Flow(
+            stack,
+            geometry,
+            send,
+            receive,
+            next(relays) if geometry.relays else None,
+            max(grain // stack.itemsize, 1),
+        )
+        for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
+    ]
+    return flows if topology else _straightened(flows)
+
+
+def _straightened(flows: list[Flow]) -> list[Flow]:
+    """Let senders serve all that want the same, where that is small or makes none busier.
+
+    Addends are passed on as a sum, which is less, unless they are two: then it is the same.
+    """
+    chosen = {at: replace(flow, straight=True) for at, flow in enumerate(flows) if _has_few(flow)}
+    sent = {at: _sent(flow) for at, flow in chosen.items()}
+    small = sum(int(each.max(initial=0)) for each in sent.values()) <= MOST_STRAIGHT
+    return [
+        chosen[at] if at in chosen and _is_worth(flow, sent[at], small) else flow
+        for at, flow in enumerate(flows)
+    ]
+
+
+def _is_worth(flow: Flow, straight: Ints, small: bool) -> bool:
+    if small and flow.geometry.num_addends == 1:
+        return True
+    passing = _sent(flow)
+    return bool(
+        straight.sum() <= passing.sum() and straight.max(initial=0) <= passing.max(initial=0)
+    )
+
+
+def _has_few(flow: Flow) -> bool:
+    """Whether anything is passed on, and in so few rows that all can be looked at."""
+    geometry = flow.geometry
+    if not geometry.listed or int(np.diff(geometry.wanting.first).max(initial=0)) < 2:
+        return False
+    rows = int(np.diff(geometry.wanting.first)[flow.parts().line].sum())
+    return rows * geometry.num_addends <= MOST_STRAIGHT_ROWS
+
+
+def _sent(flow: Flow) -> Ints:
+    """Bytes that each rank sends, first-hand and passed on."""
+    moved = [(r, np.flatnonzero(r.source != r.destination)) for r in flow.everything()]
+    ranks = np.concatenate([rows.source[some] for rows, some in moved])
+    itemsize = flow.stack.itemsize_at
+    sizes = np.concatenate([rows.sizes[some] * itemsize(rows.hop) for rows, some in moved])
+    return np.bincount(ranks, weights=sizes).astype(np.int64)
+
+
+def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
+    """The geometries of a stack: one, or one per addend that the destination keeps."""
+    geometry = regular_geometry(stack) if hosts is None and not listed else None
+    if geometry is None:
+        return [*listed_geometries(stack, hosts)]
+    if not geometry.covered:
+        raise_uncovered(stack)
+    return [geometry]
+
+
+def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:
+    """The smallest share worth cutting: small next to what a sender has to send anyway."""
+    total = sum(int(g.senders.amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
+    senders = max((len(g.senders.members) for _, g in parts), default=1)
+    return min(max(total // max(senders, 1) // 128, 1), SMALL)
+
+
+def _share(lines: Sequence[tuple[Stack, LineSet]], world: Ints, grain: int) -> list[Slots]:
+    """Balance the lines of all stacks together and cut each by its members' shares."""
+    sets = [
+        LineSet(line.amounts * len(stack.names), line.first, line.members) for stack, line in lines
+    ]
+    to_share = [
+        line.to_share(world, stack.itemsize, grain)
+        for line, (stack, _) in zip(sets, lines, strict=True)
+    ]
+    shares = iter(balance([one for many in to_share for one in many], len(world)))
+    return [
+        line.slots([next(shares) for _ in many], stack.itemsize)
+        for line, many, (stack, _) in zip(sets, to_share, lines, strict=True)
+    ]

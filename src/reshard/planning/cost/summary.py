@@ -8,13 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from reshard.layout.columns import numbered
-from reshard.layout.grid import Ints
-from reshard.planning.flow import Flow
-from reshard.planning.open_geometry import OpenGeometry
+from reshard.layout.columns import Ints, numbered
+from reshard.planning.cells.regular import RegularGeometry
+from reshard.planning.cost.topology import Topology
+from reshard.planning.cost.traffic import Traffic
 from reshard.planning.rounds import Schedule
-from reshard.planning.topology import Topology
-from reshard.planning.traffic import Traffic
+from reshard.planning.transfers import Flow
 
 __all__ = ["Summary", "needs_of", "summarize"]
 
@@ -104,7 +103,7 @@ def needs_of(flow: Flow) -> tuple[int, int]:
         lines = geometry.relays.lines
         wanted += int((lines.amounts * np.diff(lines.first)).sum())
     copied = geometry.copied_elements()
-    lacking = wanted - copied if isinstance(geometry, OpenGeometry) else wanted
+    lacking = wanted - copied if isinstance(geometry, RegularGeometry) else wanted
     return lacking * times, copied * times
 
 

@@ -14,18 +14,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from reshard.errors import CoverageError
+from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.columns import contained, distinct, distinct_first, numbered
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, numbered
 from reshard.layout.coverage import overlapping_pairs
-from reshard.layout.grid import Ints, addend_of
+from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.addends import Addends, addends_of
-from reshard.planning.cells import Cells
-from reshard.planning.coverage import check_coverage, in_want_coordinates, insert_columns
-from reshard.planning.geometry import Lined, Relays
-from reshard.planning.lines import LineSet
-from reshard.planning.listed_geometry import ListedGeometry
-from reshard.planning.stacks import Stack
+from reshard.planning.cells.coverage import check_coverage, in_want_coordinates, insert_columns
+from reshard.planning.cells.geometry import Cells, Lined, Relays
+from reshard.planning.classes import Addends, Stack, addends_of
+from reshard.planning.sharing import LineSet
 
 __all__ = ["listed_geometries"]
 
@@ -86,6 +84,64 @@ class _Sets:
         numbers = np.repeat(np.arange(len(self.ranks)), [len(r) for r in self.ranks])
         order = np.argsort(ranks, kind="stable")
         return ranks[order], numbers[order]
+
+
+class ListedGeometry:
+    """All cells of a stack and their lines, as columns."""
+
+    listed = True
+
+    def __init__(
+        self,
+        cells: Lined,
+        senders: LineSet,
+        receivers: LineSet,
+        wanting: LineSet,
+        relays: Relays | None,
+        copies: tuple[Cells, Ints],
+        addends: tuple[int, ...],
+        addend_holders: list[Ints],
+    ) -> None:
+        self.cells = cells
+        self.senders = senders
+        self.receivers = receivers
+        self.wanting = wanting
+        self.relays = relays
+        self._copies, self._copiers = copies
+        self.addends = addends
+        self._addend_holders = addend_holders
+        self.num_addends = max(len(addend_holders), 1)
+
+    def sent_by(self, rank: int) -> Lined:
+        """All cells: they are listed anyway."""
+        return self.cells
+
+    def wanted_by(self, rank: int) -> Lined:
+        """All cells: they are listed anyway."""
+        return self.cells
+
+    def all(self) -> Lined:
+        """All cells that travel."""
+        return self.cells
+
+    def copied_by(self, rank: int) -> Cells:
+        """The cells that a rank both holds and wants."""
+        mine = self._copiers == rank
+        columns = (getattr(self._copies, c)[mine] for c in Cells.__dataclass_fields__)
+        return Cells(*columns)
+
+    def copied_elements(self) -> int:
+        """Elements of one tensor that ranks both hold and want."""
+        return int(self._copies.size.sum())
+
+    def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
+        """The receiver where it holds the addend, else the holders in turn."""
+        holders = self._addend_holders[addend][self.cells.cells.have_region[cells]]
+        rows = np.arange(len(cells))
+        in_turn = holders[rows, rows % np.maximum((holders >= 0).sum(axis=1), 1)]
+        own = (holders == receivers[:, None]).any(axis=1)
+        found: Ints = np.where(own, receivers, in_turn)
+        return found
 
 
 class _Builder:
@@ -299,9 +355,10 @@ class _Builder:
         for box in distinct(boxes).tolist():
             lost = [a for a, sets in zip(self.addends.have, held, strict=True) if box not in sets]
             if lost:
+                where = Box(tuple(self.have.starts[box]), tuple(self.have.stops[box]))
                 raise CoverageError(
-                    f"{self.stack.label}: no rank holds addend {lost[0]} of box "
-                    f"{_text(self.have, box)}: a lost addend cannot be rebuilt"
+                    f"{self.stack.label}: no rank holds addend {lost[0]} of box {where}: "
+                    "a lost addend cannot be rebuilt"
                 )
         return [_padded(sets, len(self.have.starts)) for sets in held]
 
@@ -340,8 +397,3 @@ def _line_set(members: Sequence[Ints], line: Ints, sizes: Ints) -> LineSet:
     amounts = np.bincount(line, weights=sizes, minlength=len(members)).astype(np.int64)
     first = np.cumsum([0, *map(len, members)]).astype(np.int64)
     return LineSet(amounts, first, np.concatenate([*members, np.zeros(0, np.int64)]))
-
-
-def _text(listed: Listed, box: int) -> str:
-    pairs = zip(listed.starts[box], listed.stops[box], strict=True)
-    return "[" + ", ".join(f"{low}:{high}" for low, high in pairs) + "]"

@@ -1,12 +1,14 @@
-"""A table of renamed and joined tensors as TOML has it, read into what ``plan`` takes.
+"""Renamed and joined tensors as a table, the same in TOML and in JSON.
 
-It is a file of its own (``--names``), or the table ``[names]`` of a rules file:
+In TOML it is a file of its own (``--names``) or the table ``[names]`` of a rules file:
 
 "layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
 "layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
 "layers.{i}.experts"    = { stack = "layers.{i}.expert.{e}", dim = 0 }
 "embed.weight"          = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
 "head.weight"           = "lm_head.weight"
+
+In JSON it is the ``"names"`` of a saved plan.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import FormatError, ReshardError
-from reshard.planning.names import Join, Source, join, stack, take
+from reshard.planning.names.sources import Join, Names, Source, Stacked, Take, stack, take
 from reshard.text import quoted
 
-__all__ = ["names_of", "parse_names", "read_names"]
+__all__ = ["names_of", "parse_names", "read_names", "table_of"]
 
 MAX_FILE = 1 << 24
 MAX_NUMBER = (1 << 63) - 1
@@ -54,19 +56,47 @@ def parse_names(text: str) -> dict[str, Source]:
 
 def names_of(table: Mapping[str, Any]) -> dict[str, Source]:
     """Read a table."""
-    return {name: _source(name, value) for name, value in table.items()}
+    return {name: _read_source(name, value) for name, value in table.items()}
 
 
-def _source(name: str, value: object) -> Source:
+def table_of(names: Names) -> dict[str, Any]:
+    """Write a table that `names_of` reads back.
+
+    >>> table_of({"a": Stacked(("b", "c"), 1), "d": take("e", crop={0: (0, 4)})})
+    {'a': {'stack': ['b', 'c'], 'dim': 1}, 'd': {'take': 'e', 'crop': {'0': [0, 4]}}}
+    """
+    return {name: _write_source(source) for name, source in names.items()}
+
+
+def _write_source(source: Source) -> Any:
+    match source:
+        case Take(name, crop, index, pad):
+            parts = {
+                "crop": {str(dim): list(limits) for dim, limits in crop},
+                "index": {str(dim): at for dim, at in index},
+                "pad": {str(dim): size for dim, size in pad},
+            }
+            return {"take": name} | {key: part for key, part in parts.items() if part}
+        case Join(names, dim, rows):
+            table = {"join": list(names), "dim": dim}
+            return table if rows is None else table | {"rows": list(rows)}
+        case Stacked(names, dim):
+            return {"stack": list(names), "dim": dim}
+    return source
+
+
+def _read_source(name: str, value: object) -> Source:
     match value:
         case str():
             return value
-        case {"join": str(source), "rows": dict(rows), **rest} if _counts(rows):
-            # Not by join(**rows): parts may be called as its own arguments are.
+        case {"join": str(source), "rows": dict(rows), **rest} if _counts([*rows.values()]):
             parts = tuple(source.replace("{part}", part) for part in rows)
             return Join(parts, _dim(name, rest), tuple(rows.values()))
-        case {"join": list(parts), **rest} if _texts(parts):
-            return join(*parts, dim=_dim(name, rest))
+        case {"join": list(parts), "rows": list(rows), **rest} if _texts(parts) and _counts(rows):
+            if len(parts) == len(rows):
+                return Join(tuple(parts), _dim(name, rest), tuple(rows))
+        case {"join": list(parts), **rest} if _texts(parts) and rest.get("rows") is None:
+            return Join(tuple(parts), _dim(name, rest))
         case {"stack": str(part), **rest}:
             return stack(part, dim=_dim(name, rest))
         case {"stack": list(parts), **rest} if _texts(parts):
@@ -86,13 +116,18 @@ def _source(name: str, value: object) -> Source:
 
 def _dim(name: str, rest: Mapping[Any, object]) -> int:
     dim = _number(rest.get("dim", 0))
-    if set(rest) - {"dim"} or dim is None:
+    if set(rest) - {"dim", "rows"} or dim is None:
         raise FormatError(f"{quoted(name)} in the names: beside join or stack only dim is known")
     return dim
 
 
 def _by_dim(name: str, table: object, read: Callable[[object], Any]) -> dict[int, Any]:
-    """A table from dims to numbers or ranges; keys of TOML are texts."""
+    """A table from dims to numbers or ranges; its keys are text, in TOML as in JSON.
+
+    Plans saved by version 0.1 have lists instead: ``[[dim, start, stop]]`` or ``[[dim, number]]``.
+    """
+    if isinstance(table, list) and all(isinstance(row, list) and len(row) > 1 for row in table):
+        table = {str(dim): rest if len(rest) > 1 else rest[0] for dim, *rest in table}
     if isinstance(table, dict) and all(key.isascii() and key.isdigit() for key in table):
         found = {int(key): read(value) for key, value in table.items()}
         if None not in found.values():
@@ -114,8 +149,8 @@ def _range(value: object) -> tuple[int, int] | None:
     return None
 
 
-def _counts(table: Mapping[str, object]) -> bool:
-    numbers = [_number(value) for value in table.values()]
+def _counts(values: list[object]) -> bool:
+    numbers = [_number(value) for value in values]
     return bool(numbers) and all(number is not None and number > 0 for number in numbers)
 
 

@@ -1,0 +1,274 @@
+"""Ranks share work such that the busiest has as little as possible.
+
+Three forms of the same question, *who of several ranks does how much?*
+
+- `LeastLoaded` gives each indivisible item to the least loaded rank that may take it.
+- `balance` divides amounts of bytes. Each amount is a *line* that its members share, by
+  water-filling: a member that already has much to do gets less. Lines with the fewest members go
+  first, because they have the least choice; where lines cross (members in common, neither inside
+  the other) filling is repeated.
+- `LineSet`, `Slots` and `Runs` turn shares into transfers. A line is the elements of a region in
+  order, divided into one slot per member. The holders of a source region share the sending, the
+  replicas of a destination region share the receiving, and a transfer is where a slot of the one
+  meets a slot of the other:
+
+    source region, 2 holders      |  rank 0           |  rank 1           |
+    destination region, 3 ranks   |  rank 8    |  rank 9     |  rank 10   |
+    transfers                     |  0 -> 8    | 0->9 | 1->9 |  1 -> 10   |
+
+>>> fill(np.array([100, 100]), np.array([[0, 60], [5, 5]]), np.array([2, 2])).tolist()
+[[80, 20], [50, 50]]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout.columns import Ints, distinct
+
+__all__ = ["LeastLoaded", "Line", "LineSet", "Runs", "Slots", "balance", "fill"]
+
+MAX_PASSES = 48
+"""How often crossing lines are filled again, at most."""
+GOOD = 1.004
+"""Loads closer than this count as equal."""
+
+
+class LeastLoaded:
+    """The load of each rank so far; the next item goes to the least loaded candidate.
+
+    >>> loads = LeastLoaded(range(3))
+    >>> loads.choose([0, 1], 10), loads.choose([0, 1], 4), loads.choose([0, 1], 4)
+    (0, 1, 1)
+    >>> loads.choose([0, 1], 8, limit=12), loads.loads
+    (2, {0: 10, 1: 8, 2: 8})
+    """
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        self.loads = dict.fromkeys(ranks, 0)
+
+    def choose(self, candidates: Iterable[int], size: int, limit: float = inf) -> int:
+        """Assign an item to a candidate, or to any rank where no candidate stays within a limit.
+
+        Among ranks with equal loads the first wins.
+        """
+        rank = min(candidates, key=self.loads.__getitem__, default=None)
+        if rank is None or self.loads[rank] + size > limit:
+            rank = min(self.loads, key=self.loads.__getitem__)
+        self.loads[rank] += size
+        return rank
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Line:
+    """Equal numbers of members share each of several amounts, one per row."""
+
+    amounts: Ints
+    """Bytes to share, one per row."""
+    members: Ints
+    """The index of each member, one row per amount."""
+    grain: int
+    """No share is smaller than this, unless the amount is."""
+    item: int = 1
+    """Shares are whole multiples of this many bytes, as amounts are."""
+
+    @property
+    def crossing(self) -> bool:
+        """Whether a rank is a member of two rows."""
+        return self.members.size != len(distinct(self.members.reshape(-1)))
+
+
+def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:
+    """Share each amount over the members of its row, the least loaded first.
+
+    At most ``most`` members of a row get a share. Shares of a row add up to its amount.
+    """
+    num = loads.shape[1]
+    if num == 1:
+        return amounts[:, None].copy()
+    order = np.argsort(loads, axis=1, kind="stable")
+    rising = np.take_along_axis(loads, order, axis=1)
+    below = np.cumsum(rising, axis=1)
+    count = np.arange(1, num + 1)
+    room = rising * count - below
+    reached = (room < amounts[:, None]) & (count <= most[:, None])
+    used = np.maximum(reached.sum(axis=1), 1)
+    level = (amounts + below[np.arange(len(used)), used - 1]) // used
+    shares = np.where(count <= used[:, None], level[:, None] - rising, 0)
+    left = amounts - shares.sum(axis=1)
+    shares += count <= left[:, None]
+    result = np.empty_like(shares)
+    np.put_along_axis(result, order, shares, axis=1)
+    return result
+
+
+def balance(lines: Sequence[Line], num_ranks: int) -> list[Ints]:
+    """The share of every member of every line, such that no rank has much more than it must."""
+    loads = np.zeros(num_ranks, dtype=np.int64)
+    order = sorted(range(len(lines)), key=lambda i: lines[i].members.shape[1])
+    shares: list[Ints] = [np.zeros(line.members.shape, dtype=np.int64) for line in lines]
+    for number in order:
+        _refill(lines[number], shares[number], loads)
+    best, kept = loads.max(initial=0), [share.copy() for share in shares]
+    for _ in range(MAX_PASSES):
+        if not _improvable(lines, shares, loads):
+            break
+        for number in order:
+            _refill(lines[number], shares[number], loads)
+        if loads.max() < best:
+            best, kept = loads.max(), [share.copy() for share in shares]
+    return kept
+
+
+def _refill(line: Line, shares: Ints, loads: Ints) -> None:
+    """Take a line's shares out of the loads and fill them in again; row by row if rows cross."""
+    if line.members.shape[1] == 1:
+        if not shares.any():
+            shares[:, 0] = line.amounts
+            np.add.at(loads, line.members[:, 0], line.amounts)
+        return
+    step = 1 if line.crossing else len(line.amounts)
+    most = np.clip(line.amounts // line.grain, 1, line.members.shape[1])
+    for first in range(0, len(line.amounts), max(step, 1)):
+        rows = slice(first, first + step)
+        members = line.members[rows]
+        loads[members] -= shares[rows]
+        items = fill(line.amounts[rows] // line.item, loads[members] // line.item, most[rows])
+        shares[rows] = items * line.item
+        loads[members] += shares[rows]
+
+
+def _improvable(lines: Sequence[Line], shares: Sequence[Ints], loads: Ints) -> bool:
+    """Whether some busiest rank has a share that a clearly less busy member could take."""
+    busiest = loads.max(initial=0)
+    for line, share in zip(lines, shares, strict=True):
+        if line.members.shape[1] == 1:
+            continue
+        load = loads[line.members]
+        high = np.where(share > 0, load, 0).max(axis=1)
+        spare = load.min(axis=1)
+        movable = (share * (load * GOOD >= busiest)).max(axis=1) >= line.grain
+        if bool(((high * GOOD >= busiest) & (spare * GOOD < high) & movable).any()):
+            return True
+    return False
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Slots:
+    """Lines laid end to end, and the slots that divide them."""
+
+    base: Ints
+    """Where each line begins; one more entry ends the last."""
+    starts: Ints
+    """Where each slot begins."""
+    ranks: Ints
+    """Whose slot it is."""
+    first: Ints
+    """The first slot of each line; one more entry ends the last."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class LineSet:
+    """Amounts of elements, each with the ranks that share it."""
+
+    amounts: Ints
+    first: Ints
+    """Where the members of each line begin in ``members``; one more entry ends the last."""
+    members: Ints
+
+    @classmethod
+    def regular(cls, amounts: Ints, members: Ints) -> LineSet:
+        """Lines with equally many members, one row each."""
+        first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
+        return cls(amounts, first, members.reshape(-1))
+
+    def of(self, line: int) -> Ints:
+        """The members of a line."""
+        return self.members[self.first[line] : self.first[line + 1]]
+
+    def has(self, rank: int) -> NDArray[np.bool_]:
+        """For each line, whether a rank is a member."""
+        found = np.concatenate([[0], np.cumsum(self.members == rank)])[self.first]
+        return np.diff(found) > 0
+
+    def by_size(self) -> list[tuple[Ints, Ints]]:
+        """The lines that are worth sharing, grouped by the number of members, with those."""
+        counts = np.diff(self.first)
+        groups = []
+        for num in distinct(counts[(self.amounts > 0) & (counts > 0)]):
+            lines = np.flatnonzero((counts == num) & (self.amounts > 0))
+            groups.append((lines, self.members[self.first[lines][:, None] + np.arange(num)]))
+        return groups
+
+    def to_share(self, world: Ints, itemsize: int, grain: int) -> list[Line]:
+        """What ``balance`` needs: amounts in bytes, members as places in ``world``."""
+        return [
+            Line(self.amounts[lines] * itemsize, np.searchsorted(world, members), grain, itemsize)
+            for lines, members in self.by_size()
+        ]
+
+    def slots(self, shares: Sequence[Ints], itemsize: int) -> Slots:
+        """Cut each line by the shares of its members."""
+        ends = np.zeros(len(self.members), dtype=np.int64)
+        for (lines, members), share in zip(self.by_size(), shares, strict=True):
+            cuts = np.cumsum(share, axis=1) // itemsize
+            cuts[:, -1] = self.amounts[lines]
+            ends[self.first[lines][:, None] + np.arange(members.shape[1])] = cuts
+        base = np.concatenate([[0], np.cumsum(self.amounts)])
+        starts = np.concatenate([[0], ends[:-1]])
+        has = self.first[:-1][np.diff(self.first) > 0]
+        starts[has] = 0
+        lines = np.repeat(np.arange(len(self.amounts)), np.diff(self.first))
+        return Slots(base, starts + base[lines], self.members, self.first)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Runs:
+    """Runs of cells: elements ``start`` to ``stop`` of the stacked cell, row-major."""
+
+    cell: Ints
+    start: Ints
+    stop: Ints
+
+    @classmethod
+    def whole(cls, sizes: Ints) -> Runs:
+        """One run per cell."""
+        return cls(np.arange(len(sizes)), np.zeros_like(sizes), sizes)
+
+    def take(self, rows: Ints) -> Runs:
+        """Some of the runs."""
+        return Runs(self.cell[rows], self.start[rows], self.stop[rows])
+
+    def split(self, slots: Slots, line: Ints, at: Ints, unit: Ints) -> tuple[Runs, Ints, Ints]:
+        """Cut runs where slots begin; give the new runs, the old run and the slot of each.
+
+        ``line`` and ``at`` say on which line each cell lies and where. Cuts are rounded to a whole
+        ``unit`` of the cell, so that they fall between rows rather than inside one.
+        """
+        lines, units = line[self.cell], unit[self.cell]
+        offset = at[self.cell] + slots.base[lines]
+        low = np.searchsorted(slots.starts, offset + self.start - units, side="right") - 1
+        high = np.searchsorted(slots.starts, offset + self.stop + units, side="left")
+        low = np.maximum(low, slots.first[lines])
+        counts = np.minimum(high, slots.first[lines + 1]) - low
+        old = np.repeat(np.arange(len(lines)), counts)
+        slot = np.arange(len(old)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+        edges = np.append(slots.starts, slots.base[-1])
+        last = slot + 1 == slots.first[lines[old] + 1]
+        start = _round(edges[slot] - offset[old], units[old])
+        stop = _round(edges[slot + 1] - offset[old], units[old])
+        start = np.where(slot == slots.first[lines[old]], 0, start)
+        start = np.maximum(start, self.start[old])
+        stop = np.where(last, self.stop[old], np.minimum(stop, self.stop[old]))
+        kept = np.flatnonzero(start < stop)
+        old, slot = old[kept], slot[kept]
+        return Runs(self.cell[old], start[kept], stop[kept]), old, slot
+
+
+def _round(offset: Ints, unit: Ints) -> Ints:
+    return (offset + unit // 2) // unit * unit
