@@ -21,18 +21,11 @@ from math import prod
 from typing import Any, NamedTuple
 
 from reshard.checkpoint.coverage import holes_of
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
-__all__ = ["Catalog", "Crc", "StoredFile", "StoredObject", "StoredPiece", "StoredTensor"]
-
-
-@dataclass(frozen=True, slots=True)
-class StoredFile:
-    """A file of a checkpoint: its path below it, parts joined by ``/``, and its size."""
-
-    path: str
-    size: int
+__all__ = ["Catalog", "Crc", "StoredObject", "StoredPiece", "StoredTensor"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,7 +163,7 @@ def test_after_a_disk_failed_to_sync_everything_is_copied_again(
         raise OSError(errno.EIO, "Input/output error")
 
     with monkeypatch.context() as patch:
-        patch.setattr(output_files.TargetFiles, "sync", broken)
+        patch.setattr(output_files.OutputFiles, "sync", broken)
         with pytest.raises(UnfinishedError, match="cannot be put on disk: Input/output error"):
             checkpoint.convert(here, here.parent / "out")
     report = checkpoint.convert(here, here.parent / "out", resume=True)

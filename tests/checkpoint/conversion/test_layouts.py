@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from reshard import checkpoint
 from reshard.checkpoint.conversion.layouts import Cut, wanted_of
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.given import as_rules
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError

@@ -23,7 +23,7 @@ from reshard import checkpoint, cli
 from reshard.checkpoint.conversion.layouts import Cut, Parameters, wanted_of
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.reader import read_catalog
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.dtypes import ITEMSIZE, check_cast, is_float
 from reshard.errors import (
     CheckpointError,

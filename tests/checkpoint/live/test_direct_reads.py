@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import checkpoint
 from reshard.checkpoint.live import loading, own_reads, scatter, small_reads
-from reshard.checkpoint.storage.files import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.tensors.agreement import Agreement
 from tests.checkpoint.live.test_load_save import State, bytes_read, mesh_of

@@ -37,8 +37,8 @@ from reshard.checkpoint.live import own_reads, writing
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.read_shares import Limits, Wish, batches_of
 from reshard.checkpoint.piece_table import Located
-from reshard.checkpoint.storage.files import LocalStorage
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.errors import (
     CheckpointError,
@@ -445,9 +445,9 @@ def damage(path: Path, pattern: str = "*.safetensors") -> None:
 
 def try_save(rank: int, path: str, fails: bool, options: State) -> str:
     """Save with a rank that cannot write."""
-    real = TargetFiles.write
+    real = OutputFiles.write
 
-    def write(self: TargetFiles, file: int, offset: int, data: memoryview) -> None:
+    def write(self: OutputFiles, file: int, offset: int, data: memoryview) -> None:
         if fails and rank == 1:
             raise OSError(28, "No space left on device")
         real(self, file, offset, data)
@@ -455,7 +455,7 @@ def try_save(rank: int, path: str, fails: bool, options: State) -> str:
     spec = sharded.LayoutShardingSpec(Layout(Mesh(r=4), "r -"))
     state = {"a": sharded.ones(spec, *SIZE, process_group=pool_group(4))}
     try:
-        with patch.object(TargetFiles, "write", write):
+        with patch.object(OutputFiles, "write", write):
             checkpoint.save(state, path, group=pool_group(4), **options)
     except Exception as error:
         return f"{type(error).__name__}: {error}"

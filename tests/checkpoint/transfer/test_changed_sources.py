@@ -11,8 +11,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard.checkpoint import convert
-from reshard.checkpoint.storage import files as storage_files
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage import open_files as module
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer import copying
 from reshard.errors import DamageError, TargetError
 
@@ -51,7 +51,7 @@ def test_a_source_that_is_replaced_meanwhile_is_never_mixed(
 ) -> None:
     """Also where files are closed and opened again."""
     old, new = write(tmp_path / "old", 1), write(tmp_path / "new", 2)
-    monkeypatch.setattr(storage_files, "MAX_OPEN", open_files)
+    monkeypatch.setattr(module, "MAX_OPEN", open_files)
     real, calls = copying.Copier.copy, []
 
     def copy(self: copying.Copier, *arguments: object) -> object:

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.base import StoredFile
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
 from reshard.checkpoint.verification.examination import digests_of

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from reshard.checkpoint import convert
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.verification.soundness import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError

@@ -20,7 +20,7 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     sum_of,
 )
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage
 from reshard.errors import DamageError
 from reshard.text import quoted
 

@@ -24,9 +24,9 @@ from reshard.checkpoint.integrity.checksums import (
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of, crcs_of
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
+from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.storage.durable import replace_file
-from reshard.checkpoint.storage.files import Storage
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.copying import Copier, Done, SourceFiles, copy_all, sums_of
 from reshard.checkpoint.transfer.transfers import Chunk as Work
@@ -95,7 +95,7 @@ class Builder:
     team: Team
     source_sums: Checksums | None
     source: SourceFiles = field(init=False)
-    target: TargetFiles = field(init=False)
+    target: OutputFiles = field(init=False)
     recorder: Recorder = field(default_factory=Recorder)
     resumed_bytes: int = 0
     written_bytes: int = 0
@@ -107,7 +107,7 @@ class Builder:
     def __post_init__(self) -> None:
         self._total = sum(transfer.target_bytes for transfer in self.job.transfers)
         self.source = SourceFiles(self.storage, self.job.catalog, self._checker(), self._crcs())
-        self.target = TargetFiles(self.place.data, self.job.output.files)
+        self.target = OutputFiles(self.place.data, self.job.output.files)
 
     def prepare(self) -> None:
         """Make all files at their full size, with all that is known beforehand."""

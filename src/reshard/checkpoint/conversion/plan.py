@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.companions import base_of, is_weights
 from reshard.checkpoint.conversion.layouts import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
@@ -18,7 +18,7 @@ from reshard.checkpoint.formats.outputs import FORMATS, Output, plan_output, unk
 from reshard.checkpoint.formats.recognition import is_distcp
 from reshard.checkpoint.formats.torch.objects import object_texts
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.storage.files import COMMITTED, TENSOR_FILES, Storage
+from reshard.checkpoint.storage.base import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, feeding, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names

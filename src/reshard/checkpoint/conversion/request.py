@@ -26,9 +26,10 @@ from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity.checksums import load
 from reshard.checkpoint.publish.remote import Remote
 from reshard.checkpoint.publish.workplace import Workplace, check_places
-from reshard.checkpoint.storage.direct import MOST_COPIED
+from reshard.checkpoint.storage.base import Storage, plain_path
+from reshard.checkpoint.storage.direct import MAX_COPY
 from reshard.checkpoint.storage.durable import named
-from reshard.checkpoint.storage.files import Storage, open_storage, plain_path
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.reading import Budget
@@ -272,7 +273,7 @@ def worker_bytes(window: int, casts: bool) -> int:
     """What one worker takes: its buffers, a reply of a server, and what hashes, casts and writes
     need.
     """
-    own = window // 2 + min(window, 2 << 20) + min(window, MOST_COPIED)
+    own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
     return buffer_bytes(window, casts) + window + own
 
 

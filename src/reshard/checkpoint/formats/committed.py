@@ -8,9 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.storage.files import COMMITTED, Storage
+from reshard.checkpoint.storage.base import COMMITTED, Storage, StoredFile
 from reshard.errors import DamageError
 
 __all__ = ["check_committed"]

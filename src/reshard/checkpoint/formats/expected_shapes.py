@@ -12,7 +12,7 @@ from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage
 from reshard.errors import ReshardError
 from reshard.text import quoted
 

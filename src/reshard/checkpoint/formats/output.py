@@ -13,9 +13,9 @@ from math import lcm, prod
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredFile, StoredObject
+from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.files import TENSOR_FILES
+from reshard.checkpoint.storage.base import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of

@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.committed import check_committed
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.recognition import Recognised, recognise
-from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
+from reshard.checkpoint.storage.base import TENSOR_FILES, Storage, StoredFile
 from reshard.errors import CheckpointError
 from reshard.text import quoted
 

@@ -12,8 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
+from reshard.checkpoint.storage.base import TENSOR_FILES, Storage, StoredFile
 from reshard.errors import CheckpointError
 from reshard.text import quoted
 

@@ -15,12 +15,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.coverage import doubled_in, holes_of
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.inspection.layouts import recovered
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
-from reshard.checkpoint.storage.files import Storage, open_storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.layout.box import Box
 from reshard.text import quoted

@@ -31,12 +31,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.storage.files import check_path
+from reshard.checkpoint.storage.base import check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.storage.files import Storage
+    from reshard.checkpoint.storage.base import Storage
 
 __all__ = ["CHUNK", "SIDECAR", "Checker", "Checksums", "Chunk", "FileSums", "Recorder", "load"]
 

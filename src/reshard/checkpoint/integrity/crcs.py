@@ -33,7 +33,7 @@ from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.checkpoint.integrity.checksums import Bytes, Checksums
-    from reshard.checkpoint.storage.files import Storage
+    from reshard.checkpoint.storage.base import Storage
 
 __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
 

@@ -9,7 +9,7 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of
 from reshard.checkpoint.live.read_shares import Wish
 from reshard.checkpoint.piece_table import Located
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage
 from reshard.errors import DamageError
 
 __all__ = ["CrcRecords"]

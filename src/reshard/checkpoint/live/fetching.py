@@ -18,7 +18,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.live.read_shares import Batch, Share, Wish
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.transfer.copying import CheckedReads, SourceFiles
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.checkpoint.transfer.transfers import Transfer

@@ -35,7 +35,8 @@ from reshard.checkpoint.live.scatter import Placer
 from reshard.checkpoint.live.small_reads import are_small, place_small, read_small
 from reshard.checkpoint.piece_table import Located
 from reshard.checkpoint.publish.journal import boot_id
-from reshard.checkpoint.storage.files import Storage, open_storage
+from reshard.checkpoint.storage.base import Storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.dtypes import itemsize

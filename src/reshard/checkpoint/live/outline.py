@@ -6,8 +6,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, Crc, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.layout.box import Box
 
 __all__ = ["Outline"]

@@ -28,7 +28,7 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.read_shares import Wish
 from reshard.checkpoint.live.views import View, part_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.files import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.transfer.copying import SourceFiles
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.checkpoint.transfer.transfers import Transfer

@@ -35,7 +35,7 @@ from reshard.checkpoint.live.write_shares import main_mesh, on_mesh, owners_of
 from reshard.checkpoint.live.writing import Job, Writer, writers_of
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.durable import replace_file
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group
@@ -75,7 +75,7 @@ def save(
     files = [file.path for file in job.output.files]
     with _entered(circle, place, overwrite, files):
         token = circle.first_does(lambda: _prepare(place, job))
-        target = TargetFiles(place.data, job.output.files)
+        target = OutputFiles(place.data, job.output.files)
         writer = Writer(job, saved.entries.tensors, saved.objects, circle.rank, checksums)
         try:
             circle.all_do(lambda: _check_seen(place, token))
@@ -265,7 +265,7 @@ def _prepare(place: Workplace, job: Job) -> str:
     """Make all files at their full size; the word by which other ranks know the folder."""
     check_room(place, job.output.num_bytes)
     place.data.mkdir()
-    target = TargetFiles(place.data, job.output.files)
+    target = OutputFiles(place.data, job.output.files)
     target.allocate()
     token = secrets.token_hex(8)
     replace_file(place.folder / "prepared", token.encode())
@@ -287,7 +287,7 @@ def _check_seen(place: Workplace, token: str) -> None:
         time.sleep(0.1)
 
 
-def _step(writer: Writer, target: TargetFiles) -> bool:
+def _step(writer: Writer, target: OutputFiles) -> bool:
     try:
         return writer.step(target)
     except UnfinishedError as error:
@@ -302,7 +302,7 @@ def _tell(writer: Writer, place: Workplace, rank: int) -> int:
 
 
 def _seal(
-    place: Workplace, target: TargetFiles, job: Job, ranks: tuple[int, ...], checksums: bool
+    place: Workplace, target: OutputFiles, job: Job, ranks: tuple[int, ...], checksums: bool
 ) -> None:
     """Check that all files are there, and write the checksums beside them."""
     for file in job.output.files:

@@ -14,7 +14,7 @@ from reshard.checkpoint.formats.outputs import Output
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.views import View, part_of, views_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import sums_of
 from reshard.checkpoint.transfer.reading import in_order
 from reshard.dtypes import itemsize
@@ -87,7 +87,7 @@ class Writer:
         self._touched: set[int] = set()
         self.done = Written()
 
-    def step(self, target: TargetFiles) -> bool:
+    def step(self, target: OutputFiles) -> bool:
         """Write some more and put it on disk; whether there was more."""
         count = max(STEP // WINDOW, 1)
         tasks = list(islice(self._left, count))

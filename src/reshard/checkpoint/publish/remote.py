@@ -13,10 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage.files import COMMITTED
+from reshard.checkpoint.storage.base import COMMITTED, StoredFile
 from reshard.errors import CheckpointError, TargetError, UnfinishedError
 
 __all__ = ["Remote"]

@@ -20,13 +20,14 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.companions import is_companion
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.recognition import is_distcp
 from reshard.checkpoint.formats.safetensors.files import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
-from reshard.checkpoint.storage.files import COMMITTED, OURS, REQUEST, LocalStorage
+from reshard.checkpoint.storage.base import COMMITTED, OURS, REQUEST, StoredFile
+from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import ReshardError, TargetError
 from reshard.text import quoted
 

@@ -42,11 +42,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.integrity.checksums import load
 from reshard.checkpoint.publish.replacing import Replaced, delete_files, move_kept, replaced_by
+from reshard.checkpoint.storage.base import REQUEST, StoredFile
 from reshard.checkpoint.storage.durable import exchange, replace_file, sync_folder
-from reshard.checkpoint.storage.files import REQUEST, open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import TargetError, UnfinishedError
 
 __all__ = ["Workplace", "check_places"]

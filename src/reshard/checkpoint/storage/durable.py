@@ -1,4 +1,4 @@
-"""Steps on the file system that are done whole or not at all, and outlast a power failure."""
+"""File system operations that are atomic and survive a power failure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _RENAME_EXCHANGE = 2
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two folders in one step; False where the system cannot."""
+    """Swap two folders atomically; False where the system cannot."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):
@@ -31,20 +31,20 @@ def exchange(one: Path, other: Path) -> bool:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write a small file so that it is there whole or not at all."""
-    beside = path.with_name(path.name + ".new")
-    with named(beside):
-        with beside.open("wb") as file:
+    """Write a small file atomically: readers see the old content or the new one."""
+    new = path.with_name(path.name + ".new")
+    with named(new):
+        with new.open("wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        new.replace(path)
     sync_folder(path.parent)
 
 
 @contextmanager
 def named(path: Path) -> Iterator[None]:
-    """Add the path to errors of the system that do not name one, as those of writing do."""
+    """Add the path to an OSError that does not name one, such as those of ``write``."""
     try:
         yield
     except OSError as error:
@@ -54,7 +54,7 @@ def named(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Put the names of the files of a folder on disk."""
+    """Flush the entries of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         with named(folder):

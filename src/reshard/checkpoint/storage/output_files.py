@@ -1,62 +1,43 @@
-"""The files of an output in the making: made at their full size, then written in any order."""
+"""The files of an output: allocated at their full size, then written by ranges in any order."""
 
 from __future__ import annotations
 
 import ctypes
 import errno
 import os
-import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.storage import direct
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.checkpoint.storage.durable import named, sync_folder
+from reshard.checkpoint.storage.open_files import OpenFile, OpenFiles
 from reshard.errors import TargetError, UnfinishedError
 from reshard.text import format_bytes
 
-__all__ = ["TargetFiles"]
+__all__ = ["OutputFiles"]
 
-MAX_OPEN = 128
-WORTH_STARTING = 1 << 20
-"""Bytes from which on the system is told to begin putting them on disk."""
-AT_ONCE = 1 << 20
-"""The most that is written by one call. The page cache takes memory in blocks as large as a write;
-in a virtual machine blocks of 2 MiB may first have to be got from the host, which we measured to
-take six times as long as the writing itself."""
-_START = 2  # SYNC_FILE_RANGE_WRITE: begin, and do not wait
-
-
-@dataclass(slots=True)
-class _Open:
-    """A file that is open."""
-
-    descriptor: int
-    direct: int | None
-    """A second descriptor, for direct writes, where these can be."""
-    users: int = 0
-
-    def close(self) -> None:
-        os.close(self.descriptor)
-        if self.direct is not None:
-            os.close(self.direct)
+MIN_WRITEBACK = 1 << 20
+"""Writes of at least this size start writeback at once."""
+MAX_WRITE = 1 << 20
+"""Bytes per system call. The page cache takes memory in blocks as large as a write; in a virtual
+machine, blocks of 2 MiB may first have to be got from the host, which was measured to take six
+times as long as the write itself."""
+_SYNC_FILE_RANGE_WRITE = 2
 
 
-class TargetFiles:
+class OutputFiles:
     """Files below a folder, each written by ranges; safe to use from several threads."""
 
     def __init__(self, folder: Path, files: Sequence[StoredFile]) -> None:
         self.folder = folder
         self.files = tuple(files)
-        self._lock = threading.Lock()
-        self._open: OrderedDict[int, _Open] = OrderedDict()
+        self._open: OpenFiles[int] = OpenFiles(self._open_file)
 
     def allocate(self) -> None:
-        """Make all files at their full size, so that a full disk is noticed before any work."""
+        """Create all files at their full size, so that a full disk is noticed before any work."""
         try:
             for file in self.files:
                 path = self.folder / file.path
@@ -74,7 +55,7 @@ class TargetFiles:
 
     def write(self, file: int, offset: int, data: memoryview) -> None:
         """Write bytes of a file."""
-        with self._used(file) as entry:
+        with self._open.using(file) as entry:
             try:
                 _write(entry, offset, data)
             except OSError as error:
@@ -85,17 +66,17 @@ class TargetFiles:
                 ) from None
 
     def sync(self) -> None:
-        """Put what was written to all files on disk."""
+        """Flush all files to disk."""
         for file in range(len(self.files)):
             self.sync_file(file)
 
     def sync_file(self, file: int) -> None:
-        """Put what was written to one file on disk."""
+        """Flush one file to disk."""
         with self.using(file) as descriptor, named(self.folder / self.files[file].path):
             os.fsync(descriptor)
 
     def sync_folders(self) -> None:
-        """Put the names of all files on disk."""
+        """Flush the directory entries of all files to disk."""
         folders = {self.folder}
         for file in self.files:
             path = (self.folder / file.path).parent
@@ -105,49 +86,27 @@ class TargetFiles:
 
     @contextmanager
     def using(self, file: int) -> Iterator[int]:
-        """A descriptor that nobody closes meanwhile."""
-        with self._used(file) as entry:
+        """A descriptor that stays open inside the ``with`` block."""
+        with self._open.using(file) as entry:
             yield entry.descriptor
-
-    @contextmanager
-    def _used(self, file: int) -> Iterator[_Open]:
-        with self._lock:
-            entry = self._open.get(file) or self._opened(file)
-            self._open.move_to_end(file)
-            entry.users += 1
-        try:
-            yield entry
-        finally:
-            with self._lock:
-                entry.users -= 1
 
     def close(self) -> None:
         """Close all files."""
-        with self._lock:
-            for entry in self._open.values():
-                entry.close()
-            self._open.clear()
+        self._open.close()
 
-    def _opened(self, file: int) -> _Open:
-        """Open a file, and close one that nobody uses if there are many; call with the lock."""
-        if len(self._open) >= MAX_OPEN:
-            idle = next((at for at, entry in self._open.items() if not entry.users), None)
-            if idle is not None:
-                self._open.pop(idle).close()
+    def _open_file(self, file: int) -> OpenFile:
         path = self.folder / self.files[file].path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        entry = self._open[file] = _Open(descriptor, direct.open_direct(path))
-        return entry
+        return OpenFile(descriptor, self.files[file].size, direct.open_direct(path))
 
 
-def _write(entry: _Open, offset: int, data: memoryview) -> None:
-    """Write the whole blocks directly, if they are worth it, and the rest through the cache."""
+def _write(entry: OpenFile, offset: int, data: memoryview) -> None:
+    """Write whole blocks directly, if there are enough of them, and the rest through the cache."""
     low, high = direct.whole_blocks(offset, len(data))
-    if entry.direct is None or high - low < direct.WORTH_IT:
+    if entry.direct is None or high - low < direct.MIN_BYTES:
         _write_cached(entry.descriptor, offset, data)
         return
     _write_cached(entry.descriptor, offset, data[:low])
-    # What the system does not take this way, it takes in the other.
     rest = low + direct.write(entry.direct, offset + low, data[low:high])
     _write_cached(entry.descriptor, offset + rest, data[rest:])
 
@@ -155,22 +114,16 @@ def _write(entry: _Open, offset: int, data: memoryview) -> None:
 def _write_cached(descriptor: int, offset: int, data: memoryview) -> None:
     start, left = offset, data
     while left:
-        count = os.pwrite(descriptor, left[:AT_ONCE], offset)
+        count = os.pwrite(descriptor, left[:MAX_WRITE], offset)
         left, offset = left[count:], offset + count
-    if len(data) >= WORTH_STARTING:
-        start_writeback(descriptor, start, len(data))
-
-
-def start_writeback(descriptor: int, offset: int, length: int) -> None:
-    """Let the disk begin at once, so that little is left to wait for at the end."""
-    call = _sync_file_range()
-    if call is not None:
-        call(descriptor, offset, length, _START)
+    start_writeback = _sync_file_range()
+    if len(data) >= MIN_WRITEBACK and start_writeback is not None:
+        start_writeback(descriptor, start, len(data), _SYNC_FILE_RANGE_WRITE)
 
 
 @cache
 def _sync_file_range() -> Callable[[int, int, int, int], int] | None:
-    """A call of Linux that Python does not offer."""
+    """The system call that starts writeback without waiting; Python does not offer it."""
     try:
         call = ctypes.CDLL(None).sync_file_range
     except (AttributeError, OSError):
@@ -186,7 +139,7 @@ def _allocate(path: Path, size: int) -> None:
         if size:
             os.posix_fallocate(descriptor, 0, size)
     except OSError as error:
-        # Some file systems cannot set room aside; they fail later, when they are full.
+        # Some file systems cannot reserve space; writes fail later if the disk is full.
         if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Files that fsspec reaches (s3, gcs, http, memory and others), read by byte ranges."""
+"""Files behind an fsspec address (s3, gcs, http, memory and others), read by byte ranges."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.storage.files import (
+from reshard.checkpoint.storage.base import (
     MAX_FILES,
     OURS,
     TENSOR_FILES,
     Range,
     Storage,
+    StoredFile,
     check_path,
 )
 from reshard.errors import CheckpointError, DamageError
 
 __all__ = ["RemoteStorage"]
 
-Asked = TypeVar("Asked")
-Answer = TypeVar("Answer")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 MAX_REQUESTS = 32
-"""Small reads that a server is asked for at the same time."""
+"""Small requests to a server that are in flight at the same time."""
 VERSIONS = (
     "ETag", "etag", "md5Hash", "generation", "VersionId", "version_id",
     "mtime", "LastModified", "last_modified", "updated", "modified", "created",
 )  # fmt: skip
-"""What servers call that by which one sees that a file was written again."""
+"""Keys under which servers report the version of a file."""
 
 
 class RemoteStorage(Storage):
@@ -43,8 +43,8 @@ class RemoteStorage(Storage):
         self._files, self._base = self._connect(root)
         self._only: str | None = None
         self.is_file = False
-        info = self._ask(self.root, "info", self._base)
-        # Over http a folder is a page, and so a file: only a name that is one counts as one.
+        info = self._call(self.root, "info", self._base)
+        # Over http a folder is a page and counts as a file: only the suffix of its name decides.
         if info.get("type") == "file" and self._base.endswith(TENSOR_FILES):
             self._base, _, self._only = self._base.rpartition("/")
             self.is_file = True
@@ -52,7 +52,7 @@ class RemoteStorage(Storage):
     def list(self) -> tuple[StoredFile, ...]:
         if self._only is not None:
             return (StoredFile(self._only, self.size(self._only)),)
-        found = self._ask(self.root, "find", self._base, detail=True)
+        found = self._call(self.root, "find", self._base, detail=True)
         if len(found) > MAX_FILES:
             raise CheckpointError(
                 f"{self.root} holds {len(found)} files, at most {MAX_FILES} are read: "
@@ -63,7 +63,7 @@ class RemoteStorage(Storage):
             path = str(name).removeprefix(self._base).lstrip("/")
             *folders, last = path.split("/")
             if path and not last.startswith(OURS) and not any(f.startswith(".") for f in folders):
-                files.append(StoredFile(path, self._remember(path, info)))
+                files.append(StoredFile(path, self._record_size(path, info)))
         return tuple(sorted(files, key=lambda file: file.path))
 
     def size(self, path: str) -> int:
@@ -71,27 +71,27 @@ class RemoteStorage(Storage):
             known = self._sizes.get(path)
         if known is not None:
             return known
-        return self._remember(path, self._ask(self.where(path), "info", self._full(path)))
+        return self._record_size(path, self._call(self.where(path), "info", self._full(path)))
 
     def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
         self._files.invalidate_cache()
-        listed = {} if self.is_file else self._ask(self.root, "find", self._base, detail=True)
-        known = {str(name).removeprefix(self._base).lstrip("/"): listed[name] for name in listed}
-        told = [_version(known.get(path, {})) for path in paths]
-        silent = [path for path, version in zip(paths, told, strict=True) if version is None]
+        listed = {} if self.is_file else self._call(self.root, "find", self._base, detail=True)
+        infos = {str(name).removeprefix(self._base).lstrip("/"): listed[name] for name in listed}
+        versions = {path: _version(infos.get(path, {})) for path in paths}
+        unknown = [path for path, version in versions.items() if version is None]
 
-        def ask(path: str) -> str | None:
-            return _version(self._ask(self.where(path), "info", self._full(path)))
+        def request(path: str) -> str | None:
+            return _version(self._call(self.where(path), "info", self._full(path)))
 
-        asked = dict(zip(silent, self._at_once(ask, silent), strict=True))
-        return [asked.get(path) or version for path, version in zip(paths, told, strict=True)]
+        versions.update(zip(unknown, self._concurrently(request, unknown), strict=True))
+        return [versions[path] for path in paths]
 
     def read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length)
         if not length:
             return b""
         where = self.where(path)
-        found: bytes = self._ask(
+        found: bytes = self._call(
             where, "cat_file", self._full(path), start=offset, end=offset + length
         )
         if len(found) > length:
@@ -107,16 +107,17 @@ class RemoteStorage(Storage):
         return found
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        return self._at_once(lambda wanted: self.read(*wanted), ranges)
+        return self._concurrently(lambda wanted: self.read(*wanted), ranges)
 
-    def _at_once(self, ask: Callable[[Asked], Answer], things: Sequence[Asked]) -> Sequence[Answer]:
-        """Ask many small things at the same time."""
+    def _concurrently(
+        self, request: Callable[[Item], Result], items: Sequence[Item]
+    ) -> Sequence[Result]:
         from concurrent.futures import ThreadPoolExecutor
 
-        if len(things) < 2:
-            return [ask(thing) for thing in things]
-        with ThreadPoolExecutor(min(len(things), MAX_REQUESTS)) as pool:
-            return [*pool.map(ask, things)]
+        if len(items) < 2:
+            return [request(item) for item in items]
+        with ThreadPoolExecutor(min(len(items), MAX_REQUESTS)) as pool:
+            return [*pool.map(request, items)]
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         flat = buffer.cast("B")
@@ -125,10 +126,10 @@ class RemoteStorage(Storage):
     def _full(self, path: str) -> str:
         return f"{self._base}/{check_path(path)}"
 
-    def _remember(self, path: str, info: Any) -> int:
+    def _record_size(self, path: str, info: Any) -> int:
         size = info.get("size")
         if size is None:  # some servers list names only
-            size = self._ask(self.where(path), "size", self._full(path))
+            size = self._call(self.where(path), "size", self._full(path))
         if not isinstance(size, int):
             raise CheckpointError(f"{self.where(path)}: the server does not tell its size")
         with self._lock:
@@ -144,7 +145,7 @@ class RemoteStorage(Storage):
             raise CheckpointError(f"{root} cannot be reached: {_one_line(error)}") from None
         return files, str(base).rstrip("/")
 
-    def _ask(self, where: str, method: str, *arguments: object, **options: object) -> Any:
+    def _call(self, where: str, method: str, *arguments: object, **options: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""
         try:
             return getattr(self._files, method)(*arguments, **options)
@@ -156,9 +157,9 @@ class RemoteStorage(Storage):
 
 
 def _version(info: Mapping[str, Any]) -> str | None:
-    """What a server says of a file that changes when the file does."""
-    told = {key: str(info[key]) for key in VERSIONS if info.get(key) is not None}
-    return f"{info.get('size')} {told}" if told else None
+    """The size and all version keys that a server reports for a file."""
+    reported = {key: str(info[key]) for key in VERSIONS if info.get(key) is not None}
+    return f"{info.get('size')} {reported}" if reported else None
 
 
 def _one_line(error: BaseException) -> str:

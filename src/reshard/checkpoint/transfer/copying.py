@@ -14,8 +14,8 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import CHUNK, Checker, checksum
 from reshard.checkpoint.integrity.crcs import Crcs, Part
 from reshard.checkpoint.piece_table import Located, Pieces
-from reshard.checkpoint.storage.files import Storage
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.base import Storage
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, written
 from reshard.checkpoint.transfer.transfers import Chunk, Transfer
@@ -88,7 +88,7 @@ class Done:
 class _Writes:
     """Writes what belongs to one chunk, and sums it."""
 
-    files: TargetFiles
+    files: OutputFiles
     done: Done
     checksums: bool
 
@@ -132,7 +132,7 @@ class Copier:
 
     transfers: Sequence[Transfer]
     source: SourceFiles
-    target: TargetFiles
+    target: OutputFiles
     checksums: bool = True
     compare_replicas: bool = True
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.formats.expected_shapes import config_of
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage
 from reshard.errors import MeshError, RulesError
 
 if TYPE_CHECKING:

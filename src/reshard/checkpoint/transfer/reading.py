@@ -27,7 +27,8 @@ from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, load
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crc_of, crcs_of
 from reshard.checkpoint.piece_table import Located, slabs
-from reshard.checkpoint.storage.files import Storage, open_storage
+from reshard.checkpoint.storage.base import Storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.transfers import Fed, Transfer, source_of
 from reshard.checkpoint.transfer.windows import Buffers, fill, readable

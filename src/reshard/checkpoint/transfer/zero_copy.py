@@ -7,8 +7,9 @@ import os
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.storage.files import LocalStorage, Storage
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.base import Storage
+from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.layout.box import Box
 from reshard.layout.coverage import overlapping_pairs
@@ -20,7 +21,7 @@ WORTH_A_CALL = 1 << 16
 
 
 def zero_copy(
-    transfer: Transfer, window: Box, storage: Storage, catalog: Catalog, target: TargetFiles
+    transfer: Transfer, window: Box, storage: Storage, catalog: Catalog, target: OutputFiles
 ) -> int:
     """Copy a window where both sides have it in long runs; 0 if that cannot be, else the bytes."""
     usable = isinstance(storage, LocalStorage) and hasattr(os, "copy_file_range")

@@ -23,7 +23,8 @@ from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
-from reshard.checkpoint.storage.files import Storage, open_storage
+from reshard.checkpoint.storage.base import Storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.collector import collector_paused
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredReader

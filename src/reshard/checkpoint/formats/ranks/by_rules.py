@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.ranks.joining import LocalFile, check_blocks, join_ranks
 from reshard.checkpoint.formats.ranks.names import rank_of
@@ -14,7 +14,7 @@ from reshard.checkpoint.formats.safetensors.own_metadata import OwnMetadata
 from reshard.checkpoint.formats.torch.state_dict import Content, beside_tensors, read_torch_file
 from reshard.checkpoint.formats.torch.tensors import LocalTensor
 from reshard.checkpoint.formats.torch.zero import check_no_zero_files
-from reshard.checkpoint.storage.files import TENSOR_FILES, Storage
+from reshard.checkpoint.storage.base import TENSOR_FILES, Storage, StoredFile
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout

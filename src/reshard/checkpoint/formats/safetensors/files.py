@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import islice
 
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.safetensors.header import (
     Header,
@@ -22,7 +22,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     read_json,
 )
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, SHARDING
-from reshard.checkpoint.storage.files import Storage, check_path
+from reshard.checkpoint.storage.base import Storage, StoredFile, check_path
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box, row_major
 from reshard.text import quoted

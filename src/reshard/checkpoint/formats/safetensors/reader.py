@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.expected_shapes import check_expected
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.ranks.names import rank_of
@@ -19,7 +19,7 @@ from reshard.checkpoint.formats.safetensors.files import (
 )
 from reshard.checkpoint.formats.safetensors.own_metadata import SHARDING
 from reshard.checkpoint.formats.safetensors.sharded import check_counts, own_of, read_sharded
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.errors import CheckpointError
 from reshard.layout.mesh import Mesh
 from reshard.text import quoted

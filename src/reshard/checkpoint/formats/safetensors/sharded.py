@@ -15,13 +15,13 @@ from itertools import islice
 from operator import add, gt
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import checked_shape
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.safetensors.files import HeadedFile, common_metadata
 from reshard.checkpoint.formats.safetensors.header import Entry, read_json
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, SHARDING, OwnMetadata
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.errors import DamageError
 from reshard.layout.box import Box, row_major
 from reshard.layout.mesh import Mesh

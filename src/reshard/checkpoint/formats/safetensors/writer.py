@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 
-from reshard.checkpoint.catalog import StoredFile, StoredPiece
+from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.formats.output import (
     Literal,
     Output,
@@ -24,6 +24,7 @@ from reshard.checkpoint.formats.safetensors.own_metadata import (
     offsets_text,
 )
 from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, row_major

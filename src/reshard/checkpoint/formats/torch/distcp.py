@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.catalog import Catalog, StoredFile
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.recognition import RANK_METADATA
 from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.errors import CheckpointError
 from reshard.text import quoted
 

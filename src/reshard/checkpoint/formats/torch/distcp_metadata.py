@@ -14,14 +14,7 @@ from itertools import pairwise
 from operator import add, gt
 from typing import Any
 
-from reshard.checkpoint.catalog import (
-    Catalog,
-    Crc,
-    StoredFile,
-    StoredObject,
-    StoredPiece,
-    StoredTensor,
-)
+from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
@@ -34,7 +27,7 @@ from reshard.checkpoint.formats.torch.tensors import (
     view_of,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
-from reshard.checkpoint.storage.files import Range, Storage, check_path
+from reshard.checkpoint.storage.base import Range, Storage, StoredFile, check_path
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
-from reshard.checkpoint.catalog import StoredFile, StoredObject, StoredPiece
+from reshard.checkpoint.catalog import StoredObject, StoredPiece
 from reshard.checkpoint.formats.output import (
     Literal,
     ObjectCopy,
@@ -30,6 +30,7 @@ from reshard.checkpoint.formats.torch.pickler import (
     pickled,
 )
 from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from reshard.checkpoint.catalog import Catalog, StoredFile, StoredPiece, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.ranks.names import rank_of
 from reshard.checkpoint.formats.safetensors.files import missing_parts
 from reshard.checkpoint.formats.torch.state_dict import Content, beside_tensors, read_torch_file
 from reshard.checkpoint.formats.torch.zero import check_no_zero_files
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.errors import CheckpointError
 from reshard.layout.box import Box
 

@@ -13,7 +13,7 @@ from reshard.checkpoint.formats.torch.archive import archive_crcs, read_archives
 from reshard.checkpoint.formats.torch.plain_values import Visits, as_json, is_plain
 from reshard.checkpoint.formats.torch.tensors import allow_tensors
 from reshard.checkpoint.formats.torch.unpickler import unpickle
-from reshard.checkpoint.storage.files import Range, Storage
+from reshard.checkpoint.storage.base import Range, Storage
 from reshard.errors import CheckpointError, DamageError
 
 __all__ = ["object_texts"]

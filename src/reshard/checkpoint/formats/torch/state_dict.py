@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Crc, StoredFile
+from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.formats.checks import shown
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
@@ -26,7 +26,7 @@ from reshard.checkpoint.formats.torch.tensors import (
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
 from reshard.checkpoint.formats.torch.zero import check_no_zero
-from reshard.checkpoint.storage.files import Storage
+from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import UnsupportedError
 from reshard.text import format_bytes, quoted

@@ -11,9 +11,9 @@ import re
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.formats.checks import whole_numbers
 from reshard.checkpoint.formats.torch.unpickler import Record
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.errors import UnsupportedError
 from reshard.text import quoted
 

@@ -1,6 +1,6 @@
 """A few of the inputs of the fuzzer, with every change; `make soak` runs many more."""
 
-from tests.checkpoint.fuzz_formats import KINDS, damaged, fuzz
+from tests.checkpoint.formats.fuzz import KINDS, damaged, fuzz
 from tests.soak import cases
 
 

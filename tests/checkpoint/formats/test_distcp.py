@@ -22,9 +22,9 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
-from tests.checkpoint.test_storage import serving
+from tests.checkpoint.storage.test_reading_files import serving
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_distcp
 
 DTYPES = [

@@ -1,4 +1,4 @@
-"""Give readers damaged files: `python -m tests.checkpoint.fuzz_formats --inputs 100000 --seed 0`.
+"""Give readers damaged files: `python -m tests.checkpoint.formats.fuzz --inputs 100000 --seed 0`.
 
 Good files are damaged in random ways (bytes flipped, cut, doubled, numbers made huge, keys swapped)
 and read again. A reader may give a catalog or raise one of our errors, which is one line; anything
@@ -40,7 +40,7 @@ from reshard.checkpoint.formats.safetensors.own_metadata import (
 )
 from reshard.checkpoint.formats.torch.objects import object_texts
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import DamageError, ReshardError
 
 SLOW = 2.0

@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.catalog import StoredFile
-from reshard.checkpoint.storage import files as module
-from reshard.checkpoint.storage.files import LocalStorage, check_path, open_storage
+from reshard.checkpoint.storage import open_files
+from reshard.checkpoint.storage.base import StoredFile, check_path
+from reshard.checkpoint.storage.local import LocalStorage, open_storage
 from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 
@@ -62,8 +62,6 @@ def test_local_ranges(folder: Path, offset: int, length: int) -> None:
         buffer = bytearray(length)
         store.read_into("deep/b.bin", offset, memoryview(buffer))
         assert buffer == DATA[offset : offset + length]
-        descriptor = store.descriptor("deep/b.bin")
-        assert os.pread(descriptor, length, offset) == DATA[offset : offset + length]
 
 
 @pytest.mark.parametrize(
@@ -166,20 +164,19 @@ def test_a_single_file_is_a_root_of_one(folder: Path) -> None:
 def test_few_descriptors_serve_many_files_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "MAX_OPEN", 4)
+    monkeypatch.setattr(open_files, "MAX_OPEN", 4)
     for number in range(40):
         (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * 1000)
-    with open_storage(tmp_path) as store, ThreadPoolExecutor(8) as pool:
-        assert isinstance(store, LocalStorage)
-        kept = store.descriptor("7.bin")
+    with LocalStorage(str(tmp_path)) as store, ThreadPoolExecutor(8) as pool:
 
         def read(number: int) -> bool:
             path = f"{number * 7 % 40}.bin"
             return store.read(path, 5, 900) == bytes([number * 7 % 40]) * 900
 
-        assert all(pool.map(read, range(2000)))
-        assert len(store._open) <= 4 + 8 + 1
-        assert os.pread(kept, 3, 0) == b"\7\7\7"
+        with store.using("7.bin") as kept:
+            assert all(pool.map(read, range(2000)))
+            assert len(store._open) <= 4 + 8 + 1
+            assert os.pread(kept.descriptor, 3, 0) == b"\7\7\7"
 
 
 def test_descriptors_are_given_back(folder: Path) -> None:
@@ -250,7 +247,5 @@ def test_remote_lists_and_many_reads() -> None:
         assert [file.path for file in store.list()] == ["a.bin", "deep/.metadata", "deep/b.bin"]
         ranges = [("a.bin", at, 3) for at in range(100)]
         assert store.read_many(ranges) == [DATA[at : at + 3] for at in range(100)]
-        with pytest.raises(CheckpointError, match="no descriptor"):
-            store.descriptor("a.bin")
         with pytest.raises(DamageError, match="does not exist"):
             store.size("b.bin")

@@ -24,7 +24,7 @@ from reshard.checkpoint.integrity.checksums import (
     FileSums,
     Recorder,
 )
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.soak import cases
 
@@ -271,7 +271,7 @@ def test_chunks_that_a_range_touches() -> None:
 
 
 def test_the_documents_show_a_sidecar_of_this_version() -> None:
-    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
     shown = json.loads(text.partition("```json\n")[2].partition("```")[0])
     written = json.loads(Checksums(Recorder().finish({}), {}, shown["request"]).to_bytes())
     assert shown["reshard-checksums"] == written["reshard-checksums"]

@@ -19,7 +19,7 @@ from reshard.checkpoint.catalog import Crc
 from reshard.checkpoint.conversion.processes import Team
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity.crcs import Crcs, combine
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows

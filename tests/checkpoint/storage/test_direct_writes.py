@@ -13,23 +13,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint.catalog import StoredFile
 from reshard.checkpoint.storage import direct
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.checkpoint.storage.direct import BLOCK, aligned, whole_blocks
-from reshard.checkpoint.storage.output_files import TargetFiles
+from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.errors import UnfinishedError
 from tests.soak import cases
 
 SIZE = 40 * BLOCK + 123
 
 
-def new_files(folder: Path) -> TargetFiles:
-    files = TargetFiles(folder, [StoredFile("a.bin", SIZE)])
+def new_files(folder: Path) -> OutputFiles:
+    files = OutputFiles(folder, [StoredFile("a.bin", SIZE)])
     files.allocate()
     return files
 
 
-def written(files: TargetFiles) -> bytes:
+def written(files: OutputFiles) -> bytes:
     files.sync()
     files.close()
     return (files.folder / "a.bin").read_bytes()
@@ -78,8 +78,8 @@ def test_ranges_in_any_order_make_the_file(
         files.write(0, start, in_memory(data[start:stop], place))
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(direct, "WORTH_IT", 1)
-        patch.setattr(direct, "MOST_COPIED", most_copied)
+        patch.setattr(direct, "MIN_BYTES", 1)
+        patch.setattr(direct, "MAX_COPY", most_copied)
         list(pool.map(write, ranges))
         assert written(files) == data
 
@@ -96,7 +96,7 @@ def test_what_is_large_goes_past_the_cache(tmp_path: Path, monkeypatch: pytest.M
         return sizes[-1]
 
     monkeypatch.setattr(direct, "write", counted)
-    monkeypatch.setattr(direct, "WORTH_IT", 4 * BLOCK)
+    monkeypatch.setattr(direct, "MIN_BYTES", 4 * BLOCK)
     data = os.urandom(SIZE)
     files.write(0, 0, memoryview(data)[:1000])
     files.write(0, 1000, memoryview(data)[1000:])
@@ -114,7 +114,7 @@ def test_what_the_system_does_not_take_is_written_otherwise(
         return os.pwrite(descriptor, data.tobytes()[:taken], offset)
 
     monkeypatch.setattr(direct, "_write", some)
-    monkeypatch.setattr(direct, "WORTH_IT", BLOCK)
+    monkeypatch.setattr(direct, "MIN_BYTES", BLOCK)
     monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
     files, data = new_files(tmp_path), os.urandom(SIZE)
     files.write(0, 0, memoryview(data))
@@ -126,7 +126,7 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(direct, "_write", broken)
-    monkeypatch.setattr(direct, "WORTH_IT", BLOCK)
+    monkeypatch.setattr(direct, "MIN_BYTES", BLOCK)
     monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
     files = new_files(tmp_path)
     with pytest.raises(UnfinishedError, match=rf"a\.bin: bytes 0 to {SIZE} .*--resume goes on"):

@@ -25,7 +25,7 @@ from reshard.checkpoint.formats.ranks.names import rank_of
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, OwnMetadata, OwnTensor
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import CheckpointError, DamageError, RulesError, UnsupportedError
 from tests import strategies
 from tests.cases import Side

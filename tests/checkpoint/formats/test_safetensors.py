@@ -32,7 +32,7 @@ from reshard.checkpoint.formats.safetensors.own_metadata import (
     OwnTensor,
 )
 from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.files import open_storage
+from reshard.checkpoint.storage.local import open_storage
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_sharded_hf
