@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.session import rendezvous, store
+from reshard.live.session import rendezvous
 from tests import checks
 from tests.generate import chance
 from tests.ranks.cutting import Moved, random_moved
@@ -328,8 +328,7 @@ def run_batches(rank: int, num_ranks: int, seeds: range) -> Found:
             with pytest.MonkeyPatch.context() as patch, limits_of(batch.limits):
                 if batch.hosts == 2:
                     host = f"host {rank % 3 % 2}"
-                    for module in (store, rendezvous):
-                        patch.setattr(module, "host_identity", lambda host=host: host)
+                    patch.setattr(rendezvous, "host_identity", lambda host=host: host)
                 in_thread(partial(run_batch, rank, batch, group, found), batch.thread)
         except Exception:
             text = traceback.format_exc(limit=-6)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.session import rendezvous, store
+from reshard.live.session import rendezvous
 from tests.ranks.live import Told, check_told, local_of, numbered, plan_of, run_case, simulate_all
 from tests.ranks.pool import Pool
 
@@ -19,8 +19,7 @@ ROWS, COLUMNS = rs.Layout(EIGHT, "tp -"), rs.Layout(EIGHT, "- tp")
 def on_two_hosts(rank: int, num_cases: int) -> tuple[Told, list[str]]:
     group = dist.new_group(range(8))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (store, rendezvous):
-            patch.setattr(module, "host_identity", lambda: BY_HOST[rank])
+        patch.setattr(rendezvous, "host_identity", lambda: BY_HOST[rank])
         told = random_cases(rank, num_cases, group)
         in_flight(rank, group)
         names = transports(rank, group)

@@ -1,39 +1,31 @@
-"""Entry points of the live engine: run a plan with the tensors of this rank.
-
-result = run(plan, tensors, group=group)        # {name: local tensor}
-handle = start(plan, tensors, into=mine)        # goes on in a thread
-result = handle.wait(); print(handle.report)
-"""
+"""Entry points of the live engine; `Plan.run` and `Plan.start` come here through ``tensors``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import _thread
+import threading
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from reshard.live.call import call_of
+from reshard.errors import ReshardError
+from reshard.live.call import Call, call_of
 from reshard.live.compiled import CompiledPlan
-from reshard.live.failure.cleanup import with_ticket
-from reshard.live.handle import Handle
+from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
 from reshard.live.inputs.bound import Tensors
+from reshard.live.inputs.streams import SideStreams
 from reshard.live.options import Options, options_from
 from reshard.live.session.session import Ticket, all_connections, session_of
 from reshard.live.transport.nccl import NcclGroups
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
 
-__all__ = [
-    "Handle",
-    "check",
-    "raise_on_all_ranks",
-    "release",
-    "run",
-    "skip_exchange",
-    "start",
-    "start_call",
-]
+__all__ = ["Handle", "check", "raise_on_all_ranks", "release", "skip_exchange", "start_call"]
+
+Result = dict[str, torch.Tensor]
 
 
 def release(plan: Plan) -> None:
@@ -44,58 +36,15 @@ def release(plan: Plan) -> None:
 
 
 def check(group: dist.ProcessGroup | None = None) -> None:
-    """Raise what went wrong in a move between GPUs, if no call has raised it yet.
+    """Raise the error of a move between GPUs that failed after its call had returned.
 
-    Moves between GPUs only enqueue work. This does not wait for it: it raises what is known.
+    Such moves only enqueue work. This does not wait for the work: it raises what is known so far,
+    and what no call has raised yet.
     """
     for connections in all_connections(group):
         groups = connections.existing(NcclGroups)
         if groups is not None:
             groups.in_flight.check()
-
-
-def run(
-    plan: Plan,
-    tensors: Tensors,
-    *,
-    into: Tensors | None = None,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> dict[str, torch.Tensor]:
-    """Move this rank's tensors along a plan; every rank of the two layouts calls it."""
-
-    def move(ticket: Ticket) -> dict[str, torch.Tensor]:
-        return call_of(ticket, plan, tensors, into, options_from(options, device)).run()
-
-    return with_ticket(group, lambda: plan.parties, move)
-
-
-def start(
-    plan: Plan,
-    tensors: Tensors,
-    *,
-    into: Tensors | None = None,
-    group: dist.ProcessGroup | None = None,
-    device: torch.device | str | None = None,
-    **options: Any,
-) -> Handle:
-    """Begin to move; the handle's ``wait`` gives the tensors. All ranks start in one order."""
-
-    def begin(ticket: Ticket) -> Handle:
-        return start_call(ticket, plan, tensors, into, options_from(options, device))
-
-    return with_ticket(group, lambda: plan.parties, begin)
-
-
-def start_call(
-    ticket: Ticket, plan: Plan, tensors: Tensors, into: Tensors | None, options: Options
-) -> Handle:
-    """Begin a call for which the caller has a ticket, in a thread."""
-    report = RunReport(dist.get_rank() if dist.is_initialized() else -1, -1, plan.digest)
-    call = call_of(ticket, plan, tensors, into, options, report=report)
-    report.call = ticket.number
-    return Handle(call, report)
 
 
 def raise_on_all_ranks(
@@ -110,7 +59,7 @@ def raise_on_all_ranks(
 
 
 def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
-    """Count a call of a plan along which nothing moves, if the ranks have compared it before."""
+    """End a call of a plan without messages, if the ranks have compared it; whether that is so."""
     compiled, group = plan.compiled, ticket.group or dist.group.WORLD
     if not isinstance(compiled, CompiledPlan) or not isinstance(group, dist.ProcessGroup):
         return False
@@ -124,3 +73,77 @@ def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> boo
         session.close_call(session.begin(ticket, options.get("tag")))
     ticket.finish()
     return True
+
+
+def start_call(
+    ticket: Ticket, plan: Plan, tensors: Tensors, into: Tensors | None, options: Options
+) -> Handle:
+    """Start a move in a thread."""
+    report = RunReport(dist.get_rank() if dist.is_initialized() else -1, -1, plan.digest)
+    call = call_of(ticket, plan, tensors, into, options, report=report)
+    report.call = ticket.number
+    return Handle(call, report)
+
+
+class Handle:
+    """A move in flight, as `plan.start` returns it."""
+
+    def __init__(self, call: Call, report: RunReport) -> None:
+        self._call = call
+        self.report = report
+        self.finish: Callable[[Result], Result] | None = None
+        """Converts the result before `wait` returns it for the first time."""
+        self._result: Result | None = None
+        self._error: BaseException | None = None
+        self._streams = SideStreams(call.request.gpus())
+        self._running = _thread.allocate_lock()
+        """Locked while the thread runs: joining the thread itself breaks its state in Python 3.11
+        when a signal handler raises."""
+        self._running.acquire()
+        threading.Thread(target=self._work, daemon=True, name="reshard-move").start()
+        # Here and in the thread, which may start only after the next call of this thread.
+        call.ticket.owner = None
+
+    def _work(self) -> None:
+        call, streams = self._call, self._streams
+        call.ticket.owner = None
+        try:
+            used = streams.used(call.request.all_tensors()) if streams.any else nullcontext()
+            with used:
+                self._result = call.run()
+        except BaseException as error:
+            self._error = error
+            if not call.ticket.over:
+                clean_up(call.ticket, error)
+        finally:
+            self.report.finish()
+            self._running.release()
+
+    def done(self) -> bool:
+        """Whether the move has completed or failed."""
+        in_flight = self._call.in_flight
+        complete = in_flight is None or in_flight.complete.is_set()
+        return not self._running.locked() and complete
+
+    def wait(self) -> Result:
+        """Wait for the move; returns this rank's destination tensors, or raises its error.
+
+        On GPUs it waits until all messages have arrived. Work that is enqueued on the current
+        stream afterwards sees the complete tensors.
+        """
+        try:
+            with self._running:
+                pass
+            if self._error is None:
+                self._call.wait_complete()
+        except BaseException as error:
+            if not isinstance(error, ReshardError):
+                abandon(self._call.ticket, error)
+            raise
+        if self._error is not None:
+            raise self._error
+        assert self._result is not None
+        self._streams.join(self._result.values())
+        if self.finish is not None:
+            self._result, self.finish = self.finish(self._result), None
+        return self._result

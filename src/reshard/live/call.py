@@ -1,13 +1,13 @@
 """One call of `rs.move`, `plan.run` or `plan.start` on one rank, from its number to its result.
 
 number      the call takes the next number of its session
-connect     the first call connects the ranks
-bind        check the tensors, make missing destinations
+connect     the first call of a session connects the ranks
+bind        check the tensors, allocate missing destinations
 compare     the first call of a plan compares it with the other ranks
 handshake   send a Hello to every peer, and wait for theirs
-rounds      exchange, round by round (``transport/exchange.py``)
-finish      zeros, the commit of an atomic call
-close       give back what was taken; the number is used up, whatever happened
+rounds      exchange messages, round by round (``transport/exchange.py``)
+finish      fill zeros, commit an atomic call
+close       free resources; the number is used, however the call ends
 """
 
 from __future__ import annotations
@@ -20,8 +20,14 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError, TensorError
 from reshard.live.compiled import CompiledPlan, compiled_plan
-from reshard.live.failure.agreement import Signature, check_hellos, compare, join_comparison
-from reshard.live.failure.wait_graph import WaitGraph
+from reshard.live.failure.agreement import (
+    GRAD_CODES,
+    Signature,
+    barrier,
+    check_hellos,
+    compare,
+    join_comparison,
+)
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import (
     GPU,
@@ -36,10 +42,9 @@ from reshard.live.inputs.bound import (
 from reshard.live.inputs.finish import Donation, fill_zeros
 from reshard.live.options import Options
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.cause import Cause
+from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.mailbox import Inbox
 from reshard.live.session.session import Session, Ticket, session_of
-from reshard.live.session.tags import CallAheadError
 from reshard.live.transport.base import Transport
 from reshard.live.transport.exchange import Exchange, Wait
 from reshard.live.transport.gloo import GlooTransport
@@ -51,27 +56,24 @@ from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES, Bar, progress_of
 from reshard.show.run_report import RunReport
 
-__all__ = ["GRAD_CODES", "Call", "call_of", "observe_waits"]
-
-GRAD_CODES = {None: 0, False: 1, True: 2}
-"""How a Hello says whether gradients are wanted."""
+__all__ = ["Call", "call_of"]
 
 Result = dict[str, torch.Tensor]
 
 
 class Call:
-    """One call: it has its number when it is made, and is done when it has run."""
+    """One call: it takes its number when it is constructed, and is over when it has run."""
 
     watch: Watch | None = None
     session: Session | None = None
     _exchange: Exchange | None = None
-    _in_flight: InFlightCall | None = None
+    _nccl: NcclTransport | None = None
     _progress: Bar | None = None
     _key = (b"", "")
     _ok = False
     _is_first = _compares = False
-    """Whether to compare with the other ranks. All must decide alike, so it is decided when the
-    call takes its number: calls are made in one order, but those in flight go on in any."""
+    """Whether to compare with the other ranks. All ranks must decide alike, so it is decided with
+    the call's number: calls are made in one order, but calls in flight proceed in any order."""
 
     def __init__(
         self,
@@ -83,8 +85,8 @@ class Call:
         ask_grad: bool = False,
         report: RunReport | None = None,
     ) -> None:
-        """``grad`` is whether this rank's source requires gradients, None where it cannot know;
-        ``ask_grad`` whether such ranks are to learn it from others."""
+        """``grad`` is whether this rank's source requires gradients, None if it has no source;
+        ``ask_grad`` whether ranks without a source learn it from others."""
         self.ticket, self.plan, self.request, self.options = ticket, plan, request, request.options
         self.grad, self._ask_grad, self.report = grad, ask_grad, report
         self._transports: list[Transport] = []
@@ -117,7 +119,7 @@ class Call:
             except CallAheadError as ahead:
                 self._move_up(ahead)
             except ReshardError as error:
-                # Everything else that is raised goes to the cleanup thread, which also closes.
+                # After any other exception the cleanup thread closes the call.
                 try:
                     if self.watch is not None:
                         self.watch.fail_with(error)
@@ -159,7 +161,7 @@ class Call:
         ticket, options = self.ticket, self.options
         connections = session.connections
         if connections is None:
-            connections = session.connect(ticket, options.timeout, compiled.what, observe_waits)
+            connections = session.connect(ticket, options.timeout, compiled.what)
         watch = self.watch = Watch(
             session,
             connections,
@@ -177,7 +179,7 @@ class Call:
             try:
                 groups.in_flight.check()
             except LiveError as error:
-                # It failed on a GPU after its call had returned.
+                # An earlier call failed on a GPU after it had returned.
                 watch.fail(Cause.of(error, compiled.rank).of_earlier_call())
         return watch
 
@@ -190,7 +192,7 @@ class Call:
             raise
 
     def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
-        """Which peers are reached how; the first call of a plan compares before."""
+        """Choose a transport for every peer; the first call of a plan compares it before."""
         on_gpu = self._compare(watch, bound)
         watch.suspect = lambda: join_comparison(watch, self._signature(bound))
         peers, option, connections = program.peers, self.options.transport, watch.connections
@@ -201,7 +203,8 @@ class Call:
             # All ranks make the group, also those that have nothing to send.
             gloo = connections.resource(GlooGroups).group(watch)
         if on_gpu:
-            self._transports = [NcclTransport(*common, peers, device_of(bound), gloo, self.ticket)]
+            self._nccl = NcclTransport(*common, peers, device_of(bound), gloo, self.ticket)
+            self._transports = [self._nccl]
             return
         near = frozenset() if option == "network" else peers & connections.peers.keys()
         if near:
@@ -210,9 +213,9 @@ class Call:
             self._transports.append(GlooTransport(*common, peers - near, gloo))
 
     def _compare(self, watch: Watch, bound: BoundTensors) -> bool:
-        """Compare with the other ranks, unless this plan was compared before.
+        """Compare the plan with the other ranks, unless this was done before.
 
-        Gives whether it goes from GPU to GPU; once compared it does in all calls, or in none.
+        Returns whether it moves from GPU to GPU, which is the same in all calls of the plan.
         """
         session, key = watch.session, self._key
         if self._compares:
@@ -222,7 +225,7 @@ class Call:
             session.has_compared(key)
             self._compares = False
         while key not in session.agreed and session.is_comparing(key):
-            watch.check()  # a call before this one is comparing
+            watch.check()  # an earlier call is comparing the plan
             time.sleep(0.001)
         self.ticket.enqueues = session.on_gpus.get(key, False)
         if not self.ticket.enqueues:
@@ -230,14 +233,12 @@ class Call:
         where = placement_of(bound, self.request.group)
         rank = watch.connections.rank
         if not all_on_gpus({rank: where, -1: GPU}):
-            watch.fail(
-                Cause(
-                    "tensor",
-                    f"the tensors of rank {rank} are on {where} and this plan was found to "
-                    "move from GPU to GPU: keep them there, or give "
-                    'check="always" on all ranks to compare anew in every call',
-                )
+            text = (
+                f"the tensors of rank {rank} are on {where} and this plan was found to move from "
+                'GPU to GPU: keep them there, or give check="always" on all ranks to compare anew '
+                "in every call"
             )
+            watch.fail(Cause("tensor", text))
         return True
 
     def _signature(self, bound: BoundTensors) -> Signature:
@@ -250,7 +251,6 @@ class Call:
             transport.send_hellos()
         hellos = watch.inbox.hellos
         peers = [peer for transport in self._transports for peer in transport.peers]
-
         expected = (watch.digest, watch.grad, watch.tag_code)
 
         def missing() -> list[int]:
@@ -267,7 +267,7 @@ class Call:
         watch.finish_handshake()
 
     def _after_round(self, program: Program, bound: BoundTensors) -> Callable[[Round], None] | None:
-        """What is done after every round: free donated sources, show progress; None if nothing."""
+        """Frees donated sources and shows progress after every round; None if neither is needed."""
         donation = Donation(program, bound) if self.options.donate else None
         progress = None
         shown, lowest = self.options.progress, self.plan.parties[0]
@@ -296,30 +296,24 @@ class Call:
         if not self.options.atomic:
             return bound.result
         if self.watch is not None:
-            self.watch.barrier("complete")
-        into = self.request.into
-        if into is None:
+            barrier(self.watch, "complete")
+        if self.request.into is None:
             return bound.result
-        given = {name: tensor for name, tensor in into.items() if tensor is not None}
-        for name in given.keys() & bound.result.keys():
-            given[name].detach().copy_(bound.result[name])
-        return given
+        into = {name: one for name, one in self.request.into.items() if one is not None}
+        for name in into.keys() & bound.result.keys():
+            into[name].detach().copy_(bound.result[name])
+        return into
 
     def _move_up(self, ahead: CallAheadError) -> None:
-        """This rank left out a call which the others have given up: take the next number."""
+        """Take the next number: this rank left out a call that the others have given up."""
         assert self.session is not None
         assert self.watch is not None
         if not self.session.advance(self.ticket):
-            error = ahead.cause.error(self._status())
+            error = ahead.cause.error(self.watch.status())
             self._close()
             raise error from None
         self._close_transports()
         self.watch.close()
-
-    def _status(self) -> str:
-        if self._exchange is None:
-            return f"on rank {dist.get_rank()}: no round begun"
-        return self._exchange.status()
 
     def _close_transports(self) -> None:
         while self._transports:
@@ -327,12 +321,12 @@ class Call:
             self._transports.pop()
 
     def _close(self) -> None:
-        """The call is over; if it was the first to be compared and failed, the next one is.
+        """End the call.
 
-        May be repeated: an exception out of a signal handler may come between any two bytecodes.
+        May be repeated: an exception of a signal handler may come between any two bytecodes.
         """
         session, watch, in_flight = self.session, self.watch, self.in_flight
-        failed = watch is not None and watch.abort.is_over
+        failed = watch is not None and watch.failed
         if session is not None and self._is_first and (self._compares or failed):
             self._compare_again(session)
         if self._progress is not None:
@@ -347,45 +341,34 @@ class Call:
         self.ticket.finish()
 
     def _compare_again(self, session: Session) -> None:
-        """The first call of a plan has failed on this rank, and perhaps not on others.
+        """Let the next call compare the plan: its first call failed here, maybe not elsewhere.
 
-        So it is compared again. But where nothing is exchanged, ranks on which it did not fail
-        would not take part in that, so there only a difference leads to another comparison.
+        Where nothing is exchanged, ranks on which it did not fail would not take part in that, so
+        there only a difference leads to another comparison.
         """
         assert self.compiled is not None
-        cause = None if self.watch is None else self.watch.abort.cause
-        meets = self.compiled.exchanges or self.options.atomic
-        if meets or (cause is not None and cause.kind in ("disagree", "tensor")):
+        cause = None if self.watch is None else self.watch.cause
+        exchanges = self.compiled.exchanges or self.options.atomic
+        if exchanges or (cause is not None and cause.kind in ("disagree", "tensor")):
             session.agreed.discard(self._key)
         else:
             session.has_compared(self._key)
 
     @property
     def in_flight(self) -> InFlightCall | None:
-        """What this call has in flight on a GPU."""
-        for transport in self._transports:
-            if isinstance(transport, NcclTransport):
-                self._in_flight = transport.in_flight
-        return self._in_flight
-
-    def is_complete(self) -> bool:
-        """Whether the GPU is done with what was enqueued, as far as this is known."""
-        return self.in_flight is None or self.in_flight.complete.is_set()
+        """The GPU work that this call has enqueued."""
+        return None if self._nccl is None else self._nccl.in_flight
 
     def wait_complete(self) -> None:
-        """Wait for that."""
+        """Wait until the GPU has done the work that this call has enqueued."""
         if self.in_flight is not None:
             self.in_flight.wait()
 
     @property
     def grad_seen(self) -> bool:
-        """Whether a peer said in its Hello that gradients are wanted."""
+        """Whether the Hello of a peer says that the source requires gradients."""
         hellos = () if self.watch is None else tuple(self.watch.inbox.hellos.values())
         return any(hello.grad == GRAD_CODES[True] for hello in hellos)
-
-
-def observe_waits(session: Session, number: int, what: str) -> WaitGraph:
-    return WaitGraph(session, number, what).observe()
 
 
 def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
@@ -403,7 +386,7 @@ def call_of(
     ask_grad: bool = False,
     report: RunReport | None = None,
 ) -> Call:
-    """The call for which the caller has a ticket; it has its number when this returns."""
+    """Make a call for a ticket; it has its number when this returns."""
     group = ticket.group or dist.group.WORLD
     if group is None:
         raise LiveError(

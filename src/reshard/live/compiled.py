@@ -1,6 +1,6 @@
-"""What is compiled from a plan for one rank, and kept between calls.
+"""What one rank compiles from a plan and keeps between calls.
 
-It hangs on the plan, so it goes with it; `plan.release()` frees it.
+It is an attribute of the plan, so it lives as long as the plan; `plan.release()` frees it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DIFFERENTIABLE = ("float", "bfloat", "complex")
 
 
 class CompiledPlan:
-    """What one rank keeps of a plan."""
+    """A plan compiled for one rank."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank, self.ranks = rank, plan.parties
@@ -35,60 +35,65 @@ class CompiledPlan:
         self.what = f'the move of "{next(iter(plan.want), "nothing")}"'
         """What its calls do, for errors."""
         self.exchanges = plan.summary().num_messages > 0
-        """Whether any rank sends anything: a move without messages communicates nothing."""
+        """Whether any rank sends a message; if not, calls do not communicate."""
         self.plan = plan
         self.locals = Locals(
             (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank)), (plan.have, plan.want)
         )
-        self.program = Program(plan, rank, {})
-        """For tensors that are contiguous."""
-        self._programs: dict[tuple[object, ...], Program] = {}
+        self._contiguous = Program(plan, rank, {})
+        self._strided: dict[tuple[object, ...], Program] = {}
+        """Programs for tensors that are not contiguous."""
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
-        """The group of the last call."""
+        """The process group of the last call."""
 
     def program_for(self, bound: BoundTensors) -> Program:
-        """The program for tensors of these strides."""
+        """The program for the strides of the tensors of a call."""
         if not bound.strides:
-            return self.program
+            return self._contiguous
         key = tuple(bound.strides.items())
-        found = self._programs.get(key)
-        if found is None:
-            while len(self._programs) >= MAX_PROGRAMS:
-                self._programs.pop(next(iter(self._programs)), None)
-            made = Program(self.plan, self.rank, dict(bound.strides))
-            found = self._programs.setdefault(key, made)
-        return found
+        program = self._strided.get(key)
+        if program is None:
+            while len(self._strided) >= MAX_PROGRAMS:
+                self._strided.pop(next(iter(self._strided)), None)
+            compiled = Program(self.plan, self.rank, dict(bound.strides))
+            program = self._strided.setdefault(key, compiled)
+        return program
 
     @cached_property
     def grad_hellos(self) -> dict[int, frozenset[int]]:
-        """For each rank, those it exchanges a Hello with only to learn of gradients; {} if none.
+        """By rank, the peers with which it exchanges Hellos only to learn whether the source
+        requires gradients.
 
-        A rank that brings a part of the tensor knows whether gradients are wanted. A rank that gets
-        its part from other destinations alone, or whose part is empty, would not hear it from one
-        that knows: the first rank that brings something exchanges a Hello with it besides.
+        A rank with a part of the source knows that. A rank that receives only from ranks without a
+        source, or receives nothing, exchanges a Hello with the first rank that has one.
         """
         plan = self.plan
         sources = [spec for spec in plan.have.values() if spec.dtype.startswith(DIFFERENTIABLE)]
-        # Of a tensor without elements every rank brings an empty part.
+        # Of a tensor without elements every rank holds an empty part.
         least = 1 if any(prod(spec.shape) for spec in sources) else 0
-        knowing = [r for r in plan.parties if any(_brings(spec, r, least) for spec in sources)]
+        knowing = [r for r in plan.parties if any(_holds(spec, r, least) for spec in sources)]
         if not knowing:
             return {}
         ends = (plan.traffic.source.tolist(), plan.traffic.destination.tolist())
-        told = {to for by, to in zip(*ends, strict=True) if by in set(knowing)}
-        unaware = frozenset(plan.parties) - told - set(knowing)
-        first = knowing[0]
+        informed = {to for by, to in zip(*ends, strict=True) if by in set(knowing)}
+        unaware = frozenset(plan.parties) - informed - set(knowing)
         if not unaware:
             return {}
-        return {**dict.fromkeys(unaware, frozenset({first})), first: unaware}
+        return {**dict.fromkeys(unaware, frozenset(knowing[:1])), knowing[0]: unaware}
+
+
+def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
+    """Whether a rank holds at least so many elements."""
+    holds = spec.layout.holds(rank) is not None
+    return holds and prod(spec.layout.local_shape(rank, spec.shape)) >= least
 
 
 def compiled_plan(plan: Plan, group: dist.ProcessGroup) -> CompiledPlan | None:
-    """What is compiled from a plan for this rank, once; None if the rank has no part in it."""
-    found: CompiledPlan | None = plan.compiled
-    # Asking for the rank takes microseconds; it does not change while a group lives.
-    if found is not None and found.group() is group:
-        return found
+    """The plan compiled for this rank, once; None if the rank has no part in it."""
+    compiled: CompiledPlan | None = plan.compiled
+    # dist.get_rank takes microseconds; the rank does not change while a group lives.
+    if compiled is not None and compiled.group() is group:
+        return compiled
     rank = dist.get_rank()
     if rank not in plan.parties:
         return None
@@ -97,12 +102,7 @@ def compiled_plan(plan: Plan, group: dist.ProcessGroup) -> CompiledPlan | None:
             f"rank {rank} has a part in this move and is not in the group given by group=: "
             "give a group of all ranks of both layouts"
         )
-    if found is None or found.rank != rank:
-        found = plan.compiled = CompiledPlan(plan, rank)
-    found.group = weakref.ref(group)
-    return found
-
-
-def _brings(spec: TensorSpec, rank: int, least: int) -> bool:
-    holds = spec.layout.holds(rank) is not None
-    return holds and prod(spec.layout.local_shape(rank, spec.shape)) >= least
+    if compiled is None or compiled.rank != rank:
+        compiled = plan.compiled = CompiledPlan(plan, rank)
+    compiled.group = weakref.ref(group)
+    return compiled

@@ -1,4 +1,4 @@
-"""How a plan is run: what `plan.run`, `plan.start` and `rs.move` take besides tensors."""
+"""How a plan is run: the options of `plan.run`, `plan.start` and `rs.move`."""
 
 from __future__ import annotations
 
@@ -6,67 +6,52 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 
 from reshard.errors import LiveError
-from reshard.live.session.tags import Tag
+from reshard.live.session.cause import Tag
 
-__all__ = ["CHECKS", "TRANSPORTS", "Options", "RunOptions", "options_from"]
+__all__ = ["CHECKS", "TRANSPORTS", "Options", "options_from"]
 
 TRANSPORTS = ("auto", "peer", "shared", "network")
 CHECKS = ("first", "always", "never")
 
 
-class RunOptions(TypedDict, total=False):
-    """The keyword options of `plan.run`, `plan.start` and `rs.move`; see `Options`."""
-
-    timeout: float
-    deadline: float | None
-    transport: Literal["auto", "peer", "shared", "network"]
-    check: Literal["first", "always", "never"]
-    atomic: bool
-    donate: bool
-    progress: bool | None
-    tag: int | str | None
-    sync: bool
-
-
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a plan is run."""
+    """How a plan is run; callers know them as `RunOptions`."""
 
     timeout: float = 60.0
-    """The longest wait without a heartbeat from the rank that is waited for, in seconds."""
+    """The longest wait without a heartbeat from the awaited rank, in seconds."""
     deadline: float | None = None
-    """The longest that the whole call may take."""
+    """The longest time that the whole call may take, in seconds."""
     transport: str = "auto"
-    """``auto``, or one that is forced: ``peer`` memory, ``shared`` memory, ``network``."""
+    """``auto``, or a forced transport: ``peer`` memory, ``shared`` memory, ``network``."""
     check: Literal["first", "always", "never"] = "first"
-    """When ranks compare what they were given. ``never`` is for moves in which nothing travels and
-    which not all ranks make: they are neither compared nor counted."""
+    """In which calls of a plan the ranks compare it. ``never`` is for moves without messages that
+    not all ranks make: those have no number and are not compared."""
     atomic: bool = False
-    """Whether destinations change only when every rank has all of its part."""
+    """Whether destinations change only when every rank has received all of its part."""
     donate: bool = False
     """Whether each source tensor is freed when its last element has been read."""
     device: torch.device | str | None = None
-    """Where new destination tensors are made; where the sources are, if it is not given."""
+    """The device of new destination tensors; None: the device of the sources."""
     progress: bool | None = None
     """Whether the lowest rank shows a progress bar; None: if standard error is a terminal."""
     tag: int | str | None = None
     """The user's name of this call, such as the training step. Ranks that are in calls with
     different tags raise, so a rank that left out a call is noticed."""
     sync: bool = False
-    """Whether a move between GPUs waits until all messages have come, and raises what failed.
-    Otherwise it enqueues its work and returns; what fails later is raised by the next call of the
-    same ranks, by `rs.check`, or by the handle."""
+    """Whether a move between GPUs waits until all messages have arrived, and raises its errors.
+    Otherwise it enqueues its work and returns; a later error is raised by the next call of the same
+    ranks, by `rs.check`, or by the handle."""
 
     def __post_init__(self) -> None:
-        if self.transport not in TRANSPORTS:
-            raise LiveError(f'transport "{self.transport}" is none of {", ".join(TRANSPORTS)}')
-        if self.check not in CHECKS:
-            raise LiveError(f'check "{self.check}" is none of {", ".join(CHECKS)}')
+        for name, allowed in (("transport", TRANSPORTS), ("check", CHECKS)):
+            if getattr(self, name) not in allowed:
+                raise LiveError(f'{name} "{getattr(self, name)}" is none of {", ".join(allowed)}')
         for name in ("timeout", "deadline"):
             seconds = getattr(self, name)
             if seconds is None and name == "deadline":
@@ -81,7 +66,7 @@ class Options:
                     f'device={self.device!r}: give "cpu", "cuda", "cuda:1" or a torch.device'
                 ) from None
         if self.tag is not None:
-            Tag.of(self.tag, 0)  # says what is wrong with it
+            Tag.of(self.tag, 0)  # raises if it is no valid tag
 
     @property
     def shared(self) -> dict[str, object]:
@@ -90,28 +75,28 @@ class Options:
 
     @property
     def name(self) -> str:
-        """The same as one text."""
+        """The same as a text."""
         return f"{self.transport}, atomic" if self.atomic else self.transport
 
 
 _DEFAULT = Options()
-_KNOWN = sorted(field.name for field in fields(Options))
+_NAMES = sorted(field.name for field in fields(Options))
 
 
 def options_from(given: Mapping[str, Any], device: torch.device | str | None = None) -> Options:
-    """The options that a caller gave by name; the transport may come from the environment."""
-    # Bytes, because looking up a text takes three times as long.
+    """Check the options of a caller; the transport may come from the environment."""
+    # Looking up a str takes three times as long as bytes.
     variable = os.environb.get(b"RESHARD_TRANSPORT")
     if not given and device is None and variable is None:
         return _DEFAULT
     for name in given:
-        if name not in _KNOWN:
-            near = get_close_matches(name, _KNOWN, 1)
-            hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(_KNOWN)}"
+        if name not in _NAMES:
+            near = get_close_matches(name, _NAMES, 1)
+            hint = f"did you mean {near[0]}=?" if near else f"it takes {', '.join(_NAMES)}"
             raise LiveError(f"a move has no option {name}=: {hint}")
-    named = dict(given)
+    options = dict(given)
     if device is not None:
-        named["device"] = device
+        options["device"] = device
     if variable is not None:
-        named.setdefault("transport", os.fsdecode(variable))
-    return Options(**named)
+        options.setdefault("transport", os.fsdecode(variable))
+    return Options(**options)

@@ -8,6 +8,7 @@ transfers  cells become transfers from rank to rank
 rounds     what moves when, so that staging stays under the memory cap
 rank       one rank's part of a plan
 cost/      bytes, messages and seconds of a plan
+execution  the types of options and handles of live runs
 plans      `plan` and `Plan`
 proof      checks that every wanted element is written exactly once
 serial     plans as JSON

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
@@ -33,6 +33,7 @@ from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.cost.traffic import Traffic, traffic_of
+from reshard.planning.execution import Handle, RunOptions
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
@@ -44,8 +45,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from torch import Tensor
-
-    from reshard.live.handle import Handle
 
 __all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
 
@@ -216,20 +215,27 @@ class Plan:
         return plan
 
     def run(
-        self, tensors: Mapping[str, Any], *, into: Mapping[str, Any] | None = None, **options: Any
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        into: Mapping[str, Any] | None = None,
+        **options: Unpack[RunOptions],
     ) -> dict[str, Tensor]:
         """Move this rank's tensors along the plan, live; gives its destination tensors.
 
         DTensors, ShardedTensors and local tensors, nested as in a state dict; what is moved into
         tensors is given as they are. Every rank of the two layouts calls it with the same plan.
-        Options: ``group``, ``timeout``, ``deadline``, ``transport``, ``check``, ``atomic``,
-        ``donate``, ``device``, ``progress``, ``sync``.
+        `RunOptions` lists the options.
         """
         found: dict[str, Tensor] = _engine().run(self, tensors, into=into, **options)
         return found
 
     def start(
-        self, tensors: Mapping[str, Any], *, into: Mapping[str, Any] | None = None, **options: Any
+        self,
+        tensors: Mapping[str, Any],
+        *,
+        into: Mapping[str, Any] | None = None,
+        **options: Unpack[RunOptions],
     ) -> Handle:
         """Begin to move and go on; the handle's ``wait()`` gives the tensors."""
         handle: Handle = _engine().start(self, tensors, into=into, **options)

@@ -142,7 +142,7 @@ def _moved(
 
         return {name: cut_here(one, contents[name].layout) for name, one in given.items()}
     # Where every rank cuts its own tensor nothing travels, and a rank may do so alone.
-    check = "first" if len(owners) == 1 else "never"
+    check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
     moved: dict[str, torch.Tensor] = plan(have, want).run(
         given, group=group, device=device, check=check
     )

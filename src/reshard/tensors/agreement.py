@@ -40,8 +40,8 @@ from reshard.errors import DisagreementError, LiveError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec
-from reshard.live.api import run
 from reshard.planning.plans import Plan, plan
+from reshard.tensors.running import run
 from reshard.text import quoted
 
 __all__ = ["Agreement", "describe_values"]

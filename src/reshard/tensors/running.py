@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 from reshard.errors import TensorError
 from reshard.layout.spec import TensorSpec
-from reshard.live.api import release, start_call
+from reshard.live.api import Handle, release, start_call
 from reshard.live.call import call_of
 from reshard.live.failure.cleanup import with_ticket
-from reshard.live.handle import Handle
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import Plan

@@ -65,7 +65,7 @@ class WayBack:
     def _run(
         self, plan: Plan, given: Mapping[str, Tensor], device: torch.device
     ) -> dict[str, Tensor]:
-        return api.run(plan, given, group=self.group, device=device, **self.options)
+        return plan.run(given, group=self.group, device=device, **self.options)
 
     def _spread(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
         """Add up at first holders, box by box, then send the sums to whoever wants them."""

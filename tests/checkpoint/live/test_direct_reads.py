@@ -12,9 +12,10 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import checkpoint
-from reshard.checkpoint.live import loading, own_reads, scatter, small_reads
+from reshard.checkpoint.live import loading, own_reads, small_reads
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
+from reshard.planning.plans import Plan
 from reshard.tensors.agreement import Agreement
 from tests.checkpoint.live.test_load_save import State, bytes_read, mesh_of
 from tests.ranks.pool import Pool
@@ -59,7 +60,7 @@ def is_loaded(into: State, dtype: torch.dtype = torch.float32) -> bool:
 def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dtype) -> tuple:
     """How often ranks spoke and moved, how much was read, and whether all is right."""
     rounds, moves = [], []
-    say, move = Agreement.gather, scatter.api.run
+    say, move = Agreement.gather, Plan.run
 
     def says(*given: Any) -> Any:
         rounds.append(1)
@@ -72,7 +73,7 @@ def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dty
     into = into_of(kind, dtype)
     with (
         patch.object(Agreement, "gather", says),
-        patch.object(scatter.api, "run", runs),
+        patch.object(Plan, "run", runs),
         patch.object(loading, "boot_id", lambda: f"host {rank % hosts}"),
         bytes_read() as counted,
     ):

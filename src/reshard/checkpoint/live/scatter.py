@@ -13,7 +13,6 @@ from reshard.checkpoint.live.views import View, boxes_of, part_of, views_of
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
-from reshard.live import api
 from reshard.planning.plans import plan
 
 __all__ = ["Placer"]
@@ -61,8 +60,7 @@ class Placer:
         if have:
             move = plan(have, want, memory=self._memory)
             self.bytes_moved += move.summary().wire_bytes
-            api.run(
-                move,
+            move.run(
                 given,
                 into=into,
                 group=self._circle.group,

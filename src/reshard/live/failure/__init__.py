@@ -1,8 +1,6 @@
-"""Waits that end, and causes that all ranks of a call learn.
+"""Every wait ends, and all ranks of a call raise the same cause.
 
 watch       one call's waits, timeouts and failure
-abort       post a cause, tell all ranks, keep writers out
-wait_graph  who waits for whom, and deadlocks between sessions
-agreement   compare what ranks were given
-cleanup     account for calls that an exception has left
+agreement   ranks meet in the session's store, and compare their plans
+cleanup     end the calls that an exception has interrupted
 """

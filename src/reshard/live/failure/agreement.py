@@ -1,8 +1,8 @@
-"""Before the first move along a plan, all ranks compare what they were given.
+"""Ranks meet in the session's store, and compare their plans before the first move along a plan.
 
-Each posts a digest. Equal digests end the matter; it is not asked again for that plan. Otherwise
-each posts what it knows of every tensor, and all ranks raise the same error, which names the tensor
-and the ranks that differ.
+Each rank posts a signature of its plan and options. Equal signatures are not compared again.
+Otherwise each rank posts a description of every tensor, and all ranks raise the same error, which
+names the tensors and the ranks that differ.
 """
 
 from __future__ import annotations
@@ -11,33 +11,99 @@ import json
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from reshard.layout.mesh import format_ranks
-from reshard.live.failure.watch import Watch, done_key
-from reshard.live.session.cause import Cause
-from reshard.live.session.store import Store, poll_pauses
-from reshard.live.session.tags import CallAheadError, Tag, compare_codes, describe_code
+from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, Watch
+from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes, describe_code
+from reshard.live.session.store import Store, missing_keys, poll_until
 from reshard.planning.plans import Plan
 from reshard.text import format_bytes
 
-__all__ = ["Signature", "check_hellos", "compare", "join_comparison"]
+__all__ = [
+    "GRAD_CODES", "Signature", "barrier", "check_hellos", "compare", "forget", "join_comparison",
+    "meet",
+]  # fmt: skip
+
+STORE_PAUSE = 0.02
+"""The longest pause between two looks at the store for keys of other ranks."""
 
 MAX_DETAIL = 64 << 20
 """Bytes that a description may decompress to: a peer may be broken."""
 
 DETAIL_SECONDS = 1.0
-"""How long to wait for the descriptions of others, once it is known that they differ."""
+"""How long to wait for the descriptions of other ranks, once signatures are known to differ."""
 
 DIFFER_EVERY = 0.2
-"""Seconds between two looks whether another rank has found a difference."""
+"""Seconds between two checks whether another rank has found a difference."""
 
 MAX_NAMED = 3
+"""Tensors that an error names."""
 
-NO_GRAD, GRAD = 1, 2
-"""What a rank that knows says of gradients."""
+GRAD_CODES = {None: 0, False: 1, True: 2}
+"""The field ``grad`` of a Hello: whether the source requires gradients, if the rank knows."""
+
+Descriptions = Mapping[int, Mapping[str, Mapping[str, str]]]
+"""By rank, its tensors and its settings, each as names and texts."""
+
+
+def meet(
+    watch: Watch,
+    name: str,
+    what: Callable[[int], str],
+    *,
+    value: str = "here",
+    check: Callable[[], None] | None = None,
+) -> list[str]:
+    """Post a value in the store and wait for those of all ranks; returns all keys.
+
+    ``what`` says what a peer is waited for; ``check`` may raise meanwhile.
+    """
+    client, rank = watch.connections.client, watch.connections.rank
+    keys = {one: f"{name}/{one}" for one in watch.connections.ranks}
+    names = list(keys.values())
+    client.request(lambda store: store.set(keys[rank], value))
+    left: Collection[int] = keys.keys() - {rank}
+    looked = time.monotonic()
+
+    def missing() -> Collection[int]:
+        nonlocal left, looked
+        if check is not None:
+            check()
+        if client.check(names):
+            return ()
+        if time.monotonic() - looked > LOOK_EVERY:
+            left, looked = missing_keys(client, keys), time.monotonic()
+        return left
+
+    watch.wait(missing, what, FIRST_PAUSE, STORE_PAUSE)
+    return names
+
+
+def forget(watch: Watch, name: str, keys: Sequence[str]) -> None:
+    """Delete keys of the store when no rank needs them any more.
+
+    The rank that serves the store waits for all others: they may be about to exit.
+    """
+    connections = watch.connections
+    if connections.rank != connections.leader:
+        connections.client.request(lambda store: store.set(_done_key(name, connections.rank), "1"))
+        return
+    done = meet(watch, f"{name}/done", lambda peer: f"it to have read what {watch.what} is")
+    connections.client.request(lambda store: [store.delete_key(key) for key in (*keys, *done)])
+
+
+def _done_key(name: str, rank: int) -> str:
+    """The key that says that a rank does not need the keys of a name any more."""
+    return f"{name}/done/{rank}"
+
+
+def barrier(watch: Watch, name: str) -> None:
+    """Wait until every rank of the session has come this far in the call."""
+    name = f"{name}/{watch.call}"
+    forget(watch, name, meet(watch, name, lambda peer: "it to have all of its part"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,29 +116,21 @@ class Signature:
     devices: str
     """Where this rank's tensors are: ``cpu``, ``cuda``, ...; may differ."""
     grad: int = 0
-    """What this rank says of gradients; one that cannot know says 0."""
+    """Whether the source requires gradients, as in a Hello."""
     tag: Tag | None = None
 
     def to_json(self) -> str:
-        """The signature as it is compared."""
+        """Encode the signature."""
         shared = [self.plan.digest, dict(self.options)]
         code = 0 if self.tag is None else self.tag.code
         return json.dumps([*shared, self.devices, self.grad, code], sort_keys=True)
 
 
 def compare(watch: Watch, signature: Signature) -> dict[int, str]:
-    """Compare with all ranks of the session; gives where each has its tensors."""
-    connections, call = watch.connections, watch.call
+    """Compare the signatures of all ranks; returns where each rank has its tensors."""
+    client = watch.connections.client
     watch.compared = True
-    keys = {rank: f"terms/{call}/{rank}" for rank in connections.ranks}
-    everyone = list(keys.values())
-    client = connections.client
-
-    def post(store: Store) -> None:
-        store.set(keys[connections.rank], signature.to_json())
-        store.set(_comparing(watch), watch.digest.hex())
-
-    client.request(post)
+    client.request(lambda store: store.set(_comparing(watch), watch.digest.hex()))
     first = f'"{next(iter(signature.plan.want))}"' if signature.plan.want else "nothing"
     looked = time.monotonic()
 
@@ -85,19 +143,22 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
             if client.check([_differ(watch)]):
                 _raise_disagreement(watch, signature)
 
-    watch.wait_keys(keys, lambda peer: f"it to compare what is moved, with {first}", check)
-    values = client.request(lambda store: store.multi_get(everyone))
-    found = {rank: _read_signature(text) for rank, text in zip(keys, values, strict=True)}
+    what = f"it to compare what is moved, with {first}"
+    name, value = _signatures(watch), signature.to_json()
+    keys = meet(watch, name, lambda peer: what, value=value, check=check)
+    values = client.request(lambda store: store.multi_get(keys))
+    ranks = watch.connections.ranks
+    found = {rank: _read_signature(text) for rank, text in zip(ranks, values, strict=True)}
     _check_tags(watch, {rank: int(one[4]) for rank, one in found.items()})
     if len({json.dumps(one[:2]) for one in found.values()}) > 1:
         _raise_disagreement(watch, signature)
     _check_grad(watch, {rank: int(one[3]) for rank, one in found.items()})
-    watch.forget(f"compared/{call}", [*everyone, _comparing(watch)])
+    forget(watch, _signatures(watch), [*keys, _comparing(watch)])
     return {rank: str(one[2]) for rank, one in found.items()}
 
 
 def _read_signature(text: bytes) -> list[Any]:
-    """A peer's signature; one that cannot be read differs from all others."""
+    """Decode a peer's signature; a malformed one differs from all others."""
     try:
         digest, options, devices, grad, tag = json.loads(text)
         return [digest, options, str(devices), int(grad), int(tag)]
@@ -112,7 +173,7 @@ def check_hellos(watch: Watch, signature: Callable[[], Signature]) -> None:
         if hello.tag != watch.tag_code:
             _check_tags(watch, {peer: one.tag for peer, one in tuple(hellos.items())})
         if hello.digest != watch.digest:
-            # A peer whose plan was compared before does not look for ours: let it know.
+            # Peers whose plan was compared before do not look for our signature: send a Hello.
             for peer in watch.connections.peers.keys() & hellos.keys() if watch.compared else ():
                 watch.mailbox.send(peer, watch.hello())
             _raise_disagreement(watch, signature())
@@ -122,10 +183,10 @@ def check_hellos(watch: Watch, signature: Callable[[], Signature]) -> None:
 
 
 def _check_tags(watch: Watch, codes: Mapping[int, int]) -> None:
-    """Ranks must be in calls with the same tag.
+    """Fail unless all ranks are in calls with the same tag.
 
-    Where tags are numbers, the ranks with the lower one wait in vain: their call fails. A rank with
-    the highest one left it out, and goes on to meet the others in their next call.
+    Where tags are numbers, the call of the ranks with the lower one fails. A rank with the highest
+    one left that call out, and meets the others in their next call.
     """
     mine = watch.tag_code
     others = {rank: code for rank, code in codes.items() if code != mine}
@@ -138,7 +199,7 @@ def _check_tags(watch: Watch, codes: Mapping[int, int]) -> None:
     text = f"ranks are in different calls: {parts}; one of them has left out a call"
     cause = Cause("disagree", text, first if None not in orders else 0)
     if set(orders) == {1}:
-        raise CallAheadError(watch.abort.post(cause))
+        raise CallAheadError(watch.post(cause))
     watch.fail(cause)
 
 
@@ -147,26 +208,23 @@ def _call_with(code: int) -> str:
 
 
 def _check_grad(watch: Watch, grads: Mapping[int, int]) -> None:
-    """Ranks that know whether gradients are wanted must say the same."""
-    no, yes = ([rank for rank, one in grads.items() if one == code] for code in (NO_GRAD, GRAD))
+    """Fail if the source requires gradients on some ranks and not on others."""
+    no, yes = (sorted(r for r, one in grads.items() if one == code) for code in (1, 2))
     if no and yes:
-        watch.fail(
-            Cause(
-                "disagree",
-                f"the source requires gradients on ranks {format_ranks(sorted(yes))} and not on "
-                f"{format_ranks(sorted(no))}: set requires_grad alike, or call under no_grad on "
-                "all ranks",
-            )
+        text = (
+            f"the source requires gradients on ranks {format_ranks(yes)} and not on "
+            f"{format_ranks(no)}: set requires_grad alike, or call under no_grad on all ranks"
         )
+        watch.fail(Cause("disagree", text))
 
 
 def join_comparison(watch: Watch, signature: Signature) -> None:
-    """A rank whose plan was compared before waits for others: do they compare a plan?
+    """Post this rank's signature if the other ranks compare a plan that it has compared before.
 
-    If it is the same one, they have forgotten: an earlier call failed on them and not here, or this
-    rank was late for it. They get what they wait for.
+    They compare it again because an earlier call failed on them and not here, or because this rank
+    was late for it.
     """
-    client = watch.connections.client
+    client, rank = watch.connections.client, watch.connections.rank
     if client.check([_differ(watch)]):
         _raise_disagreement(watch, signature)
     if watch.compared or not client.check([_comparing(watch)]):
@@ -175,27 +233,32 @@ def join_comparison(watch: Watch, signature: Signature) -> None:
     if compared.decode() != watch.digest.hex():
         _raise_disagreement(watch, signature)
     watch.compared = True
-    call, rank = watch.call, watch.connections.rank
+    name = _signatures(watch)
 
     def join(store: Store) -> None:
-        store.set(f"terms/{call}/{rank}", signature.to_json())
-        store.set(done_key(f"compared/{call}", rank), "1")
+        store.set(f"{name}/{rank}", signature.to_json())
+        store.set(_done_key(name, rank), "1")
 
     client.request(join)
 
 
+def _signatures(watch: Watch) -> str:
+    """The prefix of the keys of signatures."""
+    return f"signature/{watch.call}"
+
+
 def _differ(watch: Watch) -> str:
-    """The key that says that the ranks of a call do different things."""
+    """The key that says that the signatures of a call differ."""
     return f"differ/{watch.call}"
 
 
 def _comparing(watch: Watch) -> str:
-    """The key that says that ranks compare in a call, and the digest of what they compare."""
+    """The key that says that ranks compare in a call, with the digest of their plan."""
     return f"comparing/{watch.call}"
 
 
 def _raise_disagreement(watch: Watch, signature: Signature) -> NoReturn:
-    """Post what this rank was given, read what the others were, and name the difference."""
+    """Post a description of this rank's plan, read those of the others, and name the difference."""
     connections, client = watch.connections, watch.connections.client
     keys = {rank: f"detail/{watch.call}/{rank}" for rank in connections.ranks}
     text = zlib.compress(json.dumps(_describe(signature)).encode(), 1).hex()
@@ -205,14 +268,12 @@ def _raise_disagreement(watch: Watch, signature: Signature) -> NoReturn:
         store.set(_differ(watch), "1")
 
     client.request(post)
-    end = time.monotonic() + DETAIL_SECONDS
-    for pause in poll_pauses():
-        if client.check(list(keys.values())) or time.monotonic() > end:
+    for in_time in poll_until(DETAIL_SECONDS):
+        if client.check(list(keys.values())) or not in_time:
             break
-        time.sleep(pause)
-    there = {rank: key for rank, key in keys.items() if client.check([key])}
-    values = client.request(lambda store: store.multi_get(list(there.values())))
-    details = {rank: _read_detail(value) for rank, value in zip(there, values, strict=True)}
+    posted = {rank: key for rank, key in keys.items() if client.check([key])}
+    values = client.request(lambda store: store.multi_get(list(posted.values())))
+    details = {rank: _read_detail(value) for rank, value in zip(posted, values, strict=True)}
     watch.fail(Cause("disagree", _difference(details)))
 
 
@@ -235,7 +296,7 @@ def _describe(signature: Signature) -> dict[str, Any]:
 
 
 def _read_detail(value: bytes) -> dict[str, dict[str, str]]:
-    """A peer's description, however broken, as text to text."""
+    """Decode a peer's description, which may be malformed."""
     try:
         unpacked = zlib.decompressobj().decompress(bytes.fromhex(value.decode()), MAX_DETAIL)
         data = json.loads(unpacked)
@@ -247,30 +308,25 @@ def _read_detail(value: bytes) -> dict[str, dict[str, str]]:
         return {"tensors": {}, "settings": {"description": "cannot be read"}}
 
 
-def _difference(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> str:
-    """Where descriptions of ranks differ, in words: the tensors first, then the settings."""
+def _difference(details: Descriptions) -> str:
+    """Name the tensors that differ between ranks, or else the settings."""
     for part in ("tensors", "settings"):
-        found = _differing(details, part)
-        if found:
-            more = f"; and {len(found) - MAX_NAMED} more differ" if len(found) > MAX_NAMED else ""
-            return "ranks were given different moves: " + "; ".join(found[:MAX_NAMED]) + more
+        differing = []
+        for name in sorted({name for detail in details.values() for name in detail[part]}):
+            texts = {rank: detail[part].get(name, "nothing") for rank, detail in details.items()}
+            if len(set(texts.values())) > 1:
+                differing.append(f"{name}: {_by_text(texts)}")
+        if differing:
+            more = len(differing) - MAX_NAMED
+            tail = f"; and {more} more differ" if more > 0 else ""
+            return "ranks were given different moves: " + "; ".join(differing[:MAX_NAMED]) + tail
     return (
         "ranks were given different moves: plan digests differ although tensors and settings agree"
     )
 
 
-def _differing(details: Mapping[int, Mapping[str, Mapping[str, str]]], part: str) -> Sequence[str]:
-    names = sorted({name for detail in details.values() for name in detail[part]})
-    found = []
-    for name in names:
-        texts = {rank: detail[part].get(name, "nothing") for rank, detail in details.items()}
-        if len(set(texts.values())) > 1:
-            found.append(f"{name}: {_by_text(texts)}")
-    return found
-
-
 def _by_text(texts: Mapping[int, str]) -> str:
-    """Which ranks have which text, the most common one first."""
+    """Name the ranks that have each text, the most common one first."""
     parts = []
     for text, _ in Counter(texts.values()).most_common():
         ranks = [rank for rank, one in texts.items() if one == text]

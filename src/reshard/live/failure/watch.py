@@ -1,67 +1,73 @@
-"""No call waits for ever, and all ranks of a call learn the same cause.
+"""One call on one rank: every wait ends, and all ranks of the call raise the same cause.
 
-A wait ends when a peer is lost, when a cause is posted, or when its time is over: then the rank
-that holds up all others is named. A wait that takes a few milliseconds costs a few microseconds:
-only longer ones look at the store.
+A wait ends when a peer is lost, when a cause is posted, or at its timeout: then the error names the
+rank that holds up all others. A wait of a few milliseconds costs a few microseconds: only longer
+ones look at the store. The first cause that is posted for a call stands.
 """
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.failure.abort import CallAbort
-from reshard.live.failure.wait_graph import WaitGraph
-from reshard.live.session.cause import Cause
-from reshard.live.session.control import Alive, Hello
+from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes
+from reshard.live.session.control import Abort, Alive, Hello
 from reshard.live.session.rendezvous import Connections, outcome_key
 from reshard.live.session.session import Session
-from reshard.live.session.store import REQUEST_SECONDS, missing_keys
-from reshard.live.session.tags import CallAheadError, Tag, compare_codes
+from reshard.live.session.store import REQUEST_SECONDS, Store
+from reshard.live.session.wait_graph import WaitGraph
 
-__all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "done_key"]
+__all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "abort_key"]
 
 POST_AFTER = 1.0
-"""Seconds of waiting after which a rank posts whom it waits for, and looks for a posted cause."""
+"""Seconds of waiting after which a rank posts which peer it waits for."""
 
 LOOK_EVERY = 0.25
 FIRST_PAUSE = 0.0002
 PAUSE_GROWTH = 1.2
-STORE_PAUSE = 0.02
-"""The longest pause between two looks at the store for keys of other ranks."""
 
 HEARTBEAT_EVERY = 1.0
 """Seconds of work after which a rank sends a heartbeat; sooner where the timeout is short."""
 
 IN_FLIGHT_SECONDS = 0.5
-"""How long messages over the network may take that were sent by a rank that has left."""
+"""How long messages over the network may take that a rank has sent before it exited."""
+
+WRITER_SECONDS = 1.0
+"""How long to wait for a peer that was about to write into our memory when a call failed."""
 
 What = Callable[[int], str]
-"""What a peer is waited for, in words that follow "waits for"."""
+"""What this rank waits for from a peer, in words that follow "waits for"."""
 
 
-def done_key(name: str, rank: int) -> str:
-    """The key that says that a rank needs the keys of this name no more."""
-    return f"{name}/done/{rank}"
+def abort_key(call: int) -> str:
+    """The key of the session's store under which the cause of a call's failure is posted."""
+    return f"abort/{call}"
 
 
 class Watch:
     """One call on one rank: its identity, its waits and its failure. Transports work with it."""
 
     handshaking = True
-    """Whether it is still waited for that all peers have called."""
+    """Whether this rank still waits for peers to call."""
     compared = False
-    """Whether ranks have compared what they were given in this call."""
+    """Whether the ranks have compared their plans in this call."""
+    cause: Cause | None = None
+    """Why the call has failed."""
+    failed = False
+    """Whether the call has failed, and the other ranks know."""
     cut_by: Cause | None = None
     """Why another call had to cut the connections that this one uses."""
     by_network: frozenset[int] = frozenset()
     """Peers that are reached over the network."""
+    written: object = None
+    """The tensors into which other processes may write."""
     suspect: Callable[[], None] | None = None
-    """Looks, whenever the store is looked at, for what a missing peer does instead."""
+    """Raises if a missing peer is in another call; called whenever the store is looked at."""
     _graph: WaitGraph | None = None
     _looked = _heartbeat = 0.0
 
@@ -78,7 +84,7 @@ class Watch:
         tag: Tag | None = None,
         grad: int = 0,
     ) -> None:
-        """``what`` says what the call does, ``grad`` what this rank's Hello says of gradients."""
+        """``what`` says what the call does, ``grad`` is a field of this rank's Hello."""
         self.session, self.connections = session, connections
         self.call, self.digest, self.what, self.grad = call, digest, what, grad
         self.timeout, self.deadline = timeout, deadline
@@ -86,20 +92,16 @@ class Watch:
         self.tag_code = 0 if tag is None else tag.code
         self.mailbox = connections.mailbox
         self.inbox = self.mailbox.open(call)
-        self.abort = CallAbort(connections, call, self.tag_code)
-        self.status: Callable[[], str] = self._not_begun
-        """How far this rank has come, for messages."""
+        self.status: Callable[[], str] = lambda: f"on rank {connections.rank}: no round begun"
+        """How far this rank has come, for error messages."""
         self.broken: dict[int, str] = {}
         """Peers whose connection over the network failed, and how."""
         self._left_at: dict[int, float] = {}
         self._impatient_after = min(LOOK_EVERY, timeout / 4)
         connections.client.seconds = timeout
 
-    def _not_begun(self) -> str:
-        return f"on rank {self.connections.rank}: no round begun"
-
     def hello(self, **more: Any) -> Hello:
-        """This rank's Hello, with what a transport adds."""
+        """This rank's Hello, with the fields that a transport adds."""
         finished = self.mailbox.num_finished
         return Hello(self.call, self.digest, self.grad, self.tag_code, finished, **more)
 
@@ -114,14 +116,15 @@ class Watch:
     ) -> None:
         """Wait until no peer is missing.
 
-        What no message tells is asked for again after a pause, which grows up to the longest.
+        Events that come without a message are polled with a pause, which grows up to the longest.
         """
         inbox, mailbox, began = self.inbox, self.mailbox, 0.0
         while left := missing():
             now = time.monotonic()
             began = began or now
             waited = now - began > self._impatient_after
-            if waited or mailbox.lost or self.broken or self._has_trouble(now):
+            over = self.ends is not None and now > self.ends
+            if waited or over or mailbox.lost or self.broken or inbox.abort or self.failed:
                 self.check_lost(left, what)
                 self._check_aborted()
                 self._grow_impatient(left, what, began)
@@ -129,68 +132,24 @@ class Watch:
             pause = min(pause * PAUSE_GROWTH, longest)
         if self.handshaking:
             self._check_flags()
-        if inbox.abort is not None or self.abort.is_over:
+        if inbox.abort is not None or self.failed:
             self._check_aborted()
         if self._graph is not None:
             self._graph.withdraw()
 
-    def wait_keys(
-        self, keys: Mapping[int, str], what: What, check: Callable[[], None] | None = None
-    ) -> None:
-        """Wait until the keys of all ranks are in the session's store; ``check`` may raise."""
-        client, names = self.connections.client, list(keys.values())
-        left: Collection[int] = keys.keys() - {self.connections.rank}
-        looked = time.monotonic()
-
-        def missing() -> Collection[int]:
-            nonlocal left, looked
-            if check is not None:
-                check()
-            if client.check(names):
-                return ()
-            if time.monotonic() - looked > LOOK_EVERY:
-                left, looked = missing_keys(client, keys), time.monotonic()
-            return left
-
-        self.wait(missing, what, FIRST_PAUSE, STORE_PAUSE)
-
-    def barrier(self, name: str) -> None:
-        """Wait until every rank of the session has come this far in the call."""
-        ranks, client = self.connections.ranks, self.connections.client
-        keys = {rank: f"{name}/{self.call}/{rank}" for rank in ranks}
-        client.request(lambda store: store.set(keys[self.connections.rank], "1"))
-        self.wait_keys(keys, lambda peer: "it to have all of its part")
-        self.forget(f"{name}/{self.call}", list(keys.values()))
-
-    def forget(self, name: str, keys: Sequence[str]) -> None:
-        """Delete keys of the store once every rank has said that it needs them no more.
-
-        The rank that serves the store waits for that: it may be about to leave.
-        """
-        connections = self.connections
-        done = {rank: done_key(name, rank) for rank in connections.ranks}
-        connections.client.request(lambda store: store.set(done[connections.rank], "1"))
-        if connections.rank == connections.leader:
-            self.wait_keys(done, lambda peer: f"it to have read what {self.what} is")
-            used = (*keys, *done.values())
-            connections.client.request(lambda store: [store.delete_key(key) for key in used])
-
-    def _has_trouble(self, now: float) -> bool:
-        over = self.ends is not None and now > self.ends
-        return over or self.inbox.abort is not None or self.abort.is_over
-
     @property
     def waits(self) -> WaitGraph:
-        """What this rank posts and reads about who waits for whom."""
+        """The records of which rank waits for which."""
         if self._graph is None:
-            graph = WaitGraph(self.session, self.call, self.what)
-            self._graph = graph.attach(self.connections, self.inbox, self.timeout)
+            graph, connections = WaitGraph(self.session, self.call, self.what), self.connections
+            graph.attach(self.mailbox, connections.client, self.inbox, self.timeout)
+            self._graph = graph
             if self.handshaking:
                 graph.observe()
         return self._graph
 
     def _grow_impatient(self, left: Collection[int], what: What, began: float) -> None:
-        """Look for a cause, post whom this rank waits for, or give up, as time goes by."""
+        """Look for a cause, post which peer this rank waits for, or give up, as time goes by."""
         now, heard = time.monotonic(), self.inbox.heard
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         longest = max(quiet, key=lambda peer: quiet[peer])
@@ -198,6 +157,8 @@ class Watch:
             self._check_other_sessions(left)
         if self.ends is not None and now > self.ends:
             self._expire(longest, what, f"the deadline of {self.deadline:g} s")
+        # Peers of this host that have called send their Abort themselves.
+        sends_aborts = not self.handshaking and self.connections.peers.keys() >= set(left)
         if quiet[longest] > self.timeout:
             self._expire(longest, what, f"{self.timeout:g} s", patient=True)
         elif quiet[longest] > min(POST_AFTER, self.timeout / 3):
@@ -205,21 +166,17 @@ class Watch:
             self._look_for_cause()
             if self.handshaking:
                 self._check_passed(left)
-        elif quiet[longest] > LOOK_EVERY and not self._hears_all(left):
+        elif quiet[longest] > LOOK_EVERY and not sends_aborts:
             self._look_for_cause()
 
-    def _hears_all(self, left: Collection[int]) -> bool:
-        """Whether an Abort of any of these comes by itself: of ranks of this host that called."""
-        return not self.handshaking and self.connections.peers.keys() >= set(left)
-
     def _expire(self, peer: int, what: What, limit: str, patient: bool = False) -> None:
-        """Time is over: name the rank that holds up all others.
+        """Fail at the end of a timeout, and name the rank that holds up all others.
 
-        With patience, a rank that is at work may take longer, and so may those that wait for it.
+        With ``patient``, a rank that sends heartbeats is given more time.
         """
         root, alive = self.waits.root(peer, what(peer))
         if patient and alive:
-            # Asked again in a moment: it may have come to the end just now.
+            # Checked again soon: the rank may have finished just now.
             self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
             return
         state = "stopped answering" if root.met else "has not called"
@@ -245,23 +202,61 @@ class Watch:
     # Failing -----------------------------------------------------------------------------------
 
     def fail(self, cause: Cause) -> NoReturn:
-        """Post a cause, tell all ranks, and raise what was posted first."""
-        self._raise(self.abort.post(cause))
+        """Post a cause, abort the call on all ranks, and raise the cause that was posted first."""
+        self._raise(self.post(cause))
 
     def fail_with(self, error: ReshardError) -> NoReturn:
-        """Tell the other ranks of an error of this one, and raise; an error of the call stays."""
-        if self.abort.is_over:
+        """Abort the call on all ranks because of an error of this one, unless it has failed."""
+        if self.failed:
             raise error
         cause = Cause.of(error, self.connections.rank)
         self.fail(Cause(cause.kind, f"{cause.text}, in {self.what}"))
+
+    def post(self, cause: Cause) -> Cause:
+        """Post why the call fails; returns the cause that was posted first."""
+        if not cause.tag:
+            cause = replace(cause, tag=self.tag_code)
+        call, text = self.call, cause.to_json()
+
+        def post(store: Store) -> Any:
+            # The epoch moves on before any rank can know of the failure, so that no rank begins a
+            # new call without knowing. Process groups of earlier epochs are not used again.
+            if store.add("epoch", 0) <= call:
+                store.set("epoch", str(call + 1))
+            return store.compare_set(abort_key(call), "", text)
+
+        with contextlib.suppress(PeerLostError):
+            return Cause.from_json(self.connections.client.request(post, REQUEST_SECONDS))
+        return cause
+
+    def _posted(self, call: int) -> Cause | None:
+        """The cause that is posted for a call; None if there is none, or no store."""
+        text = None
+        with contextlib.suppress(PeerLostError):
+            text = self.connections.client.get(abort_key(call))
+        return None if text is None else Cause.from_json(text)
 
     def _raise(self, cause: Cause) -> NoReturn:
         self.session.skip_calls(cause.calls)
         tagged = self.handshaking and self.tag_code
         if tagged and compare_codes(self.tag_code, cause.tag) == 1:
             raise CallAheadError(cause)  # this rank left out the call that failed
-        self.abort.stop(cause)
+        self._stop(cause)
         raise cause.error(self.status())
+
+    def _stop(self, cause: Cause) -> None:
+        """Send an Abort to the ranks of this host, and keep them from writing into our memory."""
+        connections, call = self.connections, self.call
+        self.cause = cause
+        self.failed = True
+        connections.flags.mark_failed(call)
+        connections.last_failed = max(connections.last_failed, call)
+        for peer in connections.peers:
+            self.mailbox.send(peer, Abort(call, cause.to_json().encode()))
+        if connections.writers_after(WRITER_SECONDS, call):
+            # One was stopped between checking our flags and writing. It may go on at any time, so
+            # the memory into which it writes must never be used for anything else.
+            connections.quarantine.append(self.written)
 
     def check(self) -> None:
         """Raise if the call has failed elsewhere; cheap enough for inner loops."""
@@ -271,13 +266,13 @@ class Watch:
             self.fail(Cause("late", f"{passed} {self.connections.rank}"))
 
     def _check_aborted(self) -> None:
-        if self.abort.is_over and self.abort.cause is not None:
-            raise self.abort.cause.error(self.status())  # another thread has given the call up
+        if self.failed and self.cause is not None:
+            raise self.cause.error(self.status())  # another thread has given the call up
         if self.inbox.abort is not None:
-            self._raise(self.abort.received(self.inbox.abort))
+            self._raise(Cause.from_json(self.inbox.abort.text))
 
     def check_lost(self, left: Collection[int], what: What) -> None:
-        """Fail if one of these peers is gone; ``what`` says what each is waited for."""
+        """Fail if one of these peers is lost; ``what`` says what this rank waits for."""
         gone = sorted(peer for peer in set(left) & self.mailbox.lost if self._is_gone(peer))
         torn = sorted(set(left) & set(self.broken))
         if gone:
@@ -286,15 +281,19 @@ class Watch:
         if torn and self.cut_by is not None:
             self.fail(self.cut_by.of_earlier_call())
         if torn:
-            time.sleep(LOOK_EVERY)  # the rank that cut the connection may be about to say why
+            time.sleep(LOOK_EVERY)  # the rank that cut the connection may be about to post why
             self._look_for_cause(now=True)
-            self._look_at_earlier_calls()
+            for call in range(max(self.call - 3, 0), self.call):
+                # A peer that failed in a call that is over here has cut the connection then.
+                cause = self._posted(call)
+                if cause is not None and call > self.connections.last_failed:
+                    self.fail(cause.of_earlier_call())
             self._fail_without(torn[0], self.broken[torn[0]], what)
 
     def _is_gone(self, peer: int) -> bool:
-        """Whether nothing comes any more from a rank that has left.
+        """Whether no more messages come from a rank that has exited.
 
-        What it sent over the network before it left may come after the news that it has.
+        Messages over the network may come after the news of its exit.
         """
         if peer not in self.by_network:
             return True
@@ -306,7 +305,10 @@ class Watch:
         self.fail(Cause("lost", f"rank {peer} is gone ({how}) and {waits}"))
 
     def fail_because_of(self, peer: int, what: str, error: OSError | None = None) -> NoReturn:
-        """A peer has given up the call, or its memory cannot be reached; it is about to say why."""
+        """Fail because a peer has given up the call, or its memory cannot be reached.
+
+        The peer's own cause is raised if it arrives within a second.
+        """
         end = time.monotonic() + REQUEST_SECONDS
         while time.monotonic() < end:
             self._check_aborted()
@@ -318,23 +320,16 @@ class Watch:
         self.fail(Cause("error", reach))
 
     def _look_for_cause(self, now: bool = False) -> None:
-        """Look for a cause in the store, now and then; without a store there is none."""
+        """Look for a posted cause, at most every quarter of a second unless ``now``."""
         if not now and time.monotonic() - self._looked < LOOK_EVERY:
             return
         self._looked = time.monotonic()
-        posted = self.abort.posted()
+        posted = self._posted(self.call)
         with contextlib.suppress(PeerLostError):
             if self.suspect is not None:
                 self.suspect()
         if posted is not None:
             self._raise(posted)
-
-    def _look_at_earlier_calls(self) -> None:
-        """A peer that failed in a call that is over here has cut the connection then."""
-        for call in range(max(self.call - 3, 0), self.call):
-            found = self.abort.posted(call)
-            if found is not None and call > self.connections.last_failed:
-                self.fail(found.of_earlier_call())
 
     # The handshake -----------------------------------------------------------------------------
 
@@ -346,52 +341,46 @@ class Watch:
             self._graph.close()
 
     def _check_flags(self) -> None:
-        """Fail if a rank of this host that called long ago has given up since.
-
-        Its Abort may be unread, and its Hello, with all of its part, read.
-        """
+        """Fail if a rank of this host has given up the call: its Abort may still be unread."""
         for rank, peer in self.connections.peers.items():
             if peer.flags.has_failed(self.call):
                 self.fail_because_of(rank, "its part")
 
     def _check_passed(self, left: Collection[int]) -> None:
-        """Fail if a peer is through with this call without having sent us a Hello.
+        """Fail if a peer has finished this call without having sent us a Hello.
 
-        A Hello over the network may come after one of a later call over a socket.
+        Not over the network, where a Hello may come after a later one over a socket.
         """
-        finished, hellos = self.mailbox.finished_by, self.inbox.hellos
+        finished, hellos, ranks = self.mailbox.finished_by, self.inbox.hellos, self.session.ranks
         for peer in set(left) - self.by_network:
             if finished.get(peer, 0) > self.call and peer not in hellos:
                 self._check_aborted()
                 if self._graph is not None:
-                    # It may have given up a deadlock in which it found this rank too.
+                    # The peer may have given up a deadlock of which this rank is a part.
                     self._fail_deadlocked(self._graph.verdict())
-                self.fail(
-                    Cause(
-                        "disagree",
-                        f"rank {peer} has made call {self.call} of ranks "
-                        f"{format_ranks(self.connections.ranks)} without an exchange, and rank "
-                        f"{self.connections.rank} waits for it to begin {self.what}: give all "
-                        "ranks the same move",
-                    )
+                text = (
+                    f"rank {peer} has made call {self.call} of ranks {format_ranks(ranks)} without "
+                    f"an exchange, and rank {self.connections.rank} waits for it to begin "
+                    f"{self.what}: give all ranks the same move"
                 )
+                self.fail(Cause("disagree", text))
 
     def _check_other_sessions(self, left: Collection[int]) -> None:
-        """Have ranks given this call up before they were connected, or wait in another session?"""
+        """Fail if ranks gave up this call before they were connected, or wait in other sessions."""
         graph = self.waits
         if graph.is_due and self.call != self.connections.first_call:
-            refused = graph.refused(outcome_key(self.call))
+            refused = graph.outcome(outcome_key(self.call))
             if refused is not None:
                 self.fail(Cause.from_json(refused))
         self._fail_deadlocked(graph.find_deadlock(left))
 
-    def _fail_deadlocked(self, found: str | None) -> None:
-        if found is not None and self._graph is not None:
-            self.fail(Cause("disagree", found, calls=self._graph.given_up))
+    def _fail_deadlocked(self, deadlock: str | None) -> None:
+        if deadlock is not None and self._graph is not None:
+            self.fail(Cause("disagree", deadlock, calls=self._graph.given_up))
 
     def close(self) -> None:
-        """The call is over; nothing refers to its tensors any more."""
+        """End the call; from now on the watch refers to no tensors."""
         self.finish_handshake()
         self.mailbox.close(self.call)
         over = f"on rank {self.connections.rank}: the call is over"
-        self.status, self.abort.written = lambda: over, None
+        self.status, self.written = lambda: over, None

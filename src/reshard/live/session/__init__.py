@@ -1,13 +1,13 @@
-"""The ranks of a move: who they are, how they are connected, which call meets which.
+"""The ranks of a move: the numbers of their calls, their connections, their control messages.
 
 session        sets of ranks, and the numbers of their calls
 rendezvous     connect all ranks of a session, or none
-connections    this rank's connections to the others
-store          the session's store, and a client that never hangs
+wait_graph     which rank waits for which, and deadlocks between sessions
 listener       connect the ranks of one host
 mailbox        control messages over unix sockets
-control        the control messages
+control        the control messages themselves
+cause          why a call failed; tags of calls
 shared_memory  buffers that two processes map; abort flags
-cause, tags    why a call failed; user-given names of calls
-worker         worker threads and an interrupt-safe lock
+store          the session's store, and a client whose requests time out
+worker         worker threads, and a lock that an exception cannot leave locked
 """

@@ -1,7 +1,12 @@
-"""Why a call failed, as its ranks tell each other."""
+"""Why a call failed, as ranks send it to each other; and tags, the names that users give to calls.
+
+A tag, such as the number of the training step, shows that a rank has left out a call: the ranks of
+one call then have different tags.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +21,16 @@ from reshard.errors import (
     TensorError,
 )
 
-__all__ = ["MAX_CHARACTERS", "MAX_RANKS", "Calls", "Cause"]
+__all__ = [
+    "MAX_CHARACTERS", "MAX_RANKS", "CallAheadError", "Calls", "Cause", "Tag", "compare_codes",
+    "describe_code",
+]  # fmt: skip
 
 MAX_CHARACTERS = 2000
-"""A longer text is shortened, the same for all ranks, whichever way they are told."""
+"""A longer text is truncated, so that a cause fits into a message."""
 MAX_RANKS = 256
 """Ranks, counted with repetition, of the sessions whose calls a cause names. Above that it names no
-calls: a rank then counts those calls when it finds the deadlock itself."""
+calls: a rank skips those calls when it finds the deadlock itself."""
 
 Calls = tuple[tuple[tuple[int, ...], int], ...]
 """Calls by the ranks of their sessions, and their numbers there."""
@@ -37,7 +45,7 @@ _ERRORS: dict[str, type[LiveError]] = {
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a call failed."""
+    """Why a call failed: all ranks of the call raise it."""
 
     kind: str
     """``lost``, ``late``, ``disagree``, ``tensor``, ``error``, or the name of a `ReshardError`."""
@@ -45,10 +53,10 @@ class Cause:
     tag: int = 0
     """The code of the failed call's tag; 0 if it has none."""
     calls: Calls = ()
-    """Calls of other sessions that failed for the same reason: they count as made."""
+    """Calls of other sessions that failed for the same reason; ranks skip them."""
 
     def to_json(self) -> str:
-        """The text that is stored and sent; bounded in size."""
+        """The cause as it is posted and sent, bounded in size."""
         text = self.text
         if len(text) > MAX_CHARACTERS:
             text = text[: MAX_CHARACTERS - 3] + "..."
@@ -70,7 +78,7 @@ class Cause:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> Cause:
-        """The cause that an exception on a rank stands for."""
+        """The cause for an exception on a rank."""
         if isinstance(error, LiveError):
             kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
             return cls(kinds[0] if kinds else "error", str(error))
@@ -81,7 +89,7 @@ class Cause:
         return cls("error", f"rank {rank} failed with {error!r}")
 
     def of_earlier_call(self) -> Cause:
-        """The same cause for a later call, which fails because of it."""
+        """The cause of a later call that fails because of this one."""
         earlier = "a move before it failed: "
         return Cause(self.kind, earlier + self.text.removeprefix(earlier))
 
@@ -92,3 +100,68 @@ class Cause:
         if not (isinstance(kind, type) and issubclass(kind, ReshardError)):
             kind = LiveError
         return kind(self.text + tail)
+
+
+class CallAheadError(Exception):
+    """This rank left out the call that failed and is already in a later one, which goes on."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
+MAX_COUNT = 1 << 16
+MAX_NUMBER = 1 << 46
+MAX_TEXT = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A user-given name of a call."""
+
+    text: str
+    """The tag in error messages."""
+    code: int
+    """The tag in control messages: equal for equal calls; for numbers, larger for later calls."""
+
+    @classmethod
+    def of(cls, tag: object, count: int) -> Tag:
+        """The tag of a call; ``count`` calls before it had the same tag."""
+        number = isinstance(tag, int) and not isinstance(tag, bool)
+        if not number and not isinstance(tag, str):
+            raise LiveError(f"tag= is a {type(tag).__name__}: give a number or a short text")
+        if isinstance(tag, int) and not 0 <= tag < MAX_NUMBER:
+            raise LiveError(f"tag={tag}: a number is at least 0 and less than {MAX_NUMBER}")
+        if isinstance(tag, str) and len(tag) > MAX_TEXT:
+            raise LiveError(f"tag= has {len(tag)} characters: {MAX_TEXT} at most")
+        if isinstance(tag, int):
+            value = tag
+        else:
+            digest = hashlib.blake2b(str(tag).encode(), digest_size=8).digest()
+            value = int.from_bytes(digest, "big") % MAX_NUMBER
+        code = (value * MAX_COUNT + min(count, MAX_COUNT - 1)) * 2 + int(number)
+        return cls(describe_code(code) if number else f'tag "{tag}"' + _nth(count), code)
+
+
+def describe_code(code: int) -> str:
+    """A tag in an error message of a rank that knows only its code."""
+    if not code:
+        return "no tag"
+    if not code & 1:
+        return "another tag"
+    tag, count = divmod(code >> 1, MAX_COUNT)
+    return f"tag {tag}" + _nth(count)
+
+
+def _nth(count: int) -> str:
+    return f", call {count + 1} with it" if count else ""
+
+
+def compare_codes(one: int, other: int) -> int | None:
+    """1 if the call with the first code is the later one, -1 if it is the earlier one.
+
+    None where that is unknown: only tags that are numbers have an order.
+    """
+    if not (one & 1 and other & 1):
+        return None
+    return (one > other) - (one < other)

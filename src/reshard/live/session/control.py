@@ -1,16 +1,16 @@
-"""Control messages: what ranks tell each other about a call besides its data.
+"""Control messages: what ranks send each other about a call besides its data.
 
-    sender                                   receiver
-    ------                                   --------
-    Hello    I have entered the call         waits for the Hello of every peer: the handshake
-    Ready    my message of a round is there  copies it, or finds that it was written already
-    Released I have read your message        may reuse the memory that the message was in
-    Abort    the call has failed             raises the same cause
-    Alive    I am still working              does not time out
-    Waiting  whom I wait for                 names the rank that holds up all others
-    Retired  a shared buffer is unused       unmaps it
+    message  sent when the sender                     the receiver
+    -------  --------------------                     ------------
+    Hello    has entered the call                     waits for one of every peer: the handshake
+    Ready    has made its message of a round ready    reads it, or finds it in its tensors
+    Released has read a message                       reuses the memory of that message
+    Abort    knows that the call has failed           raises the same cause
+    Alive    is in the middle of long work            does not time out
+    Waiting  has waited for a peer for a while        finds the rank that holds up all others
+    Retired  frees a shared buffer                    unmaps it
 
-Every message names its call, so that data of two calls never meet. The first 24 bytes are the same
+Every message names its call, so that data of two calls never meet. The first 16 bytes are the same
 for all kinds, the rest depends on the kind; a text may follow. ``docs/protocol.md`` shows the
 sequence of a move.
 """
@@ -23,18 +23,9 @@ from typing import NamedTuple
 from reshard.live.session.cause import MAX_CHARACTERS, MAX_RANKS
 
 __all__ = [
-    "MAX_MESSAGE",
-    "Abort",
-    "Alive",
-    "Control",
-    "Hello",
-    "Ready",
-    "Released",
-    "Retired",
-    "Waiting",
-    "decode",
-    "encode",
-]
+    "MAX_MESSAGE", "Abort", "Alive", "Control", "Hello", "Ready", "Released", "Retired", "Waiting",
+    "decode", "encode",
+]  # fmt: skip
 
 
 class Hello(NamedTuple):
@@ -42,34 +33,33 @@ class Hello(NamedTuple):
 
     call: int
     digest: bytes = b""
-    """Of the plan: ranks must run the same one."""
+    """The digest of the plan, which must be the same on all ranks."""
     grad: int = 0
-    """What it knows of gradients: 0 nothing, 1 not wanted, 2 wanted."""
+    """Whether the source requires gradients: 0 unknown to this rank, 1 no, 2 yes."""
     tag: int = 0
     """The code of the call's tag; 0 if it has none."""
     finished: int = 0
-    """How many of its first calls are over: it reads nothing of those any more."""
+    """How many of its first calls are over: it reads no message of those any more."""
     on_gpu: int = 0
-    """1 if its tensors go from GPU to GPU in this call."""
+    """1 if the call moves tensors from GPU to GPU."""
     strided: int = 0
     """1 if some of its tensors are not contiguous, so that all of its messages are staged."""
     table_at: int = 0
     """The address of its table of base addresses, which peers read from its memory."""
     eager: int = 0
-    """1 if its message of the first round is there already, ..."""
+    """1 if its message of the first round is ready; it then has no Ready of its own."""
     buffer: int = 0
-    """... in this shared buffer (0: none of it is staged), ..."""
+    """The shared buffer of that message; 0 if no part of it is staged."""
     offset: int = 0
-    """... at this offset."""
 
 
 class Ready(NamedTuple):
-    """This rank's message of a round is there."""
+    """This rank's message of a round can be read, or is written into the receiver's tensors."""
 
     call: int
     round: int
     buffer: int = 0
-    """The shared buffer that its staged part is in; 0 if nothing is staged."""
+    """The shared buffer of its staged part; 0 if no part is staged."""
     offset: int = 0
 
 
@@ -88,13 +78,13 @@ class Abort(NamedTuple):
 
 
 class Alive(NamedTuple):
-    """A heartbeat: this rank is at work in the call."""
+    """A heartbeat: this rank works on the call."""
 
     call: int
 
 
 class Waiting(NamedTuple):
-    """Whom this rank waits for in the call, as JSON; empty if it does not wait any more."""
+    """The peer that this rank waits for, as JSON (`Wait`); empty when it has stopped waiting."""
 
     call: int
     text: bytes
@@ -120,21 +110,21 @@ _FORMS: dict[type, struct.Struct] = {
     Abort: struct.Struct(_HEAD),
     Waiting: struct.Struct(_HEAD),
 }
-"""The numbers of each kind, in the order of its fields; a text follows some."""
+"""The fields of each kind in their order; some have a text as their last field."""
 _KINDS = dict(enumerate(_FORMS, 1))
 _NUMBERS = {kind: number for number, kind in _KINDS.items()}
 _HEADS = {struct.pack("<4sI", _MAGIC, number): kind for number, kind in _KINDS.items()}
 _WITH_TEXT: set[type] = {Abort, Waiting}
 
 MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
-"""Bytes of text in a message: a cause, of which JSON may spend 6 bytes on a character."""
+"""Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
 
 MAX_MESSAGE = _FORMS[Hello].size + MAX_TEXT
 """No message is longer."""
 
 
 def encode(message: Control) -> bytes:
-    """The bytes of a message.
+    """Encode a message as bytes.
 
     >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
     Ready(call=7, round=0, buffer=3, offset=4096)
@@ -148,7 +138,7 @@ def encode(message: Control) -> bytes:
 
 
 def decode(data: bytes) -> Control | None:
-    """Read what ``encode`` wrote; None for anything else."""
+    """Decode a message; None for bytes that ``encode`` did not write."""
     kind = _HEADS.get(data[:8])
     if kind is None or len(data) > MAX_MESSAGE:
         return None
@@ -156,5 +146,5 @@ def decode(data: bytes) -> Control | None:
     if len(data) < form.size or (text and kind not in _WITH_TEXT):
         return None
     numbers = form.unpack_from(data)[2:]
-    found: Control = kind(*numbers, text) if kind in _WITH_TEXT else kind(*numbers)
-    return found
+    message: Control = kind(*numbers, text) if kind in _WITH_TEXT else kind(*numbers)
+    return message

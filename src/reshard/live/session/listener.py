@@ -1,20 +1,18 @@
-"""Connect the ranks of one host, and find out whether they may touch each other's memory.
+"""Connect the ranks of one host, and find out whether they may access each other's memory.
 
-Two ranks are on one host when they run under one kernel (its boot id) and in one network and ipc
-namespace. Names of hosts say nothing: containers share them, and clones of a machine have equal
-ones.
+Two ranks are on one host when they run under one kernel (its boot id) and in one network and IPC
+namespace. Host names prove nothing: containers share them, and clones of a machine have equal ones.
 
 Every rank listens on an abstract unix socket (no file, gone with the process); the higher rank of a
-pair connects to the lower. Each proves that it belongs to the session by the name of its own
-socket, which only the store told; the kernel says which process is at the other end; and each tries
-to read a number from the other's memory.
+pair connects to the lower. Each proves that it belongs to the session by the random name of its own
+socket, which is known only through the store; the kernel tells the process id of the peer; and each
+tries to read a number from the other's memory.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import json
 import os
 import secrets
@@ -31,10 +29,10 @@ from reshard.live.copy.host import allow_access, read_memory
 from reshard.live.program.runs import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 
-__all__ = ["HostPeer", "Listener", "addresses", "closed_by", "host_identity"]
+__all__ = ["HostPeer", "Listener", "closed_by", "host_identity"]
 
 BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
-"""What is raised when a peer has exited or sends malformed data."""
+"""Exceptions raised when a peer has exited or sends malformed data."""
 
 MAX_INTRODUCTION = 4096
 """Bytes of one introduction."""
@@ -45,8 +43,6 @@ ACCEPT_SECONDS = 0.25
 INTRODUCE_SECONDS = 2.0
 """How long a process that connected may take to say which rank it is."""
 
-SIOCGIFADDR = 0x8915
-
 
 @dataclass(frozen=True, eq=False)
 class HostPeer:
@@ -55,12 +51,12 @@ class HostPeer:
     socket: socket.socket
     pid: int
     direct: bool
-    """Whether both may read and write each other's memory."""
+    """Whether both ranks may read and write each other's memory."""
     flags: AbortFlags
 
 
 class Listener:
-    """The socket at which the other ranks of this host connect."""
+    """The socket to which the other ranks of this host connect."""
 
     def __init__(self, rank: int) -> None:
         allow_access()
@@ -79,37 +75,31 @@ class Listener:
         self, names: Mapping[int, str], seconds: float, check: Callable[[], object]
     ) -> dict[int, HostPeer]:
         """Connect to the ranks with these socket names; ``check`` raises if another rank failed."""
+        end, sockets = time.monotonic() + seconds, self._sockets
         try:
-            peers = self._connect_all(names, seconds, check)
-            self._sockets = {}
-            return peers
+            for peer in sorted(rank for rank in names if rank < self.rank):
+                with self._blaming(peer):
+                    sockets[peer] = link = _new_socket()
+                    link.settimeout(_left(end))
+                    link.connect("\0" + names[peer])
+                    link.send(json.dumps([self.rank, self.name]).encode())
+            while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
+                check()
+                accepted = self._accept(names)
+                sockets |= accepted
+                if not accepted:
+                    self.check_alive({peer: names[peer] for peer in absent})
+                if time.monotonic() > end:
+                    raise TimeoutError(f"nothing came within {seconds:g} s")
+            peers = self._introduce(sockets, end)
         except BROKEN_PEER as error:
             if isinstance(error, LiveError):
                 raise
-            missing = sorted(names.keys() - self._sockets.keys() - {self.rank})
+            missing = sorted(names.keys() - sockets.keys() - {self.rank})
             whom = " and ".join(f"rank {rank}" for rank in missing) or "one of its host"
-            raise PeerLostError(
-                f"{whom} is gone or broken ({error}) and rank {self.rank} waits to connect to it"
-            ) from None
-
-    def _connect_all(
-        self, names: Mapping[int, str], seconds: float, check: Callable[[], object]
-    ) -> dict[int, HostPeer]:
-        end, sockets = time.monotonic() + seconds, self._sockets
-        for peer in sorted(rank for rank in names if rank < self.rank):
-            with self._blaming(peer):
-                sockets[peer] = _connect(names[peer], end)
-                sockets[peer].send(json.dumps([self.rank, self.name]).encode())
-        while len(sockets) < len(names) - 1:
-            check()
-            accepted = self._accept(names)
-            sockets |= accepted
-            if not accepted:
-                absent = (peer for peer in names if peer > self.rank and peer not in sockets)
-                self.check_alive({peer: names[peer] for peer in absent})
-            if time.monotonic() > end:
-                raise TimeoutError(f"nothing came within {seconds:g} s")
-        return self._introduce(sockets, end)
+            raise self._lost(whom, error) from None
+        self._sockets = {}
+        return peers
 
     def close(self) -> None:
         """Accept no further connections."""
@@ -120,17 +110,17 @@ class Listener:
         self.flags.page.close_fd()
 
     def check_alive(self, names: Mapping[int, str]) -> None:
-        """Raise if the process behind one of these sockets has ended.
+        """Raise if the process that listens at one of these sockets has ended.
 
         A connection to each is kept: the kernel closes it when the process ends. A process that
-        only does not want it closes it, too, so a closed one is tried again.
+        rejects the connection closes it as well, so a closed one is made again.
         """
         for peer, name in names.items():
             link = self._watched.get(peer)
             if link is None or _is_closed(link):
                 if link is not None:
                     link.close()
-                self._watched[peer] = link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                self._watched[peer] = link = _new_socket()
                 link.setblocking(False)
                 try:
                     link.connect("\0" + name)
@@ -144,9 +134,9 @@ class Listener:
                     ) from None
 
     def _accept(self, names: Mapping[int, str]) -> dict[int, socket.socket]:
-        """A rank that shows the name of its own socket, which only the store told; or none.
+        """Accept one connection, of a rank that sends the name of its own socket; {} if none comes.
 
-        Strangers are sent away: processes of another user at once, silent ones after a while.
+        Other processes are rejected: those of another user at once, silent ones after a while.
         """
         self._listener.settimeout(ACCEPT_SECONDS)
         try:
@@ -165,13 +155,16 @@ class Listener:
         return {}
 
     def _introduce(self, sockets: Mapping[int, socket.socket], end: float) -> dict[int, HostPeer]:
-        """Tell every peer where to read a number, try to read theirs, and tell the outcome."""
+        """Exchange abort flags and the addresses of a number, and try to read the peers' numbers.
+
+        All ranks send before they receive, so that no two wait for each other.
+        """
         ours = json.dumps([ctypes.addressof(self._probe), self._probe.value]).encode()
         for peer, link in sockets.items():
             with self._blaming(peer):
                 link.settimeout(_left(end))
                 socket.send_fds(link, [ours], [self.flags.page.fd])
-        found: dict[int, tuple[int, bool, AbortFlags]] = {}
+        probed: dict[int, tuple[int, bool, AbortFlags]] = {}
         for peer, link in sockets.items():
             with self._blaming(peer):
                 theirs, fds, _, _ = socket.recv_fds(link, MAX_INTRODUCTION, 1)
@@ -179,33 +172,34 @@ class Listener:
                 address, value = json.loads(theirs)
                 readable = _can_read(pid, int(address), int(value))
                 link.send(b"1" if readable else b"0")
-                found[peer] = pid, readable, flags
+                probed[peer] = pid, readable, flags
         peers = {}
         for peer, link in sockets.items():
             with self._blaming(peer):
-                pid, readable, flags = found[peer]
+                pid, readable, flags = probed[peer]
                 peers[peer] = HostPeer(link, pid, link.recv(1) == b"1" and readable, flags)
         return peers
 
     @contextlib.contextmanager
     def _blaming(self, peer: int) -> Iterator[None]:
-        """Report errors inside as errors of this peer."""
+        """Report errors inside the block as errors of this peer."""
         try:
             yield
         except BROKEN_PEER as error:
-            raise PeerLostError(
-                f"rank {peer} is gone or broken ({error}) and rank {self.rank} waits to connect to "
-                "it"
-            ) from None
+            raise self._lost(f"rank {peer}", error) from None
+
+    def _lost(self, whom: str, error: Exception) -> PeerLostError:
+        waits = f"rank {self.rank} waits to connect to it"
+        return PeerLostError(f"{whom} is gone or broken ({error}) and {waits}")
 
 
 def closed_by(peers: Mapping[int, HostPeer]) -> list[int]:
-    """The ranks of this host whose process has ended, as their sockets tell."""
+    """The ranks of this host that have closed their sockets, because their process ended."""
     return [rank for rank, peer in peers.items() if _is_closed(peer.socket)]
 
 
 def _is_closed(link: socket.socket) -> bool:
-    """Whether the other end of a socket has closed it; reads nothing."""
+    """Whether the peer of a socket has closed it; consumes no data."""
     try:
         return not link.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -214,30 +208,23 @@ def _is_closed(link: socket.socket) -> bool:
         return True
 
 
+def _new_socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
 def _left(end: float) -> float:
     return max(end - time.monotonic(), 0.001)
 
 
-def _connect(name: str, end: float) -> socket.socket:
-    link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        link.settimeout(_left(end))
-        link.connect("\0" + name)
-    except BaseException:
-        link.close()
-        raise
-    return link
-
-
 def _credentials(link: socket.socket) -> tuple[int, int]:
-    """The process at the other end and its user, as the kernel knows them here."""
+    """The process id and the user id of a socket's peer, from the kernel."""
     form = struct.Struct("3i")
     pid, user, _ = form.unpack(link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, form.size))
     return int(pid), int(user)
 
 
 def _can_read(pid: int, address: int, value: int) -> bool:
-    """Whether the number at an address of another process can be read."""
+    """Whether this process can read a number, which it knows, from the memory of another."""
     here = ctypes.c_uint64(0)
     try:
         read_memory(pid, IovecCall.single(ctypes.addressof(here), address, 8))
@@ -248,37 +235,7 @@ def _can_read(pid: int, address: int, value: int) -> bool:
 
 @lru_cache(maxsize=1)
 def host_identity() -> str:
-    """A text that is equal for ranks that can talk over unix sockets and share memory."""
+    """A text that is equal for ranks that can connect by unix sockets and share memory."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     namespaces = [Path(f"/proc/self/ns/{kind}").readlink() for kind in ("net", "ipc")]
     return "/".join([boot, *map(str, namespaces)])
-
-
-def addresses() -> list[str]:
-    """Addresses of this host, the likeliest first: what the user set, what routes, its name."""
-    found: list[str] = []
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        for interface in os.environ.get(name, "").split(","):
-            with contextlib.suppress(OSError):
-                found.append(_address_of(interface.strip("=^")))
-    with contextlib.suppress(OSError):
-        found.append(_address_towards(os.environ.get("MASTER_ADDR", "")))
-    with contextlib.suppress(OSError):
-        found.append(socket.gethostbyname(socket.gethostname()))
-    return [*dict.fromkeys(address for address in found if address)] or ["127.0.0.1"]
-
-
-def _address_of(interface: str) -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        request = struct.pack("256s", interface.encode()[:15])
-        answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _address_towards(other: str) -> str:
-    """The address that this host sends from; connecting a datagram socket sends nothing."""
-    if not other:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((other, 9))
-        return str(probe.getsockname()[0])

@@ -1,7 +1,7 @@
 """Control messages between the ranks of one host, over unix sockets.
 
-When a process dies its sockets close, so its peers know at once. Data does not go this way, except
-that a message may carry the descriptor of a shared buffer.
+The kernel closes the sockets of a process that ends, so its peers know at once. Sockets carry no
+data, but a message may carry the descriptor of a shared buffer.
 """
 
 from __future__ import annotations
@@ -19,52 +19,41 @@ from collections.abc import Mapping
 from typing import Any
 
 from reshard.errors import LiveError
-from reshard.live.session.control import (
-    MAX_MESSAGE,
-    Abort,
-    Control,
-    Hello,
-    Ready,
-    Released,
-    Retired,
-    Waiting,
-    decode,
-    encode,
-)
+from reshard.live.session import control
+from reshard.live.session.control import Abort, Control, Hello, Ready, Released, Retired, Waiting
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.session.worker import OwnedLock
 
 __all__ = ["MAX_AHEAD", "Inbox", "Mailbox"]
 
-_SIZE, _FD_BYTES = (MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
-"""What is asked of a socket at a time, as `map` takes it: one byte more than any message has."""
+_SIZE, _FD_BYTES = (control.MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
+"""Arguments of recvmsg, as `map` takes them: one byte more than the longest message."""
 
 MAX_AHEAD = 1024
-"""How many calls a peer may be ahead of this rank: one that is further is broken."""
+"""How many calls a peer may be ahead of this rank; a peer that is further ahead is broken."""
 
 
 class Inbox:
-    """What has arrived for one call. Other threads add to it: copy a dict before you iterate."""
+    """The messages received for one call. Other threads add to it: copy a dict to iterate."""
 
     __slots__ = ("abort", "buffers", "heard", "hellos", "ready", "released", "waiting")
 
     def __init__(self) -> None:
         self.hellos: dict[int, Hello] = {}
-        """By peer."""
         self.ready: dict[tuple[int, int], Ready] = {}
-        """Messages of peers that are there, by peer and round."""
+        """Messages that peers have made ready, by peer and round."""
         self.released: set[tuple[int, int]] = set()
-        """Messages of this rank that were read, by peer and round."""
+        """Messages of this rank that peers have read, by peer and round."""
         self.abort: Abort | None = None
         self.waiting: dict[int, bytes] = {}
-        """Whom each peer waits for, as it said last."""
+        """The last `Waiting` text of each peer."""
         self.heard: dict[int, float] = {}
-        """When each peer last sent something."""
+        """When each peer last sent a message."""
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
-        """Shared buffers that messages are in, by peer and number, until the call is over."""
+        """Shared buffers with messages of the call, by peer and number."""
 
     def put(self, peer: int, message: Any) -> None:
-        """File a message."""
+        """Add a message."""
         self.heard[peer] = time.monotonic()
         kind = type(message)
         if kind is Hello:
@@ -81,7 +70,7 @@ class Inbox:
             self.waiting[peer] = message.text
 
     def address_of(self, peer: int, number: int, size: int) -> int:
-        """Where the staged part of a peer's message is, all of these bytes of it."""
+        """The address of the staged part of a peer's message, which has this size."""
         ready = self.ready[peer, number]
         buffer = self.buffers.get((peer, ready.buffer))
         if buffer is None or ready.offset + size > buffer.num_bytes:
@@ -94,30 +83,30 @@ class Inbox:
 
 
 class Mailbox:
-    """The sockets of one rank to the other ranks of its host, and what came over them.
+    """The sockets of one rank to the other ranks of its host, and the messages received.
 
-    Several calls may be in flight, each in a thread: whichever needs a message polls for all.
+    Several calls may be in flight, each in a thread: one thread polls for all of them.
     """
 
     def __init__(self, sockets: Mapping[int, socket.socket], first_call: int = 0) -> None:
         self.sockets = dict(sockets)
         self.lost: set[int] = set()
-        """Peers whose process has ended, or that sent something malformed."""
+        """Peers whose process has ended, or that sent a malformed message."""
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
-        """Buffers of peers, by peer and number; the latest of each."""
+        """Shared buffers of peers, by peer and number."""
         self._inboxes: dict[int, Inbox] = {}
         self._next_call = first_call
         self._over: set[int] = set()
         self.num_finished = first_call
         """How many of the first calls are over."""
         self.finished_by: dict[int, int] = {}
-        """The same of each peer, as its last Hello says."""
+        """The same of each peer, from its last Hello."""
         self._polling = OwnedLock()
         self._sleepers: list[_thread.LockType] = []
-        """Threads that wait for what another thread receives."""
+        """Threads that wait while another thread polls."""
         self._raw: dict[int, deque[tuple[bytes, list[tuple[int, int, bytes]], int, object]]]
         self._raw = {peer: deque() for peer in self.sockets}
-        """Messages that were received and not filed yet, by peer."""
+        """Messages received from each peer that are not in an inbox yet."""
         self._unfiled = False
         self._lock = OwnedLock()
         self._peers = {link.fileno(): peer for peer, link in self.sockets.items()}
@@ -129,12 +118,12 @@ class Mailbox:
         self._poll.register(self._wake, select.POLLIN)
 
     def open(self, call: int) -> Inbox:
-        """The inbox of a call, which begins."""
+        """Open the inbox of a call that begins."""
         self._next_call = max(self._next_call, call + 1)
         return self._inboxes.get(call) or self._inboxes.setdefault(call, Inbox())
 
     def close(self, call: int) -> None:
-        """A call is over; late messages to it are dropped."""
+        """Close the inbox of a call that is over; late messages are dropped."""
         with self._lock:
             closed = self._inboxes.pop(call, None)
             if closed is not None:
@@ -145,12 +134,12 @@ class Mailbox:
                 self.num_finished += 1
 
     def has_read(self, peer: int, call: int) -> bool:
-        """Whether a peer reads nothing of a call any more."""
+        """Whether a peer has finished a call, and reads no message of it any more."""
         return self.finished_by.get(peer, 0) > call or peer in self.lost
 
     def send(self, peer: int, message: Control, fd: int | None = None) -> None:
-        """Send a message; what arrives meanwhile is filed, so that two full sockets never wait."""
-        data = encode(message)
+        """Send a message; receives while the socket is full, so that two ranks never deadlock."""
+        data = control.encode(message)
         while peer not in self.lost:
             try:
                 if fd is None:
@@ -161,16 +150,15 @@ class Mailbox:
             except BlockingIOError:
                 self.step(0.01)
             except ConnectionError:
-                return  # the peer has left: the receiving side reads a buffered Abort, then notices
+                return  # the peer has exited: `step` reads a buffered Abort first, then the loss
             except OSError:
                 self._lose(peer)
 
     def step(self, seconds: float) -> None:
-        """Wait for messages, at most so long, and file all that have come.
+        """Wait for messages, up to a limit, and receive all that have arrived.
 
-        All, because the last thing that a peer sent may be an Abort. A signal handler may raise
-        between any two bytecodes here, so a message is in `_raw` as soon as its socket has given it
-        away.
+        All, because the last message of a peer may be an Abort. A signal handler may raise between
+        any two bytecodes here, so `recvmsg` and the append to `_raw` are one call of C.
         """
         if not self._polling.try_acquire():
             self._sleep(seconds)
@@ -179,23 +167,18 @@ class Mailbox:
             if self._unfiled:
                 self._file_all()
                 self._unfiled = False
-            found = self._poll.poll(seconds * 1000)
-            while found:
-                for fd, event in found:
+            events = self._poll.poll(seconds * 1000)
+            while events:
+                for fd, event in events:
                     self._receive(fd, event)
-                found = self._poll.poll(0)
+                events = self._poll.poll(0)
         finally:
             self._polling.release()
         if self._sleepers:
             self._wake_sleepers()
 
-    def release_for(self, thread: int | None) -> None:
-        """Release the locks of a thread that an exception has taken out of its call."""
-        self._polling.release_for(thread)
-        self._lock.release_for(thread)
-
     def _sleep(self, seconds: float) -> None:
-        """Wait until the thread that polls has received something."""
+        """Wait until the thread that polls has received a message."""
         lock = _thread.allocate_lock()
         lock.acquire()
         self._sleepers.append(lock)
@@ -211,7 +194,7 @@ class Mailbox:
                 lock.release()
 
     def wake(self) -> None:
-        """Make a ``step`` that waits return: something else has happened."""
+        """Make a waiting ``step`` return, because another event has happened."""
         os.eventfd_write(self._wake, 1)
         self._wake_sleepers()
 
@@ -226,13 +209,13 @@ class Mailbox:
             return
         if peer in self.lost:
             return
-        # One message each time: asking for one that is not there costs as much as taking one that
-        # is, and the next poll asks for all peers together.
+        # One message each time: a receive without a message costs as much as one with, and the
+        # next poll asks for all peers together.
         self._unfiled = True
         try:
             self._raw[peer].extend(map(self.sockets[peer].recvmsg, _SIZE, _FD_BYTES))
         except (BlockingIOError, ConnectionResetError):
-            return  # after a reset, what the peer had sent before is still read
+            return  # after a reset, messages sent before it can still be read
         except OSError:
             self._lose(peer)
             return
@@ -240,7 +223,7 @@ class Mailbox:
         self._unfiled = False
 
     def _file_all(self, peer: int | None = None) -> None:
-        """File what was received, also what an exception kept from being filed before."""
+        """File the messages in `_raw`, also those that an earlier exception has left there."""
         for one in self._raw if peer is None else (peer,):
             raw = self._raw[one]
             while raw:
@@ -255,7 +238,7 @@ class Mailbox:
                     os.close(fd)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
-        message: Any = decode(data)
+        message: Any = control.decode(data)
         if message is None or message.call > self._next_call + MAX_AHEAD:
             self._lose(peer)
             return
@@ -275,20 +258,17 @@ class Mailbox:
             inbox.put(peer, message)
 
     def _open_early(self, call: int) -> Inbox | None:
-        """The inbox of a call that has not begun here; None if it is over.
-
-        Calls in flight open their inboxes in any order.
-        """
+        """The inbox of a call that has not begun here; None if the call is over."""
         with self._lock:
             if call < self.num_finished or call in self._over:
                 return None
             return self._inboxes.setdefault(call, Inbox())
 
     def _map(self, peer: int, number: int, fds: list[int]) -> bool:
-        """Map the buffer that came with a message; whether it is one.
+        """Map the shared buffer that came with a message; whether that was possible.
 
-        The descriptors stay open until the message is filed: an exception out of a signal handler
-        may have it filed again.
+        The descriptors stay open until the message is filed, because an exception of a signal
+        handler may cause it to be filed again.
         """
         try:
             for fd in fds:
@@ -306,7 +286,7 @@ class Mailbox:
         self.sockets[peer].close()
 
     def close_in_child(self) -> None:
-        """Close the sockets in a forked process; a lock may be held for ever there."""
+        """Close the sockets in a forked process, where holders of locks do not exist."""
         for link in self.sockets.values():
             link.close()
 
@@ -320,8 +300,8 @@ class Mailbox:
 
 def _fds(extra: list[tuple[int, int, bytes]]) -> list[int]:
     """The descriptors that came with a message."""
-    found = array("i")
+    fds = array("i")
     for level, kind, data in extra:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-            found.frombytes(data[: len(data) - len(data) % found.itemsize])
-    return found.tolist()
+            fds.frombytes(data[: len(data) - len(data) % fds.itemsize])
+    return fds.tolist()

@@ -1,9 +1,9 @@
 """Sessions: the ranks of a move in one process group, and the numbers of the calls they make.
 
-Ranks match calls by number: the k-th call that a rank makes on a session meets the k-th call of the
-other ranks. So every call uses up exactly one number, whatever ends it: a result, an error, Ctrl-C,
-an exception out of a signal handler. A call has a `Ticket` from its first statement on;
-``failure/cleanup.py`` accounts for calls that an exception has left.
+Ranks match calls by number: the k-th call that a rank makes in a session meets the k-th call of the
+other ranks. So every call uses exactly one number, however it ends: a result, an error, Ctrl-C, an
+exception of a signal handler. A call has a `Ticket` from its first statement on;
+``failure/cleanup.py`` ends the calls that an exception has interrupted.
 """
 
 from __future__ import annotations
@@ -19,25 +19,16 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import LiveError
-from reshard.live.session.cause import Calls, Cause
+from reshard.live.session.cause import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
-from reshard.live.session.rendezvous import MADE, Connections, Observe, Rendezvous, decide
+from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
 from reshard.live.session.store import PrefixStore, Store
-from reshard.live.session.tags import Tag
 from reshard.live.session.worker import OwnedLock
 
-__all__ = [
-    "Session",
-    "Ticket",
-    "all_connections",
-    "open_tickets",
-    "session_of",
-    "sessions",
-]
-
+__all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
 
 TURN_PAUSE = 0.002
-"""Seconds between two looks whether earlier calls have connected the session or given up."""
+"""Seconds between two checks whether earlier calls have connected the session or given up."""
 
 open_tickets: list[Ticket] = []
 """The calls of this process that are not over."""
@@ -47,7 +38,7 @@ Key = tuple[bytes, str]
 
 
 class Ticket:
-    """One call of the user: it has used up a number of its session when it is over."""
+    """One call of the user; when it is over it has used one number of its session."""
 
     __slots__ = (
         "cleaned_up",
@@ -68,60 +59,57 @@ class Ticket:
     ) -> None:
         self.group = group
         self.ranks = ranks
-        """The ranks of the call as far as the arguments tell; None: those of the group."""
+        """The ranks that the arguments of the call name; None: those of the group."""
         self.session: Session | None = None
         self.number = -1
         self.tag: Tag | None = None
         self.watch: Any = None
-        """The call's `Watch`; None before it has one."""
+        """The call's `Watch`, once it has one."""
         self.undo: Callable[[], None] | None = None
-        """What is to be done with a call that was left, after the other ranks have been told."""
+        """Frees the resources of an interrupted call, after the other ranks know of it."""
         self.over = False
         self.enqueues = True
         """Whether the call may still enqueue GPU work, as far as is known."""
         self.owner: int | None = _thread.get_ident()
-        """The thread that makes the call; None once a thread of ours has taken it over."""
+        """The user's thread that makes the call; None if a thread of reshard does."""
         self.cleaned_up = _thread.allocate_lock()
-        """Released when the cleanup thread has accounted for the call."""
+        """Released when the cleanup thread has ended the call."""
         self.cleaned_up.acquire()
         open_tickets.append(self)
 
     def finish(self) -> None:
-        """The call is over: it has its result, or all ranks have been told of its failure."""
+        """The call is over: it has its result, or all ranks know that it failed."""
         self.over = True
         with contextlib.suppress(ValueError):
             open_tickets.remove(self)
-        # The call refers to its ticket: its tensors should go with their last user.
+        # The call and its ticket refer to each other: its tensors must not wait for the collector.
         self.undo = self.watch = self.ranks = None
 
 
 class Session:
-    """A set of ranks of one process group. It connects them when the first call needs that."""
+    """A set of ranks of one process group; the first call that needs it connects them."""
 
-    def __init__(
-        self, home: Store, rank: int, ranks: tuple[int, ...], others: dict[tuple[int, ...], Session]
-    ) -> None:
-        self.rank, self.ranks, self.others = rank, ranks, others
-        self.home = home
-        """The store of the caller's group."""
+    def __init__(self, store: Store, rank: int, ranks: tuple[int, ...], group: Sessions) -> None:
+        self.rank, self.ranks = rank, ranks
+        self._group = group
+        """All sessions of the process group."""
+        self.group_store = store
         name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        self.caller: Store = PrefixStore(f"reshard/{name}", home)
-        """This session's part of it."""
+        self.store: Store = PrefixStore(f"reshard/{name}", store)
+        """This session's part of the store of the process group."""
         self.connections: Connections | None = None
-        self.candidate: Connections | None = None
-        """Connected here; whether all ranks are connected is decided in the store."""
-        self.rendezvous: Rendezvous | None = None
+        self._rendezvous: Rendezvous | None = None
         """The attempt to connect that is under way."""
         self.lock = OwnedLock()
         self.next_number = 0
         self.agreed: set[Key] = set()
         """Plans that all ranks have compared."""
         self.on_gpus: dict[Key, bool] = {}
-        """Whether such a plan goes from GPU to GPU, for those that were compared."""
+        """Whether each of these plans moves from GPU to GPU."""
         self._comparing: dict[Key, Ticket] = {}
         """The calls in which plans are being compared."""
         self._tags: dict[object, int] = {}
-        """How many calls were made with the latest tag."""
+        """The latest tag, and the number of calls with it."""
 
     def begin(self, ticket: Ticket, tag: object = None) -> int:
         """Give a call its number."""
@@ -138,12 +126,12 @@ class Session:
         return number
 
     def close_call(self, number: int) -> None:
-        """A call is over that has exchanged nothing."""
+        """End a call that has exchanged nothing."""
         if self.connections is not None:
             self.connections.mailbox.close(number)
 
     def must_compare(self, ticket: Ticket, key: Key) -> bool:
-        """Whether a call has to compare a plan: no call has done so, and none is doing so."""
+        """Whether a call has to compare a plan: no call has done so, and no other is doing so."""
         if key in self.agreed:
             return False
         with self.lock:
@@ -153,12 +141,12 @@ class Session:
             return True
 
     def is_comparing(self, key: Key) -> bool:
-        """Whether a call that is in flight compares a plan."""
+        """Whether a call in flight compares a plan."""
         ticket = self._comparing.get(key)
         return ticket is not None and not ticket.over
 
     def has_compared(self, key: Key) -> None:
-        """A plan was compared, and is the same on all ranks."""
+        """Record that a plan is the same on all ranks."""
         self.agreed.add(key)
         self._comparing.pop(key, None)
 
@@ -174,7 +162,7 @@ class Session:
         )
 
     def number_of(self, ticket: Ticket) -> int:
-        """The number of a call that was left, given now if an exception came before that."""
+        """The number of an interrupted call, taken now if the exception came before that."""
         with self.lock:
             if ticket.number < 0:
                 ticket.number = self.next_number
@@ -182,16 +170,18 @@ class Session:
             return ticket.number
 
     def skip_calls(self, calls: Calls) -> None:
-        """Count calls as made that were given up because ranks waited in different sessions."""
+        """Skip calls that failed because ranks waited in different sessions."""
         for ranks, call in calls:
             if self.rank in ranks:
                 with _registering:
-                    if ranks not in self.others:
-                        self.others[ranks] = Session(self.home, self.rank, ranks, self.others)
-                self.others[ranks]._skip(call)
+                    if ranks not in self._group:
+                        self._group[ranks] = Session(
+                            self.group_store, self.rank, ranks, self._group
+                        )
+                self._group[ranks]._skip(call)
 
     def _skip(self, call: int) -> None:
-        """Other ranks have given up a call that this rank may never make: it counts as made."""
+        """Use the numbers up to a call that other ranks gave up and this one may never make."""
         with self.lock:
             if call > self.next_number + MAX_AHEAD:
                 return  # no rank can be that far ahead: the peer is broken
@@ -203,7 +193,7 @@ class Session:
                 self.connections.mailbox.close(number)
 
     def advance(self, ticket: Ticket) -> bool:
-        """Give a call the next number, if no call has been made after it; whether it was done."""
+        """Give a call the next number, unless a later call has it; whether that was possible."""
         with self.lock:
             if self.next_number != ticket.number + 1:
                 return False
@@ -211,7 +201,7 @@ class Session:
             self.next_number = ticket.number + 1
             return True
 
-    def connect(self, ticket: Ticket, timeout: float, what: str, observe: Observe) -> Connections:
+    def connect(self, ticket: Ticket, timeout: float, what: str) -> Connections:
         """Connect the ranks; ``what`` is what the call does, for errors."""
         # All ranks must connect in the same call: the first that has not given up.
         while self.connections is None and any(
@@ -220,45 +210,43 @@ class Session:
         ):
             time.sleep(TURN_PAUSE)
         if self.connections is None:
-            self.rendezvous = Rendezvous(self, ticket.number, timeout, what, observe)
-            self.connections = self.rendezvous.run()
-            self.rendezvous = None
+            rendezvous = self._rendezvous = Rendezvous(self, ticket.number, timeout, what)
+            try:
+                self.connections = rendezvous.run()
+            finally:
+                self.skip_calls(rendezvous.skipped)
+            self._rendezvous = None
         return self.connections
 
     def give_up_connecting(self, number: int, cause: Cause) -> bool:
-        """A call was left before this rank was connected; whether the session is not made."""
-        outcome = ""
-        with contextlib.suppress(RuntimeError):  # a store that is gone tells the others itself
-            outcome = decide(self.caller, number, cause.to_json())
-        if outcome == MADE:
-            self.connections = self.candidate
-            return False
-        if self.rendezvous is not None and self.rendezvous.number == number:
-            self.rendezvous.give_up()
+        """End a call that was interrupted before this rank was connected.
+
+        False if the ranks are connected nevertheless: then the call fails like any other.
+        """
+        rendezvous, outcome = self._rendezvous, ""
+        with contextlib.suppress(RuntimeError):  # without the store, the other ranks fail as well
+            outcome = decide(self.store, number, cause.to_json())
+        if rendezvous is not None and rendezvous.number == number:
+            if outcome == CONNECTED:
+                self.connections = rendezvous.candidate
+                return False
+            rendezvous.give_up()
         return True
 
-    def release_for(self, thread: int | None) -> None:
-        """Release the locks of a thread that an exception has taken out of its call."""
-        self.lock.release_for(thread)
-        _registering.release_for(thread)
-        if self.connections is not None:
-            self.connections.release_for(thread)
 
-
-_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], Session]] = (
-    weakref.WeakKeyDictionary()
-)
+Sessions = dict[tuple[int, ...], Session]
+_sessions: weakref.WeakKeyDictionary[dist.ProcessGroup, Sessions] = weakref.WeakKeyDictionary()
 _registering = OwnedLock()
 
 
 def session_of(group: dist.ProcessGroup, ranks: Sequence[int]) -> Session:
     """The session of these ranks; it connects them only when a call needs that."""
-    known = _sessions.get(group)
-    found = None if known is None else known.get(tuple(ranks))
-    return _registered(group, tuple(sorted(ranks))) if found is None else found
+    of_group = _sessions.get(group)
+    session = None if of_group is None else of_group.get(tuple(ranks))
+    return _new_session(group, tuple(sorted(ranks))) if session is None else session
 
 
-def _registered(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
+def _new_session(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
     members = dist.get_process_group_ranks(group)
     outside = sorted(set(ranks) - set(members))
     if outside:
@@ -267,29 +255,29 @@ def _registered(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
             "layouts name global ranks; give the group that has them all"
         )
     with _registering:
-        known = _sessions.get(group)
-        if known is None:
-            known = _sessions[group] = {}
-            weakref.finalize(group, _close_all, known).atexit = False
-        if ranks not in known:
-            known[ranks] = Session(group.get_group_store(), dist.get_rank(), ranks, known)
-        return known[ranks]
+        of_group = _sessions.get(group)
+        if of_group is None:
+            of_group = _sessions[group] = {}
+            weakref.finalize(group, _close_all, of_group).atexit = False
+        if ranks not in of_group:
+            of_group[ranks] = Session(group.get_group_store(), dist.get_rank(), ranks, of_group)
+        return of_group[ranks]
 
 
 def sessions(group: dist.ProcessGroup | None = None) -> list[Session]:
-    """Every session of this process, or of a group."""
+    """All sessions of this process, or of a group."""
     chosen = list(_sessions.values()) if group is None else [_sessions.get(group, {})]
     return [session for of_group in chosen for session in list(of_group.values())]
 
 
 def all_connections(group: dist.ProcessGroup | None = None) -> list[Connections]:
-    """The connections of every session that is connected."""
+    """The connections of all sessions that are connected."""
     return [one.connections for one in sessions(group) if one.connections is not None]
 
 
-def _close_all(known: dict[tuple[int, ...], Session]) -> None:
-    """A group is gone, and its sessions go with it."""
-    while known:
-        connections = known.popitem()[1].connections
+def _close_all(of_group: Sessions) -> None:
+    """Close the sessions of a process group that was destroyed."""
+    while of_group:
+        connections = of_group.popitem()[1].connections
         if connections is not None:
             connections.close()

@@ -1,8 +1,8 @@
-"""Memory that two processes of one host both map, and that vanishes with them.
+"""Shared memory of the processes of one host, which the kernel frees when they end.
 
-A shared buffer is an anonymous memory file (`memfd`): it has no name in any folder, its descriptor
-is sent over a unix socket, and the kernel frees it when the last process that maps it is gone,
-whether that returned, raised or was killed.
+A shared buffer is an anonymous memory file (`memfd`): it has no name in a file system, its
+descriptor is sent over a unix socket, and the kernel frees it when the last process that maps it
+has ended, however it ended.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _numbers = count(1)
 
 
 class SharedBuffer:
-    """A shared buffer of this process, or another's mapped into this one."""
+    """A shared buffer that this process has created, or mapped from another process."""
 
     def __init__(self, num_bytes: int, number: int, fd: int) -> None:
         self.num_bytes = num_bytes
@@ -36,11 +36,11 @@ class SharedBuffer:
         self.known_to: set[int] = set()
         """The ranks that were sent the descriptor."""
         self.loans: dict[int, int] = {}
-        """The last call of each peer whose eager message in it may be unread."""
+        """By peer, the last call whose eager message in this buffer the peer may not have read."""
 
     @classmethod
     def create(cls, num_bytes: int) -> SharedBuffer:
-        """New memory; pages cost nothing until they are written."""
+        """Create a buffer; its pages are allocated when they are first written."""
         fd = os.memfd_create("reshard", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(fd, num_bytes)
@@ -52,14 +52,14 @@ class SharedBuffer:
 
     @classmethod
     def map(cls, fd: int, number: int) -> SharedBuffer:
-        """Map another process's buffer from its descriptor, which is closed.
+        """Map another process's buffer from its descriptor, and close the descriptor.
 
-        Reading pages that the owner has truncated would end this process with SIGBUS, so the file
-        must be sealed against that.
+        Reading pages that the owner has truncated would kill this process with SIGBUS, so the file
+        must be sealed against shrinking.
         """
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
-                raise ValueError("shared memory that its owner can take away")
+                raise ValueError("shared memory that is not sealed against shrinking")
             mapped = cls(os.fstat(fd).st_size, number, fd)
         finally:
             os.close(fd)
@@ -67,44 +67,44 @@ class SharedBuffer:
         return mapped
 
     def fd_for(self, peer: int) -> int | None:
-        """The descriptor, for a peer that was not sent it yet."""
+        """The descriptor, if the peer has not been sent it yet; else None."""
         if peer in self.known_to:
             return None
         self.known_to.add(peer)
         return self.fd
 
     def close_fd(self) -> None:
-        """Send it to no other peer; the memory stays."""
+        """Close the descriptor; the memory stays mapped."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def close(self) -> None:
-        """Unmap it: addresses into it are void."""
+        """Unmap the buffer; addresses into it become invalid."""
         self.close_fd()
         self._map.close()
 
 
 class BufferPool:
-    """The shared buffers that a session keeps for its next calls, so that their pages are warm."""
+    """Keeps a session's shared buffers for later calls, because new pages cost time."""
 
     def __init__(
         self, retire: Callable[[SharedBuffer], None], has_read: Callable[[int, int], bool]
     ) -> None:
-        """``has_read`` says whether a peer reads nothing of a call any more."""
+        """``retire`` frees a buffer; ``has_read`` says whether a peer has read all of a call."""
         self._free: list[SharedBuffer] = []
-        self.lock = OwnedLock()
+        self._lock = OwnedLock()
         self.retire = retire
         self._has_read = has_read
 
     def take(self, num_bytes: int) -> SharedBuffer:
-        """A buffer of at least this size, for one call."""
-        with self.lock:
+        """Take the smallest buffer of at least this size, or a new one, for one call."""
+        with self._lock:
             idle = [buffer for buffer in self._free if self._is_idle(buffer)]
-            fitting = [buffer for buffer in idle if buffer.num_bytes >= num_bytes]
-            best = min(fitting, key=lambda buffer: buffer.num_bytes) if fitting else None
-            gone = idle if best is None else [best]
-            self._free = [buffer for buffer in self._free if buffer not in gone]
+            fitting = (buffer for buffer in idle if buffer.num_bytes >= num_bytes)
+            best = min(fitting, key=lambda buffer: buffer.num_bytes, default=None)
+            taken = idle if best is None else [best]
+            self._free = [buffer for buffer in self._free if buffer not in taken]
         if best is not None:
             return best
         for buffer in idle:
@@ -117,19 +117,19 @@ class BufferPool:
 
     def give_back(self, buffer: SharedBuffer) -> None:
         """Keep a buffer for the next call."""
-        with self.lock:
+        with self._lock:
             self._free.append(buffer)
 
     def release(self) -> None:
         """Free all buffers that are kept."""
-        with self.lock:
+        with self._lock:
             free, self._free = self._free, []
         for buffer in free:
             self.retire(buffer)
 
 
 SLOTS = 64
-"""Calls that flags can name at a time."""
+"""Calls whose flags a page holds at a time."""
 
 FLAG_BYTES = 2 * SLOTS * 8
 
@@ -137,10 +137,10 @@ FLAG_BYTES = 2 * SLOTS * 8
 class AbortFlags:
     """A shared page on which a rank marks its failed calls, and the calls in which it writes.
 
-    A peer looks at our page before it writes into our memory: the tensors of a failed call may be
-    gone. And it marks on its own page that it is about to write: a rank that gives up a call waits
-    until its peers have stopped writing. Both mark first and look second, so one always sees the
-    other.
+    A rank that is about to write into a peer's memory marks that on its own page, then checks the
+    peer's page: the tensors of a failed call may be freed. A rank whose call fails marks that on
+    its own page, then waits until no peer is writing. Both mark first and check second, so at least
+    one of them sees the other.
     """
 
     def __init__(self, page: SharedBuffer) -> None:
@@ -152,7 +152,7 @@ class AbortFlags:
 
     @classmethod
     def create(cls) -> AbortFlags:
-        """Flags of this rank."""
+        """Create the flags of this rank."""
         return cls(SharedBuffer.create(FLAG_BYTES))
 
     def mark_failed(self, call: int) -> None:
@@ -164,13 +164,13 @@ class AbortFlags:
         return int(self._failed[call % SLOTS]) == call + 1
 
     def begin_writing(self, call: int) -> None:
-        """Mark that this rank writes into the memory of others."""
+        """Mark that this rank writes into the memory of peers."""
         self._writing[call % SLOTS] = call + 1
 
     def end_writing(self, call: int) -> None:
-        """Mark that it does not any more."""
+        """Mark that this rank has stopped writing."""
         self._writing[call % SLOTS] = 0
 
     def is_writing(self, call: int) -> bool:
-        """Whether the rank that owns the page writes into the memory of others in this call."""
+        """Whether the rank that owns the page writes into the memory of peers."""
         return int(self._writing[call % SLOTS]) == call + 1

@@ -1,38 +1,31 @@
-"""The store of a session: where its ranks compare plans and post why a call failed.
+"""The store of a session, in which its ranks compare plans and post why a call failed.
 
-Its lowest rank serves it. The caller's process group only tells its address, so a failure here
-cannot break that group.
+The lowest rank of the session serves it. The caller's process group only carries its address, so a
+failure of the store cannot break that group.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import os
 import socket
+import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, ProcessGroup, Store, TCPStore, Work
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
 from reshard.errors import PeerLostError
-from reshard.live.session.listener import addresses, host_identity
 from reshard.live.session.worker import Task, Worker
 
 __all__ = [
-    "REQUEST_SECONDS",
-    "PrefixStore",
-    "ProcessGroup",
-    "Store",
-    "StoreClient",
-    "TCPStore",
-    "Work",
-    "clone_of",
-    "connect_store",
-    "missing_keys",
-    "poll_pauses",
-    "serve_store",
-]
+    "REQUEST_SECONDS", "PrefixStore", "Store", "StoreClient", "TCPStore", "Work", "clone_of",
+    "connect_store", "missing_keys", "poll_until", "serve_store",
+]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
@@ -45,23 +38,26 @@ CONNECT_SECONDS = 10.0
 """How long a store may take to accept a connection."""
 CONNECT_AGAIN = 0.1
 
+SIOCGIFADDR = 0x8915
+
 T = TypeVar("T")
 
 
 def clone_of(store: Store) -> Store:
     """Another connection to the same store."""
-    clone: Store = store.clone()  # type: ignore[attr-defined]  # torch does not tell its types
+    clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone
 
 
-def poll_pauses() -> Iterable[float]:
-    """Seconds between two looks at a store: short at first, then 20 ms.
+def poll_until(seconds: float) -> Iterator[bool]:
+    """Pause between polls of a store, shortly at first, then 20 ms; yields whether time is left.
 
-    The store's own wait writes a warning for every timeout, so we poll instead.
+    The store's own wait writes a warning for every timeout, so reshard polls instead.
     """
-    pause = 0.0002
+    pause, end = 0.0002, time.monotonic() + seconds
     while True:
-        yield pause
+        yield time.monotonic() <= end
+        time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
 
 
@@ -75,8 +71,8 @@ def missing_keys(store: Store | StoreClient, keys: Mapping[int, str]) -> list[in
 class StoreClient:
     """One connection to a store, used by a thread of its own.
 
-    A store whose host is cut off does not answer and does not fail: a plain request would wait for
-    as long as TCP does. So a worker makes the requests, and callers wait only so long. Several
+    A store whose host is unreachable neither answers nor fails: a request would block for as long
+    as TCP does. So a worker makes the requests, and callers wait for it with a timeout. Several
     calls share the client, so requests are short.
     """
 
@@ -84,13 +80,13 @@ class StoreClient:
         self._store = store
         self._leader = leader
         self.seconds = seconds
-        """How long the store may take to answer a call that has time; at most `MAX_SECONDS`."""
+        """How long the store may take to answer; at most `MAX_SECONDS`."""
         self._stuck: Task[Any] | None = None
-        """A request that has waited too long for its answer."""
+        """A request that has timed out."""
         self._end: str | None = None
-        """Why there are no answers any more."""
+        """Why the store will answer no more requests."""
         self.has_ended: Callable[[], bool] = lambda: False
-        """Whether the rank that serves the store is known to have ended."""
+        """Whether the process of the rank that serves the store is known to have ended."""
         self._worker = Worker()
         self._own: Store | None = store
 
@@ -102,10 +98,10 @@ class StoreClient:
         return self.finish(self.begin(action, seconds), seconds)
 
     def begin(self, action: Callable[[Store], T], seconds: float | None = None) -> Task[T]:
-        """Begin a request; `finish` gives its answer."""
+        """Begin a request; `finish` returns its answer."""
         if self._end is None and self.has_ended():
-            # A request would make torch write a warning, also where all is well: the rank may have
-            # done its part and left.
+            # A request would make torch write a warning, although nothing may be wrong: the rank
+            # may have finished its part and exited.
             self._end = "has left (its process ended)"
         if self._end is not None:
             raise self._lost(self._end)
@@ -116,7 +112,7 @@ class StoreClient:
     def finish(self, task: Task[T], seconds: float | None = None) -> T:
         """Wait for the answer to a request."""
         limit = min(self.seconds, MAX_SECONDS) if seconds is None else seconds
-        # A process that was stopped itself finds its time over and the answer on its way.
+        # If this process was stopped (SIGSTOP), its time is over although the answer is on its way.
         if not task.wait(limit) and not task.wait(SECOND_LOOK):
             if not self.is_stuck:
                 self._stuck = task
@@ -130,24 +126,22 @@ class StoreClient:
         return task.result()
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all keys are there."""
+        """Whether all keys are in the store."""
         return bool(self.request(lambda store: store.check(keys)))
 
     def get(self, key: str) -> bytes | None:
-        """The value of a key, None if there is none; for keys that are never deleted."""
-
-        def look(store: Store) -> bytes | None:
-            return store.get(key) if store.check([key]) else None
-
-        return self.request(look, REQUEST_SECONDS)
+        """The value of a key, or None; only for keys that no rank deletes."""
+        return self.request(
+            lambda store: store.get(key) if store.check([key]) else None, REQUEST_SECONDS
+        )
 
     @property
     def is_stuck(self) -> bool:
-        """Whether a request has waited too long for its answer, and still does."""
+        """Whether a request has timed out and is still unanswered."""
         return self._stuck is not None and not self._stuck.done
 
     def renew(self) -> None:
-        """If the store does not answer, try another connection: the old one may notice late."""
+        """Replace a connection whose store does not answer: TCP may notice the loss much later."""
         if self.is_stuck:
             self._worker.end()
             self._stuck, self._own, self._worker = None, None, Worker()
@@ -164,14 +158,14 @@ class StoreClient:
         )
 
     def close(self) -> None:
-        """Let the worker end, and wait: when a process ends it must not hold the store."""
+        """End the worker, and wait for it: it must not use the store when the process ends."""
         self._worker.end(END_SECONDS)
 
 
 def serve_store() -> tuple[TCPStore, dict[str, Any]]:
-    """Serve a session's store on its lowest rank; gives it and where others find it."""
-    # torch looks up the name of every peer that connects, and serves nobody until it has it. To an
-    # IPv4 socket the ranks of this host come as 127.0.0.1, which needs no name server.
+    """Serve a session's store on its lowest rank; returns the store, and its port and addresses."""
+    # torch resolves the name of every peer that connects, and accepts no other peer meanwhile. On
+    # an IPv4 socket the ranks of this host come from 127.0.0.1, which needs no name server.
     listener = socket.create_server(("", 0), backlog=1024)
     port = int(listener.getsockname()[1])
     store = TCPStore(
@@ -182,49 +176,58 @@ def serve_store() -> tuple[TCPStore, dict[str, Any]]:
         timeout=timedelta(seconds=CONNECT_SECONDS),
         master_listen_fd=listener.detach(),
     )
-    return store, {"port": port, "addresses": addresses()}
+    return store, {"port": port, "addresses": _addresses()}
 
 
 def connect_store(
-    place: Mapping[str, Any],
-    host: str,
-    ranks: tuple[int, int],
+    hosts: Sequence[str],
+    port: int,
     seconds: float,
-    what: str,
     check: Callable[[], object],
+    describe: Callable[[str], str],
 ) -> TCPStore:
-    """Connect to a session's store; ``ranks`` are this one and the one that serves it."""
-    rank, leader = ranks
+    """Connect to a session's store at the first address that answers.
+
+    ``check`` raises if another rank has failed; ``describe`` makes the text of the error.
+    """
     end = time.monotonic() + seconds
-    hosts = ["127.0.0.1"] if host == host_identity() else list(place["addresses"])
     while True:
-        store, errors = _try_addresses(hosts, int(place["port"]), max(end - time.monotonic(), 1.0))
-        if store is not None:
-            return store
+        limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
+        errors = []
+        for host in hosts:
+            try:
+                # torch takes up to three times its timeout, and logs pages about it.
+                socket.create_connection((host, port), limit).close()
+                patience = timedelta(seconds=limit / 3)
+                store = TCPStore(host, port, is_master=False, timeout=patience)
+                store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+                return store
+            except (OSError, RuntimeError) as error:
+                errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
         check()
         if time.monotonic() > end:
-            raise PeerLostError(
-                f"rank {rank} cannot reach the store that rank {leader} serves for {what} "
-                f"({'; '.join(errors)}): if rank {leader} lives, name the network interface that "
-                f"the hosts share in GLOO_SOCKET_IFNAME (on rank {rank}: no round begun)"
-            )
+            raise PeerLostError(describe("; ".join(errors)))
         time.sleep(CONNECT_AGAIN)
 
 
-def _try_addresses(
-    hosts: Sequence[str], port: int, seconds: float
-) -> tuple[TCPStore | None, list[str]]:
-    """The store, or why each of its addresses failed."""
-    limit = min(seconds, CONNECT_SECONDS) / len(hosts)
-    errors = []
-    for host in hosts:
-        try:
-            # torch tries up to three times as long as it was told, and writes pages about it.
-            socket.create_connection((host, port), limit).close()
-            patience = timedelta(seconds=limit / 3)
-            store = TCPStore(host, port, is_master=False, timeout=patience)
-            store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
-            return store, []
-        except (OSError, RuntimeError) as error:
-            errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
-    return None, errors
+def _addresses() -> list[str]:
+    """Addresses of this host: of the interfaces that the user named, of the route, of its name."""
+    addresses: list[str] = []
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        for interface in os.environ.get(name, "").split(","):
+            with contextlib.suppress(OSError), _datagram_socket() as probe:
+                request = struct.pack("256s", interface.strip("=^").encode()[:15])
+                answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+                addresses.append(socket.inet_ntoa(answer[20:24]))
+    master = os.environ.get("MASTER_ADDR")
+    if master:
+        with contextlib.suppress(OSError), _datagram_socket() as probe:
+            probe.connect((master, 9))  # sends nothing
+            addresses.append(str(probe.getsockname()[0]))
+    with contextlib.suppress(OSError):
+        addresses.append(socket.gethostbyname(socket.gethostname()))
+    return [*dict.fromkeys(address for address in addresses if address)] or ["127.0.0.1"]
+
+
+def _datagram_socket() -> socket.socket:
+    return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

@@ -1,9 +1,8 @@
 """Worker threads, and a lock that an exception cannot leave locked.
 
-A signal handler may raise between any two bytecodes of the main thread, our own error handling
-included. Everything that threads share is therefore changed in single steps of C: a dict entry, a
-queue item. `threading.Lock` with a `with` statement, `Future` and `Event` are not safe in this
-sense.
+A signal handler may raise between any two bytecodes of the main thread, error handling included.
+So everything that threads share changes in single calls of C: a dict entry, a queue item.
+`threading.Lock` in a `with` statement, `Future` and `Event` are not safe in this sense.
 """
 
 from __future__ import annotations
@@ -14,51 +13,49 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-__all__ = ["OwnedLock", "Task", "Worker"]
+__all__ = ["OwnedLock", "Task", "Worker", "release_locks_of"]
 
 T = TypeVar("T")
+Outcome = tuple[Any, BaseException | None]
 
-HOLDER = "holder"
 FIRST_PAUSE, LAST_PAUSE = 0.00005, 0.005
+
+_holders: dict[OwnedLock, int] = {}
+"""The thread that holds each lock; a lock that is free has no entry."""
 
 
 class OwnedLock:
-    """A lock that knows which thread holds it.
+    """A lock that knows which thread holds it; the holder may enter again.
 
-    The holder may enter again. When an exception has taken a thread out of its call, the cleanup
-    thread releases the locks that it may have held. Blocks are short, and those of one lock are not
-    nested.
+    When an exception has taken a thread out of its call, the cleanup thread releases the locks that
+    it still holds. Blocks are short, and those of one lock are not nested.
     """
 
-    __slots__ = ("_holder",)
-
-    def __init__(self) -> None:
-        self._holder: dict[str, int] = {}
-
     def __enter__(self) -> None:
-        me, holder = _thread.get_ident(), self._holder
-        pause = FIRST_PAUSE
+        me, pause = _thread.get_ident(), FIRST_PAUSE
         # One call of C: there is no moment at which the lock is taken and its holder unknown.
-        while holder.setdefault(HOLDER, me) != me:
+        while _holders.setdefault(self, me) != me:
             time.sleep(pause)
             pause = min(2 * pause, LAST_PAUSE)
 
     def __exit__(self, *_: object) -> None:
-        self._holder.pop(HOLDER, None)
+        _holders.pop(self, None)
 
     def try_acquire(self) -> bool:
         """Acquire the lock unless another thread holds it; whether this thread holds it."""
         me = _thread.get_ident()
-        return self._holder.setdefault(HOLDER, me) == me
+        return _holders.setdefault(self, me) == me
 
     def release(self) -> None:
         """Release the lock."""
-        self._holder.pop(HOLDER, None)
+        _holders.pop(self, None)
 
-    def release_for(self, thread: int | None) -> None:
-        """Release the lock if this thread, which has left its call, still holds it."""
-        if thread is not None and self._holder.get(HOLDER) == thread:
-            self._holder.pop(HOLDER, None)
+
+def release_locks_of(thread: int | None) -> None:
+    """Release all locks of a thread that an exception has taken out of its call."""
+    for lock, holder in list(_holders.items()):
+        if holder == thread:
+            _holders.pop(lock, None)
 
 
 class Task(Generic[T]):
@@ -68,21 +65,21 @@ class Task(Generic[T]):
 
     def __init__(self, action: Callable[[], T]) -> None:
         self._action: Callable[[], T] | None = action
-        self._reply: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._outcome: tuple[Any, BaseException | None] | None = None
+        self._reply: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._outcome: Outcome | None = None
 
     def run(self) -> None:
-        """Do the work; an exception is kept for whoever asks for the result."""
+        """Do the work; `result` raises what it raises."""
         assert self._action is not None
         try:
-            outcome: tuple[Any, BaseException | None] = (self._action(), None)
+            outcome: Outcome = (self._action(), None)
         except BaseException as error:
             outcome = (None, error)
         self._action = None  # it may refer to tensors
         self._reply.put(outcome)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the work is done, at most so long; whether it is done."""
+        """Wait until the work is done, up to a limit; whether it is done."""
         if self._outcome is None:
             try:
                 self._outcome = self._reply.get(timeout=seconds)
@@ -97,19 +94,19 @@ class Task(Generic[T]):
 
     @property
     def error(self) -> BaseException | None:
-        """What the work raised; asked for only when it is done."""
+        """The exception of work that is done."""
         self.wait(0.0)
         assert self._outcome is not None
         return self._outcome[1]
 
     def result(self) -> T:
-        """What the work returned; raises what it raised. Asked for only when it is done."""
+        """The result of work that is done, or its exception."""
         error = self.error
         if error is not None:
             raise error
         assert self._outcome is not None
-        found: T = self._outcome[0]
-        return found
+        result: T = self._outcome[0]
+        return result
 
 
 class Worker:
@@ -131,7 +128,7 @@ class Worker:
             ended.release()
 
     def submit(self, action: Callable[[], T]) -> Task[T]:
-        """Run this after everything that was submitted before."""
+        """Run an action after everything that was submitted before."""
         task = Task(action)
         self._tasks.put(task)
         return task
@@ -147,7 +144,7 @@ class Worker:
         return self._ident == _thread.get_ident()
 
     def end(self, seconds: float = 0.0) -> None:
-        """Let the thread end after its tasks, and wait for that, at most so long."""
+        """End the thread after its tasks, and wait for that, up to a limit."""
         self._tasks.put(None)
         if seconds and not self.is_current and self._ended.acquire(timeout=seconds):
             self._ended.release()

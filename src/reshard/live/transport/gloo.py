@@ -125,7 +125,7 @@ class GlooHellos:
         if ok:
             self.group.give_back(self.worker)
         elif under_way:
-            self.group.cut(self.watch.abort.cause or Cause("error", "a move was given up"))
+            self.group.cut(self.watch.cause or Cause("error", "a move was given up"))
             self.group.let_go(self.worker, END_SECONDS)
         else:
             self.group.let_go(self.worker, 0.0)

@@ -24,14 +24,14 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import PeerLostError
-from reshard.live.failure.abort import abort_key
-from reshard.live.failure.watch import Watch
+from reshard.live.failure.agreement import forget, meet
+from reshard.live.failure.watch import Watch, abort_key
 from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import PrefixStore, Store, Work, clone_of
 from reshard.live.session.worker import OwnedLock, Task, Worker
 
-__all__ = ["GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch", "meet"]
+__all__ = ["GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
 
 END_SECONDS = 1.0
 """How long an idle worker may take to end: none should be about when the process ends."""
@@ -75,15 +75,6 @@ def finish_epoch(watch: Watch, asked: Task[tuple[int, bytes | None]] | None) -> 
     return found
 
 
-def meet(watch: Watch, key: str, what: str) -> list[str]:
-    """Wait in the store for all ranks; gives the keys that were used."""
-    connections = watch.connections
-    keys = {rank: f"{key}/{rank}" for rank in connections.ranks}
-    connections.client.request(lambda store: store.set(keys[connections.rank], "here"))
-    watch.wait_keys(keys, lambda peer: what)
-    return list(keys.values())
-
-
 class GlooGroups:
     """The gloo groups of a session, by epoch."""
 
@@ -115,7 +106,7 @@ class GlooGroups:
 
     def _make(self, watch: Watch, key: str) -> GlooGroup:
         connections = self._connections
-        used = meet(watch, key, f"it to make a connection for {watch.what}")
+        used = meet(watch, key, lambda peer: f"it to make a connection for {watch.what}")
         store = PrefixStore(key, clone_of(connections.store))
         index, size = connections.ranks.index(connections.rank), len(connections.ranks)
 
@@ -139,7 +130,7 @@ class GlooGroups:
             reason = in_short(error)
             lost = f"rank {connections.rank} cannot connect to all others ({reason})"
             watch.fail(Cause("lost", lost))
-        watch.forget(f"{key}/made", used)
+        forget(watch, f"{key}/made", used)
         return found
 
     def _drop(self, before: float = inf) -> None:
@@ -155,12 +146,6 @@ class GlooGroups:
         """Free the message buffers that are kept."""
         for group in tuple(self._groups.values()):
             group.buffers.clear()
-
-    def release_for(self, thread: int | None) -> None:
-        """Release the locks of a thread that an exception has taken out of its call."""
-        locks = [one.lock for one in tuple(self._groups.values())]
-        for lock in (self._lock, *tuple(self._making.values()), *locks):
-            lock.release_for(thread)
 
     def end_threads(self) -> None:
         """Close all groups: a thread that waits in gloo at exit would abort the process."""

@@ -117,7 +117,7 @@ class HostTransport(Transport):
         """Peers that may read staged messages after this call has returned."""
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that were compiled with the Hellos of all peers."""
-        watch.abort.written = bound
+        watch.written = bound
 
     @cached_property
     def _memory(self) -> PeerMemory:

@@ -115,7 +115,7 @@ class _WatchedExchange:
             self._watch.fail(calls.cause_of(self._work.group, error, self._watch.connections.rank))
         if now - self._began > SUSPECT_AFTER and now - self._asked > SUSPECT_AFTER / 2:
             self._asked = now
-            silent = [peer for peer in self._peers if self._watch.waits.waits_for(peer) is None]
+            silent = [peer for peer in self._peers if self._watch.waits.record_of(peer) is None]
             self._suspects = silent or self._peers
         return self._suspects
 

@@ -23,6 +23,7 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
@@ -36,7 +37,7 @@ from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.worker import Task
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
-from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch, meet
+from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
 
@@ -84,7 +85,7 @@ class NcclGroups:
     def _renew(self, watch: Watch, device: torch.device, epoch: int) -> None:
         connections, key = self._connections, f"gpu/{epoch}"
         self.in_flight.settle()
-        meet(watch, key, "it to open NCCL")
+        meet(watch, key, lambda peer: "it to open NCCL")
         # All ranks have come, so nothing is in flight on the old one.
         if self._group is not None:
             self._group.abort()
@@ -115,9 +116,6 @@ class NcclGroups:
     def release(self) -> None:
         """Free the staging buffer."""
         self._staging = None
-
-    def release_for(self, thread: int | None) -> None:
-        """There are no locks that a thread could have left locked."""
 
     def end_threads(self) -> None:
         """The watcher ends with the session."""
@@ -335,7 +333,7 @@ class NcclTransport(Transport):
             self._far.close(ok)
         if self.in_flight is not None and not ok:
             self.in_flight.raised = True
-            cause = self.watch.abort.cause or Cause("error", "a move was given up")
+            cause = self.watch.cause or Cause("error", "a move was given up")
             error = cause.error("")
             self.in_flight.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
 

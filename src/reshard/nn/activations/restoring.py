@@ -21,7 +21,6 @@ from reshard.errors import DisagreementError, LiveError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.live import api
 from reshard.nn.activations.order import MOST_AHEAD, Order
 from reshard.nn.activations.region import Region
 from reshard.planning.plans import Plan, plan
@@ -153,8 +152,8 @@ class _Message:
         given[WORDS] = torch.tensor(words, dtype=torch.int64).to(device)
         plan = _plan(restorer.ranks, self._names, sizes, len(words))
         options: Any = {"group": restorer.group, "device": device, "timeout": timeout}
-        self._handle = api.start(plan, given, **options) if ahead else None
-        self._moved = {} if ahead else api.run(plan, given, **options)
+        self._handle = plan.start(given, **options) if ahead else None
+        self._moved = {} if ahead else plan.run(given, **options)
 
     def _wait(self) -> dict[str, torch.Tensor]:
         return self._moved if self._handle is None else self._handle.wait()

@@ -1,14 +1,14 @@
-"""Who waits for whom: finds the rank that holds up all others, and deadlocks between sessions.
+"""The wait-for graph: which rank holds up all others, and which ranks are in a deadlock.
 
-A rank that has waited for a while posts whom it waits for: to the ranks of its host by message, to
-the others in the session's store. When its time is over it follows these records to the one rank
-that waits for none: that one is named.
+A rank that has waited for a while posts a record of the peers that it waits for: to the ranks of
+its host by message, to the others in the session's store. When its timeout is over it follows these
+records to the rank that waits for none, and the error names that rank.
 
-Ranks that were given different meshes never meet: each waits in a session that the others are not
-in. So while a rank waits for others to call, it also posts its record in the store of the caller's
-group, where all sessions see it. When records form a cycle through more than one call, and stay so,
-none of these ranks will ever call: a deadlock. Only a call that the main thread waits for counts,
-and only if it is the only one: a rank that goes on in another thread may still call.
+Ranks that were given different meshes never meet: each waits in a session to which the others do
+not belong. So a rank that waits for others to call also posts its record in the store of the
+caller's group, which all sessions share. Records that form a cycle through more than one call, and
+stay so, are a deadlock: none of these ranks will ever call. Only a call in the main thread counts,
+and only if it is the only one: a rank that waits in another thread may still call.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls
 from reshard.live.session.control import Waiting
-from reshard.live.session.mailbox import Inbox
-from reshard.live.session.rendezvous import Connections
-from reshard.live.session.session import Session
+from reshard.live.session.mailbox import Inbox, Mailbox
 from reshard.live.session.store import REQUEST_SECONDS, PrefixStore, Store, StoreClient
 
-__all__ = ["Root", "WaitGraph"]
+__all__ = ["Member", "Root", "WaitGraph"]
 
-LOOK_AFTER = 0.4
-LOOK_EVERY = 0.25
+LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
 
 SLOTS = 64
 """Calls in flight that may post in a session's store: few keys, used again by later calls."""
@@ -45,9 +42,20 @@ _observing: set[int] = set()
 """The calls of this process that wait for other ranks to call, by identity."""
 
 
+class Member(Protocol):
+    """A session, as one of its ranks knows it before it is connected."""
+
+    rank: int
+    ranks: tuple[int, ...]
+    group_store: Store
+    """The store of the caller's group."""
+    store: Store
+    """This session's part of it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """A rank's record of whom it waits for."""
+    """A rank's record of the peers that it waits for."""
 
     ranks: tuple[int, ...]
     """The ranks of its session."""
@@ -64,7 +72,7 @@ class Wait:
 
     @classmethod
     def read(cls, text: bytes | None) -> Wait | None:
-        """None for anything that is not such a record."""
+        """Decode a record; None for anything else."""
         try:
             data = json.loads(text or b"")
             ranks, awaits = (tuple(int(rank) for rank in data[key]) for key in ("ranks", "awaits"))
@@ -74,122 +82,115 @@ class Wait:
             return None
 
     def to_json(self) -> str:
-        """The record as it is posted."""
+        """Encode the record."""
         return json.dumps(asdict(self))
 
     def repeats(self, earlier: Wait | None) -> bool:
-        """Whether this is a later record of a rank that still waits for the same ranks."""
+        """Whether this is a later record of a rank that still waits for the same peers."""
         if earlier is None or self.beat <= earlier.beat:
             return False
         return (self.token, self.awaits) == (earlier.token, earlier.awaits)
 
 
 class Root(NamedTuple):
-    """The end of a chain of ranks that wait for each other."""
+    """The last rank of a chain of ranks that wait for each other: it holds up all of them."""
 
     waiter: int
     """The rank that waits for it."""
     rank: int
     what: str
-    """What it is waited for, in words that follow "waits for"."""
+    """What the waiter waits for, in words that follow "waits for"."""
     met: bool
     """Whether it has entered the call."""
 
 
 class WaitGraph:
-    """What one rank posts and reads about who waits for whom, in one call."""
+    """The records that one rank posts and reads in one call."""
 
-    def __init__(self, session: Session, call: int, what: str) -> None:
+    _mailbox: Mailbox
+    _session_client: StoreClient
+
+    def __init__(self, session: Member, call: int, what: str) -> None:
         self._session, self.call, self._what = session, call, what
-        self._connections: Connections | None = None
-        self._inbox = Inbox()
-        self._timeout = 0.0
-        self.posted = False
+        self._inbox, self._timeout = Inbox(), 0.0
+        self._posted = False
         self._heartbeats: dict[int, bytes] = {}
-        """The last heartbeat in the store of each peer that was looked for."""
+        """The last heartbeat of each peer in the store."""
         self._token = secrets.token_hex(8)
         self._began = self._looked = time.monotonic()
         self._client: StoreClient | None = None
-        """Makes requests to the store of the caller's group; made when one is needed."""
+        """Makes requests to the store of the caller's group."""
         self._beat = 0
         self._records: dict[int, Wait] = {}
-        """What ranks of any session posted last."""
+        """The last records of ranks of all sessions."""
         self.given_up: Calls = ()
         """The calls of a deadlock that was found: all of them fail."""
-        self._counts = threading.current_thread() is threading.main_thread()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
 
-    def attach(self, connections: Connections, inbox: Inbox, timeout: float) -> WaitGraph:
-        """The session is connected: records are posted there as well."""
-        self._connections, self._inbox, self._timeout = connections, inbox, timeout
-        return self
+    def attach(self, mailbox: Mailbox, client: StoreClient, inbox: Inbox, timeout: float) -> None:
+        """Use the connections of a session that is connected."""
+        self._mailbox, self._session_client = mailbox, client
+        self._inbox, self._timeout = inbox, timeout
 
     # Within the session ------------------------------------------------------------------------
 
     def post(self, peer: int, what: str) -> None:
-        """Post whom this rank waits for."""
-        if self.posted:
+        """Post that this rank waits for a peer."""
+        if self._posted:
             return
-        self.posted = True
+        self._posted = True
         met = peer in self._inbox.hellos
         self._post(Wait(self._session.ranks, self.call, (peer,), what, met).to_json())
         with contextlib.suppress(PeerLostError):
             self._has_beaten(peer)
 
     def withdraw(self) -> None:
-        """Post that this rank does not wait any more."""
-        if self.posted:
-            self.posted = False
+        """Post that this rank has stopped waiting."""
+        if self._posted:
+            self._posted = False
             self._post("")
 
-    def waits_for(self, rank: int) -> Wait | None:
-        """Whom another rank waits for in this call, if it posted that."""
-        assert self._connections is not None
-        if rank in self._connections.peers:
-            found = Wait.read(self._inbox.waiting.get(rank))
-        else:
-            found = Wait.read(self._connections.client.get(self._key(rank)))
-        return found if found is not None and found.call == self.call else None
-
-    def root(self, peer: int, what: str) -> tuple[Root, bool]:
-        """The rank that holds up this one, which waits for a peer; and whether it is at work."""
-        me = self._session.rank
-        found, alive = Root(me, peer, what, peer in self._inbox.hellos), False
-        seen = {me}
-        with contextlib.suppress(PeerLostError, IndexError):
-            while found.rank not in seen:
-                seen.add(found.rank)
-                posted = self.waits_for(found.rank)
-                if posted is None:
-                    break
-                found = Root(found.rank, posted.awaits[0], posted.what, posted.met)
-            alive = found.rank not in {me, found.waiter} and self._is_alive(found.rank)
-        return found, alive
-
-    def _is_alive(self, rank: int) -> bool:
-        """Whether a rank has sent anything lately."""
-        recent = time.monotonic() - self._inbox.heard.get(rank, 0.0) < self._timeout
-        return recent or self._has_beaten(rank)
-
-    def _has_beaten(self, rank: int) -> bool:
-        """Whether a rank that sends no messages has left a new heartbeat in the store."""
-        assert self._connections is not None
-        found = self._connections.client.get(f"alive/{rank}")
-        before = self._heartbeats.get(rank)
-        if found is not None:
-            self._heartbeats[rank] = found
-        return found is not None and found != before
+    def _post(self, text: str) -> None:
+        for peer in self._mailbox.sockets:
+            self._mailbox.send(peer, Waiting(self.call, text.encode()))
+        key = self._key(self._session.rank)
+        with contextlib.suppress(PeerLostError):
+            self._session_client.request(lambda store: store.set(key, text), REQUEST_SECONDS)
 
     def _key(self, rank: int) -> str:
         return f"wait/{self.call % SLOTS}/{rank}"
 
-    def _post(self, text: str) -> None:
-        connections = self._connections
-        assert connections is not None
-        for peer in connections.peers:
-            connections.mailbox.send(peer, Waiting(self.call, text.encode()))
-        key = self._key(self._session.rank)
-        with contextlib.suppress(PeerLostError):
-            connections.client.request(lambda store: store.set(key, text), REQUEST_SECONDS)
+    def record_of(self, rank: int) -> Wait | None:
+        """The record that another rank has posted in this call, if any."""
+        if rank in self._mailbox.sockets:
+            record = Wait.read(self._inbox.waiting.get(rank))
+        else:
+            record = Wait.read(self._session_client.get(self._key(rank)))
+        return record if record is not None and record.call == self.call else None
+
+    def root(self, peer: int, what: str) -> tuple[Root, bool]:
+        """The rank that holds up this one, which waits for a peer; and whether that rank works."""
+        me = self._session.rank
+        root, alive = Root(me, peer, what, peer in self._inbox.hellos), False
+        seen = {me}
+        with contextlib.suppress(PeerLostError, IndexError):
+            while root.rank not in seen:
+                seen.add(root.rank)
+                record = self.record_of(root.rank)
+                if record is None:
+                    break
+                root = Root(root.rank, record.awaits[0], record.what, record.met)
+            if root.rank not in {me, root.waiter}:
+                silence = time.monotonic() - self._inbox.heard.get(root.rank, 0.0)
+                alive = silence < self._timeout or self._has_beaten(root.rank)
+        return root, alive
+
+    def _has_beaten(self, rank: int) -> bool:
+        """Whether a rank that sends no messages has left a new heartbeat in the store."""
+        beat, before = self._session_client.get(f"alive/{rank}"), self._heartbeats.get(rank)
+        if beat is not None:
+            self._heartbeats[rank] = beat
+        return beat is not None and beat != before
 
     # Between sessions --------------------------------------------------------------------------
 
@@ -205,29 +206,29 @@ class WaitGraph:
         return self
 
     def find_deadlock(self, awaited: Collection[int]) -> str | None:
-        """The deadlock that this rank is part of, in words; None if there is none."""
+        """Describe the deadlock that this rank is part of; None if there is none."""
         if not self.is_due:
             return None
         self._looked = time.monotonic()
-        if not self._counts or len(_observing) > 1:
+        if not self._in_main_thread or len(_observing) > 1:
             return None
         with contextlib.suppress(PeerLostError):
             self._beat += 1
             more = (tuple(sorted(awaited)), self._what, False, self._token, self._beat)
             record = Wait(self._session.ranks, self.call, *more).to_json()
-            self._request(lambda store: store.set(f"word/{self._session.rank}", record))
+            self._request(lambda store: store.set(f"record/{self._session.rank}", record))
             return self._read_verdict() or self._judge()
         return None
 
-    def refused(self, key: str) -> bytes | None:
-        """What stands under a key of this session in the store of the caller's group."""
-        store = self._session.caller
+    def outcome(self, key: str) -> bytes | None:
+        """The value of a key of this session in the store of the caller's group."""
+        store = self._session.store
         with contextlib.suppress(PeerLostError):
             return self._request(lambda _: store.get(key) if store.check([key]) else None)
         return None
 
     def verdict(self) -> str | None:
-        """The deadlock that another rank has found, if it has told this one."""
+        """The deadlock that another rank has found and posted for this one."""
         if self._client is None:
             return None
         with contextlib.suppress(PeerLostError):
@@ -235,7 +236,7 @@ class WaitGraph:
         return None
 
     def _judge(self) -> str | None:
-        """Look for a cycle; the rank that finds it tells all ranks in it."""
+        """Look for a cycle; the rank that finds it posts a verdict for all ranks in it."""
         before, records = self._records, self._collect()
         self._records = records
         sure = {r: wait for r, wait in records.items() if wait.repeats(before.get(r))}
@@ -247,61 +248,57 @@ class WaitGraph:
         doomed = sorted({(ranks, min(c for r, c in calls if r == ranks)) for ranks, _ in calls})
         text = json.dumps({"text": _describe(records), "calls": doomed})
 
-        def tell(store: Store) -> None:
-            found: Any = store.compare_set(f"first/{first}", "", text)
+        def post(store: Store) -> None:
+            verdict: Any = store.compare_set(f"first/{first}", "", text)
             for wait in records.values():
                 if (wait.ranks, wait.call) in doomed:
-                    store.set(f"verdict/{wait.token}", found)
+                    store.set(f"verdict/{wait.token}", verdict)
 
-        self._request(tell)
+        self._request(post)
         return self._read_verdict()
 
     def _read_verdict(self) -> str | None:
         key = f"verdict/{self._token}"
-
-        def look(store: Store) -> bytes | None:
-            return store.get(key) if store.check([key]) else None
-
-        found = self._request(look)
-        if found is None:
+        text = self._request(lambda store: store.get(key) if store.check([key]) else None)
+        if text is None:
             return None
         try:
-            data = json.loads(found)
+            data = json.loads(text)
             self.given_up = tuple((tuple(ranks), int(call)) for ranks, call in data["calls"])
             return str(data["text"])
         except (ValueError, TypeError, KeyError):
             return "ranks were given different moves and wait for each other"
 
     def _collect(self) -> dict[int, Wait]:
-        """The records of all ranks that are connected with this one's, from session to session."""
-        found: dict[int, Wait] = {}
+        """The records of this session's ranks, of the sessions of those ranks, and so on."""
+        records: dict[int, Wait] = {}
         left, asked = set(self._session.ranks), set[int]()
         while left:
             asked |= left
-            keys = {rank: f"word/{rank}" for rank in left}
+            keys = {rank: f"record/{rank}" for rank in left}
 
             def read(store: Store, keys: Mapping[int, str] = keys) -> dict[int, bytes]:
                 return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
 
-            records = {rank: Wait.read(text) for rank, text in self._request(read).items()}
-            new = {rank: wait for rank, wait in records.items() if wait is not None}
-            found |= new
+            read_now = {rank: Wait.read(text) for rank, text in self._request(read).items()}
+            new = {rank: wait for rank, wait in read_now.items() if wait is not None}
+            records |= new
             left = {rank for wait in new.values() for rank in wait.ranks} - asked
-        return found
+        return records
 
     def _request(self, action: Callable[[Store], T]) -> T:
         if self._client is None:
-            store = PrefixStore("reshard/waits", self._session.home)
+            store = PrefixStore("reshard/waits", self._session.group_store)
             self._client = StoreClient(store, self._session.ranks[0], REQUEST_SECONDS)
         return self._client.request(action, REQUEST_SECONDS)
 
     def close(self) -> None:
-        """The other ranks have called, or this rank has given up."""
+        """Stop observing: the other ranks have called, or this rank has given up."""
         _observing.discard(id(self))
         client = self._client
         if client is not None:
             with contextlib.suppress(PeerLostError):
-                self._request(lambda store: store.set(f"word/{self._session.rank}", ""))
+                self._request(lambda store: store.set(f"record/{self._session.rank}", ""))
                 self._request(lambda store: store.delete_key(f"verdict/{self._token}"))
             self._client = None
             client.close()
@@ -319,16 +316,16 @@ def _leads_to_cycle(rank: int, records: Mapping[int, Wait]) -> bool:
         if at in done or at not in records:
             return False
         path.append(at)
-        found = any(follow(other) for other in records[at].awaits)
+        leads = any(follow(other) for other in records[at].awaits)
         path.pop()
         done.add(at)
-        return found
+        return leads
 
     return follow(rank)
 
 
 def _describe(records: Mapping[int, Wait]) -> str:
-    """Who waits for whom, those in one call together."""
+    """Name the call in which each rank waits; ranks of one call together."""
     calls: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
     for rank in sorted(records):
         wait = records[rank]
