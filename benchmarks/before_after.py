@@ -1,6 +1,7 @@
 """Two trees of reshard on the same benchmark, in turns: what a change costs.
 
-    python benchmarks/before_after.py BEFORE AFTER [--script move.py] [--runs 3] [-- ARGUMENTS]
+    python benchmarks/before_after.py BEFORE AFTER [--script move.py] [--runs 3]
+                                      [--arguments "--only 64"]
 
 BEFORE and AFTER are checkouts. Each run starts the benchmark of either tree with ``--json``, which
 goes first alternates. Per case, time and CPU time of the fastest run of each tree are compared for
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shlex
 import statistics
 import subprocess
 import sys
@@ -32,13 +34,14 @@ def main() -> int:
     parser.add_argument("--script", default="move.py")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--all", action="store_true", help="print every case")
-    parser.add_argument("arguments", nargs="*")
+    parser.add_argument("--arguments", default="", help="for the benchmark, in quotes")
     args = parser.parse_args()
     pairs = []
     for turn in range(args.runs):
         trees = [args.before, args.after]
         found = {
-            tree: figures(tree, args.script, args.arguments) for tree in trees[:: 1 - turn % 2 * 2]
+            tree: figures(tree, args.script, shlex.split(args.arguments))
+            for tree in trees[:: 1 - turn % 2 * 2]
         }
         pairs.append(tuple(found[tree] for tree in trees))
         print(f"run {turn + 1} of {args.runs}, load {os.getloadavg()[0]:.1f}", file=sys.stderr)
