@@ -38,7 +38,7 @@ from reshard.checkpoint.formats.safetensors.own_metadata import (
     OwnMetadata,
     OwnTensor,
 )
-from reshard.checkpoint.formats.torch.objects import object_texts
+from reshard.checkpoint.formats.torch.plain_values import object_texts
 from reshard.checkpoint.inspection.inspecting import inspect
 from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import DamageError, ReshardError

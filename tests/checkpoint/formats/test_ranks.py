@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 
 from reshard import Layout, Mesh, Rules
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.ranks.names import rank_of
+from reshard.checkpoint.formats.file_names import rank_of
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.formats.safetensors.own_metadata import KEY, OwnMetadata, OwnTensor
 from reshard.checkpoint.inspection.inspecting import inspect

@@ -12,9 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.outputs import Wanted, plan_output
+from reshard.checkpoint.formats.output import Wanted
 from reshard.checkpoint.formats.torch.archive_writer import BIG, Archive
 from reshard.checkpoint.formats.torch.pickler import pickled
+from reshard.checkpoint.formats.writer import plan_output
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh

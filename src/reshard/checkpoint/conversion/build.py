@@ -10,7 +10,7 @@ from typing import Any
 
 from reshard.checkpoint.conversion.plan import Job, Stamp
 from reshard.checkpoint.conversion.processes import Team
-from reshard.checkpoint.formats.outputs import Literal
+from reshard.checkpoint.formats.output import Literal
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,

@@ -27,7 +27,7 @@ from math import prod
 from pathlib import Path
 
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.formats.outputs import Wanted
+from reshard.checkpoint.formats.output import Wanted
 from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.transfer.given import as_mesh, as_rules
 from reshard.dtypes import canonical_dtype, check_cast, is_float

@@ -12,11 +12,11 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.companions import base_of, is_weights
 from reshard.checkpoint.conversion.layouts import Cut, notes_of, uncast_note, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
-from reshard.checkpoint.formats.expected_shapes import config_of
-from reshard.checkpoint.formats.output import count_tensor_files
-from reshard.checkpoint.formats.outputs import FORMATS, Output, plan_output, unknown_format
-from reshard.checkpoint.formats.recognition import is_distcp
-from reshard.checkpoint.formats.torch.objects import object_texts
+from reshard.checkpoint.formats.completeness import config_of
+from reshard.checkpoint.formats.file_names import is_distcp
+from reshard.checkpoint.formats.output import Output, count_tensor_files
+from reshard.checkpoint.formats.torch.plain_values import object_texts
+from reshard.checkpoint.formats.writer import FORMATS, plan_output, unknown_format
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.storage.base import COMMITTED, TENSOR_FILES, Storage, StoredFile
 from reshard.checkpoint.transfer.transfers import Transfer, feeding, transfer_of

@@ -23,8 +23,8 @@ import torch
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.conversion.build import check_room
-from reshard.checkpoint.formats.output import count_tensor_files
-from reshard.checkpoint.formats.outputs import Wanted, plan_output
+from reshard.checkpoint.formats.output import Wanted, count_tensor_files
+from reshard.checkpoint.formats.writer import plan_output
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, Recorder
 from reshard.checkpoint.live.entries import Entries, entries_of

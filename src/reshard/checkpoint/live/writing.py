@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from reshard.checkpoint.formats.output import Owned
-from reshard.checkpoint.formats.outputs import Output
+from reshard.checkpoint.formats.output import Output, Owned
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.views import View, part_of, views_of
 from reshard.checkpoint.piece_table import slabs

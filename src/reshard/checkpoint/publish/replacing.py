@@ -22,9 +22,9 @@ from pathlib import Path
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.companions import is_companion
+from reshard.checkpoint.formats.file_names import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
-from reshard.checkpoint.formats.recognition import is_distcp
-from reshard.checkpoint.formats.safetensors.files import find_index, index_files
+from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
 from reshard.checkpoint.storage.base import COMMITTED, OURS, REQUEST, StoredFile
 from reshard.checkpoint.storage.local import LocalStorage

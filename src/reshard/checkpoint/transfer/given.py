@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.formats.expected_shapes import config_of
+from reshard.checkpoint.formats.completeness import config_of
 from reshard.checkpoint.storage.base import Storage
 from reshard.errors import MeshError, RulesError
 

@@ -1,4 +1,4 @@
-"""Files of ranks, and how they were cut: as rules say, or as reshard's own files say themselves."""
+"""Files of ranks: rules give the layouts, or the files themselves if reshard wrote them."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.formats.file_names import rank_of
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.ranks.joining import LocalFile, check_blocks, join_ranks
-from reshard.checkpoint.formats.ranks.names import rank_of
-from reshard.checkpoint.formats.safetensors.files import HeadedFile, common_metadata, read_headers
 from reshard.checkpoint.formats.safetensors.own_metadata import OwnMetadata
-from reshard.checkpoint.formats.torch.state_dict import Content, beside_tensors, read_torch_file
+from reshard.checkpoint.formats.safetensors.reader import HeadedFile, common_metadata, read_headers
+from reshard.checkpoint.formats.torch.state_dict import Content, catalog_fields, read_torch_file
 from reshard.checkpoint.formats.torch.tensors import LocalTensor
 from reshard.checkpoint.formats.torch.zero import check_no_zero_files
 from reshard.checkpoint.storage.base import TENSOR_FILES, Storage, StoredFile
@@ -22,7 +22,7 @@ from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
 from reshard.text import quoted
 
-__all__ = ["cut_by_rules", "read_by_rules", "read_own_ranks"]
+__all__ = ["join_by_rules", "read_by_rules", "read_own_ranks"]
 
 
 def read_by_rules(
@@ -32,7 +32,7 @@ def read_by_rules(
     rules: Rules,
     mesh: Mesh | None,
 ) -> Catalog:
-    """The catalog of files whose names say the rank and whose cutting the rules say."""
+    """The catalog of files whose names have the rank and whose layouts come from rules."""
     mesh = mesh or rules.mesh
     if mesh is None:
         raise CheckpointError(f"rules need a mesh to read {storage.root}: give --mesh")
@@ -41,7 +41,7 @@ def read_by_rules(
     local = []
     for number, file in enumerate(files):
         if file.path in contents:
-            tensors = _without_chance(contents[file.path].tensors, file, findings)
+            tensors = _without_rng(contents[file.path].tensors, file, findings)
             local.append(LocalFile(ranks[number], number, storage.where(file.path), tensors))
     examples = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
     layouts = rules.fit(examples).layouts(examples, mesh)
@@ -53,18 +53,18 @@ def read_by_rules(
         others=_others(listed, files),
         mesh=str(mesh),
         layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
-        **beside_tensors(contents.values()),
+        **catalog_fields(contents.values()),
     )
 
 
-def cut_by_rules(
+def join_by_rules(
     catalog: Catalog,
     by_rank: Mapping[int, Catalog],
     rules: Rules,
     mesh: Mesh | None,
     findings: Findings,
 ) -> Catalog:
-    """The catalog of ranks that saved local tensors without each other, cut as rules say."""
+    """The catalog of ranks that saved without collectives; rules give the layouts."""
     if mesh is None:
         raise CheckpointError(f"rules need a mesh to read {catalog.root}: give --mesh")
     local: list[LocalFile] = []
@@ -103,23 +103,22 @@ def read_own_ranks(
     storage: Storage,
     listed: Sequence[StoredFile],
     headed: Sequence[HeadedFile],
-    own: Mapping[str, OwnMetadata],
     findings: Findings,
 ) -> Catalog:
-    """The catalog of per-rank files that reshard wrote, which say how they were cut."""
-    mesh = next(said.mesh for said in own.values() if said.mesh is not None)
+    """The catalog of per-rank files that reshard wrote, which describe their layouts."""
+    mesh = next(one.own.mesh for one in headed if one.own and one.own.mesh is not None)
     layouts: dict[str, Layout] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     local: list[LocalFile] = []
     for number, one in enumerate(headed):
         with findings.noting():
-            said = own.get(one.file.path)
-            if said is None or said.rank is None or said.mesh != mesh:
+            own = one.own
+            if own is None or own.rank is None or own.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
             tensors = _headed_tensors(one)
             for name in tensors:
-                _note_layout(name, said, one.where, layouts, shapes)
-            local.append(LocalFile(said.rank, number, one.where, tensors))
+                _record_layout(name, own, one.where, layouts, shapes)
+            local.append(LocalFile(own.rank, number, one.where, tensors))
     files = [one.file for one in headed]
     return Catalog(
         storage.root,
@@ -133,21 +132,21 @@ def read_own_ranks(
     )
 
 
-def _note_layout(
+def _record_layout(
     name: str,
-    said: OwnMetadata,
+    own: OwnMetadata,
     where: str,
     layouts: dict[str, Layout],
     shapes: dict[str, tuple[int, ...]],
 ) -> None:
-    """Take a tensor's layout from a file, and hold it against what other files say."""
-    tensor = said.tensors.get(name)
-    if tensor is None or tensor.layout is None or said.mesh is None:
+    """Take the layout of a tensor from a file; it must agree with the other files."""
+    tensor = own.tensors.get(name)
+    if tensor is None or tensor.layout is None or own.mesh is None:
         raise DamageError(f"{where}: tensor {quoted(name)} has no layout in the file's metadata")
     known = layouts.get(name)
     if known is None:
         try:
-            layout = Layout(Mesh.parse(said.mesh), tensor.layout)
+            layout = Layout(Mesh.parse(own.mesh), tensor.layout)
             check_blocks(name, layout, tensor.shape, where)
         except CheckpointError:
             raise
@@ -182,7 +181,7 @@ def _files_of_ranks(
 def _contents(
     storage: Storage, files: Sequence[StoredFile], findings: Findings
 ) -> dict[str, Content]:
-    """What is in each file that can be read, by its path."""
+    """The content of each file that can be read, by path."""
     tensors = [file for file in files if file.path.endswith(".safetensors")]
     headed = read_headers(storage, tensors, findings)
     contents = {one.file.path: Content(_headed_tensors(one)) for one in headed}
@@ -202,10 +201,10 @@ def _headed_tensors(one: HeadedFile) -> dict[str, LocalTensor]:
     }
 
 
-def _without_chance(
+def _without_rng(
     tensors: Mapping[str, LocalTensor], file: StoredFile, findings: Findings
 ) -> dict[str, LocalTensor]:
-    """States of random generators are each rank's own: there is no global tensor behind them."""
+    """Leave out states of random generators: each rank has its own, not part of a global tensor."""
     own = [name for name in tensors if any("rng" in part for part in name.split("."))]
     if own:
         findings.note(f"{file.path}: {len(own)} states of random generators are left out")

@@ -1,83 +1,100 @@
-"""Safetensors files say themselves what they hold: whole tensors, boxes, or one rank's tensors."""
+"""Reads safetensors files: headers, the index, and files that hold whole tensors.
+
+``model.safetensors.index.json`` maps tensors to files; it must agree with the headers. Without an
+index all files of the folder count, and names such as ``model-00002-of-00004.safetensors`` show
+when one is missing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
-from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.expected_shapes import check_expected
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.formats.file_names import missing_parts, rank_of
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.formats.ranks.names import rank_of
-from reshard.checkpoint.formats.safetensors.files import (
-    HeadedFile,
-    check_index,
-    find_index,
-    index_files,
-    missing_parts,
-    read_headers,
-    read_whole,
+from reshard.checkpoint.formats.safetensors.header import (
+    Header,
+    header_length,
+    parse_header,
+    read_json,
 )
-from reshard.checkpoint.formats.safetensors.own_metadata import SHARDING
-from reshard.checkpoint.formats.safetensors.sharded import check_counts, own_of, read_sharded
-from reshard.checkpoint.storage.base import Storage, StoredFile
-from reshard.errors import CheckpointError
-from reshard.layout.mesh import Mesh
-from reshard.text import quoted
+from reshard.checkpoint.formats.safetensors.own_metadata import KEY, SHARDING, OwnMetadata
+from reshard.checkpoint.storage.base import Storage, StoredFile, check_path
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.layout.box import Box, row_major
+from reshard.text import and_more, quoted
 
-__all__ = ["read_safetensors"]
+__all__ = [
+    "HeadedFile",
+    "common_metadata",
+    "find_index",
+    "index_files",
+    "read_headed",
+    "read_headers",
+    "read_whole",
+]
+
+FIRST_READ = 1 << 14
+"""Bytes of each file that are read first; most headers fit."""
+BATCH = 1000
+MAX_INDEX = 1 << 28
+INDEX = ".safetensors.index.json"
 
 
-def read_safetensors(
+@dataclass(frozen=True, slots=True)
+class HeadedFile:
+    """A safetensors file, its header, and reshard's own metadata if it has some."""
+
+    file: StoredFile
+    header: Header
+    where: str
+    """The full path, for errors."""
+    own: OwnMetadata | None = None
+
+
+def read_headed(
     storage: Storage,
     listed: Sequence[StoredFile],
     named: Sequence[StoredFile],
     findings: Findings,
-    mesh: Mesh | None = None,
-) -> Catalog:
-    """The catalog of a folder of safetensors files, or of one such file; ``named`` are such."""
+) -> tuple[list[StoredFile], list[HeadedFile]]:
+    """The files of a checkpoint, and those of them whose headers are sound, with these.
+
+    ``named`` are the safetensors files of the folder. Headers are compared with the index.
+    """
     index = find_index(listed)
     mapped = {} if index is None else index_files(storage, index)
-    files = _chosen(storage.root, listed, named, mapped, findings)
-    headed = read_headers(storage, files, findings)
+    files = _choose_files(storage.root, listed, named, mapped, findings)
+    headed = []
+    for one in read_headers(storage, files, findings):
+        own = None
+        if KEY in one.header.metadata:
+            with findings.noting():
+                own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
+        headed.append(replace(one, own=own))
     if index is not None:
-        check_index(storage, index, headed, findings)
-    own = own_of(headed, findings)
-    check_counts(storage.root, files, own, mesh, findings)
-    if any(said.rank is not None and said.mesh is not None for said in own.values()):
-        from reshard.checkpoint.formats.ranks.by_rules import read_own_ranks
-
-        return read_own_ranks(storage, listed, headed, own, findings)
-    if any(SHARDING in one.header.metadata for one in headed):
-        catalog = read_sharded(storage, listed, headed, own, mesh, findings)
-        if not own:
-            check_expected(storage, catalog, findings)
-        return catalog
-    for path in missing_parts(files) if index is None else ():
-        if storage.is_file:
-            findings.note(f"{path} and others belong to it and were not asked for")
-            break
-        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
-    _check_no_ranks(storage.root, headed)
-    return read_whole(storage, listed, headed, findings)
+        _check_index(storage, storage.where(index.path), mapped, headed, findings)
+    return files, headed
 
 
-def _chosen(
+def _choose_files(
     root: str,
     listed: Sequence[StoredFile],
     files: Sequence[StoredFile],
     mapped: Mapping[str, str],
     findings: Findings,
 ) -> list[StoredFile]:
-    """The files of the index; without one, those of the folder itself."""
-    sizes = {file.path: file for file in listed}
+    """The files of the index; without an index, those directly in the folder."""
     if mapped:
-        names: dict[str, int] = {}
-        for path in mapped.values():
-            names[path] = names.get(path, 0) + 1
-        for path, count in names.items():
-            if path not in sizes:
+        present = {file.path: file for file in listed}
+        counts = Counter(mapped.values())
+        for path, count in counts.items():
+            if path not in present:
                 findings.found(f"{root}/{path} is missing: the index puts {count} tensors there")
-        return [sizes[path] for path in sorted(names) if path in sizes]
+        return [present[path] for path in sorted(counts) if path in present]
     here = [file for file in files if "/" not in file.path]
     if here:
         return here
@@ -91,8 +108,123 @@ def _chosen(
     )
 
 
+def read_headers(
+    storage: Storage, files: Sequence[StoredFile], findings: Findings
+) -> list[HeadedFile]:
+    """The headers of files; damaged files are noted and left out."""
+    headed = []
+    for first in range(0, len(files), BATCH):
+        batch = files[first : first + BATCH]
+        starts = storage.read_many([(f.path, 0, min(f.size, FIRST_READ)) for f in batch])
+        for file, data in zip(batch, starts, strict=True):
+            where = storage.where(file.path)
+            with findings.noting():
+                length = header_length(data, file.size, where)
+                text = data[8 : 8 + length]
+                if len(text) < length:
+                    text += storage.read(file.path, len(data), 8 + length - len(data))
+                headed.append(HeadedFile(file, parse_header(text, file.size, where), where))
+    return headed
+
+
+def find_index(listed: Iterable[StoredFile]) -> StoredFile | None:
+    """The index of the folder's files, if there is exactly one."""
+    found = [f for f in listed if f.path.endswith(INDEX) and "/" not in f.path]
+    usual = [f for f in found if f.path == f"model{INDEX}"]
+    return (usual or found)[0] if usual or len(found) == 1 else None
+
+
+def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
+    """The file of each tensor, from the index."""
+    where = storage.where(index.path)
+    if index.size > MAX_INDEX:
+        raise DamageError(f"{where} has {index.size} bytes, at most {MAX_INDEX} are read")
+    mapped = read_json(storage.read(index.path, 0, index.size), where).get("weight_map")
+    if not isinstance(mapped, dict) or not all(isinstance(p, str) for p in mapped.values()):
+        raise DamageError(f"{where} has no weight_map from names to files")
+    for path in dict.fromkeys(mapped.values()):
+        try:
+            check_path(path)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"{where}: {error}") from None
+    return mapped
+
+
+def _check_index(
+    storage: Storage,
+    where: str,
+    mapped: Mapping[str, str],
+    headed: Sequence[HeadedFile],
+    findings: Findings,
+) -> None:
+    """Compare the index with the headers."""
+    stored = {one.file.path: {entry.name for entry in one.header.entries} for one in headed}
+    listed: dict[str, set[str]] = {}
+    for name, path in mapped.items():
+        listed.setdefault(path, set()).add(name)
+    for path, names in listed.items():
+        if path not in stored:
+            continue
+        if absent := sorted(names - stored[path]):
+            findings.found(
+                f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
+            )
+        if extra := sorted(stored[path] - names):
+            findings.found(f"{storage.where(path)} holds {_tensors(extra)}, which {where} lacks")
+
+
+def _tensors(names: Sequence[str]) -> str:
+    return f"tensor {and_more([quoted(names[0]), *names[1:]])}"
+
+
+def read_whole(
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    files: Sequence[StoredFile],
+    headed: Sequence[HeadedFile],
+    findings: Findings,
+) -> Catalog:
+    """The catalog of files that hold whole tensors."""
+    index = find_index(listed)
+    for path in missing_parts(files) if index is None else ():
+        if storage.is_file:
+            findings.note(f"{path} and others belong to it and were not asked for")
+            break
+        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
+    _check_no_ranks(storage.root, headed)
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, str] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
+    for number, one in enumerate(headed):
+        for entry in one.header.entries:
+            if entry.name in home:
+                doubled.setdefault((home[entry.name], one.where), []).append(entry.name)
+                continue
+            home[entry.name] = one.where
+            piece = StoredPiece(_whole(entry.shape), number, entry.offset, _strides(entry.shape))
+            tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
+    findings.refuse_doubled(
+        doubled, "name one of the files, or give the rules and the mesh by which ranks wrote them"
+    )
+    sound = tuple(one.file for one in headed)
+    used = {*sound, index}
+    return Catalog(
+        storage.root,
+        "safetensors",
+        sound,
+        tensors,
+        metadata=common_metadata(headed),
+        others=tuple(file for file in listed if file not in used),
+    )
+
+
+# One object per shape: many tensors have the same.
+_whole = lru_cache(maxsize=4096)(Box.whole)
+_strides = lru_cache(maxsize=4096)(row_major)
+
+
 def _check_no_ranks(root: str, headed: Sequence[HeadedFile]) -> None:
-    """Files of several ranks that share names need rules; without them nothing can be joined."""
+    """Refuse files of several ranks that share names: only rules say how to join them."""
     ranks = {one.file.path: rank_of(one.file.path, None) for one in headed}
     names = [entry.name for one in headed for entry in one.header.entries]
     if None not in ranks.values() and len(set(names)) < len(names):
@@ -101,3 +233,13 @@ def _check_no_ranks(root: str, headed: Sequence[HeadedFile]) -> None:
             f"{root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank {rank}) "
             "that do not say how they were cut: give --rules and --mesh"
         )
+
+
+def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
+    """The metadata of all files; the first file wins where they differ."""
+    merged: dict[str, str] = {}
+    for one in headed:
+        for key, text in one.header.metadata.items():
+            merged.setdefault(key, text)
+    ours = (KEY, SHARDING, "DCP_VERSION")
+    return {key: text for key, text in merged.items() if key not in ours}

@@ -1,20 +1,21 @@
 """``torch.save`` files: a nested state dict, flattened to dotted names.
 
-Tensors are found through the archive's pickle, which is read by our own machine. Plain values (an
-iteration, the betas of an optimizer) are kept as such, under the names that torch's distributed
-checkpoints give them; what is neither is left out, and listed.
+Plain values (an iteration, the betas of an optimizer) are kept under the names that torch's
+distributed checkpoints give them; entries that are neither tensors nor plain are left out and
+listed.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator, Sequence, Sized
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Crc
+from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import shown
+from reshard.checkpoint.formats.file_names import missing_parts, rank_of
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
 from reshard.checkpoint.formats.torch.plain_values import Visits, as_json, is_plain
@@ -25,13 +26,14 @@ from reshard.checkpoint.formats.torch.tensors import (
     tensor_of,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
-from reshard.checkpoint.formats.torch.zero import check_no_zero
+from reshard.checkpoint.formats.torch.zero import check_no_zero, check_no_zero_files
 from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.dtypes import itemsize
-from reshard.errors import UnsupportedError
+from reshard.errors import CheckpointError, UnsupportedError
+from reshard.layout.box import Box
 from reshard.text import format_bytes, quoted
 
-__all__ = ["Content", "beside_tensors", "read_torch_file"]
+__all__ = ["Content", "catalog_fields", "read_torch", "read_torch_file"]
 
 MAX_ENTRIES = 1 << 20
 MAX_NESTING = 32
@@ -63,6 +65,50 @@ class Content:
     crcs: list[Crc] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
     """Names of entries that are neither tensors nor plain."""
+
+
+def read_torch(
+    storage: Storage,
+    listed: Sequence[StoredFile],
+    named: Sequence[StoredFile],
+    findings: Findings,
+) -> Catalog:
+    """The catalog of files that hold whole tensors: ``pytorch_model.bin``, ``model.pt``."""
+    files = _choose_files(storage.root, named)
+    check_no_zero_files(storage.root, files)
+    for path in missing_parts(files) if not storage.is_file else ():
+        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
+    tensors: dict[str, StoredTensor] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
+    contents: list[Content] = []
+    for number, file in enumerate(files):
+        with findings.noting():
+            content = read_torch_file(storage, file, findings, number)
+            contents.append(content)
+            for name, local in content.tensors.items():
+                if name in tensors:
+                    before = files[tensors[name].pieces[0].file].path
+                    doubled.setdefault((before, file.path), []).append(name)
+                    continue
+                box = Box.whole(local.shape)
+                piece = StoredPiece(box, number, local.offset, local.strides)
+                tensors[name] = StoredTensor(name, local.shape, local.dtype, (piece,))
+    findings.refuse_doubled(doubled, f"name one of the files of {storage.root}")
+    used = set(files)
+    others = tuple(file for file in listed if file not in used)
+    fields = catalog_fields(contents)
+    return Catalog(storage.root, "torch", files, tensors, others=others, **fields)
+
+
+def _choose_files(root: str, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
+    ranks = {rank_of(file.path, None) for file in files} - {None}
+    if len(ranks) > 1:
+        raise CheckpointError(
+            f"{root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do not say "
+            "how they were cut: give --rules and --mesh"
+        )
+    usual = [file for file in files if file.path.startswith("pytorch_model")]
+    return tuple(usual or files)
 
 
 def read_torch_file(
@@ -99,7 +145,7 @@ def read_torch_file(
     return content
 
 
-def beside_tensors(contents: Iterable[Content]) -> dict[str, Any]:
+def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
     """What files say beside their tensors, as fields of a catalog; where they differ, the first
     counts.
     """

@@ -1,29 +1,59 @@
-"""Files of ranks are named after them: whose tensors does this file hold?"""
+"""Meaning of file names: the format, the rank whose tensors a file holds, missing parts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING
 
+from reshard.checkpoint.storage.base import StoredFile
 from reshard.errors import CheckpointError
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
 
-__all__ = ["rank_of"]
+__all__ = ["RANK_METADATA", "is_distcp", "missing_parts", "rank_of"]
 
+RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata\Z")
+"""The metadata of one rank, written by ``dcp.save(use_collectives=False)``."""
+_PART = re.compile(r"(.*?)(\d{1,9})-of-(\d{1,9}\.(?:safetensors|bin|pt|pth|ckpt))\Z", re.DOTALL)
 _MODEL_PARALLEL = re.compile(r"(?:^|/)mp_rank_(\d{1,9})(?:_(\d{1,9}))?(?:_(\d{1,9}))?(?=[/._])")
 _RANK = re.compile(r"(?:^|[-_./])rank[-_]?(\d{1,9})(?=[-_./])")
 _CONSOLIDATED = re.compile(r"(?:^|/)consolidated\.(\d{1,9})\.pth\Z")
-_FLAT = "zero_pp_rank_"
-"""Files of DeepSpeed with flat parts of optimizer states, which have no layout of their own."""
+_ZERO = "zero_pp_rank_"
+"""DeepSpeed's files of flattened optimizer states, which have no layout of their own."""
 _AXES = (("tp", "mp"), ("pp",), ("ep",))
-"""The axes that the numbers of ``mp_rank_00_001_002`` count along."""
+"""The mesh axes that the numbers of ``mp_rank_00_001_002`` index."""
+
+
+def is_distcp(path: str) -> bool:
+    """Whether a file makes its folder one of torch's distributed checkpoints."""
+    named = path == ".metadata" or path.endswith(".distcp")
+    return named or RANK_METADATA.match(path) is not None
+
+
+def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:
+    """Files that names such as ``model-00002-of-00004`` imply and the folder lacks.
+
+    >>> [*missing_parts([StoredFile("model-00001-of-00002.safetensors", 9)])]
+    ['model-00002-of-00002.safetensors']
+    """
+    groups: dict[tuple[str, str], tuple[int, set[int]]] = {}
+    for file in files:
+        match = _PART.match(file.path)
+        if match:
+            width, have = groups.setdefault((match[1], match[3]), (len(match[2]), set()))
+            have.add(int(match[2]))
+    for (stem, ending), (width, have) in groups.items():
+        total = int(ending.partition(".")[0])
+        absent = (number for number in range(1, total + 1) if number not in have)
+        for number in islice(absent, 16):
+            yield f"{stem}{number:0{width}d}-of-{ending}"
 
 
 def rank_of(path: str, mesh: Mesh | None) -> int | None:
-    """The rank whose tensors a file holds, as its name says; None if it does not say.
+    """The rank whose tensors a file holds, from its name; None if the name has no rank.
 
     >>> from reshard.layout.mesh import Mesh
     >>> rank_of("model-rank-3-part-0.safetensors", Mesh(tp=4))
@@ -31,7 +61,7 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
     >>> rank_of("mp_rank_01_002/model_optim_rng.pt", Mesh(pp=4, tp=2))
     5
     """
-    if _FLAT in path:
+    if _ZERO in path:
         return None
     match = _MODEL_PARALLEL.search(path)
     if match and match[2] is not None and mesh is not None:
@@ -51,7 +81,7 @@ def rank_of(path: str, mesh: Mesh | None) -> int | None:
 
 
 def _rank_at(numbers: Sequence[int], mesh: Mesh, path: str) -> int:
-    """The rank at these places along tp, pp and ep, and at 0 along all other axes."""
+    """The rank at these coordinates along tp, pp and ep, and at 0 along all other axes."""
     index = 0
     for names, number in zip(_AXES, numbers, strict=False):
         axis = next((name for name in names if name in mesh.axes), None)

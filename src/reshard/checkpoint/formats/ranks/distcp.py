@@ -1,8 +1,8 @@
 """Folders of ``torch.distributed.checkpoint``: one ``.metadata``, or one for each rank.
 
-With ``use_collectives=False`` ranks save without each other. Each writes a ``__3.metadata`` that
-describes its local tensors, and nothing says how these belong together. Where the ranks have
-different names, all of them are one checkpoint; where they share names, rules say how it is cut.
+With ``use_collectives=False`` each rank writes a ``__3.metadata`` that describes only its local
+tensors. Where the ranks have different names, all of them together are one checkpoint; where they
+share names, rules give the layouts.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.formats.file_names import RANK_METADATA
 from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.formats.recognition import RANK_METADATA
 from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
 from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.errors import CheckpointError
@@ -43,10 +43,10 @@ def read_distcp_folder(
     catalogs = [read_metadata(storage, listed, path, findings) for path in paths]
     catalog = _joined(catalogs)
     if ranks and rules is not None:
-        from reshard.checkpoint.formats.ranks.by_rules import cut_by_rules
+        from reshard.checkpoint.formats.ranks.by_rules import join_by_rules
 
         by_rank = dict(zip(ranks, catalogs, strict=True))
-        catalog = cut_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
+        catalog = join_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
     elif len(catalogs) > 1:
         _check_names_apart(storage.root, catalogs, [*ranks])
     named = {file.path for file in catalog.files}
@@ -54,7 +54,7 @@ def read_distcp_folder(
 
 
 def _check_needed(root: str, is_of_ranks: bool, rules: Rules | None, mesh: Mesh | None) -> None:
-    """Refuse rules or a mesh that would do nothing."""
+    """Refuse rules or a mesh that would have no effect."""
     if is_of_ranks and rules is None and mesh is not None:
         raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if not is_of_ranks and (rules is not None or mesh is not None):
@@ -68,7 +68,7 @@ def _check_needed(root: str, is_of_ranks: bool, rules: Rules | None, mesh: Mesh 
 def _metadata_of_ranks(
     storage: Storage, listed: Sequence[StoredFile], findings: Findings
 ) -> dict[int, str]:
-    """The metadata of each rank, where there is none of all; ranks without one are damage."""
+    """The metadata of each rank, if there is no common one; a rank without one is damage."""
     paths = [file.path for file in listed]
     if METADATA in paths:
         return {}
@@ -82,7 +82,7 @@ def _metadata_of_ranks(
 
 
 def _joined(catalogs: Sequence[Catalog]) -> Catalog:
-    """All of them as one; of names that several have, the first."""
+    """All catalogs as one; the first wins for names that several have."""
     if len(catalogs) == 1:
         return catalogs[0]
     joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
@@ -101,7 +101,7 @@ def _joined(catalogs: Sequence[Catalog]) -> Catalog:
 
 
 def _renumbered(catalog: Catalog, first: int) -> Catalog:
-    """The same catalog, with the numbers of its files counted from another one on."""
+    """The same catalog, with its files numbered from ``first``."""
     tensors = {
         name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
         for name, t in catalog.tensors.items()
@@ -112,7 +112,7 @@ def _renumbered(catalog: Catalog, first: int) -> Catalog:
 
 
 def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[int]) -> None:
-    """Refuse names that several ranks have: nothing says what their tensors are of each other."""
+    """Refuse names that several ranks have: only rules say how their tensors belong together."""
     home: dict[str, int] = {}
     for rank, catalog in zip(ranks, catalogs, strict=True):
         for name in catalog.tensors:
@@ -131,7 +131,7 @@ def _others(
     metadata: Collection[str],
     findings: Findings,
 ) -> tuple[StoredFile, ...]:
-    """Files beside those of the checkpoint; not what an earlier save on more ranks left there."""
+    """Other files of the folder, without those that an earlier save on more ranks left."""
     rest = [file for file in listed if file.path not in metadata and file.path not in named]
     stale = [file.path for file in rest if _is_stale(file.path)]
     if stale:
