@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from reshard.nn import input_reshard, resharding_of
-from reshard.nn.activations.keeping import Keeper
+from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import Region
 from reshard.text import format_bytes
 
@@ -86,7 +86,7 @@ def steps(mesh: DeviceMesh, tokens: int) -> Iterator[Case]:
     """A step with and without checkpointing."""
     for recompute in (True, False):
         plain, ours, original = (Model(mesh, recompute) for _ in range(3))
-        input_reshard(ours, mesh, 0, modules="layers.*")
+        input_reshard(ours, mesh, 0, modules="layers.{i}")
         for layer in original.layers:
             theirs(layer, mesh, 0)
         models = {"no resharding": plain, "ours": ours, "PyTorch's": original}
@@ -195,12 +195,12 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def budgets(mesh: DeviceMesh, tokens: int) -> Iterator[Case]:
-    """Less than the inputs take: some are cut, and never is more there than allowed."""
+    """A budget below the size of the inputs: some are kept as shares, and it is never exceeded."""
     size = tokens * HIDDEN * 4
     plain, ours = Model(mesh, True), Model(mesh, True)
     budget = 3 * size
-    input_reshard(ours, mesh, 0, modules="layers.*", budget=budget)
-    most = watch(resharding_of(ours).keeper)
+    input_reshard(ours, mesh, 0, modules="layers.{i}", budget=budget)
+    most = watch(resharding_of(ours).policy)
     runs = {"no resharding": stepper(plain, tokens), "ours": stepper(ours, tokens)}
     assert equal(gradients(ours, runs["ours"]), gradients(plain, runs["no resharding"]))
     peak = most()
@@ -210,23 +210,23 @@ def budgets(mesh: DeviceMesh, tokens: int) -> Iterator[Case]:
     yield Case(name, runs, "ours", {"no resharding": 1.2}, {}, {"ours": told})
 
 
-def watch(keeper: Keeper) -> Callable[[], int]:
-    """Count what is kept and what is whole, whenever something is made whole."""
+def watch(policy: Policy) -> Callable[[], int]:
+    """Count the kept and the restored bytes at every restore."""
     whole: list[tuple[StorageWeakRef, int]] = []
     peak = 0
-    bring = keeper._bring
+    restore = policy._restore
 
     def counted(region: Region) -> torch.Tensor:
         nonlocal peak
-        found = bring(region)
-        if not region.is_here:  # else it is counted among what is kept
+        found = restore(region)
+        if region.is_share or region.is_offloaded:  # else it is counted among what is kept
             whole.append((StorageWeakRef(found.untyped_storage()), found.numel()))
         alive = {ref.cdata: size for ref, size in whole if not ref.expired()}
-        assert keeper.budget is not None
-        peak = max(peak, keeper.budget.kept + sum(alive.values()))
+        assert policy.budget is not None
+        peak = max(peak, policy.budget.kept + sum(alive.values()))
         return found
 
-    keeper._bring = counted  # type: ignore[method-assign]
+    policy._restore = counted  # type: ignore[method-assign]
     return lambda: peak
 
 

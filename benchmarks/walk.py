@@ -35,6 +35,7 @@ LIVE = ROOT / "live"
 COPIES = {"HostCopies.run", "read_memory", "write_memory"}
 """The functions of `live/copy/host.py` that copy, by memmove or by a system call."""
 MAX_LIVE_FILES, MAX_FRAMES = 20, 10
+MAX_NN_FILES = 9
 
 
 @dataclass
@@ -174,10 +175,9 @@ def walk_convert(files: bool) -> None:
 
 def walk_activations(rank: int, args: argparse.Namespace) -> None:
     """A forward and backward pass whose saved input is kept as shares."""
-    from torch.distributed.device_mesh import init_device_mesh
+    from reshard.nn import input_reshard
 
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    module = rs.nn.input_reshard(torch.nn.Linear(64, 64), mesh)
+    module = input_reshard(torch.nn.Linear(64, 64), dist.group.WORLD, 0)
 
     def step() -> None:
         module(torch.ones(16, 64, requires_grad=True)).sum().backward()
@@ -187,7 +187,10 @@ def walk_activations(rank: int, args: argparse.Namespace) -> None:
     with walked() as walk:
         step()
     if rank == 0:
+        entered = walk.under(ROOT / "nn")
+        mark = "ok" if 0 < len(entered) <= MAX_NN_FILES else "MISS"
         print(f"input_reshard: {len(walk.files)} files, {walk.changes} changes of file")
+        print(f"    {mark}  {len(entered)} files of nn/ (at most {MAX_NN_FILES})", flush=True)
         if args.files:
             _list_files(walk.under(ROOT), ROOT)
 

@@ -50,7 +50,7 @@ def table() -> Table:
 
 def names_of(folder: str) -> Iterator[tuple[str, str]]:
     """The file and name of every test in a folder."""
-    for path in sorted((ROOT / folder).glob("test_*.py")):
+    for path in sorted((ROOT / folder).rglob("test_*.py")):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield path.relative_to(ROOT).as_posix(), node.name

@@ -34,7 +34,8 @@ ONE_WORKER = {
     "tests/ranks/": "engine",
     "tests/tensors/test_agreement.py": "engine",
     "tests/sharded/": "sharded",
-    "tests/nn/": "sharded",
+    "tests/nn/shard/": "sharded",
+    "tests/nn/activations/": "sharded",
     "tests/checkpoint/live/": "sharded",
 }
 """Folders and files whose tests share a pool of ranks, and the piece of work that they are."""

@@ -8,7 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from reshard.nn import input_reshard, resharding_of
-from tests.nn.blocks import MLP, Block
+from tests.nn.activations.blocks import MLP, Block
 
 HIDDEN = 64
 
@@ -37,7 +37,7 @@ def activations_train(rank: int) -> None:
         expected, _ = trained(lambda model: None, recompute)
         found, model = trained(
             lambda model: input_reshard(
-                model, dist.group.WORLD, 0, modules=["*", "*.mlp", "*.attention"]
+                model, dist.group.WORLD, 0, modules=["{i}", "*.mlp", "*.attention"]
             ),
             recompute,
         )
@@ -51,7 +51,7 @@ def activations_offload(rank: int) -> None:
     expected, _ = trained(lambda model: None, False)
     one = 4 * 32 * HIDDEN * 4
     found, model = trained(
-        lambda model: input_reshard(model, dist.group.WORLD, 0, modules="*", budget=12 * one),
+        lambda model: input_reshard(model, dist.group.WORLD, 0, modules="{i}", budget=12 * one),
         False,
     )
     stats = resharding_of(model).stats()

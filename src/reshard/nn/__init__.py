@@ -16,17 +16,20 @@ from reshard.errors import needing_torch
 with needing_torch("reshard.nn"):
     import torch  # noqa: F401
 
+from reshard.nn.activations.api import (
+    input_reshard,
+    pack_activation,
+    resharded_activations,
+    unpack_activation,
+)
 from reshard.nn.activations.handle import Resharding, resharding_of
-from reshard.nn.activations.known import mark_replicated
-from reshard.nn.activations.single import pack_activation, unpack_activation
-from reshard.nn.activations.stats import Stats
-from reshard.nn.handle import ShardHandle
-from reshard.nn.input_resharding import input_reshard, resharded_activations
-from reshard.nn.loading import current_process_group, load_with_process_group
-from reshard.nn.module import shard_module, shard_parameter
-from reshard.nn.outputs import collect_local_shard, remove_output_hooks, reshard_output
-from reshard.nn.plan import ShardingPlan, ShardingPlanner
-from reshard.nn.sharder import Sharder
+from reshard.nn.activations.region import Stats
+from reshard.nn.activations.replicated import mark_replicated
+from reshard.nn.shard.handle import ShardHandle
+from reshard.nn.shard.module import shard_module, shard_parameter
+from reshard.nn.shard.outputs import collect_local_shard, remove_output_hooks, reshard_output
+from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
+from reshard.sharded.loading import current_process_group, load_with_process_group
 from reshard.sharded.sharding import shard_tensor
 
 __all__ = [

@@ -1,10 +1,10 @@
-"""Saved tensors that are equal on all ranks of a group, kept as shares until backward needs them.
+"""Keep saved activations that are identical on all ranks as shares, and restore them in backward.
 
-frame      one call of a module: which tensors does it save?
-known      which of them are equal on all ranks?
-keeping    how is each kept: whole, as a share, or on the host?
-region     the memory that is kept
-ledger     what gives way to a budget
-order      what will be needed next?
-restoring  makes shares whole again, in few exchanges and ahead of time
+api         input_reshard and its relatives: what users call
+handle      one call's handle, and the forward that replaces that of a module
+hooks       saved-tensor hooks of one forward call; checksums across ranks
+policy      how each saved tensor is kept: whole, as a share, or on the host; the memory budget
+replicated  which saved tensors are identical on all ranks, and which are parameters
+restore     all-gather of shares, batched and prefetched
+region      the memory that is kept, and the saved tensors that are views of it
 """

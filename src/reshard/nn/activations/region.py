@@ -1,4 +1,4 @@
-"""The memory of a saved tensor, as it is kept until it is needed again.
+"""The memory of saved tensors, and what autograd holds in their place.
 
 Saved views of one input share one region:
 
@@ -10,45 +10,76 @@ Saved views of one input share one region:
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from functools import cache
+
 import torch
+from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from reshard.nn.activations.stats import Stats
+from reshard.errors import StateError
+from reshard.tensors.dtensors import dtensor_of
+from reshard.text import format_bytes
 
-__all__ = ["Region", "bytes_between", "share_of"]
+__all__ = ["Region", "SavedTensor", "SavedView", "Stats", "StorageView", "share_of"]
 
-
-SAMPLED = 32
-"""Bytes of a region that tell it from others; a multiple of 8."""
-
-
-def bytes_between(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Bytes of the storage that a tensor lies in; not a copy."""
-    view = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    found: torch.Tensor = view.set_(tensor.untyped_storage(), start, (stop - start,), (1,))
-    return found
+NUM_SAMPLES = 32
+"""Bytes of a region that are compared across ranks to tell regions apart; a multiple of 8."""
 
 
-def share_of(num_bytes: int, unit: int, place: int, num_ranks: int) -> tuple[int, int]:
-    """The bytes of one rank: whole elements, as torch.chunk cuts them.
+@dataclass(slots=True)
+class Stats:
+    """Counters of resharded activations; memory that several saved tensors share counts once.
 
-    >>> [share_of(40, 4, place, 4) for place in range(4)]
+    >>> print(Stats(bytes_seen=4 << 20, bytes_kept=1 << 20, restores=4, collectives=2))
+    kept 1.0 MiB of 4.0 MiB, saved 3.0 MiB; 4 restores in 2 collectives, 0.000 s waiting
+    """
+
+    bytes_seen: int = 0
+    """Bytes of the saved tensors that were considered."""
+    bytes_kept: int = 0
+    """Bytes of them that stayed in the memory of this rank's device."""
+    bytes_offloaded: int = 0
+    """Bytes of them that were copied to the host."""
+    restores: int = 0
+    """Tensors that were restored."""
+    collectives: int = 0
+    """Exchanges between ranks that restored them."""
+    seconds_waiting: float = 0.0
+    """Seconds for which backward waited for restores."""
+
+    @property
+    def bytes_saved(self) -> int:
+        """Bytes that this rank's device did not have to keep."""
+        return self.bytes_seen - self.bytes_kept
+
+    def to_json(self) -> str:
+        """The counters as JSON."""
+        return json.dumps({**asdict(self), "bytes_saved": self.bytes_saved})
+
+    def __str__(self) -> str:
+        kept, seen = format_bytes(self.bytes_kept), format_bytes(self.bytes_seen)
+        return (
+            f"kept {kept} of {seen}, saved {format_bytes(self.bytes_saved)}; {self.restores} "
+            f"restores in {self.collectives} collectives, {self.seconds_waiting:.3f} s waiting"
+        )
+
+
+def share_of(num_bytes: int, unit: int, index: int, num_ranks: int) -> tuple[int, int]:
+    """Start and stop of one rank's bytes: whole elements, split as torch.chunk does.
+
+    >>> [share_of(40, 4, index, 4) for index in range(4)]
     [(0, 12), (12, 24), (24, 36), (36, 40)]
     """
     count = num_bytes // unit
-    most = -(-count // num_ranks)
-    return min(place * most, count) * unit, min((place + 1) * most, count) * unit
-
-
-def _sample_of(memory: torch.Tensor) -> torch.Tensor:
-    """A few of the bytes, from the first to the last, as whole numbers."""
-    last = memory.numel() - 1
-    places = torch.arange(SAMPLED, device=memory.device) * last // (SAMPLED - 1)
-    return memory[places].view(torch.int64)
+    chunk = -(-count // num_ranks)
+    return min(index * chunk, count) * unit, min((index + 1) * chunk, count) * unit
 
 
 class Region:
-    """Memory that is kept until it is needed again: whole, or this rank's share, here or away."""
+    """Memory of saved tensors: whole or this rank's share, on its device or on the host."""
 
     def __init__(
         self,
@@ -56,26 +87,26 @@ class Region:
         memory: torch.Tensor,
         unit: int,
         origin: StorageWeakRef,
-        is_equal: bool,
+        is_replicated: bool,
         stats: Stats,
     ) -> None:
-        self.label, self.is_equal = label, is_equal
-        # While this is there, no other storage has the address of the one it was taken from: what
-        # is saved next may not be taken for the same memory, though the first is gone by then.
+        self.label, self.is_replicated = label, is_replicated
+        # As long as this weak reference exists, torch gives the address of the original storage to
+        # no other one, so regions can be found by address even after the storage was freed.
         self._origin = origin
         self.num_bytes, self.unit, self.device = memory.numel(), unit, memory.device
         self.memory = memory
         """The bytes that are kept."""
-        self.is_cut = False
+        self.is_share = False
         """Whether they are only this rank's share."""
-        self.is_away = False
-        """Whether they wait on the host."""
+        self.is_offloaded = False
+        """Whether they are on the host."""
         self.whole: torch.Tensor | None = None
-        """All bytes, while they are used."""
+        """All bytes, while restored."""
         self.views: set[int] = set()
-        """Saved tensors that may still be asked for; a set, because several threads drop them."""
+        """Ids of the saved tensors that backward may still need; several threads remove them."""
         self.number = 0
-        """Its place among all that were kept on this group; the same on all ranks."""
+        """Position in the order of saving on this group; the same on all ranks."""
         self._sample: torch.Tensor | None = None
         self.stats = stats
         stats.bytes_seen += self.num_bytes
@@ -83,29 +114,162 @@ class Region:
 
     @property
     def identity(self) -> list[int]:
-        """Numbers that are the same on all ranks, and others for another region: some of its bytes
-        are among them, because threads may number theirs in any order.
+        """Numbers that are the same on all ranks and differ between regions.
+
+        A sample of the bytes is included, because threads may number regions in any order.
         """
-        assert self._sample is not None  # only what was cut is asked for
+        assert self._sample is not None  # only shares are compared
         return [self.number, *self._sample.tolist()]
 
-    @property
-    def is_here(self) -> bool:
-        """Whether all of it is at hand."""
-        return not self.is_cut and not self.is_away
+    def keep_share(self, index: int, num_ranks: int) -> None:
+        """Keep only this rank's share of the bytes."""
+        start, stop = share_of(self.num_bytes, self.unit, index, num_ranks)
+        spread = torch.arange(NUM_SAMPLES, device=self.device) * (self.num_bytes - 1)
+        self._sample = self.memory[spread // (NUM_SAMPLES - 1)].view(torch.int64)
+        self.memory, self.is_share = self.memory[start:stop].clone(), True
+        self.stats.bytes_kept += stop - start - self.num_bytes
 
-    def cut(self, place: int, num_ranks: int) -> None:
-        """Keep only this rank's share."""
-        low, high = share_of(self.num_bytes, self.unit, place, num_ranks)
-        self._sample = _sample_of(self.memory)
-        self.memory, self.is_cut = self.memory[low:high].clone(), True
-        self.stats.bytes_kept += high - low - self.num_bytes
+    def offload(self) -> None:
+        """Copy the bytes to the host on a side stream, and free them on the device."""
+        memory, size = self.memory, self.memory.numel()
+        host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        stream = _side_stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            host.copy_(memory, non_blocking=True)
+        # The allocator must not reuse this memory before the copy is done.
+        memory.record_stream(stream)
+        self.memory, self.is_offloaded = host, True
+        self.stats.bytes_kept -= size
+        self.stats.bytes_offloaded += size
+
+    def copy_from_host(self) -> torch.Tensor:
+        """The offloaded bytes, on the device."""
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_stream(_side_stream(self.device))  # the copy to the host may still run
+        self.stats.restores += 1
+        return self.memory.to(self.device, non_blocking=True)
 
     def drop_view(self, view: int) -> None:
-        """A saved tensor is gone; once all are, the whole is not needed any more."""
+        """Forget a saved tensor; after the last one, free the restored bytes."""
         self.views.discard(view)
         if not self.views:
             self.whole = None
 
     def __repr__(self) -> str:
         return f"Region({self.label}, {self.num_bytes} bytes, number {self.number})"
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageView:
+    """A saved tensor as a strided view of the bytes of its region."""
+
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before its first one."""
+    gapped: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    """Size and strides of the original if it has gaps; the region keeps its elements densely."""
+
+    def of(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor in these bytes."""
+        flat = memory.view(self.dtype)
+        if self.gapped is not None:
+            size, stride = self.gapped
+            original = torch.empty_strided(size, stride, dtype=self.dtype, device=memory.device)
+            flat = original.copy_(flat.view(size))
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+
+class VersionCheck:
+    """Detects in-place changes of a tensor without keeping its memory alive.
+
+    >>> x = torch.zeros(3)
+    >>> check = VersionCheck(x)
+    >>> check.verify()
+    >>> _ = x.add_(1)
+    >>> check.verify()
+    Traceback (most recent call last):
+    reshard.errors.StateError: one of the variables needed for gradient computation has been ...
+    """
+
+    __slots__ = ("_alias", "_description", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._version = tensor._version
+        self._description = f"{type(tensor).__name__} {list(tensor.shape)} of {tensor.dtype}"
+        # An alias shares the version counter of its tensor, even after its memory is replaced.
+        self._alias = tensor.detach()
+        empty = torch.empty(0, dtype=tensor.dtype)
+        if isinstance(self._alias, DTensor):
+            self._alias._local_tensor = empty
+        else:
+            self._alias.data = empty.to(tensor.device)
+
+    def verify(self) -> None:
+        """Raise as autograd does if the tensor was changed in place."""
+        _verify_version(self._alias._version, self._version, self._description)
+
+
+def _verify_version(version: int, expected: int, description: str) -> None:
+    if version != expected:
+        raise StateError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [{description}] is at version {version}; expected version {expected} "
+            "instead"
+        )
+
+
+class SavedTensor:
+    """A saved tensor that is kept unchanged; in-place changes are still detected."""
+
+    __slots__ = ("_tensor", "_version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: an operation that saves its own result would otherwise keep itself alive.
+        self._tensor = tensor.detach()
+        self._version = None if tensor.is_inference() else tensor._version
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, unless it was changed in place."""
+        if self._version is not None:
+            description = f"{type(self._tensor).__name__} {list(self._tensor.shape)}"
+            _verify_version(self._tensor._version, self._version, description)
+        return self._tensor
+
+
+class SavedView:
+    """A saved tensor whose memory is in a region."""
+
+    def __init__(
+        self,
+        region: Region,
+        view: StorageView,
+        saved: torch.Tensor,
+        restore: Callable[[Region], torch.Tensor],
+    ) -> None:
+        self.region, self._view, self._restore = region, view, restore
+        self._version_check = VersionCheck(saved)
+        self._rebuild = _dtensor_rebuilder(saved) if isinstance(saved, DTensor) else None
+        region.views.add(id(self))
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, restored; raises if the original was changed in place."""
+        self._version_check.verify()
+        local = self._view.of(self._restore(self.region))
+        return local if self._rebuild is None else self._rebuild(local)
+
+    def __del__(self) -> None:
+        self.region.drop_view(id(self))
+
+
+def _dtensor_rebuilder(saved: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    mesh, placements, shape = saved.device_mesh, saved.placements, tuple(saved.shape)
+    stride, dtype = tuple(saved.stride()), saved.dtype
+    return lambda local: dtensor_of(local, mesh, placements, shape, stride=stride, dtype=dtype)

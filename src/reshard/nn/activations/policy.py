@@ -1,0 +1,280 @@
+"""How each saved tensor is kept: whole, as a share, or on the host; and the memory budget.
+
+Tensors that are identical on all ranks can be kept as shares. That is a collective decision, so it
+depends only on what all ranks know. In the first forward the total is still unknown, so all of them
+become shares. When backward begins, ranks exchange how much rank-local memory they keep, and from
+then on the newest replicated tensors stay whole, as many as fit:
+
+    budget 12, 4 ranks, replicated tensors of size 4, at most 2 rank-local on any rank
+    first forward    1 1 1 1    + 2, and headroom to restore two: 4 + 4    14 is too much: an error
+    budget 14        1 1 1 1    + 2, and 4 + 4
+    budget 18        all stay whole: 4 4 4 4 + 2
+
+Rank-local tensors of a GPU are offloaded to the host once the budget is reached; each rank decides
+that alone. Counting starts again with the first tensor that is saved after a backward.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from reshard.errors import MemoryCapError
+from reshard.nn.activations.region import Region, SavedView, Stats, StorageView, share_of
+from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
+from reshard.nn.activations.restore import Restorer
+from reshard.tensors.kinds import ready
+from reshard.text import format_bytes
+
+__all__ = ["ActivationOptions", "Budget", "Policy", "choose_whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationOptions:
+    """Options of `input_reshard`."""
+
+    min_bytes: int = 0
+    """Smaller tensors stay whole."""
+    timeout: float = 60.0
+    """Seconds to wait without a heartbeat from a rank whose share is needed."""
+    budget: int | None = None
+    """Bytes that all saved tensors together may take; None: keep a share of everything possible."""
+    check: bool = False
+    """Whether ranks compare checksums of replicated tensors, once for each module."""
+
+
+class Policy:
+    """Decides how saved tensors are kept, for all modules of one `input_reshard` call."""
+
+    def __init__(self, restorer: Restorer, options: ActivationOptions) -> None:
+        self.restorer, self.options = restorer, options
+        self.stats = Stats()
+        self.budget = None if options.budget is None else Budget(options.budget)
+        self._regions: weakref.WeakValueDictionary[Any, Region] = weakref.WeakValueDictionary()
+        self._lock = threading.RLock()
+
+    def pack(
+        self, saved: torch.Tensor, inputs: ReplicatedInputs, label: str, call: int
+    ) -> SavedView | None:
+        """Keep a saved tensor in a region, or return None if it stays as it is.
+
+        Regions are shared within one call only: later the same memory may hold other values.
+        """
+        local = ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
+        if not is_plain(local) or not local.numel() or not self._is_large_enough(local):
+            return None
+        source: TensorLocation | None = None
+        if isinstance(saved, DTensor):
+            is_replicated, what = inputs.is_replicated(saved), f"DTensor {list(saved.shape)}"
+        else:
+            source = inputs.find(saved)
+            is_replicated = source is not None
+            what = f"saved {list(saved.shape)}" if source is None else source.label
+        if not is_replicated and self.budget is None:
+            return None
+        if source is None and saved in inputs.parameters:
+            return None
+        label = f"{label}, {what}"
+        with self._lock:
+            source = source or TensorLocation.of(local, label)
+            region = self._find_or_create(local, source, label, is_replicated, call)
+            return SavedView(region, _view_of(local, source), saved, self._restore)
+
+    def _is_large_enough(self, local: torch.Tensor) -> bool:
+        is_small = local.numel() * local.element_size() < self.options.min_bytes
+        return not is_small and local.numel() >= len(self.restorer.ranks)
+
+    def _find_or_create(
+        self,
+        local: torch.Tensor,
+        source: TensorLocation,
+        label: str,
+        is_replicated: bool,
+        call: int,
+    ) -> Region:
+        gaps = None if source.is_dense else source.elements
+        key = (source.address, source.start, source.stop, gaps, local._version, call)
+        region = self._regions.get(key)
+        if region is None:
+            memory = _bytes_of(local, source)
+            # A share is whole elements, unless a view with larger elements was saved first.
+            unit = local.element_size() if memory.numel() % local.element_size() == 0 else 1
+            region = Region(label, memory, unit, source.storage, is_replicated, self.stats)
+            self._regions[key] = region
+            self._place(region)
+        return region
+
+    def _place(self, region: Region) -> None:
+        """Offload a region, leave it whole, or keep only this rank's share."""
+        if not region.is_replicated:
+            assert self.budget is not None
+            if self.budget.should_offload(region.num_bytes, region.device.type == "cuda"):
+                region.offload()
+            return
+        self.restorer.register(region)
+        num_ranks = len(self.restorer.ranks)
+        if self.budget is not None:
+            _, share = share_of(region.num_bytes, region.unit, 0, num_ranks)
+            if self.budget.stays_whole(region.num_bytes, share):
+                return
+        region.keep_share(self.restorer.index, num_ranks)
+
+    def _restore(self, region: Region) -> torch.Tensor:
+        """All bytes of a region, on its device."""
+        if self.budget is not None:
+            self._plan_next_forward(self.budget, region.is_replicated)
+        if region.is_share:
+            headroom = None if self.budget is None else self.budget.headroom
+            return self.restorer.restore(region, self.options.timeout, headroom)
+        return region.copy_from_host() if region.is_offloaded else region.memory
+
+    def _plan_next_forward(self, budget: Budget, is_replicated: bool) -> None:
+        """At the first replicated tensor of a backward: exchange the rank-local bytes."""
+        budget.was_read = True
+        if budget.has_planned or not is_replicated:
+            return
+        numbers = [budget.rank_local, budget.signature]
+        gathered = self.restorer.gather(numbers, self.options.timeout)
+        is_same = len({signature for _, signature in gathered}) == 1
+        budget.plan(max(rank_local for rank_local, _ in gathered), is_same)
+
+    def before_forward(self) -> None:
+        """Stop counting what earlier forwards saved without a backward, once it is freed."""
+        if self.budget is not None and self.budget.is_first_forward and not len(self._regions):
+            self.budget.reset()
+
+    def after_forward(self) -> None:
+        """In the first forward, raise on all ranks if the budget is too small on any."""
+        if self.budget is not None and self.budget.is_first_forward:
+            gathered = self.restorer.gather([self.budget.needed], self.options.timeout)
+            self.budget.check(max(needed for (needed,) in gathered))
+
+
+def _view_of(local: torch.Tensor, source: TensorLocation) -> StorageView:
+    offset = int(local.storage_offset()) - source.start // local.element_size()
+    gapped = None if source.is_dense else (source.size, source.stride)
+    return StorageView(local.dtype, tuple(local.shape), local.stride(), offset, gapped)
+
+
+def _bytes_of(local: torch.Tensor, source: TensorLocation) -> torch.Tensor:
+    """The bytes of the elements of a source: its memory itself, or a copy without the gaps."""
+    if not source.is_dense:
+        offset = source.start // local.element_size()
+        elements = local.detach().as_strided(source.size, source.stride, offset)
+        return elements.contiguous().reshape(-1).view(torch.uint8)
+    view = torch.empty(0, dtype=torch.uint8, device=local.device)
+    count = source.stop - source.start
+    memory: torch.Tensor = view.set_(local.untyped_storage(), source.start, (count,), (1,))
+    return memory
+
+
+class Budget:
+    """Decides, tensor by tensor, what fits into a number of bytes."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._sizes: list[int] = []
+        """Bytes of the replicated tensors that were saved since the last backward."""
+        self._shares: list[int] = []
+        self.rank_local = 0
+        """Bytes of this rank's own saved tensors on the device since the last backward."""
+        self.kept = 0
+        """Bytes that were kept on the device since the last backward."""
+        self._plan: tuple[tuple[int, bool], ...] = ()
+        """Size of each replicated tensor of the last forward, and whether it stays whole."""
+        self.has_planned = False
+        """Whether ranks have planned the next forward in the current backward."""
+        self.was_read = False
+        """Whether a tensor was read since the last save: the next save is of another forward."""
+        self.is_first_forward = True
+        """Whether there was no backward yet."""
+
+    @property
+    def needed(self) -> int:
+        """The smallest budget for what was saved since the last backward."""
+        headroom = 2 * max(self._sizes, default=0)
+        return self.rank_local + min(sum(self._sizes), sum(self._shares) + headroom)
+
+    @property
+    def headroom(self) -> int:
+        """Bytes that are left for restoring tensors ahead of time."""
+        return self.limit - self.kept - 2 * max(self._sizes, default=0)
+
+    @property
+    def signature(self) -> int:
+        """A checksum of the sizes of the replicated tensors."""
+        return crc32(repr(self._sizes).encode())
+
+    def stays_whole(self, size: int, share: int) -> bool:
+        """Count one more replicated tensor; whether it stays whole."""
+        self._start_forward()
+        number = len(self._sizes)
+        self._sizes.append(size)
+        self._shares.append(share)
+        whole = number < len(self._plan) and self._plan[number] == (size, True)
+        self.kept += size if whole else share
+        return whole
+
+    def should_offload(self, size: int, can_offload: bool) -> bool:
+        """Count one more rank-local tensor; whether it moves to the host."""
+        self._start_forward()
+        if can_offload and size > self.headroom:
+            return True
+        self.rank_local += size
+        self.kept += size
+        return False
+
+    def plan(self, rank_local: int, is_same: bool) -> None:
+        """Choose what stays whole in the next forward, with the most rank-local bytes of any rank.
+
+        If ranks have not saved the same sizes, everything becomes a share again.
+        """
+        self.has_planned, self.is_first_forward = True, False
+        whole = choose_whole(self._sizes, self._shares, rank_local, self.limit)
+        self._plan = tuple(zip(self._sizes, whole, strict=True)) if is_same else ()
+
+    def reset(self) -> None:
+        """Start counting again."""
+        self._sizes, self._shares, self.rank_local, self.kept = [], [], 0, 0
+
+    def check(self, needed: int) -> None:
+        """Raise if the budget is smaller than what is needed."""
+        if needed > self.limit:
+            raise MemoryCapError(
+                f"a budget of {format_bytes(self.limit)} ({self.limit} bytes) for saved "
+                f"activations is too small: the smallest that works here is {needed} bytes "
+                f"({format_bytes(needed)}); give at least that, or use more ranks"
+            )
+
+    def _start_forward(self) -> None:
+        if self.was_read:
+            self.has_planned = self.was_read = False
+            self.reset()
+
+
+def choose_whole(
+    sizes: Sequence[int], shares: Sequence[int], rank_local: int, budget: int
+) -> tuple[bool, ...]:
+    """Which replicated tensors stay whole: the newest, as many as fit.
+
+    >>> choose_whole([4, 4, 4, 4], [1, 1, 1, 1], 2, 18)
+    (True, True, True, True)
+    >>> choose_whole([4, 4, 4, 4], [1, 1, 1, 1], 2, 17)
+    (False, False, False, True)
+    """
+    if sum(sizes) + rank_local <= budget:
+        return (True,) * len(sizes)
+    total = sum(shares) + rank_local + 2 * max(sizes, default=0)
+    chosen = []
+    for size, share in zip(reversed(sizes), reversed(shares), strict=True):
+        fits = total + size - share <= budget
+        total += size - share if fits else 0
+        chosen.append(fits)
+    return tuple(reversed(chosen))

@@ -1,0 +1,291 @@
+"""Restores regions from the shares of all ranks: several in one exchange, ahead of their use.
+
+Regions are numbered in the order of saving. Backward reads them in some order, mostly the reverse,
+and that order is remembered by the labels of the regions:
+
+    forward      1: a    2: b    3: c
+    backward     3: c    2: b    1: a        after c its predecessor, after b too, after a none
+    forward      4: a    5: b    6: c
+    backward     6: c    so 5 and then 4 can be fetched before they are read
+
+The order is a prediction. With their shares, ranks send the numbers of the regions, so that two
+different regions are never combined, and their predictions, which are followed if all are equal.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import DisagreementError, LiveError, StateError
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.spec import TensorSpec
+from reshard.live.inputs.bound import default_device
+from reshard.nn.activations.region import Region
+from reshard.planning.plans import Plan, plan
+
+__all__ = ["Restorer", "restorer_of"]
+
+NUMBERS = "numbers"
+"""The name of the tensor with the numbers that each rank sends."""
+MAX_BATCH_BYTES = 8 << 20
+"""Bytes of regions that are fetched in one exchange; a larger region is fetched alone."""
+MAX_BATCH = 15
+"""Regions that are fetched in one exchange."""
+MAX_PLANS = 256
+"""Plans that a group keeps: a training step repeats a few exchanges."""
+
+Gathered = tuple[list[list[int]], list[torch.Tensor]]
+"""The numbers of each rank, and all bytes of each region."""
+
+
+class Restorer:
+    """Restores regions on the ranks of one group, for all modules that are resharded over it."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = weakref.ref(group)
+        self.ranks = tuple(dist.get_process_group_ranks(group))
+        self.index = self.ranks.index(dist.get_rank())
+        self._plan = lru_cache(MAX_PLANS)(partial(_gather_plan, self.ranks))
+        self._order = _ReadOrder()
+        self._in_flight: _Fetch | None = None
+        self._expected: list[Region] = []
+        """The regions that all ranks expect to read next."""
+        self._prefetched: list[Region] = []
+        """The regions of the last exchange."""
+        self._last_number = 0
+        """The number of the last region of the last exchange; reading it starts the next one."""
+        self._whole: list[Region] = []
+        """Restored regions, in the order of their last use."""
+        self._lock = threading.RLock()
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The process group."""
+        group = self._group()
+        if group is None:
+            raise StateError("the process group of resharded activations was freed: keep it")
+        return group
+
+    def register(self, region: Region) -> None:
+        """Give a region its number."""
+        with self._lock:
+            self._order.add(region, torch._C._current_graph_task_id() != -1)
+
+    def restore(self, region: Region, timeout: float, headroom: int | None) -> torch.Tensor:
+        """All bytes of a region; ``headroom`` bounds what is fetched ahead of its use."""
+        with self._lock:
+            began = time.perf_counter()
+            with self._reset_on_failure():
+                self._fetch_if_missing(region, timeout, headroom)
+            region.stats.seconds_waiting += time.perf_counter() - began
+            whole = region.whole
+            assert whole is not None
+            self._free_older(region, 1 if headroom is not None else 2)
+            return whole
+
+    def gather(self, numbers: Sequence[int], timeout: float) -> list[list[int]]:
+        """The numbers of each rank; all ranks call this with equally many."""
+        with self._lock, self._reset_on_failure():
+            gathered, _ = self.start([], numbers, timeout, False)()
+            return gathered
+
+    def start(
+        self, regions: Sequence[Region], numbers: Sequence[int], timeout: float, ahead: bool
+    ) -> Callable[[], Gathered]:
+        """Start an exchange of shares and numbers; the returned function waits for its result."""
+        names = tuple(f"{number}: {one.label}" for number, one in enumerate(regions))
+        sizes = tuple((one.num_bytes, one.unit) for one in regions)
+        device = regions[0].device if regions else default_device(self.group)
+        tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
+        tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64).to(device)
+        plan = self._plan(names, sizes, len(numbers))
+        options: Any = {"group": self.group, "device": device, "timeout": timeout}
+        if ahead:
+            wait = plan.start(tensors, **options).wait
+        else:
+            wait = partial(_identity, plan.run(tensors, **options))
+
+        def finish() -> Gathered:
+            moved, count = wait(), len(numbers)
+            flat = moved[NUMBERS].tolist()
+            by_rank = [flat[at : at + count] for at in range(0, len(flat), count)]
+            return by_rank, [moved[name] for name in names]
+
+        return finish
+
+    def _fetch_if_missing(self, region: Region, timeout: float, headroom: int | None) -> None:
+        if region.whole is None and self._in_flight is not None:
+            self._complete(self._in_flight)
+        if region.whole is None:
+            for other in self._prefetched:  # the prediction was wrong
+                other.whole = None
+            self._complete(self._fetch([region], timeout, headroom, False))
+        self._order.read(region)
+        if region.number == self._last_number and self._expected and self._in_flight is None:
+            self._in_flight = self._fetch(self._expected, timeout, headroom, True)
+
+    def _fetch(
+        self, regions: list[Region], timeout: float, headroom: int | None, ahead: bool
+    ) -> _Fetch:
+        for region in regions:
+            region.stats.restores += 1
+        following = self._order.after(regions[-1], MAX_BATCH if headroom is None else 1)
+        if headroom is not None and following and following[0].num_bytes > headroom:
+            following = []
+        return _Fetch(self, regions, following, timeout, ahead)
+
+    def _complete(self, fetch: _Fetch) -> None:
+        self._in_flight, self._prefetched = None, fetch.regions
+        self._expected = fetch.complete()
+        self._last_number = fetch.regions[-1].number
+
+    def _free_older(self, region: Region, count: int) -> None:
+        """Keep only the last ``count`` regions that were read restored."""
+        self._whole = [one for one in self._whole if one is not region] + [region]
+        for one in self._whole[:-count]:
+            one.whole = None
+        del self._whole[:-count]
+
+    @contextmanager
+    def _reset_on_failure(self) -> Iterator[None]:
+        """After a failure ranks may have saved and read different regions: start counting again."""
+        try:
+            yield
+        except LiveError:
+            self._order, self._in_flight = _ReadOrder(), None
+            self._expected, self._prefetched, self._last_number = [], [], 0
+            raise
+
+
+class _Fetch:
+    """One exchange that restores regions, with the regions that this rank expects after them."""
+
+    def __init__(
+        self,
+        restorer: Restorer,
+        regions: list[Region],
+        following: list[Region],
+        timeout: float,
+        ahead: bool,
+    ) -> None:
+        self.regions, self._following, self._ranks = regions, following, restorer.ranks
+        regions[0].stats.collectives += 1
+        identities = [number for one in regions for number in one.identity]
+        self._num_identities = len(identities)
+        expected = [one.number for one in following]
+        numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
+        self._finish = restorer.start(regions, numbers, timeout, ahead)
+
+    def complete(self) -> list[Region]:
+        """Wait for the regions; returns those that all ranks expect next."""
+        (gathered, wholes), count = self._finish(), self._num_identities
+        self._check_same([numbers[:count] for numbers in gathered])
+        for region, whole in zip(self.regions, wholes, strict=True):
+            # Views that were freed in the meantime do not need it any more.
+            region.whole = whole if region.views else None
+        is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
+        return self._following if is_same else []
+
+    def _check_same(self, identities: list[list[int]]) -> None:
+        pairs = zip(self._ranks, identities, strict=True)
+        different = [rank for rank, numbers in pairs if numbers != identities[0]]
+        if different:
+            raise DisagreementError(
+                "ranks ask for different tensors, or for one that is not the same on all ranks, "
+                f'beginning with "{self.regions[0].label}": ranks {different} differ from rank '
+                f"{self._ranks[0]}; all ranks must have the same inputs, and run backward through "
+                "the same graphs in the same order, in one thread"
+            )
+
+
+class _ReadOrder:
+    """The order in which regions are saved, and in which backward reads them."""
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
+        self._last: tuple[str, int] | None = None
+        self._steps: dict[str, int | None] = {}
+        """From the label of a region to the difference in number to the next one; None: the last"""
+
+    def add(self, region: Region, in_backward: bool) -> None:
+        """Number a region; one that is saved in backward, by a recomputation, may stay unread."""
+        if not in_backward and self._last is not None:
+            self._steps[self._last[0]] = None
+            self._last = None
+        self._count += 1
+        region.number = self._count
+        self._regions[self._count] = region
+
+    def read(self, region: Region) -> None:
+        """Record that backward reads a region."""
+        if self._last is not None:
+            label, number = self._last
+            if number == region.number:
+                return
+            self._steps[label] = region.number - number
+        self._last = (region.label, region.number)
+
+    def after(self, region: Region, count: int) -> list[Region]:
+        """The regions that are expected next, at most as many as fit into one exchange."""
+        batch: list[Region] = []
+        total, last = 0, region
+        while len(batch) < count:
+            step = self._steps.get(last.label)
+            following = None if step is None else self._regions.get(last.number + step)
+            if following is None or not _is_missing(following) or following in (region, *batch):
+                break
+            total += following.num_bytes
+            if batch and (total > MAX_BATCH_BYTES or following.device != batch[0].device):
+                break
+            batch.append(following)
+            last = following
+        return batch
+
+
+def _is_missing(region: Region) -> bool:
+    return region.is_share and region.whole is None and bool(region.views)
+
+
+def _identity(moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return moved
+
+
+def _gather_plan(
+    ranks: tuple[int, ...],
+    names: tuple[str, ...],
+    sizes: tuple[tuple[int, int], ...],
+    num_numbers: int,
+) -> Plan:
+    """The plan of an exchange: from a share on each rank to the whole on all."""
+    mesh = Mesh(tp=len(ranks), ranks=ranks)
+    have, want = {}, {}
+    for name, (size, unit) in zip(names, sizes, strict=True):
+        shares = Layout(mesh, f"tp*{unit}" if unit > 1 else "tp")
+        have[name] = TensorSpec((size,), "uint8", shares)
+        want[name] = TensorSpec((size,), "uint8", Layout(mesh, "-"))
+    shape = (len(ranks) * num_numbers,)
+    have[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "tp"))
+    want[NUMBERS] = TensorSpec(shape, "int64", Layout(mesh, "-"))
+    return plan(have, want)
+
+
+_restorers: weakref.WeakKeyDictionary[dist.ProcessGroup, Restorer] = weakref.WeakKeyDictionary()
+
+
+def restorer_of(group: dist.ProcessGroup) -> Restorer:
+    """The restorer of a group."""
+    restorer = _restorers.get(group)
+    if restorer is None:
+        restorer = _restorers[group] = Restorer(group)
+    return restorer

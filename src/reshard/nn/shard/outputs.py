@@ -1,0 +1,212 @@
+"""Forward hooks that change the sharded tensors in a module's output.
+
+Sharded tensors are found inside tuples, lists, dicts and dataclasses, and replaced in copies of
+these. All other values are passed on, and nothing that the module itself holds is changed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from reshard.errors import ArgumentError, ArgumentTypeError
+from reshard.planning.adjoint import unreduced
+from reshard.sharded.by_layout import LayoutShardingSpec
+from reshard.sharded.spec import ShardingSpec
+from reshard.sharded.tensor import ShardedTensor
+from reshard.text import quoted
+
+__all__ = [
+    "LocalTensor",
+    "OutputHook",
+    "ReshardedTensor",
+    "Squeeze",
+    "change_output",
+    "collect_local_shard",
+    "map_sharded",
+    "remove_output_hooks",
+    "reshard_output",
+]
+
+Squeeze = Literal["auto"] | bool
+Change = Callable[[ShardedTensor], torch.Tensor]
+
+
+def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Module:
+    """Reshard the sharded tensors in a module's output to a spec; returns the module.
+
+    reshard_output(model.fc1, ChunkShardingSpec(1, placements))
+
+    ``remove_output_hooks`` undoes it.
+    """
+    if not isinstance(resharding_spec, ShardingSpec):
+        raise ArgumentTypeError(
+            f"reshard_output of {type(module).__name__} takes a ShardingSpec, found "
+            f"{type(resharding_spec).__name__}"
+        )
+    change_output(module, ReshardedTensor(resharding_spec))
+    return module
+
+
+def collect_local_shard(module: nn.Module, squeeze: Squeeze = "auto") -> nn.Module:
+    """Replace sharded tensors in a module's output by this rank's plain tensors.
+
+    If the sharded dim has size 1 in the shard, it is dropped: with "auto" only if all ranks drop
+    it, with True wherever this rank's shard has size 1, with False never. ``[4, 16]`` sharded into
+    4 rows becomes ``[16]``. A pending sum over ranks is reduced first.
+
+    ``remove_output_hooks`` undoes it.
+    """
+    if squeeze not in ("auto", True, False):
+        raise ArgumentError(f'squeeze is "auto", True or False, found {quoted(squeeze)}')
+    change_output(module, LocalTensor(squeeze))
+    return module
+
+
+def remove_output_hooks(module: nn.Module) -> int:
+    """Undo ``reshard_output`` and ``collect_local_shard``; returns the number of hooks removed."""
+    hooks = [key for key, hook in module._forward_hooks.items() if isinstance(hook, OutputHook)]
+    for key in hooks:
+        del module._forward_hooks[key]
+    return len(hooks)
+
+
+def change_output(module: nn.Module, change: Change) -> RemovableHandle:
+    """Apply a function to every sharded tensor in a module's output, after the present hooks."""
+    return module.register_forward_hook(OutputHook(change))
+
+
+@dataclass(frozen=True)
+class OutputHook:
+    """A forward hook that changes sharded tensors; a class, so that it can be found and pickled."""
+
+    change: Change
+
+    def __call__(self, module: nn.Module, args: object, output: object) -> object:
+        """The new output."""
+        return map_sharded(output, self.change)
+
+
+@dataclass(frozen=True)
+class ReshardedTensor:
+    """Reshards a tensor to a spec."""
+
+    spec: ShardingSpec
+
+    def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
+        """A new tensor: the one in the output may be the module's own."""
+        return tensor.resharded(self.spec)
+
+
+@dataclass(frozen=True)
+class LocalTensor:
+    """Replaces a sharded tensor by this rank's plain tensor."""
+
+    squeeze: Squeeze = "auto"
+
+    def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
+        """This rank's shard."""
+        tensor = _reduced(tensor)
+        dim = None if self.squeeze is False else _sharded_dim(tensor)
+        local = tensor.local_tensor()
+        if dim is None or (self.squeeze == "auto" and not _is_one_everywhere(tensor, dim)):
+            return local
+        return local.squeeze(dim)
+
+
+def map_sharded(value: Any, change: Change) -> Any:
+    """A copy of a value with every sharded tensor changed, once each; itself if it has none.
+
+    >>> map_sharded((1, [torch.ones(2)], {"a": None}), lambda tensor: tensor)
+    (1, [tensor([1., 1.])], {'a': None})
+    """
+    return _Walk(change).walk(value)
+
+
+@dataclass
+class _Walk:
+    """A traversal of one output; a tensor that occurs twice is changed once."""
+
+    change: Change
+    done: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def walk(self, value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            if id(value) not in self.done:
+                self.done[id(value)] = self.change(value)
+            return self.done[id(value)]
+        if isinstance(value, torch.Tensor | str | bytes):
+            return value
+        if isinstance(value, tuple | list):
+            return self._sequence(value)
+        # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value)
+        return value
+
+    def _sequence(self, value: Any) -> Any:
+        items = [self.walk(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        if isinstance(value, list):
+            copied = copy.copy(value)
+            copied[:] = items
+            return copied
+        make = getattr(type(value), "_make", type(value))
+        return make(items)
+
+    def _mapping(self, value: Any) -> Any:
+        changed = self._changed(value.items())
+        if not changed:
+            return value
+        copied = copy.copy(value)
+        for key, item in changed.items():
+            copied[key] = item
+        return copied
+
+    def _dataclass(self, value: Any) -> Any:
+        names = [one.name for one in fields(value) if hasattr(value, one.name)]
+        changed = self._changed((name, getattr(value, name)) for name in names)
+        if not changed:
+            return value
+        copied = copy.copy(value)
+        for name, item in changed.items():
+            object.__setattr__(copied, name, item)  # a frozen one as well
+        return copied
+
+    def _changed(self, items: Any) -> dict[Any, Any]:
+        walked = ((key, item, self.walk(item)) for key, item in items)
+        return {key: new for key, old, new in walked if new is not old}
+
+
+def _reduced(tensor: ShardedTensor) -> ShardedTensor:
+    """The tensor with its pending sum reduced: a rank's addend is not the module's output."""
+    cut = tensor.cut
+    if cut.reduce is None:
+        return tensor
+    return tensor.resharded(LayoutShardingSpec(unreduced(cut), str(tensor.device)))
+
+
+def _sharded_dim(tensor: ShardedTensor) -> int | None:
+    """The dim along which a tensor is sharded, if it is only one; the same on all ranks."""
+    dim = getattr(tensor.sharding_spec(), "dim", None)
+    if isinstance(dim, int):
+        return dim % tensor.dim()
+    whole = tuple(tensor.size())
+    shards = [shard.shard_sizes for shard in tensor.metadata().shards_metadata]
+    cut = [at for at, size in enumerate(whole) if any(shard[at] != size for shard in shards)]
+    return cut[0] if len(cut) == 1 else None
+
+
+def _is_one_everywhere(tensor: ShardedTensor, dim: int) -> bool:
+    """Whether every shard has size 1 in a dim."""
+    shards = tensor.metadata().shards_metadata
+    return all(shard.shard_sizes[dim] == 1 for shard in shards)
