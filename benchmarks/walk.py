@@ -3,21 +3,25 @@
     python benchmarks/walk.py [move] [plan] [convert] [activations] [--files]
 
 Deterministic figures, not times: they say how many files a reader has to open to follow a request.
-`move` runs on two ranks of one host and counts the files of `reshard/live` that a first (cold) and
-a later (warm) `rs.move` enter, and the frames between `rs.move` and the copies: the calls of
-memmove, process_vm_readv and process_vm_writev. The other sections count all files of reshard, for
-`rs.plan` and one rank's rows, `reshard convert`, and a step with `input_reshard`. Only functions
-count, not module and class bodies, and only those of the calling thread.
+`move` runs on two ranks of one host and counts the files of `reshard/live` that the first (cold)
+`rs.move` of a process group and a later (warm) one enter, and the frames between `rs.move` and the
+copies: the calls of memmove, process_vm_readv and process_vm_writev. (When ranks connect, each also
+reads one number of the other's memory, to see whether it may; that is no copy.) The other sections
+count all files of reshard, for `rs.plan` and one rank's part, `reshard convert`, and a step with
+`input_reshard`. Only functions count, not module and class bodies, of the calling thread and of
+threads that it starts with `threading`.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import io
 import sys
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -34,6 +38,8 @@ ROOT = Path(rs.__file__).parent
 LIVE = ROOT / "live"
 COPIES = {"HostCopies.run", "read_memory", "write_memory"}
 """The functions of `live/copy/host.py` that copy, by memmove or by a system call."""
+PROBE = "_can_read"
+"""The function that reads one number of a peer's memory when ranks connect."""
 MAX_LIVE_FILES, MAX_FRAMES = 20, 10
 MAX_NN_FILES = 9
 
@@ -66,7 +72,7 @@ class Walk:
         self.changes += caller is not None and caller.f_code.co_filename != name
         if code.co_qualname in COPIES:
             stack = list(_stack(frame))
-            if len(stack) > len(self.stack):
+            if PROBE not in stack and len(stack) > len(self.stack):
                 self.stack = stack
 
 
@@ -86,27 +92,28 @@ def _stack(frame: FrameType | None) -> Iterator[str]:
 def walked() -> Iterator[Walk]:
     """Record what runs in this block."""
     walk = Walk()
+    threading.setprofile(walk.profile)
     sys.setprofile(walk.profile)
     try:
         yield walk
     finally:
         sys.setprofile(None)
+        threading.setprofile(None)
 
 
 def walk_move(rank: int, args: argparse.Namespace) -> None:
     """A cold and two warm moves, of a small tensor (staged) and of a large one (peer memory)."""
     mesh = rs.Mesh(r=2)
     rows, columns = rs.Layout(mesh, "r -"), rs.Layout(mesh, "- r")
-    torch.empty(0).detach()
-    dist.barrier()
+    rs.check()  # imports the live engine
     for size, label in ((64, "small"), (4096, "large")):
-        local = torch.ones(size // 2, size)
+        local, group = torch.ones(size // 2, size), dist.new_group([0, 1])
         for turn in ("cold", "warm", "warm again"):
-            with walked() as walk:
-                rs.move(local, rows, columns, shape=(size, size))
-            if rank == 0 and turn != "warm again":
-                show_move(walk, f"rs.move, {label}, {turn}", args.files)
             dist.barrier()
+            with walked() as walk:
+                rs.move(local, rows, columns, shape=(size, size), group=group)
+            if rank == 0 and turn != "warm":
+                show_move(walk, f"rs.move, {label}, {turn.split()[0]}", args.files)
 
 
 def show_move(walk: Walk, title: str, files: bool) -> None:
@@ -153,22 +160,20 @@ def walk_plan(files: bool) -> None:
 
 def walk_convert(files: bool) -> None:
     """Convert a small safetensors file for two ranks."""
-    from click.testing import CliRunner
     from safetensors.numpy import save_file
 
-    from reshard.cli.main import main as cli
+    from reshard.cli import run as cli
 
     with tempfile.TemporaryDirectory() as folder:
         source, to = Path(folder) / "model.safetensors", Path(folder) / "out"
         save_file({"w": np.zeros((64, 64), np.float32)}, source)
-        rules = Path(folder) / "rules.toml"
-        rules.write_text('mesh = "tp=2"\n[tensors]\n"w" = "tp -"\n')
-        words = ["convert", str(source), str(to), "--rules", str(rules)]
+        words = ["convert", str(source), str(to), "--mesh", "tp=2", "--layout", "w=tp -"]
 
         def convert() -> None:
-            result = CliRunner().invoke(cli, words)
-            if result.exit_code:
-                raise RuntimeError(result.output) from result.exception
+            with redirect_stdout(io.StringIO()):
+                code = cli([*words, "--quiet"])
+            if code:
+                raise SystemExit(code)
 
         show("reshard convert", files, convert)
 

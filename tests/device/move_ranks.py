@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.call import Call, call_of
+from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.options import options_from
 from reshard.live.transport.nccl import NcclTransport
@@ -153,7 +153,7 @@ def run_with_report(plan: rs.Plan, tensors: Any) -> tuple[dict[str, torch.Tensor
     report, options = RunReport(RANK, -1, plan.digest), options_from({"timeout": 20}, DEVICE)
 
     def move(ticket: Any) -> dict[str, torch.Tensor]:
-        return call_of(ticket, plan, tensors, None, options, report=report).run()
+        return Call(ticket, plan, tensors, None, options, report=report).run()
 
     return with_ticket(None, lambda: plan.parties, move), report
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ReshardError
-from reshard.live.call import Call, call_of
+from reshard.live.call import Call
 from reshard.live.compiled import CompiledPlan
 from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
 from reshard.live.inputs.bound import Tensors
@@ -80,7 +80,7 @@ def start_call(
 ) -> Handle:
     """Start a move in a thread."""
     report = RunReport(dist.get_rank() if dist.is_initialized() else -1, -1, plan.digest)
-    call = call_of(ticket, plan, tensors, into, options, report=report)
+    call = Call(ticket, plan, tensors, into, options, report=report)
     report.call = ticket.number
     return Handle(call, report)
 

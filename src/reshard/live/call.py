@@ -56,7 +56,7 @@ from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES, Bar, progress_of
 from reshard.show.run_report import RunReport
 
-__all__ = ["Call", "call_of"]
+__all__ = ["Call"]
 
 Result = dict[str, torch.Tensor]
 
@@ -79,7 +79,9 @@ class Call:
         self,
         ticket: Ticket,
         plan: Plan,
-        request: Request,
+        tensors: Tensors,
+        into: Tensors | None,
+        options: Options,
         *,
         grad: bool | None = None,
         ask_grad: bool = False,
@@ -87,14 +89,21 @@ class Call:
     ) -> None:
         """``grad`` is whether this rank's source requires gradients, None if it has no source;
         ``ask_grad`` whether ranks without a source learn it from others."""
-        self.ticket, self.plan, self.request, self.options = ticket, plan, request, request.options
+        group = ticket.group or dist.group.WORLD
+        if group is None:
+            raise LiveError(
+                "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
+            )
+        check_request(tensors, into, ticket.group)
+        self.request = Request(tensors, into, group, options)
+        self.ticket, self.plan, self.options = ticket, plan, options
         self.grad, self._ask_grad, self.report = grad, ask_grad, report
         self._transports: list[Transport] = []
-        compiled = self.compiled = compiled_plan(plan, request.group)
+        compiled = self.compiled = compiled_plan(plan, group)
         if compiled is not None:
-            silent = self.options.check == "never" and not compiled.exchanges
+            silent = options.check == "never" and not compiled.exchanges
             if len(compiled.ranks) > 1 and not silent:
-                self._take_number(session_of(request.group, compiled.ranks), compiled.digest)
+                self._take_number(session_of(group, compiled.ranks), compiled.digest)
 
     def _take_number(self, session: Session, digest: bytes) -> None:
         self.session = session
@@ -373,25 +382,3 @@ class Call:
 
 def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
     """A call without an exchange waits for no peer."""
-
-
-def call_of(
-    ticket: Ticket,
-    plan: Plan,
-    tensors: Tensors,
-    into: Tensors | None,
-    options: Options,
-    *,
-    grad: bool | None = None,
-    ask_grad: bool = False,
-    report: RunReport | None = None,
-) -> Call:
-    """Make a call for a ticket; it has its number when this returns."""
-    group = ticket.group or dist.group.WORLD
-    if group is None:
-        raise LiveError(
-            "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
-        )
-    check_request(tensors, into, ticket.group)
-    request = Request(tensors, into, group, options)
-    return Call(ticket, plan, request, grad=grad, ask_grad=ask_grad, report=report)

@@ -16,7 +16,7 @@ from reshard.errors import TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import skip_exchange
-from reshard.live.call import call_of
+from reshard.live.call import Call
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
@@ -133,7 +133,7 @@ class Motion:
         given = {} if local is None else {ONE: local.detach()}
         to = None if into is None else {ONE: into.detach()}
         options = options_from(self.options, None if local is not None and local.is_cpu else device)
-        call = call_of(ticket, self.plan, given, to, options, grad=wanted, ask_grad=True)
+        call = Call(ticket, self.plan, given, to, options, grad=wanted, ask_grad=True)
         found = call.run().get(ONE)
         return found, call.grad_seen if wanted is None else wanted
 
@@ -158,7 +158,7 @@ class Motion:
                 given = {} if local is None else {ONE: computed(local).detach()}
                 # The source is the result, so it is not freed, whatever was asked for.
                 options = options_from({**self.options, "donate": False}, found.device)
-                call_of(ticket, self.plan, given, None, options).run()
+                Call(ticket, self.plan, given, None, options).run()
         return found
 
     def at_rest(self, local: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard.errors import TensorError
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import Handle, release, start_call
-from reshard.live.call import call_of
+from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.options import options_from
 from reshard.live.session.session import Ticket
@@ -47,7 +47,7 @@ def run(
 
     def move(ticket: Ticket) -> dict[str, torch.Tensor]:
         given, to, finish = _flattened(plan, tensors, into)
-        call = call_of(ticket, plan, given, to, options_from(options, device))
+        call = Call(ticket, plan, given, to, options_from(options, device))
         found = call.run()
         return found if finish is None else finish(found)
 
