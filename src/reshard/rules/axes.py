@@ -1,7 +1,11 @@
-"""The axes of a mesh and what a model's layouts do with them: is one unused, do ranks get nothing?
+"""Axes of layouts and of meshes: which axes does a layout name, does a mesh lack or leave unused?
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
+>>> str(keep_axes(parse("(tp*128 kv) - | on pp=1"), {"kv", "dp"}))
+'kv -'
+>>> str(shard_first_dim(parse("tp*128 -"), ["dp"], num_dims=2))
+'(tp*128 dp) -'
 >>> idle_ranks({"q": Layout(Mesh(tp=16), "tp*128 -")}, {"q": (1024, 4096)})[0][:53]
 'warning: 8 of 16 ranks along tp hold nothing of "q": '
 """
@@ -9,18 +13,27 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 
 from reshard.errors import RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.notation import Units, parse
+from reshard.layout.notation import Chunk, Cut, Cuts, Packed, Segment, Units, Words, parse
 from reshard.layout.tiling import held
-from reshard.rules.document import Document, quote
-from reshard.rules.wording import all_axes
+from reshard.rules.document import Document, all_axes
+from reshard.text import and_more, quoted
 
-__all__ = ["check_axes", "factored_axes", "idle_ranks", "layout_axes", "rule_axes"]
+__all__ = [
+    "check_axes",
+    "factored_axes",
+    "idle_ranks",
+    "keep_axes",
+    "layout_axes",
+    "rule_axes",
+    "shard_first_dim",
+]
 
 
 def layout_axes(layouts: Iterable[Layout]) -> set[str]:
@@ -43,7 +56,7 @@ def check_axes(document: Document, mesh: Mesh, named: set[str]) -> None:
         if axis not in mesh.axes:
             option = "fsdp" if axis in document.fsdp else "replicate"
             raise RulesError(
-                f"{option} names axis {quote(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
+                f"{option} names axis {quoted(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
                 "use one of these"
             )
     factored = {factor.axis for factor in document.factors if named.intersection(factor.into)}
@@ -58,7 +71,7 @@ def _unused(document: Document, mesh: Mesh, axis: str) -> str:
     if axis in document.axes:
         advice = f'cut dim 0 by it (--fsdp {axis}, in plan --from-fsdp or --to-fsdp, fsdp="{axis}")'
     return (
-        f"axis {quote(axis)} of mesh {mesh} cuts no tensor, so that each of its {mesh.axes[axis]} "
+        f"axis {quoted(axis)} of mesh {mesh} cuts no tensor, so that each of its {mesh.axes[axis]} "
         f"ranks would hold a copy of everything; the rules know the axes "
         f"{', '.join(document.axes) or '(none)'}: {advice}, or replicate on purpose "
         f'(--replicate {axis}, replicate="{axis}")'
@@ -90,7 +103,7 @@ def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]
             found.setdefault(idle, []).append(name)
     return [
         f"warning: {idle} of {count} ranks along {', '.join(axes)} hold nothing of "
-        f"{quote(names[0])}{f' and {len(names) - 1} more' if len(names) > 1 else ''}: there are "
+        f"{and_more([quoted(names[0]), *names[1:]])}: there are "
         "fewer whole heads (units of the layout) than ranks"
         for (idle, count, axes), names in found.items()
     ]
@@ -107,3 +120,41 @@ def _idle(layout: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tu
         idle = sum(not held(tuple(units), length, sizes, at) for at in coords)
         if idle and length:
             yield idle, len(places), axes
+
+
+def keep_axes(words: Words, axes: Collection[str]) -> Words:
+    """The words without the axes a mesh lacks: along these there is only one rank."""
+    pending = tuple(axis for axis in words.reduce[1] if axis in axes) if words.reduce else ()
+    return replace(
+        words,
+        dims=tuple(_keep(cuts, axes) for cuts in words.dims),
+        on=tuple((axis, at) for axis, at in words.on if axis in axes),
+        reduce=(words.reduce[0], pending) if words.reduce and pending else None,
+        flat=_keep(words.flat, axes),
+    )
+
+
+def shard_first_dim(words: Words, axes: Iterable[str], *, num_dims: int | None) -> Words:
+    """Cut dim 0 of what every rank holds further, by each of these axes not in use yet."""
+    more = tuple(Chunk(axis) for axis in axes if axis not in all_axes(words))
+    if not more or words.flat or num_dims == 0:
+        return words
+    if words.rest == 0 and num_dims is not None:
+        words = replace(words, dims=words.expand(num_dims) or words.dims, rest=None)
+    if words.rest == 0:
+        return replace(words, dims=(more, *words.dims), rest=1)
+    return replace(words, dims=((*words.dims[0], *more), *words.dims[1:]))
+
+
+def _keep(cuts: Cuts, axes: Collection[str]) -> Cuts:
+    kept = (_keep_cut(cut, axes) for cut in cuts)
+    return tuple(cut for cut in kept if cut is not None)
+
+
+def _keep_cut(cut: Cut, axes: Collection[str]) -> Cut | None:
+    if isinstance(cut, Packed):
+        segments = tuple(Segment(part.size, _keep(part.cuts, axes)) for part in cut.segments)
+        return Packed(segments) if any(part.cuts for part in segments) else None
+    if cut.axis not in axes:
+        return None
+    return Chunk(cut.axis) if isinstance(cut, Units) and cut.unit == 1 else cut

@@ -1,25 +1,49 @@
-"""What a rules file says, as data.
+"""Rules files: TOML text to a checked document.
 
->>> rule = Rule(Pattern.parse("*.q_proj.weight"), Template.parse("tp*{head_dim} -"), None)
->>> rule.pattern.text, rule.layout.text
-('*.q_proj.weight', 'tp*{head_dim} -')
+Every wrong key, type or word is one line that names it.
+
+>>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "tp -"').axes
+('tp',)
+>>> read('axes = ["tp"]\\n[tensors]\\n"*.weight" = "pt -"')
+Traceback (most recent call last):
+reshard.errors.RulesError: [tensors] "*.weight": axis "pt" is not one of the axes tp: ...
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+import difflib
+import tomllib
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from reshard.errors import ReshardError, RulesError
-from reshard.layout.mesh import Mesh
-from reshard.rules.expression import Place
+from reshard.layout.mesh import RESERVED, Mesh
+from reshard.layout.notation import Words, axes_of, parse
+from reshard.rules.formula import Place, Template, parse_places
+from reshard.rules.models import NUMBERS
 from reshard.rules.pattern import Pattern
-from reshard.rules.template import Template
+from reshard.text import quoted
 
-__all__ = ["Document", "Factor", "Rule", "located", "quote"]
+__all__ = [
+    "MAX_BYTES",
+    "Document",
+    "Factor",
+    "Rule",
+    "all_axes",
+    "families",
+    "located",
+    "read",
+    "read_family",
+]
+
+MAX_BYTES = 1 << 20
+MAX_RULES = 10_000
+_KEYS = ("extends", "mesh", "axes", "fsdp", "replicate", "model", "factor", "tensors", "names")
+_FOLDER = resources.files("reshard.rules") / "families"
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +112,7 @@ class Document:
         for name, value in numbers.items():
             if name not in self.model:
                 known = ", ".join(self.model) or "none"
-                raise RulesError(f"there is no number {quote(name)}: the numbers are {known}")
+                raise RulesError(f"there is no number {quoted(name)}: the numbers are {known}")
             if not isinstance(value, int) or value < 0:
                 raise RulesError(f"{name}={value!r} is not a whole number of at least 0")
         given = {name: int(value) for name, value in numbers.items()}
@@ -99,7 +123,9 @@ class Document:
         for axis in axes.split():
             if axis not in self.axes:
                 known = ", ".join(self.axes) or "none"
-                raise RulesError(f"fsdp={quote(axes)} names no axis of the rules: they are {known}")
+                raise RulesError(
+                    f"fsdp={quoted(axes)} names no axis of the rules: they are {known}"
+                )
         named = tuple(axes.split())
         return replace(self, fsdp=named, requested=(*self.requested, *named))
 
@@ -112,23 +138,13 @@ class Document:
         twice = next((axis for axis in named if axis in self.fsdp), None)
         if twice is not None:
             raise RulesError(
-                f"axis {quote(twice)} is named by fsdp and by replicate: leave one out"
+                f"axis {quoted(twice)} is named by fsdp and by replicate: leave one out"
             )
         return replace(self, replicate=named, requested=(*self.requested, *named))
 
     def sizes(self, mesh: Mesh) -> dict[str, int]:
         """The sizes of all axes as formulas name them; 1 for axes the mesh lacks."""
         return {f"{axis}_size": mesh.axes.get(axis, 1) for axis in self.axes}
-
-
-def quote(text: str) -> str:
-    """A text from outside as one short ASCII line.
-
-    >>> quote("a" * 100)[-6:]
-    'aa..."'
-    """
-    quoted = json.dumps(text)
-    return quoted if len(quoted) <= 90 else f'{quoted[:86]}..."'
 
 
 @contextmanager
@@ -138,3 +154,220 @@ def located(where: str) -> Iterator[None]:
         yield
     except ReshardError as error:
         raise RulesError(" ".join(f"{where}: {error}".split())) from None
+
+
+def all_axes(words: Words) -> set[str]:
+    """Every axis a layout names.
+
+    >>> from reshard.layout.notation import parse
+    >>> sorted(all_axes(parse("(tp dp) - | on pp=1 | sum cp")))
+    ['cp', 'dp', 'pp', 'tp']
+    """
+    cut = {axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)}
+    pending = words.reduce[1] if words.reduce else ()
+    return {*cut, *pending, *(axis for axis, _ in words.on)}
+
+
+@cache
+def families() -> tuple[str, ...]:
+    """The names of the shipped rules."""
+    found = (entry.name for entry in _FOLDER.iterdir())
+    return tuple(sorted(name.removesuffix(".toml") for name in found if name.endswith(".toml")))
+
+
+@cache
+def read_family(name: str) -> Document:
+    """The shipped rules of a family."""
+    with located(f"rules {quoted(name)}"):
+        return read((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"))
+
+
+def read(text: str) -> Document:
+    """The document a TOML text describes, with that of the family it extends underneath."""
+    data = _load(text)
+    for key in data:
+        if key not in _KEYS:
+            raise RulesError(f"key {quoted(key)} is not known: the keys are {', '.join(_KEYS)}")
+    base = _base(data.get("extends"))
+    mesh = _mesh(data.get("mesh"))
+    own = Document(
+        axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
+        mesh=mesh,
+        fsdp=tuple(_text(data.get("fsdp", ""), 'key "fsdp"').split()),
+        replicate=tuple(_text(data.get("replicate", ""), 'key "replicate"').split()),
+        model=_model(_table(data, "model")),
+        counts=_counts(_table(data, "model")),
+        factors=tuple(_factor(*item) for item in _table(data, "factor").items()),
+        rules=tuple(_rule(*item) for item in _table(data, "tensors").items()),
+        names=_table(data, "names"),
+    )
+    document = base.extended(own)
+    _check(document)
+    known = {*base.model, *NUMBERS, *_used_numbers(document)}
+    for name in own.model:
+        near = difflib.get_close_matches(name, known, n=1)
+        if name not in known and near:
+            raise RulesError(f"[model] {quoted(name)} is used by no rule: write {near[0]}")
+    return document
+
+
+def _used_numbers(document: Document) -> set[str]:
+    """The numbers that some layout, place or factor of a document needs."""
+    used = {factor.at_most for factor in document.factors}
+    for rule in document.rules:
+        used |= rule.layout.names() if rule.layout else set()
+        used |= {name for place in rule.on or () for name in place.names}
+    return used & document.model.keys()
+
+
+def _load(text: str) -> dict[str, Any]:
+    if len(text) > MAX_BYTES:
+        raise RulesError(f"{len(text)} characters are too many: a rules file has <= {MAX_BYTES}")
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise RulesError("the TOML is nested too deep: use the keys of the docs") from None
+    except ValueError as error:
+        raise RulesError(f"this is not TOML: {' '.join(str(error)[:200].split())}") from None
+
+
+def _base(name: Any) -> Document:
+    if name is None:
+        return Document()
+    if _text(name, 'key "extends"') not in families():
+        raise RulesError(
+            f'key "extends" names {quoted(name)}: the families are {", ".join(families())}'
+        )
+    return read_family(name)
+
+
+def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
+    value = data.get(key, {})
+    if not isinstance(value, dict):
+        raise _wrong(f"key {quoted(key)}", value, f"a table: write [{key}]")
+    if len(value) > MAX_RULES:
+        raise RulesError(f"[{key}] has {len(value)} entries: at most {MAX_RULES} work")
+    return value
+
+
+def _axes(value: Any) -> tuple[str, ...]:
+    if not isinstance(value, list):
+        raise _wrong('key "axes"', value, 'a list of names, such as ["dp", "tp"]')
+    for axis in value:
+        if _text(axis, 'key "axes"') in RESERVED or not axis.isascii() or not axis.isidentifier():
+            raise RulesError(f'key "axes": {quoted(axis)} cannot name an axis: use a plain word')
+    return tuple(value)
+
+
+def _mesh(value: Any) -> Mesh | None:
+    with located('key "mesh"'):
+        return None if value is None else Mesh.parse(_text(value, 'key "mesh"'))
+
+
+def _model(table: Mapping[str, Any]) -> dict[str, int | None]:
+    numbers: dict[str, int | None] = {}
+    for name, value in table.items():
+        if not name.isascii() or not name.isidentifier():
+            raise RulesError(f"[model] {quoted(name)}: use letters, digits and _ in a name")
+        counted = isinstance(value, str) and _counted(value) is not None
+        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
+        if not (number or counted or value == "?"):
+            raise _wrong(f"[model] {quoted(name)}", value, 'a number, "?" or "count i"')
+        numbers[name] = value if number else None
+    return numbers
+
+
+def _counts(table: Mapping[str, Any]) -> dict[str, str]:
+    texts = {name: value for name, value in table.items() if isinstance(value, str)}
+    found = {name: _counted(text) for name, text in texts.items()}
+    return {name: index for name, index in found.items() if index is not None}
+
+
+def _counted(text: str) -> str | None:
+    """The index that ``count i`` names; None for another text."""
+    match text.split():
+        case ["count", index]:
+            return index
+    return None
+
+
+def _factor(axis: str, value: Any) -> Factor:
+    match value:
+        case {"into": [str(first), str(second)], "at_most": str(number), **other} if not other:
+            return Factor(axis, (first, second), number)
+    raise _wrong(
+        f"[factor] {quoted(axis)}", value, '{ into = ["kv", "rep"], at_most = "kv_heads" }'
+    )
+
+
+def _rule(key: str, value: Any) -> Rule:
+    where = f"[tensors] {quoted(key)}"
+    with located(where):
+        pattern = Pattern.parse(key)
+        match value:
+            case str(layout):
+                return Rule(pattern, Template.parse(layout), None)
+            case {"layout": str(layout), "on": str(on), **other} if not other:
+                return Rule(pattern, Template.parse(layout), parse_places(on))
+            case {"layout": str(layout), **other} if not other:
+                return Rule(pattern, Template.parse(layout), None)
+            case {"on": str(on), **other} if not other:
+                return Rule(pattern, None, parse_places(on))
+    raise _wrong(where, value, 'a layout, or { layout = "...", on = "pp = i // 20" }')
+
+
+def _check(document: Document) -> None:
+    """Every axis and every name that is used is declared; a misspelt one must not vanish."""
+    _known('key "fsdp": axis', document.fsdp, document.axes)
+    for factor in document.factors:
+        _known("[factor] axis", (factor.axis, *factor.into), document.axes)
+        if factor.at_most not in document.model:
+            raise RulesError(f"[factor] {factor.axis}: [model] has no {quoted(factor.at_most)}")
+    for rule in document.rules:
+        with located(f"[tensors] {quoted(rule.pattern.text)}"):
+            _check_rule(rule, document)
+
+
+def _check_rule(rule: Rule, document: Document) -> None:
+    axes = document.axes
+    numbers = {*document.model, *(f"{axis}_size" for axis in axes)}
+    for capture in rule.pattern.captures:
+        if capture in numbers:
+            raise RulesError(f"{{{capture}}} is also a number: give the index another name")
+    if rule.layout:
+        _names(rule.layout.names(), numbers)
+        _known("axis", sorted(all_axes(parse(rule.layout.sample()))), axes)
+    for place in rule.on or ():
+        _known("axis", [place.axis], axes)
+        _names(place.names, numbers | set(rule.pattern.captures))
+
+
+def _names(used: set[str], known: set[str]) -> None:
+    for name in sorted(used - known):
+        raise RulesError(
+            f"{quoted(name)} is not a number: it knows {', '.join(sorted(known)) or 'none'}"
+        )
+
+
+def _known(what: str, used: Collection[str], axes: Collection[str]) -> None:
+    names = ", ".join(sorted(axes)) or "(none)"
+    for axis in used:
+        if axis not in axes:
+            raise RulesError(
+                f"{what} {quoted(axis)} is not one of the axes {names}: "
+                'correct it, or add it to the list "axes" of the file'
+            )
+
+
+def _text(value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        raise _wrong(where, value, "a text")
+    return value
+
+
+def _wrong(where: str, value: Any, expected: str) -> RulesError:
+    return RulesError(f"{where} is {_brief(value)}, expected {expected}")
+
+
+def _brief(value: Any) -> str:
+    return quoted(str(value)) if isinstance(value, str | int) else f"a {type(value).__name__}"

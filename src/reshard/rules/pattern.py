@@ -1,4 +1,4 @@
-"""Name patterns: does ``*.layers.{i}.mlp.*`` match a tensor, and what is ``i``?
+"""The pattern language of tensor names: does ``*.layers.{i}.mlp.*`` match, and what is ``i``?
 
 ``*`` matches any text, dots and nothing included. ``{i}`` matches one whole part of a dotted name
 that is an integer, and captures it. Everything else stands for itself.
@@ -16,11 +16,15 @@ place of a ``*`` makes a pattern more specific, never less.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import lru_cache
 
 from reshard.errors import RulesError
+from reshard.text import quoted
 
-__all__ = ["INDEX", "Pattern"]
+__all__ = ["INDEX", "Pattern", "matches", "matching"]
 
 MAX_TEXT = 512
 INDEX = re.compile(r"\.([0-9]{1,9})(?![^.])", re.ASCII)
@@ -70,6 +74,32 @@ class Pattern:
         {'0'}
         """
         return set(_DIGITS.findall(_CAPTURE_ANYWHERE.sub("x", self.text)))
+
+
+def matches(pattern: str, name: str) -> bool:
+    """Whether a name is a pattern's text, or matches it; for ``--layout``, ``dtype=``, ``drop=``.
+
+    >>> matches("layers.{i}.*", "layers.0.mlp.weight"), matches("a[0]", "a[0]")
+    (True, True)
+    """
+    return name == pattern or _parsed(pattern).regex.match(name) is not None
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """The names that a pattern matches; wildcards of the shell raise an error with our spelling."""
+    names = list(names)
+    found = [name for name in names if matches(pattern, name)]
+    if not found and any(fnmatchcase(name, pattern) for name in names):
+        raise RulesError(
+            f"pattern {quoted(pattern)}: ? and [...] stand for themselves; write * for any text "
+            "and {i} for an integer between dots"
+        )
+    return found
+
+
+@lru_cache(maxsize=1024)
+def _parsed(text: str) -> Pattern:
+    return Pattern.parse(text)
 
 
 _CAPTURE_ANYWHERE = re.compile(r"\{[^{}]*\}")

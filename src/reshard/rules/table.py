@@ -17,11 +17,11 @@ from reshard.errors import RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import Words, parse
-from reshard.rules.document import Document, Rule, located, quote
-from reshard.rules.expression import Place, evaluate, names_of
+from reshard.rules.axes import keep_axes, shard_first_dim
+from reshard.rules.document import Document, Rule, all_axes, located
+from reshard.rules.formula import Place, Template
 from reshard.rules.pattern import INDEX
-from reshard.rules.template import Template
-from reshard.rules.wording import all_axes, cut_first_dim, keep_axes
+from reshard.text import quoted
 
 __all__ = ["Table", "UnmatchedError", "advice"]
 
@@ -104,15 +104,15 @@ class Table:
         if found is None:
             raise UnmatchedError(self._unmatched(name))
         rule = found[0]
-        where = f"tensor {quote(name)}, rule {quote(rule.pattern.text)}"
+        where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
             words = self._words(rule, num_dims)
             spots = () if words.on else self._spots(name)
             words = keep_axes(words, self._axes)
             placed = {spot.place.axis for spot in spots}
             further = [a for a in self._document.fsdp if a in self._mesh.axes and a not in placed]
-            words = cut_first_dim(words, further, num_dims=num_dims)
-        return Entry(f"rule {quote(rule.pattern.text)}", words, spots)
+            words = shard_first_dim(words, further, num_dims=num_dims)
+        return Entry(f"rule {quoted(rule.pattern.text)}", words, spots)
 
     def _best(self, name: str, rules: Iterable[Rule]) -> tuple[Rule, dict[str, int]] | None:
         """The most specific rule that matches; two that are equally specific are an error."""
@@ -123,8 +123,8 @@ class Table:
             starts = rule.pattern.match(name)
             if best and starts is not None:
                 raise RulesError(
-                    f"{quote(best[0].pattern.text)} and {quote(rule.pattern.text)} match "
-                    f"{quote(name)} and are equally specific: write out more of one of them"
+                    f"{quoted(best[0].pattern.text)} and {quoted(rule.pattern.text)} match "
+                    f"{quoted(name)} and are equally specific: write out more of one of them"
                 )
             best = (rule, starts) if starts is not None else best
         return best
@@ -180,7 +180,7 @@ class Table:
         order = [match.start() for match in INDEX.finditer(f".{name}")]
         spots = []
         for place in rule.on or ():
-            used = {index for formula in place.at for index in names_of(formula)} & set(starts)
+            used = place.names & set(starts)
             ordinals = {index: order.index(starts[index]) for index in sorted(used)}
             if place.axis in self._mesh.axes:
                 pick = itemgetter(*ordinals.values()) if ordinals else _nothing
@@ -190,14 +190,13 @@ class Table:
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
         """The coordinates of one tensor along one axis."""
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
-        with located(f"tensor {quote(name)}, on {spot.place.axis}"):
+        with located(f"tensor {quoted(name)}, on {spot.place.axis}"):
             at = spot.known[spot.pick(indices)] = self._evaluated(spot.place, own)
         return at
 
     def _evaluated(self, place: Place, own: Mapping[str, int]) -> tuple[int, ...]:
-        used = {name for formula in place.at for name in names_of(formula)}
-        numbers = {**self._needed(used - set(own)), **own}
-        at = tuple(sorted({evaluate(formula, numbers) for formula in place.at}))
+        numbers = {**self._needed(place.names - set(own)), **own}
+        at = tuple(sorted({formula.value(numbers) for formula in place.at}))
         axis, size = place.axis, self._mesh.axes[place.axis]
         for value in (at[0], at[-1]):
             if not 0 <= value < size:
@@ -210,7 +209,7 @@ class Table:
 
     def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
         on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
-        with located(f"tensor {quote(name)}, {entry.where}"):
+        with located(f"tensor {quoted(name)}, {entry.where}"):
             words = replace(entry.words, on=on) if on else entry.words
             layout = _shared(self._mesh, str(words))
         entry.layouts[at] = layout
@@ -219,9 +218,9 @@ class Table:
     def _unmatched(self, name: str) -> str:
         texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
         near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
-        nearest = ", ".join(map(quote, near)) or "none"
+        nearest = ", ".join(map(quoted, near)) or "none"
         return (
-            f"no rule matches tensor {quote(name)} (nearest patterns: {nearest}): "
+            f"no rule matches tensor {quoted(name)} (nearest patterns: {nearest}): "
             'add a rule for it, or "*" = "..." to keep all others whole'
         )
 

@@ -21,7 +21,6 @@ import difflib
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from functools import cached_property, lru_cache
 from math import prod
 from pathlib import Path
@@ -35,6 +34,7 @@ from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules import Rules
+from reshard.rules.pattern import matches, matching
 from reshard.text import quoted
 
 __all__ = ["Cut", "Parameters", "notes_of", "uncast_note", "wanted_of"]
@@ -231,7 +231,7 @@ def _check_overrides(what: str, keys: Iterable[str], names: Iterable[str]) -> No
     for key in keys:
         if key in deciding:
             continue
-        hidden = next((name for name in names if fnmatchcase(name, key)), None)
+        hidden = next(iter(matching(key, names)), None)
         if hidden is not None:
             raise LayoutError(
                 f"{what} {quoted(key)} decides nothing: {quoted(hidden)} and all others that it "
@@ -249,7 +249,7 @@ def _override(name: str, keys: Collection[str]) -> str | None:
     """The override for a name: the name itself, else the first pattern that it matches."""
     if name in keys:
         return name
-    return next((key for key in keys if fnmatchcase(name, key)), None)
+    return next((key for key in keys if matches(key, name)), None)
 
 
 def _given(name: str, outline: Outline, cut: Cut) -> Layout | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from math import prod
 
 from reshard.checkpoint.coverage import holes_of
@@ -24,6 +23,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take
 from reshard.planning.names.feeds import feeds_of
 from reshard.planning.names.templates import fill_in, placeholders, template_regex
+from reshard.rules.pattern import matching
 from reshard.text import quoted
 
 __all__ = ["Outline", "feeds_for", "left_over", "outlines_of"]
@@ -103,7 +103,7 @@ def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
     """The source tensors that patterns match; a pattern without any is most likely a slip."""
     found: set[str] = set()
     for pattern in drop:
-        matched = {name for name in have if name == pattern or fnmatchcase(name, pattern)}
+        matched = {*matching(pattern, have)}
         if not matched:
             near = get_close_matches(pattern, have, n=1)
             hint = f": did you mean {quoted(near[0])}" if near else ""

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.errors import RulesError
-from reshard.rules.expression import evaluate, names_of, parse_formula, parse_places
-from reshard.rules.pattern import Pattern
-from reshard.rules.template import Template
+from reshard.rules.formula import Formula, Template, parse_places
+from reshard.rules.pattern import Pattern, matches, matching
 
 NUMBERS = {"i": 7, "e": 0, "num_layers": 32, "pp_size": 4}
 LEAVES = st.one_of(st.integers(0, 99).map(str), st.sampled_from(sorted(NUMBERS)))
@@ -32,15 +31,15 @@ def test_formulas_mean_what_they_mean_in_python(text: str) -> None:
         expected = eval(text, {"__builtins__": {}}, NUMBERS)
     except ZeroDivisionError:
         with pytest.raises(RulesError, match="divides by zero"):
-            evaluate(parse_formula(text), NUMBERS)
+            Formula.parse(text).value(NUMBERS)
         return
-    assert evaluate(parse_formula(text), NUMBERS) == expected
+    assert Formula.parse(text).value(NUMBERS) == expected
 
 
 @given(st.text(alphabet="i12+-*/%()=, \n.{}__'x", max_size=40))
 def test_any_text_is_a_formula_or_one_error(text: str) -> None:
     with contextlib.suppress(RulesError):
-        parse_formula(text)
+        Formula.parse(text)
 
 
 @pytest.mark.parametrize(
@@ -52,6 +51,11 @@ def test_any_text_is_a_formula_or_one_error(text: str) -> None:
         ("i / 2", 'found "/"'),
         ("(i", r'expected "\)"'),
         ("i j", 'found "j", expected an operator'),
+        (")", r'found "\)", expected a number'),
+        ("i)", r'found "\)", expected an operator'),
+        ("(i j)", r'found "j", expected "\)"'),
+        ("i if i else 2", 'found "if"'),
+        ("lambda: 1", 'found ":"'),
         ("f(i)", r'found "\("'),
         ("i.real", r'found "\."'),
         ("1" * 20, "beyond"),
@@ -62,20 +66,24 @@ def test_any_text_is_a_formula_or_one_error(text: str) -> None:
 )
 def test_wrong_formulas_are_named(text: str, message: str) -> None:
     with pytest.raises(RulesError, match=message):
-        parse_formula(text)
+        Formula.parse(text)
+
+
+def test_words_of_python_are_names_like_others() -> None:
+    assert Formula.parse("in + 007 - True").value({"in": 2, "True": 3}) == 6
 
 
 def test_values_are_bounded() -> None:
-    formula = parse_formula("*".join(["i"] * 100))
+    formula = Formula.parse("*".join(["i"] * 100))
     with pytest.raises(RulesError, match="beyond"):
-        evaluate(formula, {"i": 10**9})
+        formula.value({"i": 10**9})
 
 
 def test_places() -> None:
     pp, ep = parse_places("pp = 0, pp_size - 1 ep = e // 8")
     assert (pp.axis, ep.axis) == ("pp", "ep")
-    assert [evaluate(at, NUMBERS) for at in pp.at] == [0, 3]
-    assert set(names_of(ep.at[0])) == {"e"}
+    assert [at.value(NUMBERS) for at in pp.at] == [0, 3]
+    assert ep.names == {"e"}
     assert parse_places("") == ()
 
 
@@ -143,6 +151,17 @@ def test_more_literal_text_is_more_specific() -> None:
     ranks = [Pattern.parse(text).rank for text in texts]
     assert ranks == sorted(ranks)
     assert len(set(ranks)) == len(ranks)
+
+
+def test_wildcards_of_the_shell_are_refused_with_the_new_spelling() -> None:
+    names = ["layers.0.w", "layers.1.w", "odd[0]"]
+    assert matching("layers.{i}.w", names) == matching("layers.*", names) == names[:2]
+    assert matching("odd[0]", names) == ["odd[0]"]
+    assert matching("heads.*", names) == []
+    assert matches("*", "any")
+    for pattern in ("layers.?.w", "layers.[01].w"):
+        with pytest.raises(RulesError, match=r"write \* for any text and \{i\} for an integer"):
+            matching(pattern, names)
 
 
 def test_no_pattern_is_slow() -> None:

@@ -1,0 +1,313 @@
+"""Rules map tensor names to layouts: how is every tensor of a model cut over a mesh?
+
+>>> from reshard.layout.mesh import Mesh
+>>> rules = Rules.load("llama", head_dim=128, kv_heads=8, num_layers=32)
+>>> rules.layout("model.layers.3.self_attn.q_proj.weight", Mesh(tp=4))
+Layout(Mesh(tp=4), 'tp*128 -')
+>>> rules.layout("model.layers.31.mlp.down_proj.weight", Mesh(pp=2, tp=4))
+Layout(Mesh(pp=2, tp=4), '- tp | on pp=1')
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from reshard.errors import RulesError
+from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
+from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
+from reshard.rules.document import (
+    MAX_BYTES,
+    Document,
+    Factor,
+    families,
+    located,
+    read,
+    read_family,
+)
+from reshard.rules.models import family_of, numbers_of
+from reshard.rules.table import Table, UnmatchedError
+from reshard.text import quoted
+
+__all__ = ["Rules"]
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Name patterns with a layout each, and the numbers of the model they need."""
+
+    source: str
+    """What errors call these rules: a family, a file, or the text itself."""
+    document: Document = field(repr=False)
+    _tables: dict[Mesh, Table] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @classmethod
+    def load(
+        cls,
+        source: str | Path | None = None,
+        *,
+        config: Mapping[str, Any] | None = None,
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        **numbers: int,
+    ) -> Rules:
+        """The shipped rules of a model family, or a TOML file, with the numbers of a model.
+
+        ``config`` is a Hugging Face ``config.json``; without a source it names the family. A number
+        is taken from the arguments, else from the file, else from the config; else it is not known.
+
+        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32,
+        ...           "num_key_value_heads": 8, "num_hidden_layers": 32}
+        >>> Rules.load("llama", config=config, num_layers=16).numbers
+        {'heads': 32, 'kv_heads': 8, 'head_dim': 128, 'num_layers': 16, 'tied': 0}
+        >>> Rules.load(config=config).source, Rules.load("llama").numbers["head_dim"]
+        ('llama', None)
+        """
+        if source is None and config is None:
+            raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
+        source = family_of(config or {}) if source is None else source
+        if isinstance(source, str) and source in families():
+            rules = cls(source, read_family(source))
+        else:
+            rules = cls.parse(_read_file(source), source=str(source))
+        return rules.given(config=config, fsdp=fsdp, replicate=replicate, numbers=numbers)
+
+    @classmethod
+    def parse(
+        cls,
+        text: str,
+        *,
+        source: str = "rules",
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        **numbers: int,
+    ) -> Rules:
+        """Rules from TOML text.
+
+        >>> rules = Rules.parse('axes = ["tp"]\\n[tensors]\\n"*.weight" = "tp -"')
+        >>> str(rules.layout("a.weight", Mesh(tp=2)))
+        'tp -'
+        """
+        with located(source):
+            rules = cls(source, read(text))
+        return rules.given(fsdp=fsdp, replicate=replicate, numbers=numbers)
+
+    def given(
+        self,
+        *,
+        config: Mapping[str, Any] | None = None,
+        fsdp: str | None = None,
+        replicate: str | None = None,
+        numbers: Mapping[str, int] | None = None,
+    ) -> Rules:
+        """The same rules with more said about the model and the request, as in ``load``.
+
+        >>> Rules.load("mixtral").given(numbers={"num_experts": 8}).numbers["num_experts"]
+        8
+        """
+        with located(self.source):
+            document = self.document.with_numbers(numbers or {})
+            unknown = [name for name, number in document.model.items() if number is None]
+            document = document.with_numbers(numbers_of(config or {}, unknown))
+            document = document if fsdp is None else document.with_fsdp(fsdp)
+            document = document if replicate is None else document.with_replicate(replicate)
+        return Rules(self.source, document)
+
+    @classmethod
+    def for_config(cls, config: Mapping[str, Any], **options: Any) -> Rules:
+        """Short for ``Rules.load(config=config)``.
+
+        >>> config = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32}
+        >>> Rules.for_config(config).numbers["head_dim"]
+        128
+        """
+        return cls.load(config=config, **options)
+
+    @staticmethod
+    def families() -> tuple[str, ...]:
+        """The names that ``load`` knows.
+
+        >>> "llama" in Rules.families()
+        True
+        """
+        return families()
+
+    @property
+    def mesh(self) -> Mesh | None:
+        """The mesh of the file, used where the caller names none."""
+        return self.document.mesh
+
+    @property
+    def numbers(self) -> dict[str, int | None]:
+        """The numbers of the model; None where one has not been given."""
+        return dict(self.document.model)
+
+    @property
+    def names(self) -> Mapping[str, Any]:
+        """Tensors that are called otherwise, or joined, in what is converted; as written."""
+        return self.document.names
+
+    def layout(
+        self, name: str, mesh: Mesh | None = None, shape: Sequence[int] | None = None
+    ) -> Layout:
+        """The layout of one tensor; with its shape, the number of words is checked."""
+        with located(self.source):
+            return self._table(mesh).layout(name, None if shape is None else len(shape))
+
+    def layouts(
+        self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | None = None
+    ) -> dict[str, Layout]:
+        """The layouts of many tensors, given by name or as {name: shape}.
+
+        >>> rules = Rules.load("llama", head_dim=128, kv_heads=8)
+        >>> rules.layouts({"lm_head.weight": (128256, 4096)}, Mesh(tp=8))
+        {'lm_head.weight': Layout(Mesh(tp=8), 'tp -')}
+        """
+        with located(self.source):
+            table = self._table(mesh)
+            shapes = names if isinstance(names, Mapping) else None
+            dims = {name: None if shapes is None else len(shapes[name]) for name in names}
+            try:
+                found = {name: table.layout(name, number) for name, number in dims.items()}
+            except UnmatchedError as error:
+                raise RulesError(f"{error}{_others(table, dims)}") from None
+        self.check_axes(found.values(), mesh)
+        return found
+
+    def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | None = None) -> None:
+        """Raise RulesError for an axis of the mesh that none of a model's layouts names.
+
+        Along such an axis every rank would hold a copy of everything: it is misspelt, needs
+        ``fsdp=``, or is meant, which ``replicate=`` says.
+        """
+        distinct = dict.fromkeys(layouts)
+        with located(self.source):
+            if distinct:
+                check_axes(self.document, self._mesh_or_own(mesh), layout_axes(distinct))
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
+        with located(self.source):
+            check_axes(self.document, mesh, rule_axes(self.document))
+
+    def mesh_for(self, mesh: Mesh) -> Mesh:
+        """The mesh that the layouts are written for: the same ranks in the same order.
+
+        Where a model has fewer kv heads than tp has ranks, tp is read as kv groups of rep
+        neighbours that hold the same kv heads.
+
+        >>> Rules.load("llama", kv_heads=8).mesh_for(Mesh(dp=2, tp=16))
+        Mesh(dp=2, kv=8, rep=2)
+        """
+        with located(self.source):
+            for factor in self.document.factors:
+                mesh = _factored(mesh, factor, self.document.model[factor.at_most])
+        return mesh
+
+    def notes(
+        self,
+        layouts: Mapping[str, Layout],
+        shapes: Mapping[str, Sequence[int]],
+        mesh: Mesh | None = None,
+    ) -> list[str]:
+        """What a reader should know of a model's layouts: axes read as two, ranks without a head.
+
+        >>> rules = Rules.load("llama", kv_heads=8, head_dim=128)
+        >>> shapes = {"layers.0.self_attn.q_proj.weight": (1024, 64)}
+        >>> notes = rules.notes(rules.layouts(shapes, Mesh(tp=16)), shapes, Mesh(tp=16))
+        >>> print(*(note[:64] for note in notes), sep="\\n")
+        tp=16 is read as kv=8 rep=2, because kv_heads is 8: 2 neighbours
+        warning: 8 of 16 ranks along kv, rep hold nothing of "layers.0.s
+        """
+        mesh = self._mesh_or_own(mesh)
+        notes = factored_axes(self.document, mesh, self.mesh_for(mesh))
+        return [*notes, *idle_ranks(layouts, shapes)]
+
+    def fit(self, names: Iterable[str]) -> Rules:
+        """The same rules with the numbers that were not given counted in all names of a model.
+
+        >>> rules = Rules.load("llama").fit(["model.layers.0.mlp.up_proj.weight",
+        ...                                  "model.layers.1.mlp.up_proj.weight"])
+        >>> rules.numbers["num_layers"]
+        2
+        """
+        names = list(names)
+        model, counts = self.document.model, self.document.counts
+        largest = {key: self._largest(index, names) for key, index in counts.items()}
+        found = {key: at + 1 for key, at in largest.items() if model[key] is None and at >= 0}
+        return self.given(numbers=found)
+
+    def _largest(self, index: str, names: Iterable[str]) -> int:
+        patterns = [rule.pattern for rule in self.document.rules]
+        patterns = [pattern for pattern in patterns if index in pattern.captures]
+        matches = (pattern.regex.match(name) for name in names for pattern in patterns)
+        return max((int(match[index]) for match in matches if match), default=-1)
+
+    def _mesh_or_own(self, mesh: Mesh | None) -> Mesh:
+        mesh = mesh or self.mesh
+        if mesh is None:
+            raise RulesError('no mesh: pass one, or write mesh = "dp=2 tp=4" into the file')
+        return mesh
+
+    def _table(self, mesh: Mesh | None) -> Table:
+        mesh = self._mesh_or_own(mesh)
+        table = self._tables.get(mesh)
+        if table is None:
+            table = self._tables[mesh] = Table(self.document, self.mesh_for(mesh))
+        return table
+
+
+def _read_file(path: str | Path) -> str:
+    try:
+        with Path(path).open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        return data.decode("utf-8")
+    except UnicodeDecodeError:
+        raise RulesError(f"{quoted(str(path))} is not UTF-8 text: is it a TOML file?") from None
+    except (OSError, ValueError) as error:
+        raise RulesError(_not_found(str(path), error)) from None
+
+
+def _not_found(name: str, error: Exception) -> str:
+    near = difflib.get_close_matches(name, families(), n=1)
+    hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
+    reason = getattr(error, "strerror", None) or str(error)
+    return f"{quoted(name)} is no family of rules and no file that can be read ({reason}): {hint}"
+
+
+def _factored(mesh: Mesh, factor: Factor, at_most: int | None) -> Mesh:
+    size = mesh.axes.get(factor.axis, 1)
+    if not at_most or size <= at_most:
+        return mesh
+    if size % at_most:
+        raise RulesError(
+            f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
+            f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
+        )
+    axes: dict[str, int] = {}
+    for axis, count in mesh.axes.items():
+        axes |= _split(factor, at_most, size) if axis == factor.axis else {axis: count}
+    if len(axes) != len(mesh.axes) + 1:
+        raise RulesError(f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}")
+    return Mesh(ranks=mesh.ranks, **axes)
+
+
+def _split(factor: Factor, at_most: int, size: int) -> dict[str, int]:
+    return dict(zip(factor.into, (at_most, size // at_most), strict=True))
+
+
+def _others(table: Table, names: Iterable[str]) -> str:
+    """How many names match no rule, said when it is more than one."""
+    missing = []
+    for name in names:
+        try:
+            table.layout(name, None)
+        except UnmatchedError:
+            missing.append(name)
+        except RulesError:
+            continue
+    return f" ({len(missing)} names match no rule)" if len(missing) > 1 else ""
