@@ -26,20 +26,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, StateError
 from reshard.nn.activations.handle import Resharding
 from reshard.nn.activations.hooks import SavedTensorHooks
-from reshard.nn.activations.policy import ActivationOptions, Policy
+from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import SavedTensor, SavedView
-from reshard.nn.activations.replicated import (
-    Parameters,
-    ReplicatedInputs,
-    TensorLocation,
-    is_plain,
-    locations_in,
-    mesh_axis,
-)
+from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, mesh_axis
 from reshard.nn.activations.restore import restorer_of
 from reshard.nn.shard.paths import find_module, matching
 from reshard.tensors.move import move
-from reshard.text import parse_bytes, quoted
+from reshard.text import quoted
 
 __all__ = ["input_reshard", "pack_activation", "resharded_activations", "unpack_activation"]
 
@@ -92,10 +85,8 @@ def resharded_activations(
     if len(ranks) == 1:
         yield handle
         return
-    parameters = Parameters(None)
-    replicated = ReplicatedInputs(locations_in(tuple(inputs), {}, parameters), ranks, parameters)
-    check = policy.options.check
-    with SavedTensorHooks(policy, replicated, "resharded_activations", check) as hooks:
+    replicated = ReplicatedInputs(tuple(inputs), {}, ranks, Parameters(None))
+    with SavedTensorHooks(policy, replicated, "resharded_activations", policy.check) as hooks:
         yield handle
     hooks.finish()
 
@@ -110,9 +101,7 @@ def pack_activation(
     """
     policy = _policy(mesh_or_group, {})
     ranks = policy.restorer.ranks
-    has_bytes = is_plain(tensor) and tensor.numel() > 0
-    locations = [TensorLocation.of(tensor, "a tensor")] if has_bytes else []
-    inputs = ReplicatedInputs(locations, ranks, Parameters(None))
+    inputs = ReplicatedInputs((tensor,), {}, ranks, Parameters(None))
     view = policy.pack(tensor, inputs, "pack_activation", 0) if len(ranks) > 1 else None
     return SavedTensor(tensor) if view is None else view
 
@@ -137,19 +126,7 @@ def unpack_activation(mesh_or_group: MeshOrGroup, dim: int, packed: Any) -> torc
 
 
 def _policy(mesh_or_group: MeshOrGroup, options: dict[str, Any]) -> Policy:
-    return Policy(restorer_of(_process_group(mesh_or_group)), _parse_options(**options))
-
-
-def _parse_options(
-    budget: int | str | None = None,
-    min_bytes: int | str = 0,
-    timeout: float = 60.0,
-    check: bool = False,
-) -> ActivationOptions:
-    if not isinstance(timeout, int | float) or not timeout > 0:
-        raise ArgumentError(f"timeout={timeout!r}: give a number of seconds above 0")
-    limit = None if budget is None else parse_bytes(budget)
-    return ActivationOptions(parse_bytes(min_bytes), float(timeout), limit, bool(check))
+    return Policy(restorer_of(_process_group(mesh_or_group)), **options)
 
 
 def _process_group(mesh_or_group: MeshOrGroup) -> dist.ProcessGroup:

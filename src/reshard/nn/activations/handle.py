@@ -16,7 +16,7 @@ from reshard.errors import ArgumentError
 from reshard.nn.activations.hooks import SavedTensorHooks, not_compiled
 from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import Stats
-from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, locations_in
+from reshard.nn.activations.replicated import Parameters, ReplicatedInputs
 
 __all__ = ["ReshardedForward", "Resharding", "resharding_of"]
 
@@ -87,7 +87,7 @@ class ReshardedForward:
         self.handle, self.path = handle, path
         self.is_removed = False
         self._parameters, self._dim = parameters, dim
-        self._must_check = handle.policy.options.check
+        self._must_check = handle.policy.check
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,8 +110,7 @@ class ReshardedForward:
     def _hooks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SavedTensorHooks:
         self._check_dim(args, kwargs)
         policy = self.handle.policy
-        locations = locations_in(args, kwargs, self._parameters)
-        inputs = ReplicatedInputs(locations, policy.restorer.ranks, self._parameters)
+        inputs = ReplicatedInputs(args, kwargs, policy.restorer.ranks, self._parameters)
         return SavedTensorHooks(policy, inputs, self.path, self._must_check)
 
     def _check_dim(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

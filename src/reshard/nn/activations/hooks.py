@@ -136,7 +136,7 @@ class SavedTensorHooks:
         """Raise on all ranks if a tensor that should be replicated differs between ranks."""
         restorer = self._policy.restorer
         numbers = [one for label, sums in checksums for one in (crc32(label.encode()), *sums)]
-        gathered = restorer.gather(numbers, self._policy.options.timeout)
+        gathered = restorer.gather(numbers, self._policy.timeout)
         for at, (label, _) in enumerate(checksums):
             by_rank = [numbers[3 * at : 3 * at + 3] for numbers in gathered]
             pairs = zip(restorer.ranks, by_rank, strict=True)

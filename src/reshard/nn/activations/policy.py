@@ -19,44 +19,43 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from reshard.errors import MemoryCapError
+from reshard.errors import ArgumentError, MemoryCapError
 from reshard.nn.activations.region import Region, SavedView, Stats, StorageView, share_of
 from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
 from reshard.nn.activations.restore import Restorer
 from reshard.tensors.kinds import ready
-from reshard.text import format_bytes
+from reshard.text import format_bytes, parse_bytes
 
-__all__ = ["ActivationOptions", "Budget", "Policy", "choose_whole"]
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationOptions:
-    """Options of `input_reshard`."""
-
-    min_bytes: int = 0
-    """Smaller tensors stay whole."""
-    timeout: float = 60.0
-    """Seconds to wait without a heartbeat from a rank whose share is needed."""
-    budget: int | None = None
-    """Bytes that all saved tensors together may take; None: keep a share of everything possible."""
-    check: bool = False
-    """Whether ranks compare checksums of replicated tensors, once for each module."""
+__all__ = ["Budget", "Policy", "choose_whole"]
 
 
 class Policy:
     """Decides how saved tensors are kept, for all modules of one `input_reshard` call."""
 
-    def __init__(self, restorer: Restorer, options: ActivationOptions) -> None:
-        self.restorer, self.options = restorer, options
+    def __init__(
+        self,
+        restorer: Restorer,
+        *,
+        budget: int | str | None = None,
+        min_bytes: int | str = 0,
+        timeout: float = 60.0,
+        check: bool = False,
+    ) -> None:
+        if not isinstance(timeout, int | float) or not timeout > 0:
+            raise ArgumentError(f"timeout={timeout!r}: give a number of seconds above 0")
+        self.restorer, self.timeout = restorer, float(timeout)
+        self.check = bool(check)
+        """Whether ranks compare checksums of replicated tensors, once for each module."""
+        self.budget = None if budget is None else Budget(parse_bytes(budget))
+        """None: a share of everything that is replicated is kept."""
+        self._min_bytes = parse_bytes(min_bytes)
         self.stats = Stats()
-        self.budget = None if options.budget is None else Budget(options.budget)
         self._regions: weakref.WeakValueDictionary[Any, Region] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
 
@@ -88,7 +87,7 @@ class Policy:
             return SavedView(region, _view_of(local, source), saved, self._restore)
 
     def _is_large_enough(self, local: torch.Tensor) -> bool:
-        is_small = local.numel() * local.element_size() < self.options.min_bytes
+        is_small = local.numel() * local.element_size() < self._min_bytes
         return not is_small and local.numel() >= len(self.restorer.ranks)
 
     def _find_or_create(
@@ -132,7 +131,7 @@ class Policy:
             self._plan_next_forward(self.budget, region.is_replicated)
         if region.is_share:
             headroom = None if self.budget is None else self.budget.headroom
-            return self.restorer.restore(region, self.options.timeout, headroom)
+            return self.restorer.restore(region, self.timeout, headroom)
         return region.copy_from_host() if region.is_offloaded else region.memory
 
     def _plan_next_forward(self, budget: Budget, is_replicated: bool) -> None:
@@ -141,7 +140,7 @@ class Policy:
         if budget.has_planned or not is_replicated:
             return
         numbers = [budget.rank_local, budget.signature]
-        gathered = self.restorer.gather(numbers, self.options.timeout)
+        gathered = self.restorer.gather(numbers, self.timeout)
         is_same = len({signature for _, signature in gathered}) == 1
         budget.plan(max(rank_local for rank_local, _ in gathered), is_same)
 
@@ -153,7 +152,7 @@ class Policy:
     def after_forward(self) -> None:
         """In the first forward, raise on all ranks if the budget is too small on any."""
         if self.budget is not None and self.budget.is_first_forward:
-            gathered = self.restorer.gather([self.budget.needed], self.options.timeout)
+            gathered = self.restorer.gather([self.budget.needed], self.timeout)
             self.budget.check(max(needed for (needed,) in gathered))
 
 

@@ -187,42 +187,13 @@ class StorageView:
         return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
 
 
-class VersionCheck:
-    """Detects in-place changes of a tensor without keeping its memory alive.
-
-    >>> x = torch.zeros(3)
-    >>> check = VersionCheck(x)
-    >>> check.verify()
-    >>> _ = x.add_(1)
-    >>> check.verify()
-    Traceback (most recent call last):
-    reshard.errors.StateError: one of the variables needed for gradient computation has been ...
-    """
-
-    __slots__ = ("_alias", "_description", "_version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._version = tensor._version
-        self._description = f"{type(tensor).__name__} {list(tensor.shape)} of {tensor.dtype}"
-        # An alias shares the version counter of its tensor, even after its memory is replaced.
-        self._alias = tensor.detach()
-        empty = torch.empty(0, dtype=tensor.dtype)
-        if isinstance(self._alias, DTensor):
-            self._alias._local_tensor = empty
-        else:
-            self._alias.data = empty.to(tensor.device)
-
-    def verify(self) -> None:
-        """Raise as autograd does if the tensor was changed in place."""
-        _verify_version(self._alias._version, self._version, self._description)
-
-
-def _verify_version(version: int, expected: int, description: str) -> None:
-    if version != expected:
+def _check_version(tensor: torch.Tensor, expected: int, description: str) -> None:
+    """Raise as autograd does if a saved tensor was changed in place."""
+    if tensor._version != expected:
         raise StateError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [{description}] is at version {version}; expected version {expected} "
-            "instead"
+            f"operation: [{description}] is at version {tensor._version}; expected version "
+            f"{expected} instead"
         )
 
 
@@ -239,8 +210,7 @@ class SavedTensor:
     def tensor(self) -> torch.Tensor:
         """The tensor, unless it was changed in place."""
         if self._version is not None:
-            description = f"{type(self._tensor).__name__} {list(self._tensor.shape)}"
-            _verify_version(self._tensor._version, self._version, description)
+            _check_version(self._tensor, self._version, _describe(self._tensor))
         return self._tensor
 
 
@@ -255,18 +225,41 @@ class SavedView:
         restore: Callable[[Region], torch.Tensor],
     ) -> None:
         self.region, self._view, self._restore = region, view, restore
-        self._version_check = VersionCheck(saved)
+        self._version, self._description = saved._version, _describe(saved)
+        self._alias = _alias_without_memory(saved)
         self._rebuild = _dtensor_rebuilder(saved) if isinstance(saved, DTensor) else None
         region.views.add(id(self))
 
     def tensor(self) -> torch.Tensor:
         """The tensor, restored; raises if the original was changed in place."""
-        self._version_check.verify()
+        _check_version(self._alias, self._version, self._description)
         local = self._view.of(self._restore(self.region))
         return local if self._rebuild is None else self._rebuild(local)
 
     def __del__(self) -> None:
         self.region.drop_view(id(self))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} {list(tensor.shape)} of {tensor.dtype}"
+
+
+def _alias_without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that shares the version counter of another one, but not its memory.
+
+    >>> x = torch.zeros(3)
+    >>> alias = _alias_without_memory(x)
+    >>> _ = x.add_(1)
+    >>> alias.numel(), alias._version == x._version
+    (0, True)
+    """
+    alias = tensor.detach()
+    empty = torch.empty(0, dtype=tensor.dtype)
+    if isinstance(alias, DTensor):
+        alias._local_tensor = empty
+    else:
+        alias.data = empty.to(tensor.device)
+    return alias
 
 
 def _dtensor_rebuilder(saved: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:

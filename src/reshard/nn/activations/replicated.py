@@ -30,7 +30,6 @@ __all__ = [
     "ReplicatedInputs",
     "TensorLocation",
     "is_plain",
-    "locations_in",
     "mark_replicated",
     "mesh_axis",
 ]
@@ -71,20 +70,9 @@ class TensorLocation:
     def of(cls, tensor: torch.Tensor, label: str) -> TensorLocation:
         """The location of a tensor with elements."""
         storage = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        start, stop = _byte_range(tensor)
-        elements = _elements(tensor)
-        return cls(
-            label,
-            storage,
-            tensor._version,
-            start,
-            stop,
-            _is_dense(elements),
-            elements,
-            tuple(tensor.shape),
-            tensor.stride(),
-            tensor.dtype,
-        )
+        (start, stop), elements = _byte_range(tensor), _elements(tensor)
+        where = (tensor._version, start, stop, _is_dense(elements), elements)
+        return cls(label, storage, *where, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     @property
     def address(self) -> int:
@@ -199,13 +187,19 @@ class ReplicatedInputs:
     """The tensors that are identical on all ranks during one forward call."""
 
     def __init__(
-        self, inputs: Iterable[TensorLocation], ranks: tuple[int, ...], parameters: Parameters
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        ranks: tuple[int, ...],
+        parameters: Parameters,
     ) -> None:
+        self._ranks, self.parameters = ranks, parameters
         self._inputs: dict[int, list[TensorLocation]] = {}
-        for location in inputs:
-            self._inputs.setdefault(location.address, []).append(location)
-        self._ranks = ranks
-        self.parameters = parameters
+        for name, value in (*enumerate(args), *kwargs.items()):
+            for leaf in tree_leaves(value):
+                if is_plain(leaf) and leaf.numel() and leaf not in parameters:
+                    location = TensorLocation.of(leaf, f"argument {name}")
+                    self._inputs.setdefault(location.address, []).append(location)
 
     def find(self, tensor: torch.Tensor) -> TensorLocation | None:
         """The input or marked tensor that a plain saved tensor is a view of, if any."""
@@ -217,20 +211,6 @@ class ReplicatedInputs:
         """Whether all ranks have the same local tensor of a DTensor."""
         axis = mesh_axis(tensor.device_mesh, self._ranks)
         return axis is not None and tensor.placements[axis].is_replicate()
-
-
-def locations_in(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: Parameters
-) -> list[TensorLocation]:
-    """Locations of the plain tensors among the arguments of a call, labelled for messages."""
-    named = [(f"argument {number}", arg) for number, arg in enumerate(args)]
-    named += [(f"argument {name}", arg) for name, arg in kwargs.items()]
-    return [
-        TensorLocation.of(leaf, label)
-        for label, value in named
-        for leaf in tree_leaves(value)
-        if is_plain(leaf) and leaf.numel() and leaf not in parameters
-    ]
 
 
 _axes: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[int, ...], int | None]] = (

@@ -113,7 +113,7 @@ class Restorer:
         if ahead:
             wait = plan.start(tensors, **options).wait
         else:
-            wait = partial(_identity, plan.run(tensors, **options))
+            wait = partial(dict, plan.run(tensors, **options))
 
         def finish() -> Gathered:
             moved, count = wait(), len(numbers)
@@ -255,10 +255,6 @@ class _ReadOrder:
 
 def _is_missing(region: Region) -> bool:
     return region.is_share and region.whole is None and bool(region.views)
-
-
-def _identity(moved: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return moved
 
 
 def _gather_plan(

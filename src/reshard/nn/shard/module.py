@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import ArgumentTypeError, StateError
 from reshard.nn.shard.handle import ReplacedModule, ReplacedTensor, ShardHandle, Snapshot
-from reshard.nn.shard.outputs import LocalTensor, ReshardedTensor, change_output
+from reshard.nn.shard.outputs import Change, LocalTensor, OutputHook, ReshardedTensor
 from reshard.nn.shard.paths import find_module, find_slot, holders, parents
 from reshard.nn.shard.plan import ShardingPlan
 from reshard.nn.shard.resolve import (
@@ -195,8 +195,12 @@ def _like(old: torch.Tensor, new: ShardedTensor) -> torch.Tensor:
 def _hook_outputs(root: nn.Module, resolved: Resolved) -> list[RemovableHandle]:
     """Register the output hooks: first outputs are resharded, then they become local."""
     outputs, local = _hooked_modules(root, resolved)
-    hooks = [change_output(find_module(root, path), ReshardedTensor(s)) for path, s in outputs]
-    return hooks + [change_output(find_module(root, path), LocalTensor()) for path, _ in local]
+    changes: list[tuple[str, Change]] = [(path, ReshardedTensor(spec)) for path, spec in outputs]
+    changes += [(path, LocalTensor()) for path, _ in local]
+    return [
+        find_module(root, path).register_forward_hook(OutputHook(change))
+        for path, change in changes
+    ]
 
 
 def _hooked_modules(

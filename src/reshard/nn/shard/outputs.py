@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.planning.adjoint import unreduced
@@ -27,7 +26,6 @@ __all__ = [
     "OutputHook",
     "ReshardedTensor",
     "Squeeze",
-    "change_output",
     "collect_local_shard",
     "map_sharded",
     "remove_output_hooks",
@@ -50,7 +48,7 @@ def reshard_output(module: nn.Module, resharding_spec: ShardingSpec) -> nn.Modul
             f"reshard_output of {type(module).__name__} takes a ShardingSpec, found "
             f"{type(resharding_spec).__name__}"
         )
-    change_output(module, ReshardedTensor(resharding_spec))
+    module.register_forward_hook(OutputHook(ReshardedTensor(resharding_spec)))
     return module
 
 
@@ -65,7 +63,7 @@ def collect_local_shard(module: nn.Module, squeeze: Squeeze = "auto") -> nn.Modu
     """
     if squeeze not in ("auto", True, False):
         raise ArgumentError(f'squeeze is "auto", True or False, found {quoted(squeeze)}')
-    change_output(module, LocalTensor(squeeze))
+    module.register_forward_hook(OutputHook(LocalTensor(squeeze)))
     return module
 
 
@@ -75,11 +73,6 @@ def remove_output_hooks(module: nn.Module) -> int:
     for key in hooks:
         del module._forward_hooks[key]
     return len(hooks)
-
-
-def change_output(module: nn.Module, change: Change) -> RemovableHandle:
-    """Apply a function to every sharded tensor in a module's output, after the present hooks."""
-    return module.register_forward_hook(OutputHook(change))
 
 
 @dataclass(frozen=True)
