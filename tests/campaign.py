@@ -30,15 +30,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.ranks import interrupts
-from tests.ranks.faults import TRANSPORTS, Tried, moves_well, plan_of, source_of, tried
-from tests.ranks.options import make_two_hosts, run_batches
+from tests.live.failure.faults import TRANSPORTS, Tried, moves_well, plan_of, source_of, tried
+from tests.live.failure.test_killed import TIMEOUT, move_for_ever
+from tests.live.random_options import make_two_hosts, run_batches
+from tests.live.session import interrupts
+from tests.live.session.test_matching import check_against_model, check_iteration
+from tests.live.test_random_options import check_found
 from tests.ranks.outcome import Returned
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import tell
-from tests.ranks.test_killed import TIMEOUT, move_for_ever
-from tests.ranks.test_matching import check_against_model, check_iteration
-from tests.ranks.test_options import check_found
 
 STOP_TIMEOUT = 0.7
 SOON = 1.0

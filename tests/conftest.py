@@ -32,6 +32,9 @@ hypothesis.settings.load_profile("ours")
 
 ONE_WORKER = {
     "tests/ranks/": "engine",
+    "tests/live/": "engine",
+    "tests/live/session/": "engine",
+    "tests/live/failure/": "engine",
     "tests/tensors/test_agreement.py": "engine",
     "tests/sharded/": "sharded",
     "tests/nn/shard/": "sharded",

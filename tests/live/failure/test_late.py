@@ -1,4 +1,4 @@
-"""Ranks that are late, skip a call, or stop in it: who waits too long names the one to blame."""
+"""Ranks that are late, skip a call, or stop in it: the error names the rank that is to blame."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.session.session import all_connections
-from tests.ranks.faults import (
+from reshard.live.session.session import all_connections, sessions
+from tests.live.failure.faults import (
     COLUMNS,
     FOUR,
     ROWS,
@@ -162,3 +162,48 @@ def test_a_move_that_fails_beside_another(pool: Pool, transport: str) -> None:
     outcomes = pool.run(fail_beside, transport, ranks=range(4))
     check_same([first for first, _ in outcomes], "TensorError", "rank 2")
     assert {second.kind for _, second in outcomes} == {"moved"}, outcomes
+
+
+LINE = rs.Mesh(tp=4)
+
+
+def gather_row(size: int, timeout: float = 2) -> None:
+    specs = [rs.TensorSpec((size,), "uint8", rs.Layout(LINE, words)) for words in ("tp", "-")]
+    plan = rs.plan({"w": specs[0]}, {"w": specs[1]})
+    local = torch.full((size // 4,), dist.get_rank(), dtype=torch.uint8)
+    row = plan.run({"w": local}, group=pool_group(4), timeout=timeout)["w"]
+    assert torch.equal(row, torch.arange(4, dtype=torch.uint8).repeat_interleave(size // 4))
+
+
+def miss_the_first_call(rank: int, size: int) -> str:
+    """Rank 2 calls when the others have given up; then all call again."""
+    gather_row(64)  # connects the session
+    if rank == 2:
+        dist.barrier(pool_group(4))
+    with pytest.raises(rs.MoveTimeoutError) as caught:
+        gather_row(size)
+    if rank != 2:
+        dist.barrier(pool_group(4))
+    gather_row(size)
+    gather_row(size)
+    return str(caught.value)
+
+
+def test_a_call_works_after_its_plan_timed_out(pool: Pool) -> None:
+    for number in range(2):
+        for text in pool.run(miss_the_first_call, 1024 * (number + 1), ranks=range(4)):
+            assert "rank 2 has not called within 2 s" in text
+
+
+def compare_again(rank: int) -> None:
+    """All ranks but one compare a plan again."""
+    gather_row(4096)
+    if rank != 1:
+        for session in sessions(pool_group(4)):
+            session.agreed.clear()
+    gather_row(4096)
+    gather_row(4096)
+
+
+def test_ranks_that_have_not_compared_a_plan_meet_one_that_has(pool: Pool) -> None:
+    pool.run(compare_again, ranks=range(4))

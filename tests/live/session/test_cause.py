@@ -1,4 +1,4 @@
-"""A cause is told alike to all ranks, however long it is and whatever a peer sends."""
+"""All ranks read the same cause, however long it is, and tolerate malformed ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which call of one rank meets which call of another, whatever disturbs them."""
+"""Which call of one rank matches which call of another, however calls are disturbed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from tests.ranks import interrupts, matching, opcodes
-from tests.ranks.faults import COLUMNS, ROWS, Tried, check_same, check_soon, plan_of, tried
+from tests.live.failure.faults import COLUMNS, ROWS, Tried, check_same, check_soon, plan_of, tried
+from tests.live.session import interrupts, matching, opcodes
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
 from tests.soak import cases, soaking, within

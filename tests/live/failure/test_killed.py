@@ -1,4 +1,4 @@
-"""A rank is killed: the others say which, where they were, and soon; nothing is left behind."""
+"""A rank is killed: the others name it and their progress, soon, and no resources leak."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from reshard.live.session.rendezvous import Rendezvous
-from tests.ranks.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
+from tests.live.failure.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
 from tests.ranks.outcome import Died, Returned
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell

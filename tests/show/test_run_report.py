@@ -1,4 +1,4 @@
-"""The report of a run: what it prints, its JSON, and a trace that a viewer can lay out."""
+"""The report of a run: its text, its JSON, and a trace that viewers can open."""
 
 import json
 import pickle

@@ -1,4 +1,4 @@
-"""Options of a move that cannot be meant are refused in one line, before anything is done."""
+"""Invalid options of a move are refused in one line, before anything is done."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.ranks.options import Found, make_two_hosts, run_batches
+from tests.live.random_options import Found, make_two_hosts, run_batches
 from tests.ranks.pool import Pool
 from tests.soak import cases
 

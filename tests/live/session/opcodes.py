@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Any
 
 from reshard.live.session import mailbox, session
-from tests.ranks.interrupts import Moves, RaisedByHandlerError, Seen, is_inside, size_of
+from tests.live.session.interrupts import Moves, RaisedByHandlerError, Seen, is_inside, size_of
 
 __all__ = ["KINDS", "disturb"]
 

@@ -1,4 +1,4 @@
-"""One rank is given something else: every rank says so, with the same words, and nothing moves."""
+"""Ranks with different plans or options all raise the same error, and nothing moves."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import reshard as rs
-from tests.ranks.faults import (
+from tests.live.failure.faults import (
     COLUMNS,
     FOUR,
     ROWS,

@@ -1,4 +1,4 @@
-"""Call after call: what is kept is right, what was agreed is not asked again, and nothing grows."""
+"""Repeated calls: kept state is right, agreed plans are not compared again, and nothing grows."""
 
 from __future__ import annotations
 

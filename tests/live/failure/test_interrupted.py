@@ -1,4 +1,4 @@
-"""Ctrl-C on one rank: it gets its KeyboardInterrupt, and the others a named error."""
+"""Ctrl-C on one rank: it gets its KeyboardInterrupt, and the others an error that names it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError
-from tests.ranks.faults import TRANSPORTS, Tried, check_same, plan_of, source_of, tried
+from tests.live.failure.faults import TRANSPORTS, Tried, check_same, plan_of, source_of, tried
 from tests.ranks.outcome import Returned
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell

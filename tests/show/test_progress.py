@@ -1,4 +1,4 @@
-"""The bar of a long move: there for a person at a terminal, and nowhere else."""
+"""The progress bar of a long move: shown at a terminal, and nowhere else."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""The model of how calls are matched, explored in full; the engine is held to the same rules."""
+"""The model of how calls are matched, explored in full; test_matching tests the engine with it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from itertools import combinations, product
 
 import pytest
 
-from tests.ranks.matching import Explored, Program, explore
+from tests.live.session.matching import Explored, Program, explore
 
 RANKS, CALLS = 3, 3
 PLACES = list(product(range(RANKS), range(CALLS)))

@@ -18,7 +18,7 @@ import reshard as rs
 from reshard.live.session import rendezvous
 from tests import checks
 from tests.generate import chance
-from tests.ranks.cutting import Moved, random_moved
+from tests.live.layout_oracle import Moved, random_moved
 from tests.ranks.live import bits, limits_of
 from tests.ranks.rank import pool_group
 

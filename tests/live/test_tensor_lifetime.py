@@ -1,4 +1,4 @@
-"""What was moved goes when the user lets it go, not when Python next looks for cycles."""
+"""Moved tensors are freed with their last reference, without the garbage collector."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Messages between processes of one host: nothing that was said is lost, whoever leaves."""
+"""Control messages between processes of one host: none is lost when a peer exits."""
 
 from __future__ import annotations
 

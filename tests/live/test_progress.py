@@ -1,4 +1,4 @@
-"""The bar of a long move, on real ranks: one shows it, at a terminal, and it goes away."""
+"""The progress bar of a long move on real ranks: one rank shows it at a terminal, and clears it."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Peers that talk nonsense: whoever hears it takes them for lost, and nothing worse happens."""
+"""Peers that send malformed messages count as lost, and do no other harm."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from reshard.live.failure import agreement
 from reshard.live.session import listener
 from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting, encode
 from reshard.live.session.session import Connections, all_connections
-from tests.ranks.faults import Tried, plan_of, source_of, tried
+from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.soak import soaking, within
 
