@@ -30,7 +30,7 @@ def main() -> None:
     import numpy  # noqa: F401
     import xxhash  # noqa: F401
 
-    import reshard.checkpoint.conversion.request  # noqa: F401
+    import reshard.checkpoint.conversion.stages  # noqa: F401
     from reshard.cli import run
 
     before, read = status("VmRSS"), read_bytes()

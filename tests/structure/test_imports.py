@@ -10,7 +10,7 @@ TORCH_FREE = [
     *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
     *("rules", "rules.models", "planning.plans", "simulation", "show", "cli"),
     *("checkpoint", "checkpoint.inspection.inspecting", "checkpoint.formats.reader"),
-    *("checkpoint.conversion.request", "checkpoint.verification.soundness"),
+    *("checkpoint.conversion.stages", "checkpoint.verification.soundness"),
 ]
 MAX_CPU_SECONDS = 0.15
 

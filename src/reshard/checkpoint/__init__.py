@@ -21,7 +21,7 @@ _HOMES = {
     "SaveReport": "live.reports",
     "TensorDiff": "verification.differences",
     "VerifyReport": "verification.soundness",
-    "convert": "conversion.request",
+    "convert": "conversion.stages",
     "diff": "verification.differences",
     "inspect": "inspection.inspecting",
     "load": "live.loading",

@@ -1,7 +1,7 @@
-"""A catalog says what a checkpoint holds: which box of which tensor lies in which bytes?
+"""The catalog of a checkpoint: which box of which tensor is stored in which bytes.
 
-Every format is read into this one value, and everything else (inspecting, converting, verifying)
-asks only it. Nothing here opens a file.
+Every format is read into this one value, and everything else (inspection, conversion, verification)
+works on it. Nothing here opens a file.
 
 >>> files = (StoredFile("a.safetensors", 40), StoredFile("b.safetensors", 40))
 >>> w = StoredTensor("w", (4, 2), "float32", (
@@ -9,21 +9,23 @@ asks only it. Nothing here opens a file.
 ...     StoredPiece(Box((2, 0), (4, 2)), file=1, offset=24, strides=(2, 1)),
 ... ))
 >>> catalog = Catalog("ckpt", "safetensors", files, {"w": w})
->>> catalog.num_bytes, w.holes(), w.pieces[1].num_bytes(w.dtype)
+>>> catalog.num_bytes, w.missing(), w.pieces[1].num_bytes(w.dtype)
 (32, (), 16)
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, NamedTuple
 
-from reshard.checkpoint.coverage import holes_of
 from reshard.checkpoint.storage.base import StoredFile
 from reshard.dtypes import itemsize
+from reshard.errors import CheckpointError, CoverageError
 from reshard.layout.box import Box, row_major
+from reshard.layout.coverage import missing_boxes, repeated_boxes
+from reshard.text import quoted
 
 __all__ = ["Catalog", "Crc", "StoredObject", "StoredPiece", "StoredTensor"]
 
@@ -34,11 +36,11 @@ class StoredPiece:
 
     box: Box
     file: int
-    """Which of the catalog's files."""
+    """The number of the file in the catalog."""
     offset: int
-    """The byte at which the first element of the box begins."""
+    """The byte of the file at which the first element of the box begins."""
     strides: tuple[int, ...]
-    """Elements from one index to the next, for each dim of the box."""
+    """The stride of each dim, in elements."""
 
     @property
     def is_contiguous(self) -> bool:
@@ -55,7 +57,7 @@ class StoredPiece:
         return self.box.size * itemsize(dtype)
 
     def span(self, dtype: str) -> tuple[int, int]:
-        """The first byte of the piece in its file, and the one past its last."""
+        """The range of bytes of the file that the piece spans, gaps included."""
         pairs = zip(self.box.shape, self.strides, strict=True)
         last = sum((length - 1) * stride for length, stride in pairs) if self.box.size else -1
         return self.offset, self.offset + (last + 1) * itemsize(dtype)
@@ -63,28 +65,39 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor: what it is, and its pieces. Pieces that overlap are replicas of each other."""
+    """A tensor and its pieces. Pieces that overlap are replicas of each other."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
     pieces: tuple[StoredPiece, ...]
     zeros: tuple[Box, ...] = ()
-    """Boxes that are stored nowhere and are zero, where a tensor is padded by its new name."""
+    """Boxes that are not stored and are zero, in a tensor that a renaming has padded."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor, once."""
         return prod(self.shape) * itemsize(self.dtype)
 
-    def holes(self) -> tuple[Box, ...]:
-        """What no piece holds, as disjoint boxes."""
-        return holes_of(self.shape, (*(piece.box for piece in self.pieces), *self.zeros))
+    def missing(self) -> tuple[Box, ...]:
+        """The parts of the tensor that no piece holds, as disjoint boxes."""
+        return self._covered(missing_boxes)
+
+    def repeated(self) -> tuple[Box, ...]:
+        """The parts of the tensor that several pieces hold, as disjoint boxes; at most 1,000."""
+        return self._covered(repeated_boxes)
+
+    def _covered(self, search: Callable[[Box, Iterable[Box]], tuple[Box, ...]]) -> tuple[Box, ...]:
+        boxes = (*(piece.box for piece in self.pieces), *self.zeros)
+        try:
+            return search(Box.whole(self.shape), boxes)
+        except CoverageError as error:
+            raise CheckpointError(f"tensor {quoted(self.name)}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class StoredObject:
-    """An entry that is no tensor (a step counter, a config): bytes nobody interprets."""
+    """An entry that is not a tensor (a step counter, a config): bytes that are not interpreted."""
 
     name: str
     file: int
@@ -93,7 +106,7 @@ class StoredObject:
 
 
 class Crc(NamedTuple):
-    """The CRC-32 of a range of a file, which whoever wrote the file has left there."""
+    """The CRC-32 of a range of a file, as the writer of the file recorded it."""
 
     file: int
     offset: int
@@ -103,7 +116,7 @@ class Crc(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Catalog:
-    """All that a checkpoint holds."""
+    """The contents of a checkpoint."""
 
     root: str
     """The path or address it was read from."""
@@ -112,28 +125,28 @@ class Catalog:
     tensors: Mapping[str, StoredTensor]
     objects: Mapping[str, StoredObject] = field(default_factory=dict)
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What the files say beside the tensors, such as ``format: pt``."""
+    """The metadata of the files, such as ``format: pt``."""
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Entries that are plain values: numbers, texts, bytes, and lists, tuples and dicts of them.
+    """Entries that are plain values: numbers, strings, bytes, and lists, tuples and dicts of them.
 
-    Where JSON can hold one, ``metadata`` has it as a text, too.
+    Those that JSON can hold are in ``metadata``, too.
     """
     extras: Mapping[str, Any] = field(default_factory=dict)
     """Plain values that other programs keep in the metadata of a .distcp: ``mcore_data``."""
     left_out: tuple[str, ...] = ()
-    """Names of entries that are neither tensors nor plain values, and are not read."""
+    """Names of entries that are neither tensors nor plain values; they are not read."""
     others: tuple[StoredFile, ...] = ()
     """Files that belong to the checkpoint and hold no tensor: config.json, a tokenizer."""
     mesh: str | None = None
-    """The mesh the checkpoint was cut over, where its files say so."""
+    """The mesh of the checkpoint, if its files record it."""
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """The layout of each tensor on that mesh, where its files say so."""
+    """The layout of each tensor on that mesh, if its files record it."""
     nesting: Mapping[str, tuple[str | int, ...]] = field(default_factory=dict)
-    """The keys that lead to each entry of a nested state dict, where its files say so."""
+    """The path of keys to each entry of a nested state dict, if its files record it."""
     crcs: tuple[Crc, ...] = ()
-    """What the files say of their own bytes, where they do."""
+    """The CRC-32 records of the files, if they have any."""
     notes: tuple[str, ...] = ()
-    """What a reader should know and no error says: values that were left out, one line each."""
+    """Remarks for the user, one line each, such as values that were left out."""
 
     @property
     def num_bytes(self) -> int:

@@ -1,13 +1,13 @@
-"""Boxes of a tensor and the bytes that hold them, as columns: fast for thousands of pieces.
+"""Stored pieces as a table of arrays, which plans and copies thousands of pieces fast.
 
-A catalog has one object per piece, which is pleasant to read. To plan and to copy, the same facts
-are needed as arrays: one row per piece, one column per dim, all amounts in bytes.
+A catalog has one object per piece. A table has one row per piece and one column per dim, with all
+amounts in bytes.
 
 >>> from reshard.layout.box import Box
 >>> from reshard.checkpoint.catalog import StoredPiece
 >>> pieces = [StoredPiece(Box((0, 0), (2, 4)), 0, 100, (4, 1)),
 ...           StoredPiece(Box((2, 0), (4, 4)), 1, 100, (4, 1))]
->>> rows = Located.of(pieces, num_dims=2, itemsize=2)
+>>> rows = PieceTable.of(pieces, num_dims=2, itemsize=2)
 >>> part = rows.within(Box((1, 2), (3, 4)))
 >>> part.offsets.tolist(), part.is_run.tolist(), part.num_bytes.tolist()
 ([112, 104], [True, True], [4, 4])
@@ -28,12 +28,12 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints, distinct_first, numbered
 
-__all__ = ["Extent", "Located", "Pieces", "extents", "slabs"]
+__all__ = ["Extent", "PieceTable", "Pieces", "extents", "slabs"]
 
 
 @dataclass(frozen=True, eq=False)
-class Located:
-    """Boxes, and for each the file, the byte of its first element and the bytes between indices."""
+class PieceTable:
+    """Boxes; for each its file, the offset of its first element, and its strides in bytes."""
 
     itemsize: int
     starts: Ints
@@ -43,8 +43,8 @@ class Located:
     strides: Ints
 
     @classmethod
-    def of(cls, pieces: Sequence[StoredPiece], num_dims: int, itemsize: int) -> Located:
-        """The pieces of a catalog."""
+    def of(cls, pieces: Sequence[StoredPiece], num_dims: int, itemsize: int) -> PieceTable:
+        """A table of the pieces of a catalog."""
         shape = (len(pieces), num_dims)
         return cls(
             itemsize,
@@ -56,20 +56,20 @@ class Located:
         )
 
     @classmethod
-    def none(cls, num_dims: int, itemsize: int) -> Located:
-        """No boxes at all."""
+    def none(cls, num_dims: int, itemsize: int) -> PieceTable:
+        """A table without rows."""
         return _none(num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> bytes:
-        """Bytes that are the same for the same boxes in the same places."""
+        """Bytes that are equal for tables with equal rows."""
         tables = (self.files, self.offsets, self.starts, self.stops, self.strides)
         return b"".join(table.tobytes() for table in tables)
 
-    def __getitem__(self, rows: Ints | slice) -> Located:
-        """Some of the boxes."""
+    def __getitem__(self, rows: Ints | slice) -> PieceTable:
+        """A table of some of the rows."""
         return replace(
             self,
             starts=self.starts[rows],
@@ -79,12 +79,12 @@ class Located:
             strides=self.strides[rows],
         )
 
-    def __add__(self, other: Located) -> Located:
+    def __add__(self, other: PieceTable) -> PieceTable:
         return joined([self, other])
 
     @cached_property
     def shapes(self) -> Ints:
-        """How long each box is in each dim."""
+        """The length of each box in each dim."""
         return self.stops - self.starts
 
     @cached_property
@@ -95,7 +95,7 @@ class Located:
 
     @cached_property
     def spans(self) -> Ints:
-        """Bytes from the first to past the last element of each box, gaps included."""
+        """Bytes from the first to the end of the last element of each box, gaps included."""
         spans: Ints = ((self.shapes - 1) * self.strides).sum(axis=1) + self.itemsize
         return spans
 
@@ -105,32 +105,38 @@ class Located:
         after = np.ones_like(self.shapes)
         after[:, :-1] = np.cumprod(self.shapes[:, :0:-1], axis=1)[:, ::-1]
         steps = np.where(self.shapes == 1, after * self.itemsize, self.strides)
-        found: NDArray[np.bool_] = (steps == after * self.itemsize).all(axis=1)
-        return found
+        is_run: NDArray[np.bool_] = (steps == after * self.itemsize).all(axis=1)
+        return is_run
 
     def box(self, row: int) -> Box:
-        """One of the boxes."""
+        """The box of a row."""
         return Box(tuple(self.starts[row].tolist()), tuple(self.stops[row].tolist()))
 
     def boxes(self) -> Iterator[Box]:
-        """All of the boxes."""
+        """The boxes of all rows."""
         return map(self.box, range(len(self)))
 
-    def within(self, box: Box) -> Located:
-        """The parts that lie inside a box."""
+    def pieces(self) -> Iterator[StoredPiece]:
+        """The rows as objects."""
+        strides = (self.strides // self.itemsize).tolist()
+        rows = zip(self.boxes(), self.files.tolist(), self.offsets.tolist(), strides, strict=True)
+        return (StoredPiece(box, file, offset, tuple(steps)) for box, file, offset, steps in rows)
+
+    def within(self, box: Box) -> PieceTable:
+        """The intersections with a box."""
         low, high = np.array(box.start, dtype=np.int64), np.array(box.stop, dtype=np.int64)
         starts, stops = np.maximum(self.starts, low), np.minimum(self.stops, high)
         rows = np.flatnonzero((starts < stops).all(axis=1))
         return self.clipped(rows, starts[rows], stops[rows])
 
-    def clipped(self, rows: Ints, starts: Ints, stops: Ints) -> Located:
-        """The given parts of the given boxes."""
+    def clipped(self, rows: Ints, starts: Ints, stops: Ints) -> PieceTable:
+        """Parts of some rows, given by their starts and stops."""
         strides = self.strides[rows]
         offsets = self.offsets[rows] + ((starts - self.starts[rows]) * strides).sum(axis=1)
-        return Located(self.itemsize, starts, stops, self.files[rows], offsets, strides)
+        return PieceTable(self.itemsize, starts, stops, self.files[rows], offsets, strides)
 
     def distinct(self) -> tuple[Ints, Ints]:
-        """The rows that have a box no row before them has, and the other rows."""
+        """The rows whose box no earlier row has, and the other rows."""
         table = np.concatenate([self.starts, self.stops], axis=1)
         if not table.shape[1]:
             rows = np.arange(len(self))
@@ -140,14 +146,14 @@ class Located:
         chosen[first] = True
         return np.flatnonzero(chosen), np.flatnonzero(~chosen)
 
-    def runs(self) -> Located:
-        """The same elements as boxes that are one run of bytes each."""
+    def runs(self) -> PieceTable:
+        """The same elements in boxes that are one run of bytes each."""
         done = self[np.flatnonzero(self.is_run)]
         parts = [self._runs_of(int(row)) for row in np.flatnonzero(~self.is_run)]
         return joined([done, *parts]) if parts else self
 
-    def _runs_of(self, row: int) -> Located:
-        """One box cut at every gap: its outer dims are listed, its inner dims are one run."""
+    def _runs_of(self, row: int) -> PieceTable:
+        """One box split at every gap: its outer dims are enumerated, its inner dims are one run."""
         shape, strides = self.shapes[row].tolist(), self.strides[row].tolist()
         inner = len(shape)
         while inner and (
@@ -163,19 +169,19 @@ class Located:
 
 
 @lru_cache(maxsize=1024)
-def _none(num_dims: int, itemsize: int) -> Located:
-    return Located.of((), num_dims, itemsize)
+def _none(num_dims: int, itemsize: int) -> PieceTable:
+    return PieceTable.of((), num_dims, itemsize)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Pieces:
-    """Pieces as objects: smaller than a table where there are one or two."""
+    """Pieces as objects, which take less memory than a table if there are only one or two."""
 
     num_dims: int
     itemsize: int
     pieces: tuple[StoredPiece, ...]
     around: tuple[tuple[bytes, bytes], ...] = ()
-    """Bytes that stand before and behind each piece in its file, where the format has such."""
+    """The bytes before and after each piece in its file, if the format has such."""
 
     def __len__(self) -> int:
         return len(self.pieces)
@@ -186,18 +192,18 @@ class Pieces:
         return sum(piece.box.size for piece in self.pieces) * self.itemsize
 
     def fingerprint(self) -> bytes:
-        """Bytes that are the same for the same boxes in the same places."""
+        """Bytes that are equal for tables with equal rows."""
         return repr(
             [(p.file, p.offset, p.box.start, p.box.stop, p.strides) for p in self.pieces]
         ).encode()
 
-    def table(self) -> Located:
-        """The same as columns."""
-        return Located.of(self.pieces, self.num_dims, self.itemsize)
+    def table(self) -> PieceTable:
+        """The pieces as a table."""
+        return PieceTable.of(self.pieces, self.num_dims, self.itemsize)
 
 
-def joined(parts: Sequence[Located]) -> Located:
-    """Several lists of boxes as one."""
+def joined(parts: Sequence[PieceTable]) -> PieceTable:
+    """The rows of several tables."""
     return replace(
         parts[0],
         starts=np.concatenate([part.starts for part in parts]),
@@ -213,7 +219,7 @@ def _table(rows: Iterable[Sequence[int]], shape: tuple[int, int]) -> Ints:
 
 
 def _as_keys(table: Ints) -> Ints:
-    """One number per distinct row."""
+    """An integer for each row, equal for equal rows."""
     keys = np.zeros(len(table), dtype=np.int64)
     for column in table.T:
         number = numbered(column)[1]
@@ -223,7 +229,7 @@ def _as_keys(table: Ints) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of bytes of a file, and the rows of a list of boxes that lie in it."""
+    """A range of bytes of a file, and the rows of a table that are in it."""
 
     file: int
     start: int
@@ -232,32 +238,32 @@ class Extent:
 
     @property
     def num_bytes(self) -> int:
-        """How long the range is."""
+        """The length of the range."""
         return self.stop - self.start
 
 
-def extents(located: Located, gap: int, limit: int) -> Iterator[Extent]:
-    """Boxes grouped into ranges of bytes no longer than a limit, across gaps of at most so much.
+def extents(table: PieceTable, gap: int, limit: int) -> Iterator[Extent]:
+    """Group boxes into ranges of at most ``limit`` bytes, across gaps of at most ``gap`` bytes.
 
-    A box longer than the limit makes a range of its own.
+    A box longer than the limit is a range of its own.
     """
-    if not len(located):
+    if not len(table):
         return
-    order = np.lexsort((located.offsets, located.files))
-    files, begins = located.files[order], located.offsets[order]
-    ends = begins + located.spans[order]
+    order = np.lexsort((table.offsets, table.files))
+    files, begins = table.files[order], table.offsets[order]
+    ends = begins + table.spans[order]
     apart = int(ends.max()) + gap + 1
     furthest = np.maximum.accumulate(ends + files * apart)
     new = np.append(True, begins[1:] + files[1:] * apart > furthest[:-1] + gap)
     limits = np.append(np.flatnonzero(new), len(order))
     for first, last in zip(limits[:-1].tolist(), limits[1:].tolist(), strict=True):
-        yield from _cut(order, begins, ends, (first, last), int(files[first]), limit)
+        yield from _split(order, begins, ends, (first, last), int(files[first]), limit)
 
 
-def _cut(
+def _split(
     order: Ints, begins: Ints, ends: Ints, among: tuple[int, int], file: int, limit: int
 ) -> Iterator[Extent]:
-    """Neighbouring boxes of one file as ranges no longer than the limit."""
+    """Split neighbouring boxes of one file into ranges no longer than the limit."""
     first, last = among
     stop = int(ends[first:last].max())
     if stop - begins[first] <= limit or last - first == 1:
@@ -274,7 +280,7 @@ def _cut(
 
 
 def slabs(box: Box, limit: int) -> Iterator[Box]:
-    """A box cut into boxes of at most so many elements, in row-major order.
+    """Split a box into boxes of at most ``limit`` elements, in row-major order.
 
     >>> [str(part) for part in slabs(Box((0, 0), (5, 4)), 8)]
     ['[0:2, 0:4]', '[2:4, 0:4]', '[4:5, 0:4]']
@@ -287,6 +293,5 @@ def slabs(box: Box, limit: int) -> Iterator[Box]:
     dim = next(dim for dim in range(len(shape)) if shape[dim] > 1)
     rows = max(limit // (box.size // shape[dim]), 1)
     for low in range(box.start[dim], box.stop[dim], rows):
-        rest, part = box.split(dim, low)
-        del rest
+        _, part = box.split(dim, low)
         yield from slabs(part.split(dim, low + rows)[0], limit)

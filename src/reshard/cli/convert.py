@@ -91,7 +91,7 @@ def convert(
 def _convert(
     src: str, dst: str, team: Team, quiet: bool, as_json: bool, words: dict[str, Any]
 ) -> int:
-    from reshard.checkpoint.conversion.request import convert as run
+    from reshard.checkpoint.conversion.stages import convert as run
     from reshard.cli.output import byte_meter, print_json
     from reshard.planning.names.tables import read_names
 

@@ -153,7 +153,10 @@ class Agreement:
 
     def check_equal(self, values: Mapping[str, Any]) -> None:
         """Raise a DisagreementError on all ranks unless each has the same value under each name."""
-        gathered = self.gather(dict(values))
+        self.check_gathered(self.gather(dict(values)))
+
+    def check_gathered(self, gathered: Mapping[int, Mapping[str, Any]]) -> None:
+        """The same for values that were gathered before, by rank."""
         names = dict.fromkeys(name for one in gathered.values() for name in one)
         for name in names:
             found = {rank: one.get(name) for rank, one in gathered.items()}

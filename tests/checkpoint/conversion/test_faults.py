@@ -20,8 +20,8 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.conversion import build
 from reshard.checkpoint.integrity.checksums import SIDECAR
+from reshard.checkpoint.publish import workplace
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage import output_files
@@ -114,7 +114,7 @@ def test_a_full_disk_is_noticed_before_any_work(
     source: Source, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, _ = source
-    monkeypatch.setattr(build, "free_bytes", lambda _: 100)
+    monkeypatch.setattr(workplace, "free_bytes", lambda _: 100)
     with pytest.raises(TargetError, match=r"KiB are needed.*100 B are free"):
         checkpoint.convert(here, here.parent / "out")
     assert names(here.parent) == ["src"]
@@ -276,7 +276,7 @@ def test_a_target_within_the_source_is_refused(source: Source, target: str) -> N
 SLOWLY = """
 import sys, time
 from reshard.checkpoint.transfer import copying
-from reshard.checkpoint.transfer.reading import Budget
+from reshard.checkpoint.transfer.workers import Budget
 Budget.of = classmethod(lambda cls, *_: Budget(2, 4096))
 real = copying.Copier.copy
 copying.Copier.copy = lambda self, *args: (real(self, *args), time.sleep(0.002))[0]

@@ -15,10 +15,10 @@ import torch
 from safetensors.numpy import load_file, save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.conversion.layouts import Cut, wanted_of
+from reshard.checkpoint.conversion.layouts import LayoutRequest, wanted_of
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.given import as_rules
+from reshard.checkpoint.transfer.arguments import as_rules
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
 from reshard.layout.layout import Layout
@@ -86,7 +86,7 @@ def test_the_same_request_has_the_same_layouts_everywhere(family: str, tmp_path:
         with open_storage(tmp_path / "src") as storage:
             for given in (None, family, Rules.load(family)):
                 wanted = wanted_of(
-                    outlines, Cut.of(mesh, given, None, None).with_config(storage), False
+                    outlines, LayoutRequest.of(mesh, given, None, None).with_config(storage), False
                 )
                 assert {name: tensor.layout for name, tensor in wanted.items()} == expected
                 read = as_rules(given, storage, by_config=True)

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from reshard import checkpoint, cli
-from reshard.checkpoint.conversion.layouts import Cut, Parameters, wanted_of
+from reshard.checkpoint.conversion.layouts import LayoutRequest, Parameters, wanted_of
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.storage.local import open_storage
@@ -77,7 +77,9 @@ def test_files_of_other_tensors_are_not_copied(tmp_path: Path, form: str) -> Non
 
 def dtypes_of(names: list[str], dtype: str = "bfloat16") -> dict[str, str]:
     found = wanted_of(
-        {name: Outline((4,), "float32") for name in names}, Cut.of(None, None, None, dtype), True
+        {name: Outline((4,), "float32") for name in names},
+        LayoutRequest.of(None, None, None, dtype),
+        True,
     )
     return {name: wanted.dtype for name, wanted in found.items()}
 

@@ -80,7 +80,7 @@ def test_boxes_of_four_ranks(written: Path) -> None:
     for name, tensor in tensors.items():
         assert catalog.tensors[name].shape == tuple(tensor.shape)
         assert catalog.tensors[name].dtype == str(tensor.dtype).removeprefix("torch.")
-        assert catalog.tensors[name].holes() == ()
+        assert catalog.tensors[name].missing() == ()
     assert len(catalog.tensors["rows"].pieces) == 4
     assert [*catalog.objects] == ["step"]
 
@@ -341,7 +341,7 @@ def test_a_shard_that_the_metadata_forgot_is_a_hole(ckpt: Path) -> None:
         del metadata.storage_data[index]
 
     edited(ckpt, forget)
-    assert [str(hole) for hole in catalog_of(ckpt).tensors["rows"].holes()] == ["[3:6, 0:4]"]
+    assert [str(hole) for hole in catalog_of(ckpt).tensors["rows"].missing()] == ["[3:6, 0:4]"]
     assert any("no file holds [3:6, 0:4]" in line for line in inspect(ckpt).damage)
 
 

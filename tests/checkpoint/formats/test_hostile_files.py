@@ -17,16 +17,15 @@ import pytest
 import torch
 
 from reshard import checkpoint
-from reshard.checkpoint.coverage import MOST_DOUBLED, doubled_in, holes_of
 from reshard.checkpoint.formats.torch.tensors import EXPANDED, SMALL
 from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
 from reshard.errors import (
-    CheckpointError,
     CoverageError,
     ReshardError,
     UnsupportedError,
 )
 from reshard.layout.box import Box
+from reshard.layout.coverage import MAX_REPEATED, missing_boxes, repeated_boxes
 from tests.checkpoint.making import header
 from tests.soak import within
 
@@ -358,8 +357,8 @@ def halves(dims: int) -> list[Box]:
 
 def test_halves_along_every_dim() -> None:
     began = time.process_time()
-    assert holes_of((2,) * 24, halves(24)) == (Box((1,) * 24, (2,) * 24),)
-    twice = doubled_in((2,) * 24, halves(24))
+    assert missing_boxes(Box.whole((2,) * 24), halves(24)) == (Box((1,) * 24, (2,) * 24),)
+    twice = repeated_boxes(Box.whole((2,) * 24), halves(24))
     assert sum(box.size for box in twice) == 2**24 - 1 - 24
     assert time.process_time() - began < within(1.0)
 
@@ -410,10 +409,10 @@ def test_boxes_without_any_order_are_refused() -> None:
     stop = start + 1 + rng.integers(0, 1000 - start)
     boxes = [Box(tuple(a), tuple(b)) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
     began = time.process_time()
-    with pytest.raises(CheckpointError, match="in 300 boxes that overlap so irregularly"):
-        holes_of((1000,) * 5, boxes)
-    assert len(doubled_in((1000,) * 5, boxes)) == MOST_DOUBLED
-    assert holes_of((1000,) * 5, [*boxes, Box.whole((1000,) * 5)]) == ()
+    with pytest.raises(CoverageError, match=r"300 boxes .* overlap so irregularly"):
+        missing_boxes(Box.whole((1000,) * 5), boxes)
+    assert len(repeated_boxes(Box.whole((1000,) * 5), boxes)) == MAX_REPEATED
+    assert missing_boxes(Box.whole((1000,) * 5), [*boxes, Box.whole((1000,) * 5)]) == ()
     assert time.process_time() - began < within(5.0)
 
 
@@ -426,5 +425,6 @@ def test_thousands_of_disjoint_boxes_are_seen_to_be_all() -> None:
         middle = (box.start[dim] + box.stop[dim]) // 2
         boxes += [part for part in box.split(dim, middle) if part.size]
     began = time.process_time()
-    assert holes_of((100_000, 100_000), boxes) == doubled_in((100_000, 100_000), boxes) == ()
+    whole = Box.whole((100_000, 100_000))
+    assert missing_boxes(whole, boxes) == repeated_boxes(whole, boxes) == ()
     assert time.process_time() - began < within(2.0)

@@ -20,7 +20,7 @@ from reshard.checkpoint.conversion.processes import Team
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity.crcs import Crcs, combine
 from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.given import as_mesh, as_rules
+from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
 

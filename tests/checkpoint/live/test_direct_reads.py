@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import checkpoint
-from reshard.checkpoint.live import loading, own_reads, small_reads
+from reshard.checkpoint.live import direct_reads, loading, shared_reads
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.planning.plans import Plan
@@ -60,7 +60,7 @@ def is_loaded(into: State, dtype: torch.dtype = torch.float32) -> bool:
 def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dtype) -> tuple:
     """How often ranks spoke and moved, how much was read, and whether all is right."""
     rounds, moves = [], []
-    say, move = Agreement.gather, Plan.run
+    say, move = Agreement._gather, Plan.run
 
     def says(*given: Any) -> Any:
         rounds.append(1)
@@ -72,7 +72,7 @@ def load_counted(rank: int, folder: str, kind: str, hosts: int, dtype: torch.dty
 
     into = into_of(kind, dtype)
     with (
-        patch.object(Agreement, "gather", says),
+        patch.object(Agreement, "_gather", says),
         patch.object(Plan, "run", runs),
         patch.object(loading, "boot_id", lambda: f"host {rank % hosts}"),
         bytes_read() as counted,
@@ -112,7 +112,7 @@ def try_load(rank: int, folder: str, kind: str, broken: str) -> str:
         raise OSError(5, "Input/output error")
 
     into = into_of(kind)
-    where: Any = LocalStorage if real else own_reads
+    where: Any = LocalStorage if real else direct_reads
     changed = fails if rank == 2 else getattr(where, broken)
     try:
         with patch.object(where, broken, changed):
@@ -193,7 +193,7 @@ def test_a_file_that_was_cut_short_is_an_error(
 
 
 def load_by_move(rank: int, folder: str, most: int, hosts: int) -> tuple[int, int, bool]:
-    with patch.object(small_reads, "MOST", most):
+    with patch.object(shared_reads, "MOST_SMALL", most):
         _, moves, _, read, right = load_counted(rank, folder, "tp", hosts, torch.float32)
     return moves, read, right
 

@@ -33,10 +33,10 @@ from torch.distributed.tensor.parallel import (
 from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live import own_reads, writing
+from reshard.checkpoint.live import direct_reads, write_shares
 from reshard.checkpoint.live.entries import entries_of
-from reshard.checkpoint.live.read_shares import Limits, Wish, batches_of
-from reshard.checkpoint.piece_table import Located
+from reshard.checkpoint.live.read_shares import Limits, ReadRequest, batches_of
+from reshard.checkpoint.piece_table import PieceTable
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.transfers import Transfer
@@ -70,23 +70,23 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
     num_ranks, size = rng.randint(1, 6), rng.choice((1, 2, 4))
     mesh = Mesh(r=num_ranks)
     limits = Limits(share=4000, cell=500, batch=num_ranks * 3500)
-    wishes, offset = {}, 0
+    requests, offset = {}, 0
     for number in range(rng.randint(1, 5)):
         shape = tuple(rng.randint(1, 40) for _ in range(rng.randint(0, 3)))
         pieces = []
         for box in random_cuts(rng, shape):
             pieces.append(StoredPiece(box, rng.randint(0, 2), offset, row_major(box.shape)))
             offset += box.size * size
-        have = Located.of(pieces, len(shape), size)
-        none = Located.none(len(shape), size)
+        have = PieceTable.of(pieces, len(shape), size)
+        none = PieceTable.none(len(shape), size)
         dtype = {1: "uint8", 2: "bfloat16", 4: "float32"}[size]
         word = " ".join(rng.sample(["r", *["-"] * max(len(shape) - 1, 0)], len(shape)))
         layout = Layout(mesh, rng.choice((word, "...")) if shape else "...")
         transfer = Transfer(str(number), shape, dtype, dtype, have, none, none, ())
-        wishes[str(number)] = Wish(transfer, layout, rng.random() < 0.5)
-    seen = {name: np.zeros(wish.transfer.shape, int) for name, wish in wishes.items()}
+        requests[str(number)] = ReadRequest(transfer, layout, rng.random() < 0.5)
+    seen = {name: np.zeros(wish.transfer.shape, int) for name, wish in requests.items()}
     finished: list[str] = []
-    for batch in batches_of(wishes, range(num_ranks), limits):
+    for batch in batches_of(requests, range(num_ranks), limits):
         loads = [0] * num_ranks
         for share in batch.shares:
             assert share.name not in finished
@@ -100,7 +100,7 @@ def test_every_byte_is_read_once_and_by_ranks_evenly(rng: Random) -> None:
         assert max(loads) <= limits.share
         assert max(loads) <= sum(loads) / num_ranks * 1.1 + limits.cell
     assert all((counts == 1).all() for counts in seen.values())
-    assert sorted(finished) == sorted(wishes)
+    assert sorted(finished) == sorted(requests)
 
 
 def test_names_are_those_of_describe() -> None:
@@ -227,7 +227,7 @@ def parallel_block(mesh: DeviceMesh) -> State:
 @contextmanager
 def bytes_read() -> Iterator[list[int]]:
     """Every byte that this process reads, or copies from mapped pages, of files of a checkpoint."""
-    counted, pread, preadv, copy_mapped = [0], os.pread, os.preadv, own_reads._copy_mapped
+    counted, pread, preadv, copy_mapped = [0], os.pread, os.preadv, direct_reads._copy_mapped
 
     def one(descriptor: int, length: int, offset: int) -> bytes:
         data = pread(descriptor, length, offset)
@@ -249,7 +249,7 @@ def bytes_read() -> Iterator[list[int]]:
     with (
         patch.object(os, "pread", one),
         patch.object(os, "preadv", many),
-        patch.object(own_reads, "_copy_mapped", mapped),
+        patch.object(direct_reads, "_copy_mapped", mapped),
     ):
         yield counted
 
@@ -567,7 +567,7 @@ def test_a_save_that_was_killed_is_forgotten(tmp_path: Path) -> None:
     def dies(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    killed = patch.object(shutil, "rmtree"), patch.object(writing.Writer, "step", dies)
+    killed = patch.object(shutil, "rmtree"), patch.object(write_shares.Writer, "step", dies)
     with killed[0], killed[1], pytest.raises(KeyboardInterrupt):
         checkpoint.save({"a": torch.ones(3)}, target)
     assert [path.name.startswith(".a.reshard-gone-") for path in tmp_path.iterdir()] == [True]

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, zeros
 
 from reshard import checkpoint
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live import fetching
+from reshard.checkpoint.live import shared_reads
 from reshard.errors import DamageError
 from reshard.layout.box import Box
 from tests.checkpoint.live.test_load_save import bytes_read, mesh_of
@@ -63,7 +63,7 @@ def test_every_element_is_compared(
     tmp_path: Path, shape: tuple[int, ...], scratch: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One bit of one copy, at any place, also where a copy is longer than the scratch buffer."""
-    monkeypatch.setattr(fetching, "SCRATCH", scratch)
+    monkeypatch.setattr(shared_reads, "SCRATCH", scratch)
     array = np.arange(float(np.prod(shape))).reshape(shape)
     origin = (0,) * len(shape)
     for number, at in enumerate(np.random.default_rng(0).integers(0, array.size, 5)):

@@ -25,7 +25,7 @@ from reshard import checkpoint
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, tiles, written
+from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes, tiles
 from reshard.layout.box import row_major
 from tests.checkpoint.making import cut, disjoint_boxes, header, overlapping_boxes
 from tests.soak import cases, soaking
@@ -108,7 +108,7 @@ def test_what_is_seen_to_be_whole_is_whole(data: st.DataObject) -> None:
 def test_ranges_that_follow_each_other_are_written_as_one() -> None:
     placed = [Placed(0, 8, b"x"), Placed(0, 10, b"y"), Placed(1, 0, b"abcd"), Placed(1, 4, b"ef")]
     expected = [(0, 8, b"x"), (0, 10, b"y"), (1, 0, b"abcdef")]
-    assert [tuple(one) for one in written(placed)] == expected
+    assert [tuple(one) for one in joined_writes(placed)] == expected
 
 
 def write_many(folder: Path, count: int) -> None:

@@ -17,8 +17,9 @@ from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
 from reshard.checkpoint.storage.base import StoredFile
 from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
+from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
+from reshard.checkpoint.transfer.workers import Budget, in_order
 from reshard.checkpoint.verification.examination import digests_of
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError
@@ -132,7 +133,7 @@ def test_a_hole_is_an_error() -> None:
         pytest.raises(CoverageError, match=r"no file holds \[2:4, 0:5\], 10 of its 30"),
     ):
         StoredReader(source, tensor)
-    assert tensor.holes() == (missing,)
+    assert tensor.missing() == (missing,)
 
 
 def test_what_was_changed_is_not_read() -> None:

@@ -10,8 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
-from reshard.checkpoint.piece_table import Located, extents, slabs
-from reshard.checkpoint.transfer.transfers import Fed, Transfer, chunks_of, source_of, transfer_of
+from reshard.checkpoint.piece_table import PieceTable, extents, slabs
+from reshard.checkpoint.transfer.transfers import (
+    SourceTensor,
+    Transfer,
+    chunks_of,
+    source_of,
+    transfer_of,
+)
 from reshard.checkpoint.transfer.windows import Buffers, compare, fill, readable, writable
 from reshard.errors import CoverageError, DamageError
 from reshard.layout.box import Box, row_major
@@ -32,16 +38,16 @@ def stored(name: str, shape: tuple[int, ...], boxes: list[Box]) -> StoredTensor:
     return StoredTensor(name, shape, "float32", tuple(pieces))
 
 
-def located(tensor: StoredTensor) -> Located:
-    return Located.of(tensor.pieces, len(tensor.shape), 4)
+def located(tensor: StoredTensor) -> PieceTable:
+    return PieceTable.of(tensor.pieces, len(tensor.shape), 4)
 
 
 def plan(shape: tuple[int, ...], have: list[Box], want: list[Box]) -> Transfer:
-    fed = (Fed(stored("w", shape, have), Feed("w")),)
+    fed = (SourceTensor(stored("w", shape, have), Feed("w")),)
     return transfer_of("w", shape, "float32", fed, located(stored("w", shape, want)))
 
 
-def counted(located: Located, shape: tuple[int, ...]) -> np.ndarray:
+def counted(located: PieceTable, shape: tuple[int, ...]) -> np.ndarray:
     count = np.zeros(shape, dtype=int)
     for box in located.boxes():
         limits = zip(box.start, box.stop, strict=True)
@@ -71,7 +77,7 @@ def test_windows_read_and_write_every_element_once(data: st.DataObject) -> None:
 def test_replicas_are_what_is_left(data: st.DataObject) -> None:
     shape = data.draw(SHAPES)
     boxes = data.draw(overlapping_boxes(shape))
-    chosen, replicas = source_of("w", shape, [Fed(stored("w", shape, boxes), Feed("w"))])
+    chosen, replicas = source_of("w", shape, [SourceTensor(stored("w", shape, boxes), Feed("w"))])
     total = counted(located(stored("w", shape, boxes)), shape)
     assert (counted(chosen, shape) == 1).all()
     assert (counted(chosen, shape) + counted(replicas, shape) == total).all()
@@ -90,7 +96,7 @@ def test_groups_hold_all_bytes_and_writes_touch_no_others(data: st.DataObject) -
         for box in data.draw(disjoint_boxes(shape))[: data.draw(st.integers(1, 9))]
         if box.size
     ]
-    parts = Located.of(pieces, len(shape), 4)
+    parts = PieceTable.of(pieces, len(shape), 4)
     limit = data.draw(st.integers(4, 400))
     wanted = set()
     for box in parts.boxes():
@@ -132,7 +138,7 @@ def test_slabs_tile_a_box_in_order(data: st.DataObject) -> None:
 def test_extents_step_over_large_gaps_only() -> None:
     pieces = [StoredPiece(Box((at,), (at + 10,)), 0, start, (1,)) for at, start in
               ((0, 0), (10, 15), (20, 5000), (30, 20))]  # fmt: skip
-    parts = Located.of(pieces, 1, 1)
+    parts = PieceTable.of(pieces, 1, 1)
     found = [(extent.start, extent.stop) for extent in extents(parts, gap=8, limit=100)]
     assert found == [(0, 30), (5000, 5010)]
     cut = [(extent.start, extent.stop) for extent in extents(parts, gap=8, limit=26)]
@@ -160,13 +166,13 @@ def test_columns_to_columns_leave_as_they_lie() -> None:
     assert plan(shape, rows, want).regions == (Box.whole(shape),)
 
 
-def columns(layout: Layout, shape: tuple[int, int]) -> Located:
+def columns(layout: Layout, shape: tuple[int, int]) -> PieceTable:
     """A file for each box of a layout, without an object for each."""
     listed = listed_of(layout, shape)
     sizes = listed.stops - listed.starts
     strides = np.stack([sizes[:, 1] * 2, np.full(len(sizes), 2)], axis=1)
     files = np.arange(len(sizes))
-    return Located(2, listed.starts, listed.stops, files, files * 0, strides)
+    return PieceTable(2, listed.starts, listed.stops, files, files * 0, strides)
 
 
 def test_many_tensors_on_many_ranks_are_planned_fast() -> None:
@@ -209,8 +215,8 @@ def test_replicas_are_compared_by_their_bits(dtype: str) -> None:
     whole = [Box.whole(values.shape)] * 2
     pieces = [StoredPiece(box, file, 8, (2, 1)) for file, box in enumerate(whole)]
     tensor = StoredTensor("w", values.shape, dtype, tuple(pieces))
-    target = Located.of(tensor.pieces[:1], 2, values.itemsize)
-    transfer = transfer_of("w", values.shape, dtype, (Fed(tensor, Feed("w")),), target)
+    target = PieceTable.of(tensor.pieces[:1], 2, values.itemsize)
+    transfer = transfer_of("w", values.shape, dtype, (SourceTensor(tensor, Feed("w")),), target)
     buffers = Buffers(values.nbytes, casts=False)
 
     def check(other: np.ndarray) -> None:

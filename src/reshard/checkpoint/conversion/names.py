@@ -1,4 +1,4 @@
-"""Which tensors an output has, when names change: joined, stacked, taken apart or as they are.
+"""The tensors of an output when names change: renamed, joined, stacked, split or unchanged.
 
 >>> from reshard.planning.names import join
 >>> have = {f"layers.{i}.{p}": Outline((4, 8), "float32") for i in range(2) for p in "qkv"}
@@ -10,13 +10,15 @@ Outline(shape=(12, 8), dtype='float32')
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from math import prod
 
-from reshard.checkpoint.coverage import holes_of
+from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.transfer.transfers import one_dtype, pieces_of, source_tensors
 from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
+from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
@@ -26,12 +28,12 @@ from reshard.planning.names.templates import fill_in, placeholders, template_reg
 from reshard.rules.pattern import matching
 from reshard.text import quoted
 
-__all__ = ["Outline", "feeds_for", "left_over", "outlines_of"]
+__all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors"]
 
 _ANYWHERE = Layout(Mesh(), "...")
 
 MAX_ELEMENTS = 1 << 56
-"""Elements of one tensor: bytes and strides of more do not fit into 64 bits."""
+"""The most elements of a tensor: sizes and strides of more do not fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,22 +47,22 @@ class Outline:
 def outlines_of(
     have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
 ) -> dict[str, Outline]:
-    """All tensors of the output: those that names makes, and the others as they are.
+    """All output tensors: those that names produces, and the others unchanged.
 
-    Tensors that match ``drop`` are only there as far as names takes them.
+    Tensors that match ``drop`` are used only where names takes them.
     """
     found: dict[str, Outline] = {}
-    made_by: dict[str, str] = {}
+    keys: dict[str, str] = {}
     used: set[str] = set()
     for key, source in names.items():
         for name, parts in _filled_in(key, source, have):
             if name in found:
                 raise NamesError(
-                    f"names makes {quoted(name)} twice, as {quoted(made_by[name])} and as "
+                    f"names makes {quoted(name)} twice, as {quoted(keys[name])} and as "
                     f"{quoted(key)}: give one of the two another name"
                 )
             found[name] = _outline(name, source, [have[part] for part in parts])
-            made_by[name] = key
+            keys[name] = key
             used |= set(parts)
     gone = used | _dropped(have, drop)
     kept = {name: outline for name, outline in have.items() if name not in gone}
@@ -76,7 +78,7 @@ def outlines_of(
 def left_over(
     have: Mapping[str, Outline], names: Names, drop: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Parts of source tensors that are in no output tensor and were not dropped on request.
+    """Parts of source tensors that are in no output tensor and were not dropped by request.
 
     >>> from reshard.planning.names import take
     >>> left_over({"w": Outline((4, 2), "float32")}, {"v": take("w", crop={0: (0, 3)})})
@@ -93,14 +95,14 @@ def left_over(
                 whole |= set(parts)
     found = []
     for name in sorted(taken.keys() - whole):
-        holes = holes_of(have[name].shape, taken[name])
+        holes = missing_boxes(Box.whole(have[name].shape), taken[name])
         more = f" and {len(holes) - 1} more boxes" if len(holes) > 1 else ""
         found += [f"{name} {holes[0]}{more}"] if holes else []
     return tuple(found)
 
 
 def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
-    """The source tensors that patterns match; a pattern without any is most likely a slip."""
+    """The source tensors that patterns match; a pattern that matches none is an error."""
     found: set[str] = set()
     for pattern in drop:
         matched = {*matching(pattern, have)}
@@ -115,7 +117,7 @@ def _dropped(have: Mapping[str, Outline], drop: Sequence[str]) -> set[str]:
 def feeds_for(
     wanted: Mapping[str, tuple[int, ...]], have: Mapping[str, Outline], names: Names
 ) -> Iterator[tuple[str, list[Feed], tuple[Box, ...]]]:
-    """For each output tensor the source tensors it is made of, and the boxes left to zeros."""
+    """For each output tensor its source tensors, and the boxes that are filled with zeros."""
     if not names:
         yield from ((name, [Feed(name)], ()) for name in wanted)
         return
@@ -125,6 +127,26 @@ def feeds_for(
         if isinstance(found, list):
             raise NamesError(f"{quoted(name)} needs {', '.join(found[:3])}, which is absent")
         yield (name, *found)
+
+
+def rename_tensors(catalog: Catalog, names: Names, drop: Sequence[str] = ()) -> Catalog:
+    """The catalog with tensors renamed, joined, stacked, split and dropped, in the same files.
+
+    This verifies a conversion with names: the renamed source must equal the output bit by bit.
+    """
+    have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
+    outlines = outlines_of(have, names, drop)
+    shapes = {name: outline.shape for name, outline in outlines.items()}
+    tensors = {}
+    for name, feeds, zeros in feeds_for(shapes, have, names):
+        fed = source_tensors(catalog, feeds)
+        if len(fed) == 1 and not fed[0].feed.moves and not zeros:
+            tensors[name] = replace(fed[0].tensor, name=name)
+            continue
+        dtype = one_dtype(name, fed, outlines[name].dtype)
+        pieces = tuple(pieces_of(fed, len(shapes[name])).pieces())
+        tensors[name] = StoredTensor(name, shapes[name], dtype, pieces, zeros)
+    return replace(catalog, tensors=tensors)
 
 
 def _parts(source: Source) -> tuple[str, ...]:
@@ -141,7 +163,7 @@ def _parts(source: Source) -> tuple[str, ...]:
 def _filled_in(
     key: str, source: Source, have: Mapping[str, Outline]
 ) -> Iterator[tuple[str, list[str]]]:
-    """The output names behind a key, each with the source names that it is made of."""
+    """The output names that a key stands for, each with its source names."""
     templates = _parts(source)
     template, free = _leading(key, source, templates)
     captured = _captures(template, free, have)
@@ -160,7 +182,7 @@ def _filled_in(
 
 
 def _leading(key: str, source: Source, templates: Sequence[str]) -> tuple[str, str | None]:
-    """The source name that says which numbers there are, and the place over which a stack counts.
+    """The source template that determines the numbers, and the placeholder that a stack counts.
 
     >>> from reshard.planning.names import stack
     >>> _leading("layers.{i}.w", stack("layers.{i}.expert.{e}.w"), ["layers.{i}.expert.{e}.w"])
@@ -201,7 +223,7 @@ def _captures(
 
 
 def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[str]:
-    """The names of a stack, from 0 on without a gap."""
+    """The names of a stack, from 0 without a gap."""
     expected = [str(number) for number in range(len(numbers))]
     missing = next((number for number in expected if number not in numbers), None)
     if missing is not None:
@@ -215,7 +237,7 @@ def _counted(name: str, template: str, place: str, numbers: set[str]) -> list[st
 
 
 def _outline(name: str, source: Source, parts: Sequence[Outline]) -> Outline:
-    """The shape that an output tensor has, from its sources."""
+    """The shape and dtype of an output tensor, from its sources."""
     first = parts[0]
     match source:
         case str():

@@ -1,72 +1,73 @@
-"""A conversion as a plan: all that is to be done, known and checked before a byte moves."""
+"""Stage 3 of a conversion, the plan: all that is to be done, checked before a byte is copied.
+
+>>> base_of(["adapter_model.safetensors"], ()), base_of(["shard-1-model.safetensors"], ())
+('adapter_model', 'model')
+>>> _is_weights("pytorch_model-00001-of-00002.bin"), _is_weights("training_args.bin")
+(True, False)
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from typing import Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.companions import base_of, is_weights
-from reshard.checkpoint.conversion.layouts import Cut, notes_of, uncast_note, wanted_of
+from reshard.checkpoint.conversion.layouts import LayoutRequest, notes_of, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
+from reshard.checkpoint.conversion.request import Request
+from reshard.checkpoint.conversion.source import Stamp
 from reshard.checkpoint.formats.completeness import config_of
 from reshard.checkpoint.formats.file_names import is_distcp
-from reshard.checkpoint.formats.output import Output, count_tensor_files
+from reshard.checkpoint.formats.output import Output, Wanted, count_tensor_files
 from reshard.checkpoint.formats.torch.plain_values import object_texts
 from reshard.checkpoint.formats.writer import FORMATS, plan_output, unknown_format
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.storage.base import COMMITTED, TENSOR_FILES, Storage, StoredFile
-from reshard.checkpoint.transfer.transfers import Transfer, feeding, transfer_of
+from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, transfer_of
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names
 from reshard.planning.names.tables import names_of
+from reshard.text import parse_bytes
 
-__all__ = ["Job", "Stamp", "plan_job"]
+__all__ = ["ConversionPlan", "plan_conversion"]
 
-
-@dataclass(frozen=True, slots=True)
-class Stamp:
-    """Which files of which source, as they are now."""
-
-    text: str
-    """A hash of where the source lies, and of the names, sizes and versions of its files."""
-    is_sure: bool
-    """Whether every file has a version, so that no change of it goes unseen."""
-
-    @classmethod
-    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
-        """Ask for the stamp of a source."""
-        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
-        hasher = hashlib.blake2b(root.encode(), digest_size=16)
-        files = (*catalog.files, *catalog.others)
-        versions = storage.versions([file.path for file in files])
-        for file, version in zip(files, versions, strict=True):
-            hasher.update(json.dumps([file.path, file.size, version]).encode())
-        return cls(hasher.hexdigest(), None not in versions)
+_BASES = {
+    "adapter_model": "adapter_model",  # PEFT
+    "diffusion_pytorch_model": "diffusion_pytorch_model",  # diffusers
+    "model": "model",  # transformers
+    "pytorch_model": "model",
+}
+_NAME = re.compile(rf"({'|'.join(_BASES)})(\.[A-Za-z]\w*)?(-\d+-of-\d+)?\.(safetensors|bin)")
+_WEIGHTS = re.compile(
+    r"((pytorch_model|adapter_model|diffusion_pytorch_model|consolidated)[^/]*\.(bin|pt|pth)"
+    r"|tf_model[^/]*\.h5|flax_model[^/]*\.msgpack)(\.index\.json)?"
+)
+"""Names of weights in other formats, and of indexes of such files."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Job:
-    """What is read, what is written, and what goes where."""
+class ConversionPlan:
+    """What is read, what is written, and what is copied where."""
 
     catalog: Catalog
     format: str
     output: Output
-    """All files to be written, the other files of the source among them."""
+    """All files to be written, including the other files of the source."""
     transfers: tuple[Transfer, ...]
     others: tuple[tuple[StoredFile, int], ...]
-    """Files that are copied as they are, and their numbers in the output."""
+    """Files that are copied unchanged, and their numbers in the output."""
     fingerprint: str
-    """Changes with the source and with what is asked for."""
+    """A hash of the source and the request."""
     stamp: Stamp
-    """The source as it was planned from."""
+    """The state of the source when the plan was made."""
     notes: tuple[str, ...] = ()
-    """What the report says of the request and of the layouts."""
+    """Remarks on the request and the layouts, for the report."""
     renamed: frozenset[str] = frozenset()
-    """Tensors of the output that are not the source tensor of the same name, as it is."""
+    """Output tensors that are not simply the source tensor of the same name."""
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -80,20 +81,27 @@ class Job:
 
     @property
     def replica_bytes(self) -> int:
-        """Bytes that the source holds a second time."""
+        """Bytes that the source holds more than once."""
         return sum(int(t.replicas.num_bytes.sum()) for t in self.transfers if len(t.replicas))
 
     @property
     def copied_bytes(self) -> int:
-        """Bytes that are copied without being part of a tensor."""
+        """Bytes outside of tensors that are copied."""
         objects = sum(copy.source.size for copy in self.output.objects)
         return objects + sum(file.size for file, _ in self.others)
 
     @property
     def num_files(self) -> int:
-        """Files of the output that hold tensors; files that are copied as they are do not count."""
-        made = self.output.files[: len(self.output.files) - len(self.others)]
-        return count_tensor_files(made)
+        """Output files that hold tensors, without files that are copied unchanged."""
+        return count_tensor_files(self.output.files[: len(self.output.files) - len(self.others)])
+
+    def identity(self, checksums: bool) -> dict[str, Any]:
+        """What distinguishes this conversion from another one to the same destination."""
+        return {"fingerprint": self.fingerprint, "checksums": checksums}
+
+    def is_unchanged(self, transfer: Transfer) -> bool:
+        """Whether an output tensor is a source tensor unchanged, so that digests are comparable."""
+        return transfer.name not in self.renamed and transfer.have == transfer.want
 
     @property
     def casts(self) -> bool:
@@ -101,43 +109,59 @@ class Job:
         return any(transfer.have != transfer.want for transfer in self.transfers)
 
 
-def plan_job(
-    catalog: Catalog,
-    storage: Storage,
-    cut: Cut,
-    *,
-    format: str | None = None,
-    names: Names | None = None,
-    drop: Sequence[str] = (),
-    max_shard_size: int = 5 * 10**9,
-) -> Job:
-    """Plan a conversion; holes, misfits and unknown names are errors here."""
-    format = format or ("sharded" if cut.has_mesh else "full")
+def plan_conversion(
+    request: Request, layouts: LayoutRequest, catalog: Catalog, storage: Storage
+) -> ConversionPlan:
+    """Plan a conversion; missing parts, misfits and unknown names raise errors here."""
+    format = request.format or ("sharded" if layouts.has_mesh else "full")
     if format not in FORMATS:
         raise CheckpointError(unknown_format(format))
-    if max_shard_size < 1:
-        raise SizeError(
-            f"max_shard_size is {max_shard_size} bytes: give the most bytes of one file, such as "
-            "5GB"
-        )
-    is_whole = format == "full" or (format == "distcp" and not cut.has_mesh)
+    is_whole = format == "full" or (format == "distcp" and not layouts.has_mesh)
     if is_whole:
-        cut.check_whole(format)
+        layouts.check_whole(format)
     else:
-        cut = cut.with_config(storage)
+        layouts = layouts.with_config(storage)
     have = {name: Outline(found.shape, found.dtype) for name, found in catalog.tensors.items()}
-    if not have and not catalog.objects:
-        raise CheckpointError(f"{catalog.root} holds no tensors: there is nothing to convert")
+    _check_any(catalog, have, f"{catalog.root} holds no tensors: there is nothing to convert")
+    names = request.names
     if names is None:
-        names = names_of(cut.rules.names) if cut.rules is not None else {}
-    outlines = outlines_of(have, names, drop)
-    if not outlines and not catalog.objects:
-        raise CheckpointError(
-            f"all tensors of {catalog.root} are dropped: nothing is left to write"
+        names = names_of(layouts.rules.names) if layouts.rules is not None else {}
+    outlines = outlines_of(have, names, request.drop)
+    _check_any(
+        catalog, outlines, f"all tensors of {catalog.root} are dropped: nothing is left to write"
+    )
+    wanted = wanted_of(outlines, layouts, is_whole)
+    output = _output(request, format, wanted, catalog, storage)
+    renamed = set[str]()
+    transfers = tuple(_transfers(catalog, output, have, names, renamed))
+    output, others = _with_others(output, catalog, format)
+    left_out = (*output.left_out, *catalog.left_out, *left_over(have, names, request.drop))
+    output = replace(output, left_out=left_out)
+    stamp = Stamp.of(catalog, storage)
+    fingerprint = _fingerprint(stamp.text, output, names, transfers)
+    notes = notes_of(wanted, outlines, layouts)
+    return ConversionPlan(
+        catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
+    )
+
+
+def _check_any(catalog: Catalog, tensors: Mapping[str, Outline], problem: str) -> None:
+    if not tensors and not catalog.objects:
+        raise CheckpointError(problem)
+
+
+def _output(
+    request: Request, format: str, wanted: Mapping[str, Wanted], catalog: Catalog, storage: Storage
+) -> Output:
+    """The files of the output that hold tensors and entries."""
+    size = parse_bytes(request.max_shard_size)
+    if size < 1:
+        raise SizeError(
+            f"max_shard_size is {size} bytes: give the most bytes of one file, such as 5GB"
         )
-    wanted = wanted_of(outlines, cut, is_whole)
     texts = {} if format == "distcp" else object_texts(storage, catalog)
-    output = plan_output(
+    files, others = ([file.path for file in some] for some in (catalog.files, catalog.others))
+    return plan_output(
         format,
         wanted,
         metadata={**catalog.metadata, **texts},
@@ -146,27 +170,25 @@ def plan_job(
         values=catalog.values,
         extras=catalog.extras,
         mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
-        max_shard_size=max_shard_size,
-        base=_base(catalog, storage),
-    )
-    renamed = set[str]()
-    transfers = tuple(_transfers(catalog, output, have, names, renamed))
-    output, others = _with_others(output, catalog, format)
-    output = replace(
-        output, left_out=(*output.left_out, *catalog.left_out, *left_over(have, names, drop))
-    )
-    stamp = Stamp.of(catalog, storage)
-    fingerprint = _fingerprint(stamp.text, output, names, transfers)
-    notes = (*notes_of(wanted, cut), *uncast_note(outlines, cut))
-    return Job(
-        catalog, format, output, transfers, others, fingerprint, stamp, notes, frozenset(renamed)
+        max_shard_size=size,
+        base=base_of(files, others, config_of(storage) if "config.json" in others else None),
     )
 
 
-def _base(catalog: Catalog, storage: Storage) -> str:
-    """How the names of files of whole tensors begin, so that they are found where they were."""
-    files, others = ([file.path for file in some] for some in (catalog.files, catalog.others))
-    return base_of(files, others, config_of(storage) if "config.json" in others else None)
+def base_of(
+    files: Collection[str], others: Collection[str], config: Mapping[str, Any] | None = None
+) -> str:
+    """The name that Hugging Face libraries expect for the files of whole tensors in a folder.
+
+    The names of the source files decide, if all of them are known; else the config of an adapter
+    or of a diffusers model in the folder.
+    """
+    found = {match[1] if (match := _NAME.fullmatch(path)) else None for path in files}
+    if len(found) == 1 and (name := found.pop()) is not None:
+        return _BASES[name]
+    if "adapter_config.json" in others and "config.json" not in others:
+        return "adapter_model"
+    return "diffusion_pytorch_model" if "_diffusers_version" in (config or {}) else "model"
 
 
 def _transfers(
@@ -176,14 +198,14 @@ def _transfers(
     names: Names,
     renamed: set[str],
 ) -> list[Transfer]:
-    """One transfer for each output tensor; names of those that names changes are added."""
+    """One transfer for each output tensor; adds the tensors that names changes to ``renamed``."""
     shapes = {name: tensor.shape for name, tensor in output.tensors.items()}
     found = []
     for name, feeds, zeros in feeds_for(shapes, have, names):
         tensor = output.tensors[name]
         if zeros or feeds != [Feed(name)]:
             renamed.add(name)
-        fed = feeding(catalog, feeds)
+        fed = source_tensors(catalog, feeds)
         found.append(transfer_of(name, tensor.shape, tensor.dtype, fed, tensor.pieces, zeros))
     return found
 
@@ -191,17 +213,17 @@ def _transfers(
 def _with_others(
     output: Output, catalog: Catalog, format: str
 ) -> tuple[Output, tuple[tuple[StoredFile, int], ...]]:
-    """The output with the files of the source that hold no tensors.
+    """The output with the other files of the source.
 
-    Files of tensors that are no part of the source might be taken for a part of the output, and
-    weights in another format would be stale beside it.
+    Files of tensors that are not part of the source are left out, as readers might take them for a
+    part of the output; so are weights in other formats, which would be stale.
     """
     misleading = TENSOR_FILES if format == "ranks" else (".safetensors",)
     ours = {file.path for file in output.files} | {SIDECAR, COMMITTED}
     strays = tuple(
         file.path
         for file in catalog.others
-        if _is_one_of(misleading, file.path) or is_weights(file.path)
+        if _is_one_of(misleading, file.path) or _is_weights(file.path)
     )
     kept = [file for file in catalog.others if file.path not in ours.union(strays)]
     first = len(output.files)
@@ -211,7 +233,7 @@ def _with_others(
 
 
 def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
-    """Whether a file of tensors, or an index of such files, ends so, or is of a .distcp folder.
+    """Whether a path has one of these endings, is an index of such files, or of a .distcp folder.
 
     >>> [_is_one_of((".bin",), path) for path in ("a/b.bin", "b.bin.index.json", ".metadata", "c")]
     [True, True, True, False]
@@ -220,16 +242,21 @@ def _is_one_of(endings: tuple[str, ...], path: str) -> bool:
     return path.endswith((*endings, *indexes)) or is_distcp(path.rpartition("/")[2])
 
 
+def _is_weights(path: str) -> bool:
+    """Whether a file has the name of weights in another format, or of an index of such files."""
+    return _WEIGHTS.fullmatch(path.rpartition("/")[2]) is not None
+
+
 def _fingerprint(stamp: str, output: Output, names: Names, transfers: Sequence[Transfer]) -> str:
-    """A hash of the source's stamp, of what is read from where, and of all files to be written."""
+    """A hash of the source's state, of all reads and writes, and of all files to be written."""
     hasher = hashlib.blake2b(stamp.encode(), digest_size=16)
     hasher.update(repr(sorted(names.items(), key=lambda item: item[0])).encode())
     for transfer in transfers:
         hasher.update(repr((transfer.name, transfer.shape, transfer.have, transfer.want)).encode())
         for side in (transfer.stored, transfer.written):
             hasher.update(side.fingerprint())
-    for made in output.files:
-        hasher.update(json.dumps([made.path, made.size]).encode())
+    for file in output.files:
+        hasher.update(json.dumps([file.path, file.size]).encode())
     for literal in output.literals:
         hasher.update(json.dumps([literal.file, literal.offset]).encode() + literal.data)
     return hasher.hexdigest()

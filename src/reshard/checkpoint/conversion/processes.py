@@ -1,7 +1,7 @@
-"""Several processes that convert together, with nothing between them but the file system.
+"""Several processes that convert together and communicate only through the file system.
 
-Every rank makes the same plan and copies the chunks that fall to it. Rank 0 prepares the files and
-publishes them once the journals say that all chunks are done.
+Every rank makes the same plan and copies its share of the chunks. Rank 0 prepares the files, and
+publishes them when the journals show that all chunks are done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ POLL = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Team:
-    """Which of how many processes this is, and how long one waits for another."""
+    """The rank of this process, the number of processes, and the longest wait for another."""
 
     rank: int = 0
     size: int = 1
@@ -36,24 +36,24 @@ class Team:
         return self.rank == 0
 
     def takes(self, chunk: int) -> bool:
-        """Whether a chunk falls to this process."""
+        """Whether this process copies a chunk."""
         return chunk % self.size == self.rank
 
     def note_failure(self, place: Workplace, error: BaseException) -> None:
-        """Tell the other ranks that this one gives up."""
+        """Leave a file that tells the other ranks of a failure."""
         known = place.folder.glob("failed.*") if place.folder.exists() else (place.folder,)
         if self.size > 1 and not any(known):
             text = str(error) or type(error).__name__
             (place.folder / f"failed.{self.rank}").write_text(text, encoding="utf-8")
 
     def forget(self, place: Workplace) -> None:
-        """As rank 0, forget what the ranks of an earlier attempt wrote down."""
+        """As rank 0, remove the files with which the ranks of an earlier attempt communicated."""
         for pattern in ("prepared", "failed.*", "waits.*"):
             for path in place.folder.glob(pattern):
                 path.unlink(missing_ok=True)
 
     def wait_for_leader(self, place: Workplace, fingerprint: str) -> int:
-        """Wait until rank 0 has prepared the files; the size of the windows it chose."""
+        """Wait until rank 0 has prepared the files; returns the window size that it chose."""
         return self._wait(
             lambda: _prepared(place, fingerprint),
             lambda: 0,
@@ -61,7 +61,7 @@ class Team:
         )
 
     def wait_for_all(self, place: Workplace, num_chunks: int) -> None:
-        """Wait until all chunks are in the journals, and all ranks wait for the output."""
+        """Wait until all chunks are in the journals and all other ranks wait for the output."""
         done: set[int] = set()
         others = range(1, self.size)
 
@@ -80,7 +80,7 @@ class Team:
         self._wait(finished, lambda: len(done), late)
 
     def wait_for_publish(self, place: Workplace) -> None:
-        """Wait until rank 0 has put the output in its place."""
+        """Wait until rank 0 has published the output."""
 
         def published() -> int | None:
             if place.request() is None:
@@ -102,7 +102,7 @@ class Team:
         progress: Callable[[], int],
         complaint: Callable[[], str],
     ) -> int:
-        """Ask until there is an answer, as long as something moves."""
+        """Poll until there is an answer; raise when there was no progress for the timeout."""
         last, since = progress(), time.monotonic()
         while (answer := ready()) is None:
             if progress() != last:
@@ -120,14 +120,14 @@ ALONE = Team()
 
 
 def team_of(environment: Mapping[str, str] = os.environ, timeout: float = 600.0) -> Team:
-    """The team that torchrun or Slurm started, or this process alone.
+    """The processes that torchrun or Slurm started, or this process alone.
 
     >>> team_of({"RANK": "3", "WORLD_SIZE": "8"})
     Team(rank=3, size=8, timeout=600.0)
     >>> team_of({"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_STEP_ID": "0"}).rank
     1
     """
-    by_slurm = "SLURM_STEP_ID" in environment  # a batch script is no step: it runs once
+    by_slurm = "SLURM_STEP_ID" in environment  # a batch script is not a step: it runs once
     names = [("RANK", "WORLD_SIZE")] + [("SLURM_PROCID", "SLURM_NTASKS")] * by_slurm
     for rank_name, size_name in names:
         if rank_name in environment and size_name in environment:
@@ -154,7 +154,7 @@ def _prepared(place: Workplace, fingerprint: str) -> int | None:
 
 
 def _check_failures(place: Workplace) -> None:
-    """Raise what another rank wrote down when it failed."""
+    """Raise the failure that another rank reported."""
     for path in sorted(place.folder.glob("failed.*")):
         with suppress(FileNotFoundError):
             text = path.read_text(encoding="utf-8")

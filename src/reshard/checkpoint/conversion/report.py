@@ -1,4 +1,4 @@
-"""What a conversion did, or would do: a report to read, to print and to keep."""
+"""The report of a conversion or of a dry run."""
 
 from __future__ import annotations
 
@@ -23,42 +23,42 @@ class ConvertReport:
     num_files: int
     """Files that hold tensors, as ``inspect`` counts them."""
     num_others: int
-    """Files that are copied as they are: a config, a tokenizer."""
+    """Files that are copied unchanged: a config, a tokenizer."""
     unique_bytes: int
     """Bytes of all source tensors that are used, each element once."""
     bytes_read: int
     bytes_written: int
     bytes_resumed: int
-    """What an earlier run had already written."""
+    """Bytes that an earlier run had already written."""
     memory: int
-    """The most that buffers take."""
+    """The most bytes of all buffers."""
     workers: int
     disk_needed: int
     disk_free: int | None
     seconds: float | None
-    """How long it took; None in a dry run."""
+    """Duration; None for a dry run."""
     checksums: bool
     was_complete: bool = False
     """Whether an earlier run of the same request had written all of it."""
     left_out: tuple[str, ...] = ()
-    """Entries and values that have no place in the format, parts of tensors that no name takes, and
-    files of other tensors beside the source.
+    """Entries and values that the format cannot hold, parts of tensors that no name takes, and
+    files of other tensors in the source folder.
     """
     left_alone: tuple[str, ...] = ()
-    """Files and folders at the target that did not belong to the checkpoint that was replaced."""
+    """Files and folders at the destination that were not part of the replaced checkpoint."""
     notes: tuple[str, ...] = ()
-    """What a reader should know about the source."""
+    """Remarks on the source and the layouts."""
     rank: int = 0
     num_ranks: int = 1
 
     @property
     def amplification(self) -> float:
-        """Bytes read for every byte that is needed."""
+        """Bytes read per byte needed."""
         return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
 
     @property
     def gb_per_second(self) -> float | None:
-        """Gigabytes written in a second."""
+        """Gigabytes written per second."""
         return self.bytes_written / self.seconds / 1e9 if self.seconds else None
 
     def to_dict(self) -> dict[str, Any]:
@@ -116,6 +116,6 @@ class ConvertReport:
 
 
 def _some(names: tuple[str, ...]) -> str:
-    """A few names, each on one line whatever is in it."""
+    """A few names, printable and on one line."""
     shown = ", ".join(quoted(name)[1:-1] for name in names[:5])
     return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.coverage import doubled_in, holes_of
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.inspection.layouts import recovered
 from reshard.checkpoint.integrity.checksums import SIDECAR, load
 from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.given import as_mesh, as_rules
+from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
 from reshard.layout.box import Box
 from reshard.text import quoted
 
@@ -166,7 +165,7 @@ def inspect(
         cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
         coverage = known.get(cut)
         if coverage is None:  # the layers of a model are cut alike
-            coverage = known[cut] = Coverage(recovered(*cut), holes_of(*cut), doubled_in(*cut))
+            coverage = known[cut] = Coverage(recovered(*cut), tensor.missing(), tensor.repeated())
         tensors.append(_inspected(tensor, catalog, coverage))
         damage += _missing(catalog, tensor, coverage.holes)
     return Inspection(

@@ -14,8 +14,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from reshard.checkpoint.coverage import grid_of
 from reshard.layout.box import Box
+from reshard.layout.coverage import grid_edges
 
 __all__ = ["recovered"]
 
@@ -31,7 +31,7 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
     if not held:
         return WHOLE if 0 in shape else "0 boxes"
     copies = set(held.values())
-    edges = grid_of(held)
+    edges = grid_edges(held)
     if len(copies) > 1 or edges is None or len(edges) > len(AXES):
         return f"{held.total()} boxes"
     axes: dict[str, int] = {}

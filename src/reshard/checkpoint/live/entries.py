@@ -1,6 +1,4 @@
-"""What is in a state dict: its tensors under the names that ``rs.describe`` gives them, and the
-rest.
-"""
+"""The entries of a state dict by name, and views of this rank's part of each tensor."""
 
 from __future__ import annotations
 
@@ -11,37 +9,44 @@ from typing import Any
 import torch
 
 from reshard.errors import ReshardError, TensorError
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.pieces import Piece
 from reshard.layout.spec import TensorSpec
 from reshard.tensors.describe import spec_of
-from reshard.tensors.reading import parts_of
+from reshard.tensors.reading import layout_of, parts_of
+from reshard.tensors.views import inner_view, piece_view
 from reshard.text import quoted
 
-__all__ = ["Entries", "Memory", "entries_of"]
+__all__ = ["Entries", "Memory", "RankBoxes", "View", "entries_of", "part_of"]
 
 MAX_DEPTH = 64
-"""A dict deeper than this holds itself."""
+"""A dict that is nested deeper is taken to contain itself."""
 
 Keys = tuple[str | int, ...]
-"""The keys that lead to an entry, as torch's checkpoints have them."""
+"""The path of keys to an entry, as in torch's checkpoints."""
+
+View = tuple[Box, torch.Tensor]
+"""A box of a tensor, and the memory that holds it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Which tensors of a rank are the same memory, as tied parameters are."""
+    """The tensors of a rank that share memory, as tied parameters do."""
 
     names: frozenset[str]
     """All tensors of the rank."""
     groups: tuple[frozenset[str], ...]
-    """Names of one memory each, two or more."""
+    """Groups of two or more names for the same memory."""
     empty: frozenset[str]
-    """Tensors of which this rank has no element."""
+    """Tensors without an element on this rank."""
 
     def names_beside(self, name: str) -> set[str]:
-        """The other names of a tensor's memory."""
+        """The other names for a tensor's memory."""
         return {other for group in self.groups if name in group for other in group} - {name}
 
     def has_as_one(self, one: str, two: str) -> bool:
-        """Whether two tensors are one memory here, or the rank has no element of either."""
+        """Whether two tensors share their memory here, or the rank has no element of either."""
         without = self.empty | ({one, two} - self.names)
         return {one, two} <= without or any({one, two} <= group for group in self.groups)
 
@@ -51,26 +56,26 @@ class Memory:
 
     @classmethod
     def from_data(cls, names: Iterable[str], data: Sequence[Any]) -> Memory:
-        """Read what ``to_data`` gave."""
+        """Read what ``to_data`` wrote."""
         groups, empty = data
         return cls(frozenset(names), tuple(map(frozenset, groups)), frozenset(empty))
 
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A state dict, flat."""
+    """A flattened state dict."""
 
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     others: dict[str, Any] = field(default_factory=dict)
-    """Numbers, texts, lists of them, objects: whatever is no tensor."""
+    """Entries that are not tensors: numbers, strings, lists, objects."""
     keys: dict[str, Keys] = field(default_factory=dict)
 
     def specs(self) -> dict[str, TensorSpec]:
-        """What every tensor is and how it lies; an error names the tensor."""
+        """The spec of every tensor; an error names the tensor."""
         return {name: _spec(name, tensor) for name, tensor in self.tensors.items()}
 
     def memory(self) -> Memory:
-        """Which of the tensors share all of their memory."""
+        """The tensors that share all of their memory."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         empty = []
         for name, tensor in self.tensors.items():
@@ -116,7 +121,7 @@ def _walk(keys: Keys, value: Any) -> Iterator[tuple[Keys, Any]]:
 
 
 def _has_tensors(value: Any, depth: int) -> bool:
-    """Whether a list is looked into: one of numbers is one entry, as torch has it."""
+    """Whether a list is flattened: a list of numbers is one entry, as in torch."""
     if isinstance(value, torch.Tensor | Mapping) or depth > MAX_DEPTH:
         return True
     inside = value if isinstance(value, list | tuple) else ()
@@ -146,3 +151,54 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
             "holds values; redistribute the tensor first"
         )
     return spec
+
+
+class RankBoxes:
+    """The boxes that ranks hold, computed once for each layout of one load or save."""
+
+    def __init__(self) -> None:
+        self._boxes: dict[tuple[Layout, tuple[int, ...]], dict[int, tuple[Box, ...]]] = {}
+        self._pieces: dict[tuple[Layout, int, tuple[int, ...]], tuple[Piece, ...]] = {}
+
+    def of(self, layout: Layout, shape: tuple[int, ...]) -> dict[int, tuple[Box, ...]]:
+        """The boxes of every rank in ascending order, without ranks that have none."""
+        key = layout, shape
+        if key not in self._boxes:
+            held = {rank: self._held(layout, rank, shape) for rank in layout.ranks}
+            self._boxes[key] = {
+                rank: tuple(sorted(piece.box for piece in pieces))
+                for rank, pieces in held.items()
+                if pieces
+            }
+        return self._boxes[key]
+
+    def _held(self, layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+        """The pieces of one rank that are not empty."""
+        key = layout, rank, shape
+        if key not in self._pieces:
+            pieces = layout.pieces(rank, shape)
+            self._pieces[key] = tuple(piece for piece in pieces if piece.box.size)
+        return self._pieces[key]
+
+    def views(self, tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[View]:
+        """The boxes that this rank holds in ascending order, and the memory of each.
+
+        Writing to that memory changes the tensor. The layout is that of the tensor itself: the
+        layout that all ranks together describe may be an equal one in other words.
+        """
+        parts, layout = [part.detach() for part in parts_of(tensor)], layout_of(tensor)
+        if isinstance(layout, BoxLayout):
+            pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
+            found = [(box, part) for box, part in pairs if box.size]
+        elif parts:
+            held = self._held(layout, rank, shape)
+            found = [(piece.box, piece_view(parts[0], piece)) for piece in held]
+        else:
+            found = []
+        return sorted(found, key=lambda view: view[0])
+
+
+def part_of(view: View, box: Box) -> torch.Tensor:
+    """The part of a view that is in a box."""
+    outer, tensor = view
+    return inner_view(tensor, outer, box)

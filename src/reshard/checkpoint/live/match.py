@@ -1,4 +1,4 @@
-"""Do the tensors of a job and those of a checkpoint fit each other?"""
+"""Matches the tensors of a job with those of a checkpoint: names, shapes, dtypes, ties."""
 
 from __future__ import annotations
 
@@ -9,60 +9,60 @@ from difflib import get_close_matches
 from typing import Literal
 
 from reshard.checkpoint.live.entries import Memory
-from reshard.checkpoint.live.outline import Outline
+from reshard.checkpoint.live.summary import CatalogSummary
 from reshard.dtypes import check_cast
 from reshard.errors import CheckpointError, DisagreementError, NamesError
 from reshard.layout.spec import TensorSpec
 from reshard.text import quoted
 
-__all__ = ["Fit", "Strict", "check_strict", "fit"]
+__all__ = ["Match", "Strict", "check_strict", "match_tensors"]
 
 Strict = bool | Literal["exact"]
 
 MOST_NAMED = 5
 MOST_COMPARED = 10_000
-"""Names among which the nearest one is looked for; comparing takes some 20 microseconds each."""
+"""The most names that are compared to find the nearest; each takes 20 microseconds."""
 LEAST_LETTERS = 4
-"""Letters of a part of a name, below which one letter more or less makes another name."""
+"""In parts of a name with fewer letters, one changed letter makes another name, not a typo."""
 
 _DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
-    """What is loaded of a checkpoint into the tensors of a job."""
+class Match:
+    """What is loaded from a checkpoint into the tensors of a job."""
 
     chosen: Mapping[str, TensorSpec]
     missing: tuple[str, ...]
-    """Names that the checkpoint lacks, and that are not tied to one that it has."""
+    """Names that the checkpoint lacks and that are not tied to one that it has."""
     tied: tuple[str, ...]
     """Names whose memory is filled under another name."""
     copies: Mapping[str, Sequence[str]]
-    """Those of the tied names that the checkpoint has, by the name that is loaded: all are the same
-    memory here, and must hold the same there.
+    """The tied names that the checkpoint has too, by the name that is loaded: they share memory in
+    the job, and must be equal in the checkpoint.
     """
 
 
 def check_strict(strict: object) -> None:
-    """Refuse what is no value of ``strict``."""
+    """Refuse unknown values of ``strict``."""
     if strict not in (True, False, "exact"):
         raise CheckpointError(f'strict={quoted(strict)} is not known: use True, False or "exact"')
 
 
-def fit(
+def match_tensors(
     want: Mapping[str, TensorSpec],
-    outline: Outline,
+    summary: CatalogSummary,
     memories: Mapping[int, Memory],
     strict: Strict,
     cast: bool,
-) -> Fit:
-    """What is loaded; names, shapes and dtypes that do not fit are errors."""
-    stored = outline.catalog.tensors
+) -> Match:
+    """What is loaded; names, shapes and dtypes that do not match raise errors."""
+    stored = summary.catalog.tensors
     chosen = {name: spec for name, spec in want.items() if name in stored}
     absent = [name for name in want if name not in stored]
     tied = tuple(name for name in absent if _is_tied(name, chosen, memories))
     missing = [name for name in absent if name not in set(tied)]
-    root, unwanted = outline.catalog.root, outline.unwanted
+    root, unwanted = summary.catalog.root, summary.unwanted
     misspelt = dict(_misspelt(missing, unwanted))
     if missing and (strict or misspelt):
         raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
@@ -72,14 +72,14 @@ def fit(
             "without"
         )
     for name, spec in chosen.items():
-        _check_one(name, spec, outline, cast)
+        _check_one(name, spec, summary, cast)
     copies = _copies(chosen, memories)
     for name, others in copies.items():
         for other in others:
-            _check_same(name, other, outline)
+            _check_same(name, other, summary)
             del chosen[other]
     tied = (*tied, *(other for others in copies.values() for other in others))
-    return Fit(chosen, tuple(sorted(missing)), tied, copies)
+    return Match(chosen, tuple(sorted(missing)), tied, copies)
 
 
 def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]) -> bool:
@@ -95,7 +95,7 @@ def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int,
 def _copies(
     chosen: Mapping[str, TensorSpec], memories: Mapping[int, Memory]
 ) -> dict[str, list[str]]:
-    """Names that would be loaded into one memory, by the first of them; all ranks must agree."""
+    """Names that share memory, by the first of them; all ranks must agree."""
     copies: dict[str, list[str]] = {}
     groups = dict.fromkeys(group for memory in memories.values() for group in memory.groups)
     for group in groups:
@@ -112,21 +112,19 @@ def _copies(
     return {first: others for first, others in copies.items() if others}
 
 
-def _check_same(one: str, two: str, outline: Outline) -> None:
-    """Refuse tensors for one memory that are known to differ; others are compared when read."""
-    dtypes = [outline.catalog.tensors[name].dtype for name in (one, two)]
-    digests = [outline.digests.get(name) for name in (one, two)]
+def _check_same(one: str, two: str, summary: CatalogSummary) -> None:
+    """Refuse tied tensors that are known to differ; others are compared when they are read."""
+    dtypes = [summary.catalog.tensors[name].dtype for name in (one, two)]
+    digests = [summary.digests.get(name) for name in (one, two)]
     if digests[0] != digests[1] or dtypes[0] != dtypes[1]:
         raise CheckpointError(
             f"tensors {quoted(one)} and {quoted(two)} are one memory in the state dict and differ "
-            f"in {outline.catalog.root}: untie them, or leave one of them out"
+            f"in {summary.catalog.root}: untie them, or leave one of them out"
         )
 
 
 def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Names that the checkpoint lacks, each with one that nobody asked for and that differs from it
-    by one typing error.
-    """
+    """Names that the checkpoint lacks, each with an unused name that differs by one typo."""
     by_digits: dict[tuple[str, ...], list[str]] = {}
     for name in unwanted if missing else ():
         by_digits.setdefault(tuple(_DIGITS.findall(name)), []).append(name)
@@ -138,7 +136,7 @@ def _misspelt(missing: Sequence[str], unwanted: Sequence[str]) -> Iterator[tuple
 
 
 def _is_typo(one: str, two: str) -> bool:
-    """Whether names differ by a letter more, less or other, or by two neighbours exchanged.
+    """Whether names differ by one letter added, removed or changed, or by two swapped letters.
 
     >>> _is_typo("lm_head.weight", "lm_haed.weight"), _is_typo("a.q.weight", "a.k.weight")
     (True, False)
@@ -149,8 +147,8 @@ def _is_typo(one: str, two: str) -> bool:
     if first is None:
         first = min(len(one), len(two))
     rest, other = one[first:], two[first:]
-    exchanged = rest[:2] == other[1::-1] and rest[2:] == other[2:] and len(rest) > 1
-    if not (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or exchanged):
+    swapped = rest[:2] == other[1::-1] and rest[2:] == other[2:] and len(rest) > 1
+    if not (rest[1:] == other[1:] or rest[1:] == other or rest == other[1:] or swapped):
         return False
     start, stop = one.rfind(".", 0, first) + 1, one.find(".", first)
     return len(one[start : stop if stop >= 0 else None]) >= LEAST_LETTERS
@@ -168,15 +166,15 @@ def _lacking(
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
-    """The most similar name with the same numbers; of many thousands only some are compared."""
+    """The most similar name with the same numbers, among the first 10,000."""
     digits = _DIGITS.findall(name)
     alike = [other for other in names if _DIGITS.findall(other) == digits]
     found = get_close_matches(name, alike[:MOST_COMPARED], n=1)
     return found[0] if found else None
 
 
-def _check_one(name: str, spec: TensorSpec, outline: Outline, cast: bool) -> None:
-    have, root = outline.catalog.tensors[name], outline.catalog.root
+def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool) -> None:
+    have, root = summary.catalog.tensors[name], summary.catalog.root
     if have.shape != spec.shape:
         raise CheckpointError(
             f"tensor {quoted(name)} has shape {have.shape} in {root} and {spec.shape} in the state "

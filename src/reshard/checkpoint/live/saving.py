@@ -1,10 +1,10 @@
-"""``save``: the tensors of a running job into a checkpoint, each box once, published when complete.
+"""``save``: the tensors of a running job into a checkpoint.
 
     checkpoint.save(model.state_dict(), "ckpt")
 
-Each rank writes the boxes that fall to it into files beside the target; the first rank puts the
-folder in its place once all have written and all is on disk. Whatever fails before that, on
-whichever rank, is raised on all of them, and what stood at the target stands there still.
+Each rank writes its share of the boxes into files in a temporary folder; the first rank publishes
+the folder when all ranks have written and everything is on disk. An earlier failure of any rank is
+raised on all ranks, and leaves the old content of the destination in place.
 """
 
 from __future__ import annotations
@@ -22,23 +22,27 @@ from typing import Any
 import torch
 
 from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.conversion.build import check_room
 from reshard.checkpoint.formats.output import Wanted, count_tensor_files
 from reshard.checkpoint.formats.writer import plan_output
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, Recorder
-from reshard.checkpoint.live.entries import Entries, entries_of
-from reshard.checkpoint.live.ranks import Circle
+from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
 from reshard.checkpoint.live.reports import SaveReport
-from reshard.checkpoint.live.views import boxes_of
-from reshard.checkpoint.live.write_shares import main_mesh, on_mesh, owners_of
-from reshard.checkpoint.live.writing import Job, Writer, writers_of
+from reshard.checkpoint.live.write_shares import (
+    SavePlan,
+    Writer,
+    main_mesh,
+    on_mesh,
+    owners_of,
+    writers_of,
+)
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.durable import replace_file
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group
+from reshard.tensors.agreement import Agreement
 from reshard.tensors.merging import merge_specs
 from reshard.tensors.texts import specs_from_text, specs_to_text
 from reshard.text import quoted
@@ -47,7 +51,7 @@ __all__ = ["save"]
 
 FORMATS = ("sharded", "distcp")
 SEEN_WITHIN = 10.0
-"""Seconds until a folder that one rank has made is seen by the others, on a slow file system."""
+"""Seconds in which a new folder becomes visible to other ranks, on a slow file system."""
 
 
 def save(
@@ -60,62 +64,64 @@ def save(
     checksums: bool = True,
     timeout: float = 600.0,
 ) -> SaveReport:
-    """Save the tensors of a state dict as they are cut; all ranks of the group call it.
+    """Save the tensors of a state dict in their layouts; all ranks of the group call it.
 
-    ``format`` is sharded (safetensors that torch's reader loads) or distcp. Plain tensors of one
-    name are taken to be equal on all ranks that have them. Entries that are no tensors are kept by
-    distcp, and named in the report otherwise. The folder must be one that all ranks see.
+    ``format`` is sharded (safetensors that torch's reader loads) or distcp. A plain tensor must be
+    equal on all ranks that have it. Format distcp keeps entries that are not tensors; otherwise the
+    report lists them. All ranks must see the same folder.
     """
     began = time.monotonic()
-    circle = Circle(group, timeout)
+    agreement = Agreement(group, "saving a checkpoint", timeout, CheckpointError)
     place = Workplace.beside(Path(path))
     request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
-    saved = _described(circle, state_dict, request)
-    job = _planned(saved, format, circle)
-    files = [file.path for file in job.output.files]
-    with _entered(circle, place, overwrite, files):
-        token = circle.first_does(lambda: _prepare(place, job))
-        target = OutputFiles(place.data, job.output.files)
-        writer = Writer(job, saved.entries.tensors, saved.objects, circle.rank, checksums)
+    saved = _described(agreement, state_dict, request)
+    plan = _planned(saved, format, agreement)
+    files = [file.path for file in plan.output.files]
+    with _entered(agreement, place, overwrite, files):
+        token = agreement.run_on_first(lambda: _prepare(place, plan))
+        target = OutputFiles(place.data, plan.output.files)
+        writer = Writer(plan, saved.entries.tensors, saved.objects, agreement.rank, checksums)
         try:
-            circle.all_do(lambda: _check_seen(place, token))
-            while any(circle.all_do(lambda: _step(writer, target)).values()):
+            agreement.run(lambda: _check_seen(place, token))
+            while any(agreement.run(lambda: _step(writer, target)).values()):
                 pass
-            written = circle.all_do(lambda: _tell(writer, place, circle.rank))
-            circle.first_does(lambda: _seal(place, target, job, circle.ranks, checksums))
+            written = agreement.run(lambda: _write_sums(writer, place, agreement.rank))
+            agreement.run_on_first(lambda: _seal(place, target, plan, agreement.ranks, checksums))
         finally:
             target.close()
-        kept = circle.first_does(lambda: _publish(place, overwrite, files))
+        kept = agreement.run_on_first(lambda: _publish(place, overwrite, files))
     return SaveReport(
         target=str(path),
         format=format,
-        num_tensors=len(job.specs),
-        num_files=count_tensor_files(job.output.files),
-        unique_bytes=sum(spec.num_bytes for spec in job.specs.values()),
+        num_tensors=len(plan.specs),
+        num_files=count_tensor_files(plan.output.files),
+        unique_bytes=sum(spec.num_bytes for spec in plan.specs.values()),
         bytes_written=sum(written.values()),
         busiest_bytes=max(written.values()),
         seconds=time.monotonic() - began,
         checksums=checksums,
-        num_ranks=len(circle.ranks),
-        left_out=job.output.left_out if format == "distcp" else tuple(saved.others),
+        num_ranks=len(agreement.ranks),
+        left_out=plan.output.left_out if format == "distcp" else tuple(saved.others),
         left_alone=tuple(kept),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Saved:
-    """What is saved: this rank's entries, and what all ranks together have."""
+    """What is saved: the entries of this rank, and those of all ranks together."""
 
     entries: Entries
     objects: Mapping[str, bytes]
-    """This rank's entries that are no tensors, as torch saves them."""
+    """The entries of this rank that are not tensors, as torch saves them."""
     specs: Mapping[str, TensorSpec]
     others: Mapping[str, tuple[int, int]]
-    """The first rank that has each entry that is no tensor, and its size there."""
+    """The first rank that has each entry that is not a tensor, and its size."""
     keys: Mapping[str, tuple[str | int, ...]]
 
 
-def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[str, Any]) -> _Saved:
+def _described(
+    agreement: Agreement, state_dict: Mapping[Any, Any], request: Mapping[str, Any]
+) -> _Saved:
     found: list[tuple[Entries, dict[str, bytes]]] = []
 
     def describe() -> list[Any]:
@@ -129,14 +135,14 @@ def _described(circle: Circle, state_dict: Mapping[Any, Any], request: Mapping[s
         sizes = {name: len(data) for name, data in objects.items()}
         return [specs_to_text(entries.specs()), sizes, entries.keys, request]
 
-    said = circle.all_do(describe)
-    circle.check_alike({rank: one[3] for rank, one in said.items()}, "save")
-    described = {rank: specs_from_text(one[0]) for rank, one in said.items()}
+    answers = agreement.run(describe)
+    agreement.check_gathered({rank: one[3] for rank, one in answers.items()})
+    described = {rank: specs_from_text(one[0]) for rank, one in answers.items()}
     specs = merge_specs(described)
     _check_present(specs, described)
     others: dict[str, tuple[int, int]] = {}
     keys: dict[str, tuple[str | int, ...]] = {}
-    for rank, (_, sizes, paths, _) in said.items():
+    for rank, (_, sizes, paths, _) in answers.items():
         for name, size in sizes.items():
             others.setdefault(name, (rank, size))
         keys |= {name: tuple(path) for name, path in paths.items()}
@@ -160,7 +166,7 @@ def _check_request(request: Mapping[str, Any]) -> None:
 
 
 def _check_some(request: Mapping[str, Any], num_tensors: int, num_others: int) -> None:
-    """Refuse to save what nobody could load, before it takes the place of something else."""
+    """Refuse to replace a checkpoint by one without tensors."""
     if num_tensors or (num_others and request["format"] == "distcp"):
         return
     plural = "ies" if num_others > 1 else "y"
@@ -172,15 +178,18 @@ def _check_some(request: Mapping[str, Any], num_tensors: int, num_others: int) -
 
 
 def _check_present(
-    specs: Mapping[str, TensorSpec], said: Mapping[int, Mapping[str, TensorSpec]]
+    specs: Mapping[str, TensorSpec], answers: Mapping[int, Mapping[str, TensorSpec]]
 ) -> None:
-    """Refuse a tensor that lies on a rank without it: nobody could write that rank's part."""
+    """Refuse a tensor with a part on a rank that does not have it: that part cannot be written."""
+    boxes = RankBoxes()
     for name, spec in specs.items():
-        absent = [rank for rank in spec.layout.ranks if name not in said.get(rank, ())]
-        held = boxes_of(spec.layout, spec.shape) if absent else {}
+        absent = [rank for rank in spec.layout.ranks if name not in answers.get(rank, ())]
+        held = boxes.of(spec.layout, spec.shape) if absent else {}
         for rank in absent:
             if rank in held:
-                takes_part = "has no tensor" if rank in said else "does not save, but has a part of"
+                takes_part = (
+                    "has no tensor" if rank in answers else "does not save, but has a part of"
+                )
                 raise DisagreementError(
                     f"rank {rank} {takes_part} {quoted(name)}, which is cut over it "
                     f"({quoted(spec.layout)}): give it on all {len(held)} ranks that hold it"
@@ -199,8 +208,8 @@ def _bytes(name: str, value: Any) -> bytes:
     return buffer.getvalue()
 
 
-def _planned(saved: _Saved, format: str, circle: Circle) -> Job:
-    """All files and the place of every box in them; every rank plans the same."""
+def _planned(saved: _Saved, format: str, agreement: Agreement) -> SavePlan:
+    """All files and the place of every box in them; every rank makes the same plan."""
     mesh = main_mesh(saved.specs)
     layouts = (spec.layout for spec in saved.specs.values() if str(spec.layout.mesh) == mesh)
     main = next(layouts, None)
@@ -218,21 +227,23 @@ def _planned(saved: _Saved, format: str, circle: Circle) -> Job:
     output = plan_output(
         format, wanted, metadata={}, objects=objects, nesting=saved.keys, mesh=mesh
     )
-    writers = writers_of(output, owned, circle.ranks[0])
-    return Job(specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()})
+    writers = writers_of(output, owned, agreement.ranks[0])
+    return SavePlan(
+        specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()}
+    )
 
 
 @contextmanager
 def _entered(
-    circle: Circle, place: Workplace, overwrite: bool, files: Sequence[str]
+    agreement: Agreement, place: Workplace, overwrite: bool, files: Sequence[str]
 ) -> Iterator[None]:
-    """The place where the output is built; the first rank holds it, and clears it in the end."""
-    circle.first_does(lambda: _enter(place, overwrite, files))
+    """Hold the folder of the output on the first rank; remove it after a failure."""
+    agreement.run_on_first(lambda: _enter(place, overwrite, files))
     try:
         yield
     except BaseException:
-        if circle.leads:
-            with suppress(OSError):  # what went wrong first is what to tell
+        if agreement.is_first:
+            with suppress(OSError):  # the first error is the one to report
                 if not place.recover():
                     place.discard()
         raise
@@ -251,7 +262,7 @@ def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
                 f"an unfinished conversion to {place.target} is there: finish it with reshard "
                 f"convert --resume, or remove {place.folder}"
             )
-        if found is not None:  # of a save that was killed: nothing of it can be used
+        if found is not None:  # left by a save that was killed: nothing of it can be used
             place.discard()
             place.enter()
         place.check_target(overwrite, files)
@@ -261,11 +272,11 @@ def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
         raise
 
 
-def _prepare(place: Workplace, job: Job) -> str:
-    """Make all files at their full size; the word by which other ranks know the folder."""
-    check_room(place, job.output.num_bytes)
+def _prepare(place: Workplace, plan: SavePlan) -> str:
+    """Create all files at their full size; returns a token by which other ranks know the folder."""
+    place.check_room(plan.output.num_bytes)
     place.data.mkdir()
-    target = OutputFiles(place.data, job.output.files)
+    target = OutputFiles(place.data, plan.output.files)
     target.allocate()
     token = secrets.token_hex(8)
     replace_file(place.folder / "prepared", token.encode())
@@ -294,40 +305,40 @@ def _step(writer: Writer, target: OutputFiles) -> bool:
         raise TargetError(f"{str(error).rpartition(';')[0]}; nothing was published") from None
 
 
-def _tell(writer: Writer, place: Workplace, rank: int) -> int:
-    """Leave the checksums of this rank where the first one finds them; how much was written."""
+def _write_sums(writer: Writer, place: Workplace, rank: int) -> int:
+    """Write the checksums of this rank for the first one; returns the bytes written."""
     data = json.dumps(writer.done.to_data()).encode()
     replace_file(place.folder / f"sums.{rank}", data)
     return writer.done.num_bytes
 
 
 def _seal(
-    place: Workplace, target: OutputFiles, job: Job, ranks: tuple[int, ...], checksums: bool
+    place: Workplace, target: OutputFiles, plan: SavePlan, ranks: tuple[int, ...], checksums: bool
 ) -> None:
-    """Check that all files are there, and write the checksums beside them."""
-    for file in job.output.files:
+    """Check the sizes of all files, and write their checksums."""
+    for file in plan.output.files:
         size = (place.data / file.path).stat().st_size
         if size != file.size:
             raise TargetError(f"{place.data / file.path} has {size} bytes and not {file.size}")
     if checksums:
-        replace_file(place.data / SIDECAR, _sidecar(place, job, ranks).to_bytes())
+        replace_file(place.data / SIDECAR, _sidecar(place, plan, ranks).to_bytes())
     target.sync_folders()
 
 
-def _sidecar(place: Workplace, job: Job, ranks: tuple[int, ...]) -> Checksums:
-    recorder, values = Recorder(), dict.fromkeys(job.specs, 0)
+def _sidecar(place: Workplace, plan: SavePlan, ranks: tuple[int, ...]) -> Checksums:
+    recorder, values = Recorder(), dict.fromkeys(plan.specs, 0)
     for rank in ranks:
-        told = json.loads((place.folder / f"sums.{rank}").read_bytes())
-        for file, start, stop, text in told["sums"]:
-            path = job.output.files[file].path
+        record = json.loads((place.folder / f"sums.{rank}").read_bytes())
+        for file, start, stop, text in record["sums"]:
+            path = plan.output.files[file].path
             recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
-        for name, text in told["parts"].items():
+        for name, text in record["parts"].items():
             values[name] += int(text, 16)
     digests = {
         name: digest.finish(digest.combine([values[name]]), spec.shape, spec.dtype)
-        for name, spec in job.specs.items()
+        for name, spec in plan.specs.items()
     }
-    return Checksums(recorder.finish({file.path: file.size for file in job.output.files}), digests)
+    return Checksums(recorder.finish({file.path: file.size for file in plan.output.files}), digests)
 
 
 def _publish(place: Workplace, overwrite: bool, files: Sequence[str]) -> list[str]:

@@ -1,38 +1,54 @@
-"""Who writes which box: each once, by a rank that holds it, all ranks about equally many bytes.
-
->>> from reshard.layout.layout import Layout
->>> from reshard.layout.mesh import Mesh
->>> specs = {name: TensorSpec((size,), "float32", Layout(Mesh(dp=2), "-"))
-...          for name, size in [("a", 6), ("b", 1), ("c", 5)]}
->>> {name: owned.ranks.tolist() for name, owned in owners_of(specs).items()}
-{'a': [0], 'b': [1], 'c': [1]}
-"""
+"""The shares of the ranks in writing: each box is written once, by a rank that holds it."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import Any
 
 import numpy as np
+import torch
 
-from reshard.checkpoint.formats.output import Owned, Wanted, owned_boxes
+from reshard.checkpoint.formats.output import Output, Owned, Wanted, owned_boxes
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.live.entries import RankBoxes, View, part_of
+from reshard.checkpoint.piece_table import slabs
+from reshard.checkpoint.storage.output_files import OutputFiles
+from reshard.checkpoint.transfer.copying import sums_of
+from reshard.checkpoint.transfer.workers import in_order
 from reshard.dtypes import itemsize
+from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
+from reshard.planning.sharing import LeastLoaded
 
-__all__ = ["main_mesh", "on_mesh", "owners_of"]
+__all__ = ["SavePlan", "Writer", "main_mesh", "on_mesh", "owners_of", "writers_of"]
+
+WORKERS = 2
+WINDOW = 8 << 20
+"""Bytes that are written at once."""
+STEP = 1 << 30
+"""Bytes after which the ranks agree, so that none waits long without a sign of the others."""
 
 
 def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
-    """The writer of every distinct box of every tensor."""
+    """The rank that writes each distinct box of every tensor: one that holds it, in equal shares.
+
+    >>> from reshard.layout.mesh import Mesh
+    >>> specs = {name: TensorSpec((size,), "float32", Layout(Mesh(dp=2), "-"))
+    ...          for name, size in [("a", 6), ("b", 1), ("c", 5)]}
+    >>> {name: owned.ranks.tolist() for name, owned in owners_of(specs).items()}
+    {'a': [0], 'b': [1], 'c': [1]}
+    """
     owned = {
         name: owned_boxes(name, Wanted(spec.shape, spec.dtype, spec.layout), number)
         for number, (name, spec) in enumerate(specs.items())
     }
-    loads: Counter[int] = Counter()
+    loads = LeastLoaded(rank for spec in specs.values() for rank in spec.layout.ranks)
     choices = []
     for name, spec in specs.items():
         sizes = _sizes(owned[name], spec)
@@ -41,15 +57,13 @@ def owners_of(specs: Mapping[str, TensorSpec]) -> dict[str, Owned]:
         listed = listed_of(spec.layout, spec.shape)
         shared = np.diff(listed.first) > 1
         for box in np.flatnonzero(~shared).tolist():
-            loads[int(owned[name].ranks[box])] += int(sizes[box])
+            loads.loads[int(owned[name].ranks[box])] += int(sizes[box])
         choices += [
             (-int(sizes[box]), name, box, listed.of(box)) for box in np.flatnonzero(shared).tolist()
         ]
         owned[name] = replace(owned[name], ranks=owned[name].ranks.copy())
     for size, name, box, holders in sorted(choices, key=lambda one: one[:3]):
-        rank = min(holders.tolist(), key=lambda rank: (loads[rank], rank))
-        loads[rank] -= size
-        owned[name].ranks[box] = rank
+        owned[name].ranks[box] = loads.choose(sorted(holders.tolist()), -size)
     return owned
 
 
@@ -59,7 +73,7 @@ def _sizes(owned: Owned, spec: TensorSpec) -> Ints:
 
 
 def main_mesh(specs: Mapping[str, TensorSpec]) -> str | None:
-    """The mesh that most bytes are cut over, which is the one that files speak of."""
+    """The mesh that most bytes are sharded over, which the files record."""
     found: Counter[str] = Counter()
     for spec in specs.values():
         if not isinstance(spec.layout, BoxLayout):
@@ -68,8 +82,136 @@ def main_mesh(specs: Mapping[str, TensorSpec]) -> str | None:
 
 
 def on_mesh(layout: Layout, main: Layout | None) -> Layout:
-    """What is whole on all ranks of the main mesh, in its words."""
+    """The layout on the main mesh, if it is whole on all ranks of it; else unchanged."""
     if main is None or layout.mesh == main.mesh or isinstance(layout, BoxLayout):
         return layout
     same = sorted(layout.ranks) == sorted(main.ranks)
     return Layout(main.mesh, "...") if same and str(layout) == "..." else layout
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """What is to be saved, equal on all ranks."""
+
+    specs: Mapping[str, TensorSpec]
+    owned: Mapping[str, Owned]
+    output: Output
+    writers: Mapping[int, int]
+    """The rank that writes the header and other known bytes of each file."""
+    objects: Mapping[str, int]
+    """The rank that writes each entry that is not a tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """One write to a file: a box of a tensor, or known bytes."""
+
+    file: int
+    offset: int
+    name: str = ""
+    box: Box | None = None
+    view: View | None = None
+    """The memory that contains the box."""
+    data: bytes = b""
+
+
+@dataclass(slots=True)
+class Written:
+    """What a rank has written: its checksums, and its parts of the digest values."""
+
+    num_bytes: int = 0
+    sums: list[tuple[int, int, int, str]] = field(default_factory=list)
+    parts: dict[str, int] = field(default_factory=dict)
+
+    def to_data(self) -> dict[str, Any]:
+        """The checksums and digest parts as JSON data."""
+        parts = {name: f"{value:x}" for name, value in self.parts.items()}
+        return {"sums": self.sums, "parts": parts}
+
+
+class Writer:
+    """Writes the share of one rank, in steps."""
+
+    def __init__(
+        self,
+        plan: SavePlan,
+        tensors: Mapping[str, torch.Tensor],
+        objects: Mapping[str, bytes],
+        rank: int,
+        checksums: bool,
+    ) -> None:
+        self._plan, self._tensors, self._objects, self._rank = plan, tensors, objects, rank
+        self._checksums = checksums
+        self._held = RankBoxes()
+        self._left = self._writes()
+        self._touched: set[int] = set()
+        self.done = Written()
+
+    def step(self, target: OutputFiles) -> bool:
+        """Write the next part and put it on disk; whether there was one."""
+        count = max(STEP // WINDOW, 1)
+        tasks = list(islice(self._left, count))
+
+        def write(task: _Write, _: None) -> tuple[list[tuple[int, int, int, str]], Any]:
+            array = self._array(task)
+            data = memoryview(array.reshape(-1).view("u1").data if task.box else task.data)
+            target.write(task.file, task.offset, data)
+            self._touched.add(task.file)
+            return (sums_of(task.file, task.offset, data) if self._checksums else []), array
+
+        for task, (sums, array) in in_order(write, tasks, WORKERS, lambda: None):
+            self.done.sums += sums
+            self.done.num_bytes += len(task.data) if task.box is None else array.nbytes
+            if self._checksums and task.box is not None:
+                self._add_digest(task.name, task.box, array)
+        for file in sorted(self._touched):
+            target.sync_file(file)
+        self._touched.clear()
+        return bool(tasks)
+
+    def _add_digest(self, name: str, box: Box, array: Any) -> None:
+        spec, parts = self._plan.specs[name], self.done.parts
+        value = digest.part(array, box, spec.shape, spec.dtype)
+        parts[name] = (parts.get(name, 0) + value) % digest.MODULUS
+
+    def _writes(self) -> Iterator[_Write]:
+        output = self._plan.output
+        for literal in output.all_literals():
+            if self._plan.writers[literal.file] == self._rank:
+                yield _Write(literal.file, literal.offset, data=literal.data)
+        for copy in output.objects:
+            if self._plan.objects[copy.source.name] == self._rank:
+                data = self._objects[copy.source.name]
+                yield _Write(copy.file, copy.offset, data=data)
+        for name in output.tensors:
+            yield from self._boxes(name)
+
+    def _boxes(self, name: str) -> Iterator[_Write]:
+        spec, pieces = self._plan.specs[name], self._plan.output.tensors[name].pieces
+        mine = {start for start, _, rank in self._plan.owned[name] if rank == self._rank}
+        views = self._held.views(self._tensors[name], spec.shape, self._rank) if mine else []
+        size = itemsize(spec.dtype)
+        for piece in pieces.pieces:
+            at, whole = piece.offset, piece.box
+            for box in slabs(whole, WINDOW // size) if whole.start in mine else ():
+                view = next(view for view in views if whole in view[0])
+                yield _Write(piece.file, at, name, box, view)
+                at += box.size * size
+
+    def _array(self, task: _Write) -> Any:
+        """A box of this rank's tensor, row-major in host memory."""
+        if task.box is None or task.view is None:
+            return None
+        part = part_of(task.view, task.box)
+        flat = part.contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+        return flat.view(f"V{part.element_size()}").reshape(task.box.shape)
+
+
+def writers_of(output: Output, owned: Mapping[str, Owned], first: int) -> dict[int, int]:
+    """The rank that writes each file: that of its boxes, or the first one."""
+    found = dict.fromkeys(range(len(output.files)), first)
+    for name, tensor in output.tensors.items():
+        by_start = {start: rank for start, _, rank in owned[name]}
+        for piece in tensor.pieces.pieces:
+            found[piece.file] = by_start[piece.box.start]
+    return found

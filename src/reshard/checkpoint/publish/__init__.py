@@ -1,1 +1,7 @@
-"""Builds an output in a temporary folder, resumably, and publishes it in one step."""
+"""Publishes an output in one step, after it was built in a temporary folder.
+
+- ``workplace``: the temporary folder, its lock, and the exchange with the destination
+- ``journal``: the chunks that are done, for a conversion that is resumed
+- ``replacing``: the files that belong to an old checkpoint, and those that are kept
+- ``remote``: destinations that fsspec reaches
+"""

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.conversion.companions import is_companion
 from reshard.checkpoint.formats.file_names import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
@@ -35,6 +34,12 @@ __all__ = ["Replaced", "delete_files", "move_kept", "replaced_by"]
 
 _NUMBERED = re.compile(r"(.+)-\d+-of-(\d+\.\w+)")
 _DISTCP = re.compile(r"__\d+_\d+\.distcp|(__\d+)?\.metadata")
+_COMPANION = re.compile(
+    r"(adapter_|generation_|preprocessor_|processor_|model_|feature_extractor_)?config\.json"
+    r"|tokenizer[^/]*|special_tokens_map\.json|added_tokens\.json|vocab\.(json|txt)|merges\.txt"
+    r"|spiece\.model|chat_template\.[a-z]+"
+)
+"""Configs and tokenizers, which come with a checkpoint."""
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
 """How files end that would be read together with safetensors files beside them."""
 
@@ -56,7 +61,7 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
         in_way = _in_way(target, path)
         if in_way is None or in_way in belongs:
             continue
-        if in_way == path and is_companion(path) and (target / path).is_file():
+        if in_way == path and _COMPANION.fullmatch(path) and (target / path).is_file():
             belongs |= {path}
             continue
         raise TargetError(

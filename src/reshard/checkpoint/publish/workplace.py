@@ -48,8 +48,9 @@ from reshard.checkpoint.storage.base import REQUEST, StoredFile
 from reshard.checkpoint.storage.durable import exchange, replace_file, sync_folder
 from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import TargetError, UnfinishedError
+from reshard.text import format_bytes
 
-__all__ = ["Workplace", "check_places"]
+__all__ = ["Workplace", "check_places", "free_bytes"]
 
 PUBLISHING = "publishing.json"
 
@@ -136,10 +137,21 @@ class Workplace:
 
     def check_writable(self) -> None:
         """Ask the system, without writing, whether the target's folder can be made and written."""
-        folder = self.target.parent
-        exists = next(path for path in (folder, *folder.parents) if path.exists())
+        exists = _nearest(self.target.parent)
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TargetError(f"{exists} cannot be written to: choose another target")
+
+    def check_room(self, needed: int) -> None:
+        """Refuse to begin an output for which the disk has no room."""
+        present = sum(
+            path.stat().st_blocks * 512 for path in self.data.rglob("*") if path.is_file()
+        )
+        free = free_bytes(self.folder)
+        if needed - present > free:
+            raise TargetError(
+                f"{format_bytes(needed)} are needed at {self.target.parent} and "
+                f"{format_bytes(free)} are free: free some space, or choose another target"
+            )
 
     def enter(self) -> None:
         """Make the folder and take its lock; a second conversion is refused at once."""
@@ -301,6 +313,16 @@ class Workplace:
             move_kept(old, self.target, frozenset(state["belongs"]))
             sync_folder(self.target)
         self._remove()
+
+
+def free_bytes(folder: Path) -> int:
+    """Bytes that can still be written to a folder, or to the nearest one above that exists."""
+    stats = os.statvfs(_nearest(folder))
+    return stats.f_bavail * stats.f_frsize
+
+
+def _nearest(folder: Path) -> Path:
+    return next(path for path in (folder, *folder.parents) if path.exists())
 
 
 def _take_after(folder: Path, old: os.stat_result) -> None:

@@ -1,13 +1,11 @@
 """Many small tensors at a time: read in long ranges, digested together, written in long ranges.
 
 A checkpoint of a mixture of experts has tens of thousands of tensors. For a small one, a system
-call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors
-that follow each other in memory, row-major, without gaps:
+call, a checksum and an array cost more than its bytes. A *pack* is a list of whole small tensors,
+one after the other in memory, row-major, without gaps:
 
     file     | w0    | w1    | b1| ... another tensor ... | w2    |
     pack     | w0    | w1    | b1| w2    |                           two reads, one digest call
-
-Nothing here knows what the tensors are for; ``copying`` and ``examining`` do.
 """
 
 from __future__ import annotations
@@ -24,22 +22,25 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity import digest
 from reshard.layout.box import Box, row_major
 
-__all__ = ["SMALL", "Pack", "Packed", "Placed", "tiles", "written"]
+__all__ = [
+    "CELLS", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles",
+]  # fmt: skip
 
 SMALL = 64 << 10
 """Bytes of the largest tensor that is packed."""
 GAP = 4096
-"""Bytes between two tensors of a file that are read along rather than stepped over."""
+"""Gaps in a file of up to this many bytes are read and thrown away, which beats a second read."""
 ALONE = 64 << 10
-"""Bytes of a run from which on it is read for itself, into its place."""
+"""Runs of at least this many bytes are read one by one, into their place."""
 LONGEST = 4 << 20
-"""Bytes of one range that is written, and has one checksum."""
+"""The most bytes of one write, which has one checksum."""
 AT_ONCE = 1 << 16
-"""Bytes that are digested at a time. Of more OpenBLAS makes work for a second thread, which then
-spins for longer than it works."""
+"""Bytes that are digested at a time: for more, OpenBLAS starts a second thread, which spins longer
+than it works."""
 
 Array = np.ndarray[Any, Any]
 CELLS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64, 16: np.complex128}
+"""The numpy type that copies elements of a size; numpy has no integers of 16 bytes."""
 
 
 class Reads(Protocol):
@@ -48,9 +49,12 @@ class Reads(Protocol):
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer with bytes of a file."""
 
+    def name(self, file: int) -> str:
+        """The path of a file, for errors."""
+
 
 class Packed(NamedTuple):
-    """A small tensor: its shape, the bytes of an element, and where all of it is stored, once."""
+    """A small tensor: its shape, the bytes of an element, and the pieces that tile it."""
 
     shape: tuple[int, ...]
     itemsize: int
@@ -59,7 +63,7 @@ class Packed(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Bytes, and the place in a file where they go."""
+    """Bytes to be written, and their place in a file."""
 
     file: int
     offset: int
@@ -67,14 +71,14 @@ class Placed(NamedTuple):
 
 
 class _Run(NamedTuple):
-    """Bytes of a file, and where in a pack they go."""
+    """A range of a file, and its place in a pack."""
 
     file: int
     offset: int
     size: int
     place: int
     tensor: int
-    """Of a box that is not one run of bytes, the tensor and the piece; else -1 and None."""
+    """The tensor and the piece of a box that is not one run of bytes; else -1 and None."""
     piece: StoredPiece | None
 
     @property
@@ -84,9 +88,9 @@ class _Run(NamedTuple):
 
 
 def tiles(shape: tuple[int, ...], pieces: Sequence[StoredPiece]) -> bool:
-    """Whether pieces are a tensor, each element once: one piece, or a row of them along one dim.
+    """Whether pieces tile a tensor, as far as is seen at once: one piece, or a row along one dim.
 
-    False does not say that they are not: ``coverage`` finds out.
+    If this is False they may tile it in another way: ``layout.coverage`` decides.
 
     >>> from reshard.layout.box import Box
     >>> halves = [StoredPiece(Box((0, 0), (4, 1)), 0, 0, (1, 1)),
@@ -120,18 +124,18 @@ class Pack:
 
     tensors: Sequence[Packed]
     buffer: Array
-    """Bytes; as many as all tensors together have, or more."""
+    """At least as many bytes as all tensors together have."""
     starts: Sequence[int]
-    """Where each tensor begins, and where the last one ends."""
+    """The offset of each tensor, and the end of the last one."""
 
     @classmethod
     def of(cls, tensors: Sequence[Packed], buffer: Array) -> Pack:
-        """A pack of these tensors, not yet read."""
+        """A pack of these tensors, to be read."""
         sizes = (tensor.num_bytes for tensor in tensors)
         return cls(tensors, buffer, [*accumulate(sizes, initial=0)])
 
     def read(self, scratch: Array, reads: Reads) -> None:
-        """Fill the buffer from files, in ranges that fit into ``scratch``."""
+        """Fill the buffer from files, in ranges no longer than ``scratch``."""
         memory, spare = self.buffer.data, scratch.data
         rising = sorted(self._runs(), key=lambda run: run[:2])
         for runs in _spans(_merged(rising), len(scratch)):
@@ -189,7 +193,7 @@ class Pack:
         return self.buffer.data[at : at + box.size * tensor.itemsize]
 
     def digests(self) -> list[int]:
-        """The value of each tensor, for ``digest.finish``."""
+        """The digest value of each tensor, for ``digest.finish``."""
         by_size: dict[int, list[int]] = {}
         for number, tensor in enumerate(self.tensors):
             by_size.setdefault(tensor.num_bytes, []).append(number)
@@ -199,15 +203,15 @@ class Pack:
             most = max(AT_ONCE // size, 1)
             for at in range(0, len(numbers), most):
                 some = numbers[at : at + most]
-                joined = b"".join([memory[starts[n] : starts[n] + size] for n in some])
-                rows = np.frombuffer(joined, dtype=np.uint8).reshape(len(some), size)
+                data = b"".join([memory[starts[n] : starts[n] + size] for n in some])
+                rows = np.frombuffer(data, dtype=np.uint8).reshape(len(some), size)
                 for number, value in zip(some, digest.whole(rows), strict=True):
                     values[number] = value
         return values
 
 
-def written(placed: Iterable[Placed]) -> Iterator[Placed]:
-    """The same bytes, given in the order of files; what follows each other is one long range."""
+def joined_writes(placed: Iterable[Placed]) -> Iterator[Placed]:
+    """Join adjacent writes, which come in the order of the files, into long ones."""
     parts: list[bytes | memoryview] = []
     file, start, end = -1, 0, 0
     for one in placed:
@@ -224,7 +228,7 @@ def written(placed: Iterable[Placed]) -> Iterator[Placed]:
 
 @lru_cache(maxsize=4096)
 def place_in(shape: tuple[int, ...], box: Box) -> int | None:
-    """The element at which a box begins in a row-major tensor, if there it is one run; else None.
+    """The index of a box's first element in a row-major tensor; None if the box is not one run.
 
     >>> place_in((4, 6), Box((2, 0), (4, 6))), place_in((4, 6), Box((0, 2), (4, 4)))
     (12, None)
@@ -242,7 +246,7 @@ _strides = lru_cache(maxsize=4096)(row_major)
 
 
 def _merged(runs: Iterable[_Run]) -> Iterator[_Run]:
-    """Runs in the order of their files, those that follow each other on both sides as one."""
+    """Join runs that are adjacent both in the file and in the pack."""
     first: _Run | None = None
     size = 0
     for run in runs:
@@ -259,7 +263,7 @@ def _merged(runs: Iterable[_Run]) -> Iterator[_Run]:
 
 
 def _spans(runs: Iterable[_Run], limit: int) -> Iterator[list[_Run]]:
-    """Runs that are read together, across gaps; a long one is read alone."""
+    """Group runs that are read together, across small gaps; a long run is read alone."""
     span: list[_Run] = []
     stop = 0
     for run in runs:

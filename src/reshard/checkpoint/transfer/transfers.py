@@ -1,15 +1,15 @@
-"""Which stored pieces make up each tensor of the output, and in which windows are they copied?
+"""The stored pieces that make up each output tensor, and the windows in which they are copied.
 
 A *window* is a box of a tensor that fits into a worker's buffer. Its elements are read from all
-source pieces that meet it, and written to all target pieces that meet it: each byte is read once,
-whatever the two cuts. Windows are whole rows, because rows of a piece are one run of bytes however
-the piece is cut:
+source pieces that overlap it, and written to all output pieces that overlap it: each byte is read
+once, whatever the two layouts. Windows are whole rows, because the rows of a piece are one run of
+bytes however the piece is sharded:
 
-    source: by rows              target: by columns           a window
+    source: by rows              output: by columns           a window
     +-----------------+          +-----+-----+-----+          +=================+  one run of 0
     |        0        |          |     |     |     |          |        0        |  one run of 1
     +-----------------+    ->    |  0  |  1  |  2  |          +-----------------+  and one run
-    |        1        |          |     |     |     |          |        1        |  of each target
+    |        1        |          |     |     |     |          |        1        |  of each output
     +-----------------+          +-----+-----+-----+          +=================+
 
 Nothing here opens a file.
@@ -25,30 +25,29 @@ from math import prod
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.coverage import holes_of
-from reshard.checkpoint.piece_table import Located, Pieces, joined, slabs
+from reshard.checkpoint.piece_table import Pieces, PieceTable, joined, slabs
 from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.columns import Ints
-from reshard.layout.coverage import overlapping_pairs
+from reshard.layout.coverage import missing_boxes, overlapping_pairs
 from reshard.planning.names import Feed
 from reshard.text import quoted
 
 __all__ = [
-    "Chunk", "Fed", "Transfer", "chunks_of", "feeding", "one_dtype", "pieces_of", "source_of",
-    "transfer_of",
+    "Chunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
+    "source_tensors", "transfer_of",
 ]  # fmt: skip
 
 WORTH_A_REGION = 1 << 20
-"""Bytes below which a target piece is not given windows of its own."""
+"""Output pieces of fewer bytes do not get windows of their own."""
 MOST_PARTS = 4096
-"""Parts of one stored box that none before it holds: a job that saves each element once has one."""
+"""The most parts into which overlaps with earlier boxes may split a stored box; one is usual."""
 
 
 @dataclass(frozen=True, slots=True)
-class Fed:
+class SourceTensor:
     """A source tensor, and the part of an output tensor that it makes up."""
 
     tensor: StoredTensor
@@ -57,7 +56,7 @@ class Fed:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Transfer:
-    """One tensor of the output: where its elements are, and where they go."""
+    """One output tensor: where its elements are stored, and where they are written."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,26 +64,42 @@ class Transfer:
     """The dtype in the source."""
     want: str
     """The dtype in the output."""
-    stored: Located | Pieces
+    stored: PieceTable | Pieces
     """Every element once, in the coordinates of the output tensor."""
-    replicas: Located
-    """What the source holds a second time; it must be equal."""
-    written: Located | Pieces
-    """Where the elements go."""
+    replicas: PieceTable
+    """Elements that the source holds a second time; they must be equal."""
+    written: PieceTable | Pieces
+    """Where the elements are written."""
     regions: tuple[Box, ...]
-    """What is cut into windows: the whole tensor, or the target pieces one by one."""
+    """Boxes that are split into windows: the whole tensor, or the output pieces one by one."""
     is_padded: bool = False
     """Whether some elements have no source and are zero."""
 
-    @property
-    def source(self) -> Located:
-        """Where the elements are, as columns."""
-        return self.stored if isinstance(self.stored, Located) else self.stored.table()
+    @classmethod
+    def of_read(
+        cls,
+        tensor: StoredTensor,
+        source: PieceTable,
+        replicas: PieceTable | None,
+        want: str,
+        is_padded: bool = False,
+    ) -> Transfer:
+        """A transfer that is only read, into memory."""
+        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
+        return cls(
+            tensor.name, tensor.shape, tensor.dtype, want, source,
+            none if replicas is None else replicas, none, _whole(tensor.shape), is_padded,
+        )  # fmt: skip
 
     @property
-    def target(self) -> Located:
-        """Where the elements go, as columns."""
-        return self.written if isinstance(self.written, Located) else self.written.table()
+    def source(self) -> PieceTable:
+        """Where the elements are stored, as a table."""
+        return self.stored if isinstance(self.stored, PieceTable) else self.stored.table()
+
+    @property
+    def destination(self) -> PieceTable:
+        """Where the elements are written, as a table."""
+        return self.written if isinstance(self.written, PieceTable) else self.written.table()
 
     @property
     def source_bytes(self) -> int:
@@ -99,7 +114,7 @@ class Transfer:
         return _num_bytes(self.written)
 
     def is_packed(self, num_bytes: int) -> bool:
-        """Whether the tensor is copied in a pack of so many bytes: see ``packing``."""
+        """Whether the tensor is copied in a pack of this many bytes: see ``packing``."""
         return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
 
     @property
@@ -108,7 +123,7 @@ class Transfer:
         return prod(self.shape) * max(itemsize(self.have), itemsize(self.want))
 
     def windows(self, num_bytes: int) -> Iterable[Box]:
-        """The windows, none longer than so many bytes in either dtype."""
+        """The windows, of at most this many bytes in either dtype."""
         if self.is_packed(num_bytes):
             return self.regions
         limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
@@ -119,22 +134,22 @@ class Transfer:
         return window.size * itemsize(self.want)
 
 
-def _num_bytes(held: Located | Pieces) -> int:
+def _num_bytes(held: PieceTable | Pieces) -> int:
     return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Windows that one worker copies at a time, and that the journal notes as one."""
+    """Windows that one worker copies at a time, and that are one record of the journal."""
 
     number: int
     windows: tuple[tuple[int, Box], ...]
-    """Which transfer, and which box of its tensor."""
+    """The number of the transfer, and the box of its tensor."""
     num_bytes: int
 
 
 def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[Chunk]:
-    """All windows in order, small ones of neighbouring tensors together."""
+    """All windows in order, small ones of neighbouring tensors together in one chunk."""
     number, windows, total = 0, list[tuple[int, Box]](), 0
     for which, transfer in enumerate(transfers):
         for window in transfer.windows(num_bytes):
@@ -152,27 +167,27 @@ def transfer_of(
     name: str,
     shape: tuple[int, ...],
     want: str,
-    fed: Sequence[Fed],
-    target: Located | Pieces,
+    fed: Sequence[SourceTensor],
+    destination: PieceTable | Pieces,
     zeros: Sequence[Box] = (),
 ) -> Transfer:
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
-    if isinstance(target, Pieces):
+    if isinstance(destination, Pieces):
         # Boxes that lie between each other's rows in a file are written row by row.
-        runs = all(piece.is_contiguous for piece in target.pieces)
+        runs = all(piece.is_contiguous for piece in destination.pieces)
         if runs and _is_small(shape, have, want, fed):
-            none = Located.none(len(shape), itemsize(have))
+            none = PieceTable.none(len(shape), itemsize(have))
             stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
-            return Transfer(name, shape, have, want, stored, none, target, _whole(shape))
-        target = target.table()
+            return Transfer(name, shape, have, want, stored, none, destination, _whole(shape))
+        destination = destination.table()
     source, replicas = source_of(name, shape, fed, zeros)
-    regions = _regions(shape, source, target)
-    return Transfer(name, shape, have, want, source, replicas, target, regions, bool(zeros))
+    regions = _regions(shape, source, destination)
+    return Transfer(name, shape, have, want, source, replicas, destination, regions, bool(zeros))
 
 
-def _is_small(shape: tuple[int, ...], have: str, want: str, fed: Sequence[Fed]) -> bool:
-    """Whether a tensor can be copied in a pack: it is small, and stored as it is."""
+def _is_small(shape: tuple[int, ...], have: str, want: str, fed: Sequence[SourceTensor]) -> bool:
+    """Whether a tensor can be copied in a pack: it is small, and one stored tensor unchanged."""
     size = prod(shape) * max(itemsize(have), itemsize(want))
     return 0 < size <= SMALL and _is_plain(shape, fed)
 
@@ -182,7 +197,7 @@ def _whole(shape: tuple[int, ...]) -> tuple[Box, ...]:
     return (Box.whole(shape),)
 
 
-def one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
+def one_dtype(name: str, fed: Sequence[SourceTensor], want: str) -> str:
     """The dtype that all sources of an output tensor have; ``want`` if there is none."""
     dtypes = {each.tensor.dtype: each.tensor.name for each in fed}
     if len(dtypes) > 1:
@@ -195,19 +210,19 @@ def one_dtype(name: str, fed: Sequence[Fed], want: str) -> str:
 
 
 def source_of(
-    name: str, shape: tuple[int, ...], fed: Sequence[Fed], zeros: Sequence[Box] = ()
-) -> tuple[Located, Located]:
-    """The pieces that hold each element once, and those that hold some of them again."""
+    name: str, shape: tuple[int, ...], fed: Sequence[SourceTensor], zeros: Sequence[Box] = ()
+) -> tuple[PieceTable, PieceTable]:
+    """Pieces that hold each element once, and pieces that hold elements a second time."""
     if prod(shape) and _is_plain(shape, fed):
         [stored] = fed
         size = itemsize(stored.tensor.dtype)
-        found = Located.of(stored.tensor.pieces, len(shape), size)
-        return found, Located.none(len(shape), size)
+        found = PieceTable.of(stored.tensor.pieces, len(shape), size)
+        return found, PieceTable.none(len(shape), size)
     pieces = pieces_of(fed, len(shape))
     chosen, replicas = _without_replicas(pieces, prod(shape))
     missing = prod(shape) - sum(box.size for box in zeros) - int(chosen.shapes.prod(axis=1).sum())
     if missing:
-        holes = holes_of(shape, [*chosen.boxes(), *zeros])
+        holes = missing_boxes(Box.whole(shape), [*chosen.boxes(), *zeros])
         raise CoverageError(
             f"tensor {quoted(name)} of shape {shape}: no file holds {holes[0]}, {missing} of its "
             f"{prod(shape)} elements are missing: is a file of the checkpoint missing?"
@@ -215,22 +230,22 @@ def source_of(
     return chosen, replicas
 
 
-def pieces_of(fed: Sequence[Fed], num_dims: int) -> Located:
+def pieces_of(fed: Sequence[SourceTensor], num_dims: int) -> PieceTable:
     """The pieces of the sources of an output tensor, in the coordinates of that tensor."""
-    parts = [_fed_pieces(each) for each in fed]
-    return joined(parts) if parts else Located.none(num_dims, 1)
+    parts = [_placed(each) for each in fed]
+    return joined(parts) if parts else PieceTable.none(num_dims, 1)
 
 
-def _is_plain(shape: tuple[int, ...], fed: Sequence[Fed]) -> bool:
-    """Whether a tensor is one stored tensor as it is, whose pieces are seen to be all of it."""
+def _is_plain(shape: tuple[int, ...], fed: Sequence[SourceTensor]) -> bool:
+    """Whether a tensor is one stored tensor unchanged, whose pieces obviously tile it."""
     if len(fed) != 1 or fed[0].feed.moves:
         return False
     tensor = fed[0].tensor
     return tensor.shape == shape and tiles(shape, tensor.pieces)
 
 
-def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Located]:
-    """Pieces that do not overlap, and the rest of what was given."""
+def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable, PieceTable]:
+    """Pieces that do not overlap, and the rest."""
     if not (pieces.shapes > 0).all():
         pieces = pieces[np.flatnonzero(pieces.num_bytes > 0)]
     chosen, replicas = pieces, pieces[:0]
@@ -243,8 +258,10 @@ def _without_replicas(pieces: Located, num_elements: int) -> tuple[Located, Loca
     return _apart(chosen, left, right, replicas)
 
 
-def _apart(chosen: Located, left: Ints, right: Ints, replicas: Located) -> tuple[Located, Located]:
-    """Cut pieces that partly overlap: each keeps what none before it holds."""
+def _apart(
+    chosen: PieceTable, left: Ints, right: Ints, replicas: PieceTable
+) -> tuple[PieceTable, PieceTable]:
+    """Split pieces that partly overlap: each keeps what no earlier one holds."""
     before: dict[int, list[int]] = {}
     for row, other in zip(left.tolist(), right.tolist(), strict=True):
         if other < row:
@@ -260,7 +277,7 @@ def _apart(chosen: Located, left: Ints, right: Ints, replicas: Located) -> tuple
 
 
 def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
-    """What is left of a box, as disjoint boxes; boxes that overlap in a wild way are refused."""
+    """What is left of a box, as disjoint boxes; raises if these are too many."""
     rest: tuple[Box, ...] = (box,)
     for cover in covers:
         rest = tuple(part for left in rest for part in left - cover)
@@ -272,15 +289,15 @@ def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
     return rest
 
 
-def _part(pieces: Located, row: int, box: Box) -> Located:
+def _part(pieces: PieceTable, row: int, box: Box) -> PieceTable:
     starts = np.array([box.start], dtype=np.int64)
     return pieces.clipped(np.array([row]), starts, np.array([box.stop], dtype=np.int64))
 
 
-def _fed_pieces(fed: Fed) -> Located:
+def _placed(fed: SourceTensor) -> PieceTable:
     """The pieces of a source tensor in the coordinates of the output tensor."""
     tensor, feed = fed.tensor, fed.feed
-    pieces = Located.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
+    pieces = PieceTable.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
     _check_inside(tensor, pieces)
     if not feed.moves:
         return pieces
@@ -291,7 +308,7 @@ def _fed_pieces(fed: Fed) -> Located:
     return _drop_dims(pieces, feed.want_insert)
 
 
-def _check_inside(tensor: StoredTensor, pieces: Located) -> None:
+def _check_inside(tensor: StoredTensor, pieces: PieceTable) -> None:
     shape = np.array(tensor.shape, dtype=np.int64)
     outside = np.flatnonzero((pieces.stops > shape).any(axis=1))
     if len(outside):
@@ -301,8 +318,8 @@ def _check_inside(tensor: StoredTensor, pieces: Located) -> None:
         )
 
 
-def _moved(pieces: Located, dim: int, start: int, to: int, length: int) -> Located:
-    """What lies in a range of one dim, shifted to another place."""
+def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> PieceTable:
+    """The part in a range of one dim, shifted to another place."""
     low = np.maximum(pieces.starts[:, dim], start)
     high = np.minimum(pieces.stops[:, dim], start + length)
     rows = np.flatnonzero(low < high)
@@ -314,7 +331,7 @@ def _moved(pieces: Located, dim: int, start: int, to: int, length: int) -> Locat
     return replace(part, starts=starts + shift, stops=stops + shift)
 
 
-def _insert_dim(pieces: Located, dim: int) -> Located:
+def _insert_dim(pieces: PieceTable, dim: int) -> PieceTable:
     return replace(
         pieces,
         starts=np.insert(pieces.starts, dim, 0, axis=1),
@@ -323,7 +340,7 @@ def _insert_dim(pieces: Located, dim: int) -> Located:
     )
 
 
-def _drop_dims(pieces: Located, dims: Sequence[int]) -> Located:
+def _drop_dims(pieces: PieceTable, dims: Sequence[int]) -> PieceTable:
     if not dims:
         return pieces
     return replace(
@@ -334,24 +351,26 @@ def _drop_dims(pieces: Located, dims: Sequence[int]) -> Located:
     )
 
 
-def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[Box, ...]:
-    """The whole tensor, or each target piece where that saves a pass over memory.
+def _regions(
+    shape: tuple[int, ...], source: PieceTable, destination: PieceTable
+) -> tuple[Box, ...]:
+    """The whole tensor, or each output piece where that saves a pass over memory.
 
-    Where both sides are cut inside of rows, a window of whole rows would be shuffled twice: into
-    the buffer and out of it. A window of one target piece leaves as it lies. That is only done
-    where the source can still be read in runs.
+    If both sides split rows, a window of whole rows is rearranged twice: into the buffer and out of
+    it. A window of one output piece is written without. That is done only if the source can still
+    be read in runs.
     """
     whole = _whole(shape)
     if (
-        prod(shape) * target.itemsize < WORTH_A_REGION
-        or not len(target)
-        or target.num_bytes.mean() < WORTH_A_REGION
+        prod(shape) * destination.itemsize < WORTH_A_REGION
+        or not len(destination)
+        or destination.num_bytes.mean() < WORTH_A_REGION
     ):
         return whole
-    if not _cuts_rows(source, shape) or not _cuts_rows(target, shape):
+    if not _splits_rows(source, shape) or not _splits_rows(destination, shape):
         return whole
-    first, _ = target.distinct()
-    boxes = target[first]
+    first, _ = destination.distinct()
+    boxes = destination[first]
     mine, _ = overlapping_pairs(boxes.starts, boxes.stops, boxes.starts, boxes.stops)
     if len(mine) != len(boxes):
         return whole
@@ -362,12 +381,12 @@ def _regions(shape: tuple[int, ...], source: Located, target: Located) -> tuple[
     return tuple(boxes.boxes()) if in_runs else whole
 
 
-def _cuts_rows(located: Located, shape: tuple[int, ...]) -> bool:
+def _splits_rows(table: PieceTable, shape: tuple[int, ...]) -> bool:
     inner = np.array(shape[1:], dtype=np.int64)
-    return bool((located.shapes[:, 1:] != inner).any())
+    return bool((table.shapes[:, 1:] != inner).any())
 
 
-def feeding(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[Fed, ...]:
+def source_tensors(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[SourceTensor, ...]:
     """The source tensors behind the feeds of an output tensor."""
     tensors: Mapping[str, StoredTensor] = catalog.tensors
-    return tuple(Fed(tensors[feed.name], feed) for feed in feeds)
+    return tuple(SourceTensor(tensors[feed.name], feed) for feed in feeds)

@@ -27,7 +27,7 @@ def zero_copy(
     usable = isinstance(storage, LocalStorage) and hasattr(os, "copy_file_range")
     if not usable or transfer.have != transfer.want or transfer.is_padded:
         return 0
-    source, drains = transfer.source.within(window), transfer.target.within(window)
+    source, drains = transfer.source.within(window), transfer.destination.within(window)
     mine, others = overlapping_pairs(source.starts, source.stops, drains.starts, drains.stops)
     starts = np.maximum(source.starts[mine], drains.starts[others])
     stops = np.minimum(source.stops[mine], drains.stops[others])

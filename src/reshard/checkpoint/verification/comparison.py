@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from reshard.checkpoint.integrity.checksums import sum_of
-from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
+from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
+from reshard.checkpoint.transfer.workers import Budget, in_order
 from reshard.dtypes import cast_into
 from reshard.layout.box import Box
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import StoredTensor
-from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredReader, opened
+from reshard.checkpoint.transfer.source import Source, StoredReader, opened
+from reshard.checkpoint.transfer.workers import Budget, Meter
 from reshard.checkpoint.verification.comparison import (
     Difference,
     difference,

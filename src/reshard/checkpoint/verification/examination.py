@@ -14,8 +14,9 @@ from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, damage
 from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
-from reshard.checkpoint.transfer.reading import Budget, Source, StoredReader, in_order
+from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
+from reshard.checkpoint.transfer.workers import Budget, in_order
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError
 from reshard.layout.box import Box
@@ -94,7 +95,7 @@ def _complete(source: Source, found: Examined) -> Iterator[StoredTensor]:
             continue
         try:
             # First, because it ends soon whatever the pieces are.
-            holes = tensor.holes()
+            holes = tensor.missing()
         except CheckpointError as error:
             found.add(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
             continue

@@ -17,17 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
-from reshard.checkpoint.conversion.names import Outline, left_over
-from reshard.checkpoint.conversion.renamed import renamed
+from reshard.checkpoint.conversion.names import Outline, left_over, rename_tensors
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.collector import collector_paused
-from reshard.checkpoint.transfer.given import as_mesh, as_rules
-from reshard.checkpoint.transfer.reading import Budget, Meter, Source, StoredReader
+from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.transfer.source import Source, StoredReader
+from reshard.checkpoint.transfer.workers import Budget, Meter, collector_paused
 from reshard.checkpoint.verification.comparison import Difference, difference, differing_objects
 from reshard.checkpoint.verification.examination import Examined, Problem, examine
 from reshard.dtypes import itemsize
@@ -208,7 +207,7 @@ class _Side:
         self.is_known = not findings.any
         checker = Checker(checksums, storage.root)
         crcs = Crcs(crcs_of(storage, catalog, checksums))
-        self.source = Source(catalog, storage, checksums, checker, crcs)
+        self.source = Source(storage, catalog, checksums, checker, crcs)
 
     def rename(self, names: Names, drop: Sequence[str]) -> None:
         """Look at the tensors under other names; digests that were written are of the old ones."""
@@ -222,7 +221,7 @@ class _Side:
             self.found.notes.append(f"no name takes {rest[0]}{more} of {self.storage.root}")
         self.source = replace(
             self.source,
-            catalog=renamed(catalog, names, drop),
+            catalog=rename_tensors(catalog, names, drop),
             checksums=None if sums is None else replace(sums, digests={}),
         )
 

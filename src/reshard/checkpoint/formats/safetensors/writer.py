@@ -8,13 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.formats.output import (
-    Literal,
-    Output,
-    OutputTensor,
-    Wanted,
-    owned_boxes,
-)
+from reshard.checkpoint.formats.output import Literal, Output, OutputTensor, Wanted, owned_boxes
 from reshard.checkpoint.formats.safetensors.header import build_header
 from reshard.checkpoint.formats.safetensors.own_metadata import (
     KEY,

@@ -1,4 +1,4 @@
-"""What the first rank has found in a checkpoint, as a text for the others: they open no headers."""
+"""What the first rank has found in a checkpoint, as JSON for the others: they read no headers."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from reshard.checkpoint.integrity.crcs import Crcs
 from reshard.checkpoint.storage.base import StoredFile
 from reshard.layout.box import Box
 
-__all__ = ["Outline"]
+__all__ = ["CatalogSummary"]
 
 
 @dataclass(frozen=True, slots=True)
-class Outline:
+class CatalogSummary:
     """The part of a catalog that a load needs."""
 
     catalog: Catalog
     unwanted: tuple[str, ...] = ()
-    """Names of tensors that nobody asked for."""
+    """Names of tensors that are not loaded."""
     digests: Mapping[str, str] = field(default_factory=dict)
-    """What the checksums of the checkpoint say of its tensors."""
+    """The digests of tensors in the checksums of the checkpoint."""
 
-    def about(self, names: Collection[str]) -> Outline:
-        """The part that is about these names."""
+    def about(self, names: Collection[str]) -> CatalogSummary:
+        """The summary of these tensors only."""
         catalog = self.catalog
         wanted = {name: one for name, one in catalog.tensors.items() if name in names}
-        made = Catalog(
+        part = Catalog(
             catalog.root,
             catalog.format,
             catalog.files,
@@ -37,10 +37,10 @@ class Outline:
             notes=catalog.notes,
         )
         known = {name: self.digests[name] for name in wanted if name in self.digests}
-        return Outline(made, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
+        return CatalogSummary(part, tuple(sorted(catalog.tensors.keys() - wanted.keys())), known)
 
-    def joined(self, copies: Mapping[str, Sequence[str]]) -> Outline:
-        """The same, where each of these tensors has the pieces of its copies, too: as replicas."""
+    def joined(self, copies: Mapping[str, Sequence[str]]) -> CatalogSummary:
+        """The summary with the pieces of the copies of tensors added to them, as replicas."""
         tensors = dict(self.catalog.tensors)
         for name, others in copies.items():
             pieces = (piece for one in (name, *others) for piece in tensors[one].pieces)
@@ -48,7 +48,7 @@ class Outline:
         return replace(self, catalog=replace(self.catalog, tensors=tensors))
 
     def to_data(self) -> dict[str, Any]:
-        """The outline as plain data."""
+        """The summary as JSON data."""
         return {
             "root": self.catalog.root,
             "format": self.catalog.format,
@@ -60,8 +60,8 @@ class Outline:
         }
 
     @classmethod
-    def from_data(cls, data: Mapping[str, Any]) -> Outline:
-        """Read what ``to_data`` gave."""
+    def from_data(cls, data: Mapping[str, Any]) -> CatalogSummary:
+        """Read what ``to_data`` wrote."""
         files = tuple(StoredFile(path, size) for path, size in data["files"])
         tensors = {one[0]: _tensor(*one) for one in data["tensors"]}
         notes = tuple(data["notes"])
@@ -71,7 +71,7 @@ class Outline:
 
 
 def _touched(tensors: Mapping[str, StoredTensor], crcs: Collection[Crc]) -> Iterable[Crc]:
-    """The records in which these tensors have bytes."""
+    """The CRC-32 records with bytes of these tensors."""
     known = Crcs(crcs)
     spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
     return known.chosen({which for span in spans for which in known.touching(*span)})

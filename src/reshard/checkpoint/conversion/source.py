@@ -1,12 +1,16 @@
-"""The bytes of a checkpoint that no tensor is made of: are they as they were written?
+"""Stage 2 of a conversion, the source: read its catalog and check all bytes outside of tensors.
 
-Headers, indices, plain values and the files beside them have checksums as tensors have. Who copies
-tensors compares their digests; these are few bytes, and are compared before anything is copied.
+Headers, indexes, plain values and other files have checksums, as tensors have. Digests verify the
+tensors while they are copied; the other bytes are few, and are compared before anything is copied.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,18 +28,39 @@ from reshard.checkpoint.storage.base import Storage
 from reshard.errors import DamageError
 from reshard.text import quoted
 
-__all__ = ["check_beside"]
+__all__ = ["Stamp", "check_outside_tensors"]
 
 AT_ONCE = 256
-"""Chunks that are asked for at the same time."""
+"""The most chunks that are read at the same time."""
 MOST_BYTES = 8 << 20
-"""Bytes of them."""
+"""The most bytes of these chunks."""
 
 Ints = np.ndarray[Any, Any]
 
 
-def check_beside(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
-    """Raise DamageError if a file or a tensor is gone, or a byte outside of tensors has changed."""
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The state of a source's files at one time."""
+
+    text: str
+    """A hash of the source's path and of the names, sizes and versions of its files."""
+    is_sure: bool
+    """Whether every file has a version, so that every change of it shows."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
+        """The present state of a source."""
+        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
+        hasher = hashlib.blake2b(root.encode(), digest_size=16)
+        files = (*catalog.files, *catalog.others)
+        versions = storage.versions([file.path for file in files])
+        for file, version in zip(files, versions, strict=True):
+            hasher.update(json.dumps([file.path, file.size, version]).encode())
+        return cls(hasher.hexdigest(), None not in versions)
+
+
+def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
+    """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
     present = {file.path: file.size for file in storage.list()}
     if SIDECAR not in present:  # a single file was opened, not its folder
         return
@@ -66,7 +91,7 @@ def _check_size(storage: Storage, path: str, size: int, found: int | None) -> No
 
 
 def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, Chunk]]:
-    """The chunks in which no tensor has a byte."""
+    """The chunks without a byte of a tensor."""
     spans = _spans(catalog)
     for path, file in sums.files.items():
         starts, furthest = spans.get(path, (np.empty(0), np.empty(0)))
@@ -78,7 +103,7 @@ def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, Chunk]]:
 
 
 def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
-    """For each file where pieces of tensors begin, and how far those up to there reach."""
+    """For each file the starts of pieces in order, and the furthest end of each and all before."""
     found: dict[int, list[tuple[int, int]]] = {}
     for tensor in catalog.tensors.values():
         for piece in tensor.pieces:
@@ -91,7 +116,7 @@ def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
 
 
 def _batches(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[list[tuple[str, Chunk]]]:
-    """A few MiB of chunks at a time; one that is longer than we write is alone."""
+    """Chunks in groups of a few MiB; a chunk that is longer is alone."""
     some, size = list[tuple[str, Chunk]](), 0
     for path, chunk in chunks:
         length = chunk.stop - chunk.start
@@ -105,7 +130,7 @@ def _batches(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[list[tuple[str, Ch
 
 
 def _sums_of(storage: Storage, chunks: list[tuple[str, Chunk]]) -> list[bytes]:
-    """The checksums that chunks have now."""
+    """The present checksums of chunks."""
     path, first = chunks[0]
     if first.stop - first.start > MOST_BYTES:
         return [sum_of(storage, path, first.start, first.stop)]

@@ -1,15 +1,15 @@
-"""Reads what only one rank wants straight into the tensors of that rank.
+"""Reads tensors that only one rank needs directly into the tensors of that rank.
 
-A tensor of which no two ranks want the same element (shards of FSDP, tensor or pipeline parallel)
+A tensor of which no two ranks need the same element (shards of FSDP, tensor or pipeline parallel)
 needs no exchange: each rank reads its own boxes of the file, and every byte is still read once in
 the whole job. A box that is one run of bytes in its file and in the tensor is read in place with
-``pread``. A box cut inside rows is many short runs:
+``pread``. A box that splits rows is many short runs:
 
     file, row by row    |  rank 0  |  rank 1  |  rank 0  |  rank 1  |  rank 0  | ...
 
 A system call for each would take longer than the copy, so these are copied out of mapped pages, a
 few MiB at a time. That reads whole pages, which ranks of one host share and ranks of several hosts
-do not: there such a tensor is read by rows and exchanged, as is all that has replicas.
+do not: on several hosts such a tensor is read by rows and exchanged, as are replicated tensors.
 """
 
 from __future__ import annotations
@@ -18,35 +18,33 @@ import mmap
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.live.read_shares import Wish
-from reshard.checkpoint.live.views import View, part_of
+from reshard.checkpoint.live.entries import View, part_of
+from reshard.checkpoint.live.read_shares import ReadRequest
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage
-from reshard.checkpoint.transfer.copying import SourceFiles
-from reshard.checkpoint.transfer.reading import in_order
-from reshard.checkpoint.transfer.transfers import Transfer
+from reshard.checkpoint.transfer.source import Source
+from reshard.checkpoint.transfer.workers import in_order
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import Layout
 
-__all__ = ["OwnReader", "own_wishes"]
+__all__ = ["DirectReader", "split_requests"]
 
 STAGED = 16 << 20
-"""Bytes that are read at a time for a tensor that cannot be read into: on a GPU, of another dtype,
-or not contiguous."""
+"""Bytes that are read at a time for a tensor that cannot be read into directly: it is on a GPU, of
+another dtype, or not contiguous."""
 MAPPED = 32 << 20
 """Bytes of a file that are mapped at a time: mapped pages count as memory of the process."""
 LONGEST = 64 << 20
-"""Bytes that one task reads, so that workers share large tensors."""
+"""The most bytes of one task, so that workers share large tensors."""
 MOST_WORKERS = 4
 
 Array = np.ndarray[Any, Any]
@@ -54,38 +52,37 @@ _CELLS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
 _SAME_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
-def own_wishes(wishes: Mapping[str, Wish], maps: bool) -> tuple[dict[str, Wish], dict[str, Wish]]:
+def split_requests(
+    requests: Mapping[str, ReadRequest], maps: bool
+) -> tuple[dict[str, ReadRequest], dict[str, ReadRequest]]:
     """The tensors that every rank reads for itself, and those that ranks read for each other.
 
-    ``maps`` says whether boxes that are no runs can be read too. All ranks find the same.
+    ``maps`` says whether boxes that are not runs can be read too. All ranks get the same result.
     """
-    own: dict[str, Wish] = {}
-    shared: dict[str, Wish] = {}
-    for name, wish in wishes.items():
-        (own if _is_own(wish, maps) else shared)[name] = wish
+    own: dict[str, ReadRequest] = {}
+    shared: dict[str, ReadRequest] = {}
+    known: dict[tuple[Layout, tuple[int, ...]], tuple[Box, ...] | None] = {}
+    for name, request in requests.items():
+        key = request.layout, request.transfer.shape
+        if key not in known:
+            known[key] = _disjoint_boxes(*key)
+        (own if _is_own(request, known[key], maps) else shared)[name] = request
     return own, shared
 
 
-def _is_own(wish: Wish, maps: bool) -> bool:
-    """Not where ranks want the same elements, or a digest or replica is to be compared first."""
-    transfer = wish.transfer
-    if wish.is_whole or len(transfer.replicas) or not _has_one_holder(wish.layout, transfer.shape):
+def _is_own(request: ReadRequest, boxes: tuple[Box, ...] | None, maps: bool) -> bool:
+    """Whether no two ranks need the same element, and nothing is to be compared first."""
+    if request.is_whole or len(request.transfer.replicas) or boxes is None:
         return False
-    return maps or all(
-        _is_run(piece, box & piece.box)
-        for box in _boxes(wish.layout, transfer.shape)
-        for piece in _pieces(transfer)
-    )
+    pieces = request.transfer.source.pieces
+    return maps or all(_is_run(piece, box & piece.box) for box in boxes for piece in pieces())
 
 
-@lru_cache(maxsize=1024)
-def _has_one_holder(layout: Layout, shape: tuple[int, ...]) -> bool:
-    return bool((np.diff(listed_of(layout, shape).first) == 1).all())
-
-
-@lru_cache(maxsize=1024)
-def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
+def _disjoint_boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...] | None:
+    """The boxes of a layout, or None if a box has several holders."""
     listed = listed_of(layout, shape)
+    if not (np.diff(listed.first) == 1).all():
+        return None
     rows = zip(listed.starts.tolist(), listed.stops.tolist(), strict=True)
     return tuple(Box(tuple(low), tuple(high)) for low, high in rows)
 
@@ -98,16 +95,6 @@ def _is_run(piece: StoredPiece, box: Box) -> bool:
             return False
         expected *= length
     return True
-
-
-def _pieces(transfer: Transfer) -> Iterator[StoredPiece]:
-    """Where each element of a tensor is stored, once."""
-    source = transfer.source
-    strides = (source.strides // source.itemsize).tolist()
-    places = zip(
-        source.boxes(), source.files.tolist(), source.offsets.tolist(), strides, strict=True
-    )
-    return (StoredPiece(box, file, at, tuple(steps)) for box, file, at, steps in places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,51 +115,53 @@ class _Task:
 
     @property
     def stop(self) -> int:
-        """The byte past the last one of the box."""
+        """The byte of the file at which the box ends."""
         steps = zip(self.box.shape, self.piece.strides, strict=True)
         last = sum((length - 1) * stride for length, stride in steps)
         return self.start + (last + 1) * itemsize(self.dtype)
 
-    def cut(self, num_bytes: int) -> Iterator[_Task]:
-        """The same in parts of at most so many bytes."""
+    def split(self, num_bytes: int) -> Iterator[_Task]:
+        """The task in parts of at most this many bytes."""
         for box in slabs(self.box, max(num_bytes // itemsize(self.dtype), 1)):
             yield _Task(self.piece, box, part_of((self.box, self.into), box), self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnReader:
+class DirectReader:
     """Reads the boxes of one rank into its tensors."""
 
-    source: SourceFiles
+    source: Source
     workers: int
     """Threads; 1 reads in the calling thread."""
 
     @classmethod
-    def of(cls, source: SourceFiles, num_cores: int, num_local: int) -> OwnReader:
-        """A reader for a host with so many cores and ranks; servers let several threads wait."""
+    def of(cls, source: Source, num_cores: int, num_local: int) -> DirectReader:
+        """The reader of one of ``num_local`` ranks of a host; remote storage gets more threads."""
         share = num_cores // num_local if source.storage.is_local else MOST_WORKERS
         return cls(source, max(min(share, MOST_WORKERS), 1))
 
-    def read(self, wishes: Mapping[str, Wish], views: Mapping[str, Sequence[View]]) -> None:
-        """Read what this rank wants of these tensors."""
-        tasks = sorted(self._tasks(wishes, views), key=lambda task: (task.piece.file, task.start))
+    def read(
+        self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
+    ) -> None:
+        """Read this rank's part of these tensors."""
+        tasks = sorted(self._tasks(requests, views), key=lambda task: (task.piece.file, task.start))
         if self.workers == 1:
             for task in tasks:
                 self._read(task)
             return
-        parts = [part for task in tasks for part in task.cut(LONGEST)]
+        parts = [part for task in tasks for part in task.split(LONGEST)]
         for _ in in_order(lambda task, _: self._read(task), parts, self.workers, lambda: None):
             pass
 
     def _tasks(
-        self, wishes: Mapping[str, Wish], views: Mapping[str, Sequence[View]]
+        self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
     ) -> Iterator[_Task]:
-        for name, wish in wishes.items():
-            for piece in _pieces(wish.transfer):
+        for name, request in requests.items():
+            for piece in request.transfer.source.pieces():
                 for view in views.get(name, ()):
                     box = view[0] & piece.box
                     if box.size:
-                        yield _Task(piece, box, part_of(view, box), wish.transfer.have)
+                        yield _Task(piece, box, part_of(view, box), request.transfer.have)
 
     def _read(self, task: _Task) -> None:
         kind: torch.dtype = getattr(torch, task.dtype)
@@ -182,7 +171,7 @@ class OwnReader:
         elif here and isinstance(self.source.storage, LocalStorage):
             self._fill_by_rows(task)
         else:
-            for part in task.cut(STAGED):
+            for part in task.split(STAGED):
                 staged = torch.empty(part.box.shape, dtype=kind)
                 self._read(_Task(part.piece, part.box, staged, part.dtype))
                 part.into.copy_(staged)
@@ -200,7 +189,7 @@ class OwnReader:
         width = itemsize(task.dtype)
         share = max(task.box.size * width * MAPPED // max(task.stop - task.start, 1), width)
         with storage.using(path) as file:
-            for part in task.cut(share):
+            for part in task.split(share):
                 if part.stop > file.size:
                     raise DamageError(
                         f"{storage.where(path)}: bytes {part.start} to {part.stop} are wanted and "
@@ -211,11 +200,11 @@ class OwnReader:
 
 
 def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
-    """Copy a box out of pages of its file."""
+    """Copy a box out of mapped pages of its file."""
     _read_ahead(descriptor, task.start, task.stop)
     skipped = task.start % mmap.ALLOCATIONGRANULARITY
     length = task.stop - task.start + skipped
-    # private and writable only so that torch takes the array without a warning: nobody writes to it
+    # private and writable only so that torch takes the array without a warning; it is not written
     with mmap.mmap(
         descriptor,
         length,
@@ -231,14 +220,14 @@ def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
 
 
 def _read_ahead(descriptor: int, start: int, stop: int) -> None:
-    """Let the system read a range before page faults ask for it, if it is not in memory already.
+    """Ask the kernel to read a range ahead of the page faults, unless it is in memory already.
 
-    Advice walks over all pages of the range, which costs a warm load a tenth of its time; one byte
-    that is read only if it is at hand tells that nothing needs to be done.
+    The advice visits all pages of the range, which costs a warm load a tenth of its time; reading
+    one byte without waiting shows whether it is needed.
     """
     try:
         os.preadv(descriptor, [bytearray(1)], stop - 1, os.RWF_NOWAIT)
     except BlockingIOError:
         os.posix_fadvise(descriptor, start, stop - start, os.POSIX_FADV_WILLNEED)
-    except OSError:  # a file system that cannot say
+    except OSError:  # the file system does not support it
         return

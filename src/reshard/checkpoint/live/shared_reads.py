@@ -1,0 +1,185 @@
+"""Reads tensors that several ranks need: every rank reads its share of a batch, each byte once.
+
+Where there is no digest, a rank also reads and compares the elements that are stored a second time;
+they are part of one share as well. Small replicated tensors, such as norms and biases of tensor
+parallel models, are read by the first rank and sent with the last agreement of the load: a move for
+some KiB would take a plan, a handshake and another round, a third of the time of such a load.
+"""
+
+from __future__ import annotations
+
+from base64 import b64decode, b64encode
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.checkpoint.integrity import digest
+from reshard.checkpoint.integrity.crcs import Crcs, Part
+from reshard.checkpoint.live.entries import View, part_of
+from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
+from reshard.checkpoint.piece_table import PieceTable, slabs
+from reshard.checkpoint.transfer.source import Source, SourceReads
+from reshard.checkpoint.transfer.transfers import Transfer
+from reshard.checkpoint.transfer.windows import Buffers, compare, fill, within
+from reshard.checkpoint.transfer.workers import in_order
+from reshard.layout.box import Box
+
+__all__ = ["CrcRecords", "ShareData", "ShareReader", "are_small", "copy_small", "read_small"]
+
+LOCAL_WORKERS = 2
+REMOTE_WORKERS = 16
+SCRATCH = 1 << 20
+"""Bytes that a worker has for replicas, and for pieces not stored in row-major order."""
+MOST_SMALL = 512 << 10
+"""The most bytes of all tensors that are sent with an agreement."""
+
+Array = np.ndarray[Any, Any]
+
+
+class _Place(Buffers):
+    """A part of a rank's memory as the buffer that a window is read into."""
+
+    def __init__(self, window: Array, scratch: Array) -> None:
+        self.window = self.cast = window
+        self.scratch, self.num_bytes = scratch, len(scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class ShareData:
+    """What a rank has read of a window: its boxes, flattened and concatenated."""
+
+    share: Share
+    boxes: tuple[Box, ...]
+    local: torch.Tensor
+
+    def parts(self) -> list[View]:
+        """The boxes one by one."""
+        parts, at = [], 0
+        for box in self.boxes:
+            parts.append((box, self.local[at : at + box.size].view(box.shape)))
+            at += box.size
+        return parts
+
+
+class ShareReader:
+    """Reads the shares of one rank."""
+
+    def __init__(
+        self,
+        source: Source,
+        requests: Mapping[str, ReadRequest],
+        rank: int,
+        digests: Mapping[str, str],
+    ) -> None:
+        self.source, self.requests, self._rank = source, requests, rank
+        self._digests = digests
+        self._reads = SourceReads(source)
+
+    def read(self, batch: Batch) -> tuple[list[ShareData], dict[str, int]]:
+        """This rank's share of a batch, and what it adds to the digest value of each tensor."""
+        found = [self._allocate(share) for share in batch.shares if self._rank in share.boxes]
+        tasks = [(one, box, part) for one in found for box, part in one.parts()]
+        workers = LOCAL_WORKERS if self.source.storage.is_local else REMOTE_WORKERS
+        values: dict[str, int] = {}
+        done = in_order(self._read, tasks, workers, lambda: np.empty(SCRATCH, dtype=np.uint8))
+        for (one, box, _), array in done:
+            name = one.share.name
+            if name in self._digests:
+                transfer = self.requests[name].transfer
+                value = digest.part(array, box, transfer.shape, transfer.have)
+                values[name] = (values.get(name, 0) + value) % digest.MODULUS
+        return found, values
+
+    def crc_parts(self) -> list[Part]:
+        """The CRC-32 of everything that was read since the last call."""
+        parts, self._reads.crcs = self._reads.crcs, []
+        return parts
+
+    def _allocate(self, share: Share) -> ShareData:
+        boxes = tuple(share.boxes[self._rank])
+        kind: torch.dtype = getattr(torch, self.requests[share.name].transfer.have)
+        return ShareData(share, boxes, torch.empty(sum(box.size for box in boxes), dtype=kind))
+
+    def _read(self, task: tuple[ShareData, Box, torch.Tensor], scratch: Array) -> Array:
+        one, box, part = task
+        transfer = self.requests[one.share.name].transfer
+        place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
+        array = fill(transfer, box, place, self._reads)
+        if len(transfer.replicas):
+            self._compare(transfer, box, array, place)
+        return array
+
+    def _compare(self, transfer: Transfer, box: Box, array: Array, place: _Place) -> None:
+        """Refuse replicas that differ, in parts that fit into the scratch buffer."""
+        for part in slabs(box, len(place.scratch) // array.itemsize):
+            compare(transfer, part, array[within(part, box)], place, self._reads)
+
+
+class CrcRecords:
+    """The CRC-32 records of a load: each is compared when the last tensor in it has been read."""
+
+    def __init__(self, crcs: Crcs, requests: Mapping[str, ReadRequest]) -> None:
+        self._crcs = crcs
+        self._of = {name: self._touched(request) for name, request in requests.items()}
+        self._left = Counter(which for some in self._of.values() for which in some)
+
+    def _touched(self, request: ReadRequest) -> set[int]:
+        if not len(self._crcs):
+            return set()
+        sides = request.transfer.source, request.transfer.replicas
+        spans = (span for side in sides for span in _spans(side))
+        return {which for span in spans for which in self._crcs.touching(*span)}
+
+    def finished(self, names: Iterable[str]) -> list[int]:
+        """The records that are complete now that these tensors have been read."""
+        found = []
+        for name in names:
+            for which in self._of[name]:
+                self._left[which] -= 1
+                found += [] if self._left[which] else [which]
+        return sorted(found)
+
+
+def _spans(pieces: PieceTable) -> Iterable[tuple[int, int, int]]:
+    ends = pieces.offsets + pieces.spans
+    return zip(pieces.files.tolist(), pieces.offsets.tolist(), ends.tolist(), strict=True)
+
+
+def are_small(requests: Mapping[str, ReadRequest]) -> bool:
+    """Whether these can be sent with an agreement: small, and nothing is to be compared first."""
+    total = 0
+    for request in requests.values():
+        if request.is_whole or len(request.transfer.replicas):
+            return False
+        total += int(request.transfer.source.num_bytes.sum())
+    return total <= MOST_SMALL
+
+
+def read_small(requests: Mapping[str, ReadRequest], source: Source) -> dict[str, str]:
+    """The bytes of small tensors, in base64."""
+    texts = {}
+    for name, request in requests.items():
+        transfer = request.transfer
+        buffers = Buffers(max(int(transfer.source.num_bytes.sum()), 1), casts=False)
+        array = fill(transfer, Box.whole(transfer.shape), buffers, source)
+        texts[name] = b64encode(array.tobytes()).decode()
+    return texts
+
+
+def copy_small(
+    requests: Mapping[str, ReadRequest],
+    texts: Mapping[str, str],
+    views: Mapping[str, Sequence[View]],
+) -> None:
+    """Copy small tensors from their texts into this rank's tensors."""
+    for name, request in requests.items():
+        transfer = request.transfer
+        data = np.frombuffer(bytearray(b64decode(texts[name])), dtype=np.uint8)
+        kind: torch.dtype = getattr(torch, transfer.have)
+        tensor = torch.from_numpy(data).view(kind).reshape(transfer.shape)
+        for view in views.get(name, ()):
+            view[1].copy_(part_of((Box.whole(transfer.shape), tensor), view[0]))
