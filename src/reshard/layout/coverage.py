@@ -31,12 +31,15 @@ from dataclasses import dataclass
 from itertools import combinations, islice, pairwise
 from math import inf, prod
 from operator import lt
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from reshard.errors import CoverageError
 from reshard.layout.box import Box
-from reshard.layout.columns import Ints, numbered
+
+if TYPE_CHECKING:
+    from reshard.layout.columns import Ints
+
+# numpy is loaded by the functions that need it, so that inspecting a checkpoint does without.
 
 __all__ = [
     "box_columns",
@@ -66,6 +69,8 @@ STEPS_PER_SLAB = 32
 
 def box_columns(boxes: Sequence[Box], num_dims: int) -> tuple[Ints, Ints]:
     """The starts and the stops of boxes as two tables with one row per box."""
+    import numpy as np
+
     table = (len(boxes), num_dims)
     return (
         np.array([box.start for box in boxes], dtype=np.int64).reshape(table),
@@ -80,6 +85,8 @@ def overlapping_pairs(
 
     The dim with the fewest candidates is searched; the other dims only filter.
     """
+    import numpy as np
+
     ranges = [
         _candidates(starts[:, d], stops[:, d], other_starts[:, d], other_stops[:, d])
         for d in range(starts.shape[1])
@@ -101,6 +108,8 @@ def overlapping_pairs(
 
 def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:
     """For each interval the range of others, in order of their starts, that may overlap it."""
+    import numpy as np
+
     order = np.argsort(other_start, kind="stable")
     furthest = np.maximum.accumulate(other_stop[order]) if len(order) else other_stop
     low = np.searchsorted(furthest, start, side="right")
@@ -130,6 +139,10 @@ def _overlap(one: Box, other: Box) -> bool:
 
 def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
     """The first overlapping pair of each batch of compared pairs; None for a batch without one."""
+    import numpy as np
+
+    from reshard.layout.columns import numbered
+
     rows = np.flatnonzero((starts < stops).all(axis=1))
     if not starts.shape[1]:
         yield (0, 1) if len(rows) > 1 else None  # a tensor of 0 dims has only one element
@@ -157,6 +170,8 @@ def _overlaps(starts: Ints, stops: Ints) -> Iterator[tuple[int, int] | None]:
 
 def _separated(low: Ints, high: Ints, width: int) -> Ints:
     """A number for every box: straight cuts separate boxes with different numbers."""
+    import numpy as np
+
     groups = np.zeros(len(low), dtype=np.int64)
     for _ in range(MAX_CUT_ROUNDS if len(low) else 0):
         before = int(groups.max())
@@ -173,6 +188,8 @@ def _separated(low: Ints, high: Ints, width: int) -> Ints:
 
 def _pairs_by_dim(low: Ints, high: Ints) -> Iterator[tuple[Ints, Ints]]:
     """All pairs of rows that overlap in the dim where the fewest do, in batches."""
+    import numpy as np
+
     searches = []
     for start, stop in zip(low.T, high.T, strict=True):
         order = np.argsort(start, kind="stable")

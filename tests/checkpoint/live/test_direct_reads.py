@@ -129,7 +129,7 @@ def test_a_rank_that_cannot_read_fails_all(
     save_file(stored(), tmp_path / "model.safetensors")
     told = pool.run(try_load, str(tmp_path), kind, broken, ranks=range(4))
     assert len(set(told)) == 1, told
-    assert "on rank 2: OSError: [Errno 5]" in told[0]
+    assert "on rank 2: [Errno 5]" in told[0]
     assert "up to 4 of 4 tensors were already changed: load again before use" in told[0]
     assert not is_alone_changed(tmp_path)
 

@@ -420,10 +420,7 @@ def test_what_is_wrong_is_told_on_all_ranks(pool: Pool, tmp_path: Path) -> None:
     assert "cast=True" in error("ab", dtype=torch.bfloat16)
     assert error("ab", dtype=torch.bfloat16, cast=True) == "loaded"
     assert "does not exist" in error("ab", where=tmp_path / "none")
-    assert (
-        error("ab", broken=True)
-        == "CheckpointError: on rank 2: OSError: [Errno 5] Input/output error"
-    )
+    assert error("ab", broken=True) == "CheckpointError: on rank 2: [Errno 5] Input/output error"
     damage(path)
     assert error("ab").startswith("DamageError")
     assert "changed since" in error("ab")
@@ -477,7 +474,7 @@ def test_a_save_that_fails_publishes_nothing(pool: Pool, tmp_path: Path) -> None
         return torch.equal(into["a"], numbers()) and [*tmp_path.iterdir()] == [path]
 
     assert "exists" in outcome()
-    assert "on rank 1: OSError" in outcome(fails=True, overwrite=True)
+    assert "on rank 1: [Errno 28]" in outcome(fails=True, overwrite=True)
     assert "no format" in outcome(format="full")
     assert kept()
     assert outcome(overwrite=True) == "saved"

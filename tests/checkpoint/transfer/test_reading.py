@@ -54,7 +54,7 @@ def stored(
         sums = Checksums(recorder.finish({f.path: f.size for f in files}), {})
         with open_storage(folder) as storage:
             catalog = Catalog(folder, "test", tuple(files), {"w": tensor})
-            yield Source(catalog, storage, sums, Checker(sums, folder)), tensor
+            yield Source(storage, catalog, sums, Checker(sums, folder)), tensor
 
 
 @settings(max_examples=cases(60, 2000), deadline=None)
@@ -114,7 +114,7 @@ def test_replicas_that_disagree_are_told(data: st.DataObject) -> None:
                 content = bytearray(path.read_bytes())
                 content[last.offset + bit // 8] ^= 1 << bit % 8
                 path.write_bytes(content)
-            plain = Source(source.catalog, source.storage, None, Checker(None, "ckpt"))
+            plain = Source(source.storage, source.catalog, None, Checker(None, "ckpt"))
             problems: list = []
             budget = Budget(1, 100)
             list(digests_of(plain, [tensor], budget, lambda _: None, problems.append))

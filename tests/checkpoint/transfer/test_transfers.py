@@ -66,7 +66,7 @@ def test_windows_read_and_write_every_element_once(data: st.DataObject) -> None:
     assert windows == list(transfer.windows(limit))
     for window in windows:
         assert window.size * 4 <= max(limit, 4)
-        for total, side in zip(seen, (transfer.source, transfer.target), strict=True):
+        for total, side in zip(seen, (transfer.source, transfer.destination), strict=True):
             total += counted(side.within(window), shape)
     assert (seen[0] == 1).all()
     assert (seen[1] == 1).all()
@@ -104,7 +104,8 @@ def test_groups_hold_all_bytes_and_writes_touch_no_others(data: st.DataObject) -
         flat = np.arange(int(np.prod(shape))).reshape(shape)
         wanted |= set(flat[(*(slice(low, high) for low, high in limits), ...)].ravel().tolist())
     for group in writable(parts, limit):
-        assert group.is_tiled
+        needed = int(group.parts.num_bytes[group.extent.rows].sum())
+        assert needed == group.extent.num_bytes
     written = [
         at
         for group in writable(parts, limit)

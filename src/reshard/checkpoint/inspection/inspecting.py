@@ -1,10 +1,10 @@
-"""What is in a checkpoint: tensors, how they are cut, files, and damage; from headers alone.
+"""``inspect``: the tensors of a checkpoint with their layouts, its files and damage.
 
     >>> report = inspect("ckpt")                                         # doctest: +SKIP
     >>> report.num_tensors, report.num_bytes, report.damage              # doctest: +SKIP
     (111, 2231111680, ())
 
-No tensor's bytes are read, and nothing slow is imported.
+Only headers are read, and nothing slow is imported.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["InspectedTensor", "Inspection", "inspect"]
 VERSION = 1
 SHOWN_HOLES = 3
 
-Cut = tuple[tuple[int, ...], tuple[Box, ...]]
+Boxes = tuple[tuple[int, ...], tuple[Box, ...]]
 """A shape and the boxes of its pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coverage:
-    """How a tensor is cut: the layout its boxes follow, what is missing, what is there twice."""
+    """The layout that the boxes of a tensor follow, missing boxes, and boxes stored twice."""
 
     layout: str
     holes: tuple[Box, ...]
@@ -58,7 +58,7 @@ class InspectedTensor:
     """Bytes of the whole tensor, once."""
     num_pieces: int
     layout: str
-    """The mesh and the layout that its files say, or one that its boxes follow."""
+    """The mesh and layout that the files record, or one that the boxes follow."""
     complete: bool
     replicated: bool
     """Whether some of it is stored more than once."""
@@ -66,7 +66,7 @@ class InspectedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Sidecar:
-    """What the checksums beside a checkpoint cover."""
+    """What the checksums of a checkpoint cover."""
 
     num_chunks: int
     """Ranges of files that have a checksum each."""
@@ -76,27 +76,27 @@ class Sidecar:
 
 @dataclass(frozen=True, slots=True)
 class Inspection:
-    """What a checkpoint holds and what is wrong with it; printed, it is a table."""
+    """What a checkpoint holds, and its damage; printed, it is a table."""
 
     path: str
     format: str
     tensors: tuple[InspectedTensor, ...]
     objects: Mapping[str, int]
-    """Entries that are no tensors, and their bytes."""
+    """Entries that are not tensors, and their bytes."""
     files: tuple[StoredFile, ...]
     others: tuple[StoredFile, ...]
     """Files that hold no tensors."""
     checksums: Sidecar | None
-    """None where nothing was written beside the files to check them with."""
+    """None if the checkpoint has no checksums."""
     metadata: Mapping[str, str]
     damage: tuple[str, ...]
     notes: tuple[str, ...]
     unsupported: tuple[str, ...] = ()
-    """What is sound, as far as can be seen, and is not read."""
+    """Parts that seem sound but are of a kind that is not supported."""
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors there are."""
+        """The number of tensors."""
         return len(self.tensors)
 
     @property
@@ -148,24 +148,26 @@ class Inspection:
 def inspect(
     path: str | Path, rules: Rules | str | Path | None = None, mesh: Mesh | str | None = None
 ) -> Inspection:
-    """What a folder, a file or an address holds.
+    """Describe the checkpoint in a folder, a file or at an address.
 
-    Rules (a family such as ``llama``, or a TOML file) and a mesh are for files of ranks that do
-    not say how they were cut. Damage and what is not supported do not raise: they are part of the
-    report. What is no checkpoint at all is a CheckpointError.
+    Rules (a family such as ``llama``, or a TOML file) and a mesh describe rank files that do not
+    record their layout. Damage and unsupported parts do not raise errors: they are listed in the
+    report. A path that is not a checkpoint raises CheckpointError.
     """
     with open_storage(path) as storage:
         catalog, findings = survey_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
         checksums = None
         with findings.noting():
             checksums = _sidecar(storage)
-    known: dict[Cut, Coverage] = {}
+    known: dict[Boxes, Coverage] = {}
     tensors, damage = [], [*findings.damage]
     for tensor in catalog.tensors.values():
-        cut = tensor.shape, tuple(piece.box for piece in tensor.pieces)
-        coverage = known.get(cut)
-        if coverage is None:  # the layers of a model are cut alike
-            coverage = known[cut] = Coverage(recovered(*cut), tensor.missing(), tensor.repeated())
+        boxes = tensor.shape, tuple(piece.box for piece in tensor.pieces)
+        coverage = known.get(boxes)
+        if coverage is None:  # the layers of a model have equal layouts
+            coverage = known[boxes] = Coverage(
+                recovered(*boxes), tensor.missing(), tensor.repeated()
+            )
         tensors.append(_inspected(tensor, catalog, coverage))
         damage += _missing(catalog, tensor, coverage.holes)
     return Inspection(
@@ -184,7 +186,7 @@ def inspect(
 
 
 def _sidecar(storage: Storage) -> Sidecar | None:
-    """What there is of checksums; no file is compared with them."""
+    """The size of the checksums; no file is compared with them."""
     found = load(storage)
     if found is None:
         return None
@@ -208,7 +210,7 @@ def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> In
 
 
 def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> Iterator[str]:
-    """One line about what no file holds of a tensor, if there is such."""
+    """One line about the missing boxes of a tensor, if there are any."""
     if not holes:
         return
     shown = ", ".join(map(str, holes[:SHOWN_HOLES]))

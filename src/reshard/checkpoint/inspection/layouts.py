@@ -1,6 +1,7 @@
-"""Which layout do the boxes of a tensor follow? Files say where boxes lie, not why.
+"""Recovers the layout that the boxes of a tensor follow.
 
-Axes have no names in files; they are called x, y, z and so on here, and ``rep`` counts replicas.
+Most files record boxes and not layouts. Axes are called x, y, z and so on; ``rep`` is an axis of
+replicas.
 
 >>> recovered((8, 4), [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))])
 'x=2: x -'
@@ -22,11 +23,11 @@ __all__ = ["recovered"]
 WHOLE = "whole"
 AXES = "xyzuvwabcdefghijklmnopqrst"
 MAX_SIZES = 16
-"""Sizes of a ragged dim that are written out."""
+"""The most sizes of an uneven dim that are written out."""
 
 
 def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
-    """A mesh and a layout that give these boxes, ``whole``, or how many boxes there are."""
+    """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
     held = Counter(box for box in boxes if box.size)
     if not held:
         return WHOLE if 0 in shape else "0 boxes"
@@ -54,7 +55,7 @@ def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
 
 
 def _word(axis: str, length: int, start: int, sizes: Sequence[int]) -> str | None:
-    """How one dim is cut; None where its parts are not all of it or are too many to write out."""
+    """The word for one dim; None if its parts do not cover it or are too many to write out."""
     if start != 0 or sum(sizes) != length:
         return None
     chunk = -(-length // len(sizes))

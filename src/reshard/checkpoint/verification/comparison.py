@@ -1,6 +1,6 @@
-"""Where do two tensors differ, and by how much? Read side by side, window by window.
+"""Where two tensors differ, and by how much; read side by side, window by window.
 
-Entries that are no tensors are bytes that nobody interprets: they are equal or not.
+Entries that are not tensors are compared as bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ __all__ = ["Difference", "between", "difference", "differing_objects", "is_numbe
 Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 16
-"""Elements that are turned into numbers at a time: that takes more memory than they do."""
+"""Elements that are converted to numbers at a time, as numbers take more memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two tensors of one shape and dtype differ."""
+    """How two tensors of one shape differ."""
 
     count: int
     """Elements whose bits differ."""
@@ -40,7 +40,7 @@ class Difference:
     """The largest absolute difference of two numbers; None if only NaNs differ."""
 
     def __or__(self, later: Difference) -> Difference:
-        """Both together; the other one lies behind this one."""
+        """Both together; ``later`` comes after this one in row-major order."""
         low = tuple(map(min, self.box.start, later.box.start))
         high = tuple(map(max, self.box.stop, later.box.stop))
         known = [each.largest for each in (self, later) if each.largest is not None]
@@ -50,9 +50,9 @@ class Difference:
 
 
 def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Difference | None:
-    """Compare two stored tensors of one shape; None if all is the same.
+    """Compare two stored tensors of one shape; None if they are equal.
 
-    Of one dtype their bits are compared, of two dtypes the numbers that these stand for.
+    Tensors of the same dtype are compared bit by bit, others as numbers.
     """
     dtypes = left.tensor.dtype, right.tensor.dtype
 
@@ -71,7 +71,7 @@ def difference(left: StoredReader, right: StoredReader, budget: Budget) -> Diffe
 
 
 def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Difference | None:
-    """How two arrays of raw elements of a box differ."""
+    """How two arrays of raw elements of a box differ; None if they are equal."""
     is_one = dtypes[0] == dtypes[1]
     apart = bits_differ(left, right) if is_one else _values_differ(left, right, dtypes)
     if not apart.any():
@@ -90,7 +90,7 @@ def between(left: Array, right: Array, dtypes: tuple[str, str], box: Box) -> Dif
 
 
 def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
-    """Which elements stand for other numbers; a NaN is like any other NaN."""
+    """Which elements differ as numbers; all NaNs are equal."""
     apart = np.empty(left.shape, dtype=bool)
     flat, pair = apart.reshape(-1), (left.reshape(-1), right.reshape(-1))
     for at in range(0, len(flat), BLOCK):
@@ -105,7 +105,7 @@ def _values_differ(left: Array, right: Array, dtypes: tuple[str, str]) -> Array:
 def _distances(
     left: Array, right: Array, apart: Array, dtypes: tuple[str, str]
 ) -> Iterator[float | int]:
-    """The largest distance of each block that has differing elements."""
+    """The largest distance in each block that has differing elements."""
     whole = dtypes[0] == dtypes[1] and dtypes[0].startswith(("int", "uint", "bool"))
     flat = left.reshape(-1), right.reshape(-1), apart.reshape(-1)
     for at in range(0, apart.size, BLOCK):
@@ -125,12 +125,12 @@ def _distances(
 
 
 def is_number(dtype: str) -> bool:
-    """Whether elements can be turned into numbers that can be subtracted."""
+    """Whether elements of a dtype can be converted to numbers and subtracted."""
     return dtype not in ("complex32", "float8_e8m0fnu")
 
 
 def _whole_distance(left: Array, right: Array, dtype: str) -> int:
-    """Exact, also where a difference of int64 does not fit into int64."""
+    """The largest distance of integers; exact, also where it does not fit into int64."""
     kind = "u1" if dtype == "bool" else f"{'u' if dtype.startswith('u') else 'i'}{left.itemsize}"
     one, two = left.view(kind), right.view(kind)
     high, low = np.maximum(one, two), np.minimum(one, two)
@@ -146,9 +146,9 @@ def _as_float(array: Array, dtype: str) -> Array:
 
 
 def differing_objects(left: Source, right: Source) -> Iterator[str]:
-    """Entries that are no tensors and differ, or that one side lacks.
+    """Entries that are not tensors and that differ, or that one side lacks.
 
-    Only two checkpoints that have any are compared: most formats have no place for them.
+    If one side has none, nothing is compared: most formats cannot hold such entries.
     """
     mine, theirs = left.catalog.objects, right.catalog.objects
     if not mine or not theirs:

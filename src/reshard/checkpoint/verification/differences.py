@@ -1,4 +1,4 @@
-"""How do two checkpoints differ: in names, shapes, dtypes, values, or only in how they are cut?"""
+"""How two checkpoints differ: in names, shapes, dtypes, values, or only in their layouts."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ SHOWN = 20
 """Names that are printed of each kind of difference."""
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and of how many."""
+"""Called with the bytes done and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDiff:
-    """A tensor that both checkpoints have and that is not the same in both."""
+    """A tensor that both checkpoints have and that differs."""
 
     name: str
     shapes: tuple[tuple[int, ...], tuple[int, ...]]
@@ -50,7 +50,7 @@ class TensorDiff:
     box: Box | None = None
     """The smallest box around all of them."""
     largest: float | int | None = None
-    """The largest absolute difference; None if only NaNs differ, or numbers nobody subtracts."""
+    """The largest absolute difference; None if only NaNs differ, or for dtypes without numbers."""
     places: tuple[tuple[str, int], ...] = ()
     """The file and the byte of the first element that differs, on each side."""
 
@@ -72,7 +72,7 @@ class TensorDiff:
 
 @dataclass(frozen=True, slots=True)
 class DiffReport:
-    """What ``diff`` found."""
+    """The result of ``diff``."""
 
     checkpoints: tuple[str, str]
     formats: tuple[str, str]
@@ -83,18 +83,18 @@ class DiffReport:
     num_equal: int
     """Tensors that are equal, bit by bit."""
     num_recut: int
-    """Those of them that are cut differently."""
+    """Those of them with different layouts."""
     objects: tuple[str, ...]
-    """Entries that are no tensors and differ, or that one of two checkpoints with such lacks."""
+    """Entries that are not tensors and that differ, or that one side lacks."""
 
     @property
     def equal(self) -> bool:
-        """Whether both hold the same, however they are cut."""
+        """Whether both hold the same tensors, in any layout."""
         return not (self.only[0] or self.only[1] or self.changed or self.objects)
 
     @property
     def recut(self) -> bool:
-        """Whether both hold the same, and at least one tensor is cut differently."""
+        """Whether both hold the same tensors, and at least one has another layout."""
         return self.equal and self.num_recut > 0
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class DiffReport:
 
 
 def _shown(name: str) -> str:
-    """A name on one line, not endless."""
+    """A name, printable, on one line and of bounded length."""
     return quoted(name)[1:-1]
 
 
@@ -182,9 +182,9 @@ def diff(
     b_mesh: Mesh | str | None = None,
     progress: Progress | None = None,
 ) -> DiffReport:
-    """Say what two checkpoints have in common and what not, tensor by tensor.
+    """Compare two checkpoints tensor by tensor.
 
-    Damage is an error here; ``verify`` lists it.
+    Damage raises an error; ``verify`` lists it.
     """
     with opened(a, rules, mesh) as left, opened(b, b_rules, b_mesh) as right:
         budget = Budget.for_reading(memory, left.storage, right.storage)
@@ -207,7 +207,7 @@ def diff(
             only=(_without(mine, theirs), _without(theirs, mine)),
             changed=tuple(changed),
             num_equal=len(equal),
-            num_recut=sum(_cut(mine[name]) != _cut(theirs[name]) for name in equal),
+            num_recut=sum(_boxes(mine[name]) != _boxes(theirs[name]) for name in equal),
             objects=tuple(differing_objects(left, right)),
         )
 
@@ -220,12 +220,12 @@ def _alike(one: StoredTensor, two: StoredTensor) -> bool:
     return (one.shape, one.dtype) == (two.shape, two.dtype)
 
 
-def _cut(tensor: StoredTensor) -> frozenset[Box]:
+def _boxes(tensor: StoredTensor) -> frozenset[Box]:
     return frozenset(piece.box for piece in tensor.pieces if piece.box.size)
 
 
 def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
-    """The digests of these tensors; damage is raised."""
+    """The digests of these tensors; raises DamageError."""
     tensors = (side.catalog.tensors[name] for name in names)
     found = dict(digests_of(side, tensors, budget, meter, _raise))
     side.checker.finish(side.storage)

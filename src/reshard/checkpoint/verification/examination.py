@@ -1,4 +1,4 @@
-"""One checkpoint, read in full: the digest of every tensor, and all that is wrong with it."""
+"""Reads one checkpoint in full: the digest of every tensor, and all problems."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from reshard.errors import CheckpointError
 from reshard.layout.box import Box
 from reshard.text import quoted
 
-__all__ = ["Examined", "Problem", "digests_of", "examine", "tensors_at"]
+__all__ = ["Examination", "Problem", "digests_of", "examine", "tensors_at"]
 
 Array = np.ndarray[Any, Any]
 Progress = Callable[[int], None]
 MAX_PROBLEMS = 1000
-"""The problems that are told one by one; of more than these the first tell enough."""
+"""The most problems that are listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One thing that is wrong."""
+    """One problem of a checkpoint."""
 
     kind: str
     """``damage``, ``unreadable``, ``unsupported``, ``hole``, ``replicas``, ``absent``, ``shape``,
-    ``dtype``, ``values``, or ``object`` for an entry that is no tensor."""
+    ``dtype``, ``values``, or ``object`` for an entry that is not a tensor."""
     message: str
     tensor: str | None = None
     file: str | None = None
@@ -47,8 +47,8 @@ class Problem:
 
 
 @dataclass(slots=True)
-class Examined:
-    """What was found in one checkpoint."""
+class Examination:
+    """The digests and problems of one checkpoint."""
 
     digests: dict[str, str] = field(default_factory=dict)
     """The digest of each tensor that could be read."""
@@ -58,17 +58,17 @@ class Examined:
     """Bytes of files that were compared with checksums."""
 
     def add(self, problem: Problem) -> None:
-        """Keep a problem, unless there are too many to be read."""
+        """Add a problem, unless there are too many."""
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 
 
 def examine(
-    source: Source, budget: Budget, progress: Progress, found: Examined, is_known: bool = True
+    source: Source, budget: Budget, progress: Progress, found: Examination, is_known: bool = True
 ) -> None:
-    """Read every tensor once and every file in full, and add what is wrong to ``found``.
+    """Read every tensor once and every file in full, and add all problems to ``found``.
 
-    ``is_known`` is false where the catalog could not be read and says nothing of what there is.
+    ``is_known`` is false if the catalog could not be read completely.
     """
     damaged: list[tuple[str, Chunk, bytes]] = []
     source.checker.tell(lambda *chunk: damaged.append(chunk))
@@ -78,7 +78,7 @@ def examine(
     if source.checksums is None:
         return
     _check_files(source, source.checksums, budget, found)
-    # One file of a checkpoint has only parts of its tensors, which have no digests.
+    # A single file of a checkpoint has only parts of its tensors, which have no digests.
     is_whole = SIDECAR in {file.path for file in source.storage.list()}
     changed = _changed(source.catalog, source.checksums, found.digests) if is_whole else {}
     for problem in _damage(source, damaged, changed):
@@ -87,14 +87,14 @@ def examine(
         _check_digests(source, changed, found)
 
 
-def _complete(source: Source, found: Examined) -> Iterator[StoredTensor]:
-    """The tensors that have no holes; the others are told."""
+def _complete(source: Source, found: Examination) -> Iterator[StoredTensor]:
+    """The tensors that are complete; the others become problems."""
     for tensor in source.catalog.tensors.values():
         if tiles(tensor.shape, tensor.pieces):
             yield tensor
             continue
         try:
-            # First, because it ends soon whatever the pieces are.
+            # First, because it takes bounded time whatever the pieces are.
             holes = tensor.missing()
         except CheckpointError as error:
             found.add(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
@@ -122,7 +122,7 @@ def digests_of(
     progress: Progress,
     tell: Callable[[Problem], None],
 ) -> Iterator[tuple[str, str]]:
-    """The digest of each tensor; replicas that disagree and what cannot be read are told."""
+    """The digest of each tensor; ``tell`` gets unequal replicas and what cannot be read."""
 
     def work(task: _Task, buffers: Buffers) -> list[int] | CheckpointError:
         try:
@@ -136,7 +136,7 @@ def digests_of(
 
     make = lambda: Buffers(budget.window, casts=False)  # noqa: E731
     again: list[StoredTensor] = []
-    sums = _Sums(tell)
+    sums = _DigestSums(tell)
     tasks = _tasks(source, tensors, budget.window, tell)
     for task, result in in_order(work, tasks, budget.workers, make):
         if isinstance(task, _Part):
@@ -148,7 +148,7 @@ def digests_of(
             progress(sum(tensor.num_bytes for tensor in task))
             for tensor, value in zip(task, result, strict=True):
                 yield tensor.name, digest.finish(value, tensor.shape, tensor.dtype)
-    # Of a pack that cannot be read, one by one, to name what is wrong.
+    # The tensors of a pack that cannot be read are read one by one, to name the bad one.
     alone = (part for tensor in again for part in _parts(source, tensor, budget.window, tell))
     for part, result in in_order(work, alone, 1, make) if again else ():
         progress(part.num_bytes)
@@ -165,12 +165,12 @@ class _Part:
 
     @property
     def num_bytes(self) -> int:
-        """How many bytes that is."""
+        """Bytes of the box."""
         return self.box.size * itemsize(self.reader.tensor.dtype)
 
 
 _Task = _Part | list[StoredTensor]
-"""A part of a tensor, or small tensors that are read together."""
+"""A part of a tensor, or a pack of small tensors."""
 
 
 def packed_of(tensor: StoredTensor) -> Packed:
@@ -184,7 +184,7 @@ def _tasks(
     window: int,
     tell: Callable[[Problem], None],
 ) -> Iterator[_Task]:
-    """Small tensors in packs that fit into a window, and the others in boxes that do."""
+    """Small tensors in packs, and the others in boxes, each at most as large as a window."""
     pack: list[StoredTensor] = []
     room = window
     for tensor in tensors:
@@ -204,7 +204,7 @@ def _tasks(
 def _parts(
     source: Source, tensor: StoredTensor, window: int, tell: Callable[[Problem], None]
 ) -> Iterator[_Part]:
-    """The boxes to read of a tensor; an empty one has one, so that it has a digest too."""
+    """The boxes of a tensor; an empty tensor has one, so that it has a digest too."""
     try:
         reader = StoredReader(source, tensor)
         if tensor.num_bytes == 0:
@@ -214,17 +214,17 @@ def _parts(
         tell(Problem("unreadable", f"{source.storage.root}: {error}", tensor.name))
 
 
-class _Sums:
-    """Adds up the parts of tensors, which come one tensor after the other."""
+class _DigestSums:
+    """Adds up the digest values of parts, which come one tensor after the other."""
 
     def __init__(self, tell: Callable[[Problem], None]) -> None:
         self._tell = tell
         self._tensor: StoredTensor | None = None
         self._value: int | None = 0
-        """None once a part could not be read."""
+        """None after a part could not be read."""
 
     def add(self, part: _Part, result: list[int] | CheckpointError) -> Iterator[tuple[str, str]]:
-        """Add a part; gives the tensor before it, if that is now complete."""
+        """Add a part; yields the previous tensor when that is complete."""
         tensor = part.reader.tensor
         if tensor is not self._tensor:
             yield from self.finish()
@@ -275,8 +275,8 @@ def _disagreement(reader: StoredReader, box: Box, file: int, apart: Array) -> Pr
     return Problem("replicas", message, reader.tensor.name, one, where, box)
 
 
-def _check_files(source: Source, checksums: Checksums, budget: Budget, found: Examined) -> None:
-    """Compare what was not read yet of every file with its checksums."""
+def _check_files(source: Source, checksums: Checksums, budget: Budget, found: Examination) -> None:
+    """Compare the bytes of every file that were not read yet with its checksums."""
     present = {file.path: file.size for file in source.storage.list()}
 
     def work(path: str, _: None) -> CheckpointError | None:
@@ -296,7 +296,7 @@ def _check_files(source: Source, checksums: Checksums, budget: Budget, found: Ex
 
 
 def _has_its_size(
-    source: Source, checksums: Checksums, present: Mapping[str, int], path: str, found: Examined
+    source: Source, checksums: Checksums, present: Mapping[str, int], path: str, found: Examination
 ) -> bool:
     root, size, known = source.storage.root, checksums.files[path].size, present.get(path)
     if known == size:
@@ -315,7 +315,7 @@ def _has_its_size(
 def _changed(
     catalog: Catalog, checksums: Checksums, digests: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """Tensors whose digest is not the one that was written: what it was, what it is."""
+    """Tensors whose digest differs from the recorded one: recorded digest, present digest."""
     known = checksums.digests
     return {
         name: (known[name], digests[name])
@@ -329,12 +329,12 @@ def _damage(
     damaged: list[tuple[str, Chunk, bytes]],
     changed: Mapping[str, object],
 ) -> Iterator[Problem]:
-    """Changed chunks, with the tensors that lie in them."""
+    """Changed chunks, with the tensors that have bytes in them."""
     if not damaged:
         return
-    told = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
-    touched = tensors_at(source.catalog, told)
-    for (path, chunk, found), names in zip(told, touched, strict=True):
+    listed = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
+    touched = tensors_at(source.catalog, listed)
+    for (path, chunk, found), names in zip(listed, touched, strict=True):
         sure = [name for name in names if name in changed] or names
         text = damage(f"{source.storage.root}/{path}", chunk, found)
         where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
@@ -344,7 +344,7 @@ def _damage(
 
 
 def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> list[list[str]]:
-    """The names of the tensors that have bytes in each of these chunks, which rise."""
+    """The names of the tensors with bytes in each of these chunks, which are sorted."""
     names: list[list[str]] = [[] for _ in damaged]
     ends = [(path, chunk.stop) for path, chunk, _ in damaged]
     hit = {path for path, _ in ends}
@@ -360,12 +360,14 @@ def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> lis
     return names
 
 
-def _check_digests(source: Source, changed: Mapping[str, tuple[str, str]], found: Examined) -> None:
-    """Tensors that are not what was written, although every chunk that we know of is."""
-    told = {problem.tensor for problem in found.problems}
+def _check_digests(
+    source: Source, changed: Mapping[str, tuple[str, str]], found: Examination
+) -> None:
+    """Tensors whose digest changed although no chunk did, and tensors that are missing."""
+    known = {problem.tensor for problem in found.problems}
     root = source.storage.root
     for name, (was, now) in changed.items():
-        if name not in told:
+        if name not in known:
             message = (
                 f"{root}: tensor {quoted(name)} has the digest {now} and was written with {was}"
             )

@@ -28,7 +28,7 @@ from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
 from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.workers import Budget, Meter, collector_paused
 from reshard.checkpoint.verification.comparison import Difference, difference, differing_objects
-from reshard.checkpoint.verification.examination import Examined, Problem, examine
+from reshard.checkpoint.verification.examination import Examination, Problem, examine
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError
 from reshard.text import format_bytes, quoted
@@ -46,34 +46,34 @@ SHOWN = 20
 """Problems that are printed one by one."""
 
 Progress = Callable[[int, int], None]
-"""Told how many bytes are done, and of how many."""
+"""Called with the bytes done and the total."""
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What ``verify`` found; true if nothing is wrong."""
+    """The result of ``verify``; true if there is no problem."""
 
     checkpoints: tuple[str, ...]
-    """What was read: one path, or two."""
+    """The paths that were read, one or two."""
     num_tensors: int
     num_bytes: int
     """Bytes of all tensors of the first, each element once."""
     checked_bytes: int
-    """Bytes of files that were compared with checksums, on both sides."""
+    """Bytes of files that were compared with checksums, in both checkpoints."""
     digest: str
-    """One digest of all tensors of the first: equal wherever the same tensors are."""
+    """One digest of all tensors of the first, equal for equal tensors."""
     digests: Mapping[str, str]
     problems: tuple[Problem, ...]
     notes: tuple[str, ...]
 
     @property
     def ok(self) -> bool:
-        """Whether nothing is wrong."""
+        """Whether there is no problem."""
         return not self.problems
 
     @property
     def is_unsupported(self) -> bool:
-        """Whether all that is wrong is that a part is of a kind that is not supported."""
+        """Whether all problems are parts of a kind that is not supported."""
         return not self.ok and all(problem.kind == UNSUPPORTED for problem in self.problems)
 
     def __bool__(self) -> bool:
@@ -144,11 +144,11 @@ def verify(
     drop: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> VerifyReport:
-    """Read a checkpoint in full and say what is wrong with it, or compare two of them.
+    """Read a checkpoint in full and list its problems, or compare two checkpoints.
 
-    ``rules`` and ``mesh`` say how per-rank files are cut, where the files do not say it. ``names``
-    and ``drop`` are those with which the second was converted from the first: the tensors of the
-    first are compared under their new names.
+    ``rules`` and ``mesh`` describe rank files that do not record their layout. ``names`` and
+    ``drop`` are those with which the second was converted from the first: the tensors of the first
+    are compared under their new names.
     """
     if b is None and (names is not None or drop):
         raise NamesError("names and drop are about a conversion: give both checkpoints")
@@ -174,7 +174,7 @@ def verify(
 
 
 def _note_unchecked(side: _Side) -> None:
-    """Say what there is nothing to compare with."""
+    """Note that there are no checksums to compare with."""
     if side.source.checksums is not None:
         return
     side.found.notes.append(
@@ -185,13 +185,13 @@ def _note_unchecked(side: _Side) -> None:
 
 
 class _Side:
-    """One of the checkpoints: what could be read of it, and what is wrong with it."""
+    """One of the checkpoints: what could be read of it, and its problems."""
 
     def __init__(
         self, storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None
     ) -> None:
         self.storage = storage
-        self.found = Examined()
+        self.found = Examination()
         checksums: Checksums | None = None
         try:
             checksums = load(storage)
@@ -210,7 +210,7 @@ class _Side:
         self.source = Source(storage, catalog, checksums, checker, crcs)
 
     def rename(self, names: Names, drop: Sequence[str]) -> None:
-        """Look at the tensors under other names; digests that were written are of the old ones."""
+        """Rename the tensors; recorded digests are those of the old tensors and are not used."""
         if not self.is_known or not (names or drop):
             return
         catalog, sums = self.source.catalog, self.source.checksums
@@ -231,7 +231,7 @@ class _Side:
         return self.source.catalog.num_bytes
 
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
-        """Read all of it."""
+        """Read all of the checkpoint."""
         examine(self.source, budget, meter, self.found, is_known=self.is_known)
         for crc, now in self._values():
             self.found.checked_bytes += crc.size
@@ -242,7 +242,7 @@ class _Side:
                 self.found.add(Problem("damage", message, names[0] if names else None, *where))
 
     def _values(self) -> Iterator[tuple[Crc, int]]:
-        """All records with a CRC-32, and what it is now; what cannot be read is a problem."""
+        """All CRC-32 records with their present value; what cannot be read is a problem."""
         for which in range(len(self.source.crcs)):
             try:
                 yield from self.source.crcs.values(self.source.unread, [which])
@@ -250,29 +250,29 @@ class _Side:
                 self.found.add(Problem("unreadable", str(error)))
 
     def reader(self, tensor: StoredTensor) -> StoredReader:
-        """Something that reads one tensor."""
+        """A reader of one tensor."""
         return StoredReader(self.source, tensor)
 
 
 def _survey(
     storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None, is_checked: bool
 ) -> tuple[Catalog, Findings]:
-    """What can be read of a checkpoint, and what is wrong with its headers."""
+    """What can be read of a checkpoint, and the problems of its headers."""
     given, over = as_rules(rules, storage), as_mesh(mesh)
     if given is not None and over is not None:
-        given.check_mesh(over)  # a wrong request is no damage
+        given.check_mesh(over)  # a wrong argument is not damage
     try:
         with collector_paused():
             return survey_catalog(storage, given, over)
     except ReshardError as error:
         if not is_checked:
             raise
-        # A changed byte can make a header say anything; the checksums will tell where.
+        # The checksums show where a changed byte made a header invalid.
         return Catalog(storage.root, "unreadable", (), {}), Findings(damage=[str(error)])
 
 
 def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]:
-    """What two checkpoints have that the other has not, and where their values differ."""
+    """Tensors and entries that one checkpoint lacks, or whose values differ."""
     mine, theirs = left.source.catalog.tensors, right.source.catalog.tensors
     for here, there, tensors, others in ((left, right, mine, theirs), (right, left, theirs, mine)):
         for name in tensors:
@@ -288,7 +288,7 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
 
 
 def _object(left: _Side, right: _Side, name: str) -> Problem:
-    """An entry that is no tensor and not the same on both sides."""
+    """An entry that is not a tensor and differs, or that one side lacks."""
     for here, there in ((left, right), (right, left)):
         if name not in there.source.catalog.objects:
             where = f"is in {here.storage.root} and not in {there.storage.root}"
@@ -310,7 +310,7 @@ def _difference(
         return
     one, two = left.found.digests.get(name), right.found.digests.get(name)
     if one is None or two is None or one == two:
-        return  # what could not be read was told
+        return  # what could not be read is a problem already
     readers = left.reader(mine), right.reader(theirs)
     found = difference(*readers, budget)
     if found is None:
@@ -321,7 +321,7 @@ def _difference(
 
 
 def _located(left: StoredReader, right: StoredReader, found: Difference) -> Problem:
-    """Where two tensors differ, in elements and in bytes of both sides."""
+    """Where two tensors differ: elements, and bytes of both sides."""
     tensor = left.tensor
     places = [reader.place(found.first) for reader in (left, right)]
     files = [
