@@ -26,10 +26,9 @@ import reshard as rs
 from reshard.live.copy import host as host_copy
 from reshard.live.copy import reduce
 from reshard.live.inputs import bound, huge_pages
-from reshard.live.program import modes, rounds, runs
+from reshard.live.program import modes, rounds
 from reshard.live.program.modes import Policy
-from reshard.live.program.runs import IovecPlan
-from reshard.live.transport import host
+from reshard.live.transport import gloo, host
 
 GAIN = 1.1
 
@@ -94,7 +93,13 @@ def measured(case: Case, repeat: int) -> dict[str, Any]:
 
 
 def case_of(
-    name: str, make: Callable[[], rs.Plan], tensors: Any, into: Any, patch: Patch, burst: int
+    name: str,
+    make: Callable[[], rs.Plan],
+    tensors: Any,
+    into: Any,
+    patch: Patch,
+    burst: int,
+    **options: Any,
 ) -> Case:
     """Two equal plans, each with what is compiled for it, on tensors of their own."""
     on, off = make(), make()
@@ -104,8 +109,8 @@ def case_of(
     ]
     return Case(
         name,
-        lambda: on.run(tensors, into=into),
-        lambda: off.run(copies[0], into=copies[1]),
+        lambda: on.run(tensors, into=into, **options),
+        lambda: off.run(copies[0], into=copies[1], **options),
         patch,
         burst,
     )
@@ -145,61 +150,45 @@ def many(num: int, count: int) -> tuple[Callable[[], rs.Plan], dict[str, Any], d
 
 
 def large(num: int, quick: bool) -> Iterator[Case]:
-    move = square(num, 1024 if quick else 4096)
+    side = 1024 if quick else 4096
     off = patched(huge_pages, "_are_on_request", lambda: False)
-    yield case_of("huge pages: 64 MiB into=", *move, off, 4)
-    off = patched(IovecPlan, "calls", IovecPlan.calls_at)
-    yield case_of("system calls kept for the same addresses: 64 MiB", *move, off, 4)
-    off = patched(host, "MAX_INLINE", -1)
-    yield case_of("addresses in the Hello: 16 MiB", *square(num, 2048), off, 10)
+    yield case_of("huge pages: 64 MiB into=", *square(num, side), off, 4)
+    rows, columns = rs.Layout(rs.Mesh(x=num), "x -"), rs.Layout(rs.Mesh(x=num), "x~ -")
+
+    def make() -> rs.Plan:
+        return rs.plan(rows, columns, shape=(side, side), dtype="float32")
+
+    tensors, into = ({"tensor": torch.randn(side // num, side)} for _ in range(2))
+    off = patched(gloo, "GLOO", Policy(eager_bytes=1 << 60))
+    name = "large blocks over gloo without staging: 64 MiB"
+    yield case_of(name, make, tensors, into, off, 2, transport="network")
 
 
 def small(num: int, quick: bool) -> Iterator[Case]:
     make, tensors, _ = square(num, 64)
     off = patched(rounds, "MAX_DEFERRED_BYTES", 0)
-    name = "eager messages that are not waited for: 16 KiB"
+    name = "eager messages whose sender does not wait: 16 KiB"
     yield case_of(name, make, tensors, None, off, 50)
-    compiled = host.HostTransport._compile
+    compile_round = host.HostTransport._compile
 
     def later(*args: Any) -> Any:
-        return replace(compiled(*args), eager={})
+        return replace(compile_round(*args), eager={})
 
     off = patched(host.HostTransport, "_compile", later)
     yield case_of("eager messages with the Hello: 16 KiB", make, tensors, None, off, 50)
-    off = patched(host_copy, "FEW", -1)
-    yield case_of("addresses of few blocks one by one: 16 KiB", make, tensors, None, off, 50)
     off = patched(host, "HOST", Policy(eager_bytes=-1))
-    yield case_of("eager messages at all: 16 KiB", make, tensors, None, off, 50)
-
-
-def staged_once(num: int, quick: bool) -> Iterator[Case]:
-    rows, _, whole = layouts(num)
-
-    def unique(transfer: object) -> tuple[object, ...]:
-        return (transfer,)
-
-    off = patched(host, "_content", unique)
-    for side in (256, 1024, 1792):
-        tensors = {"tensor": torch.randn(side // num, side)}
-        into = {"tensor": torch.empty(side, side)}
-
-        def make(side: int = side) -> rs.Plan:
-            return rs.plan(rows, whole, shape=(side, side), dtype="float32")
-
-        yield case_of(f"equal messages staged once: {side}x{side}", make, tensors, into, off, 10)
+    yield case_of("eager messages instead of rendezvous: 16 KiB", make, tensors, None, off, 50)
 
 
 def many_blocks(num: int, quick: bool) -> Iterator[Case]:
-    for count in (15, 100, 400):
+    for count in (100, 400):
         move = many(num, count)
         off = patched(host_copy, "MAX_KEPT", 0)
-        yield case_of(f"arrays of many strided blocks kept: {count} x 16 KiB", *move, off, 5)
-        off = patched(host_copy, "FEW", 1 << 60)
-        yield case_of(f"addresses of many blocks at once: {count} x 16 KiB", *move, off, 5)
+        yield case_of(f"arrays of strided blocks kept: {count} x 16 KiB", *move, off, 5)
     off = patched(bound.Locals, "disjoint", property(lambda _: None, lambda _, value: None))
     yield case_of("overlaps checked once: 400 x 16 KiB", *move, off, 5)
     off = patched(bound, "_PLAIN", set())
-    yield case_of("quick check of tensors: 400 x 16 KiB", *move, off, 5)
+    yield case_of("short check of plain tensors: 400 x 16 KiB", *move, off, 5)
 
 
 def tiny_runs(num: int, quick: bool) -> Iterator[Case]:
@@ -212,24 +201,7 @@ def tiny_runs(num: int, quick: bool) -> Iterator[Case]:
 
     tensors, into = {"tensor": torch.randn(side // num, num)}, {"tensor": torch.empty(side, 1)}
     off = patched(modes, "NS_PER_LOOPED_RUN", 1 << 30)
-    yield case_of("runs of 4 bytes are staged: 64 MiB", make, tensors, into, off, 2)
-
-
-def cold(num: int, quick: bool) -> Iterator[Case]:
-    make, tensors, into = square(num, 4096)
-
-    def general(first: Any, width: Any, strides: Any, itemsize: int, tensor: Any) -> Any:
-        run = runs.run_lengths(width, strides)
-        counts = width.prod(axis=1) // run
-        block = runs.np.repeat(runs.np.arange(len(width)), counts)
-        address = first[block] + runs._offsets(width, strides, run, block) * itemsize
-        return runs.Runs(address, run[block] * itemsize, tensor[block])
-
-    def run() -> object:
-        return make().run(tensors, into=into)
-
-    off = patched(host, "runs_of", general)
-    yield Case("equal blocks expanded at once: 64 MiB, cold", run, run, off, 2)
+    yield case_of("runs of 4 bytes staged instead of read: 64 MiB", make, tensors, into, off, 2)
 
 
 def sums(num: int, quick: bool) -> Iterator[Case]:
@@ -251,11 +223,6 @@ def sums(num: int, quick: bool) -> Iterator[Case]:
         yield case_of(f"sums in slices: {dtype} {side}x{side}", *move, off, 4)
     tensors = {"tensor": torch.randn(side, 2 * side // num)}
     into = {"tensor": torch.empty(side // 2, 2 * side // num)}
-    add = reduce._add
-
-    def through_sums(op: str, dtype: str, total: Any, addends: Any) -> int:
-        with_third = [*addends, reduce.np.zeros((), total.dtype)]
-        return add(op, dtype, total, with_third)
 
     def plain(op: str, dtype: str, total: Any, addends: Any) -> int:
         both = reduce.np.empty(total.shape, total.dtype)
@@ -270,7 +237,7 @@ def sums(num: int, quick: bool) -> Iterator[Case]:
     yield case_of("two addends without an accumulator: 16 MiB", make, tensors, into, off, 4)
 
 
-CASES = (large, small, staged_once, many_blocks, tiny_runs, cold, sums)
+CASES = (large, small, many_blocks, tiny_runs, sums)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.live.inputs.bound import BoundTensors, locals_of
+from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.program.rounds import HAVE, WANT, Program
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.exchange import Exchange
@@ -34,11 +34,11 @@ def wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> 
 
 def bound_of(plan: rs.Plan, rank: int, given: dict[str, np.ndarray]) -> BoundTensors:
     """A rank's source tensors, and new destination tensors."""
-    bound = BoundTensors(len(plan.have), len(plan.have) + len(plan.want))
+    bound = BoundTensors(len(plan.have) + len(plan.want))
     sources = tensors_of(given, plan.have)
-    for local in locals_of(plan, HAVE, rank):
+    for local in Locals(plan, rank).sides[HAVE]:
         bound.add(local.number, sources[local.name])
-    for local in locals_of(plan, WANT, rank):
+    for local in Locals(plan, rank).sides[WANT]:
         bound.result[local.name] = torch.zeros(local.shape, dtype=local.dtype)
         bound.add(local.number, bound.result[local.name])
     return bound

@@ -194,7 +194,7 @@ class Call:
 
     def _bind(self, compiled: CompiledPlan, watch: Watch | None) -> BoundTensors:
         try:
-            return self.request.bind(compiled.locals, compiled.rank)
+            return self.request.bind(compiled.locals)
         except TensorError as error:
             if watch is not None:
                 watch.fail(Cause("tensor", str(error)))

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError
 from reshard.layout.spec import TensorSpec
-from reshard.live.inputs.bound import BoundTensors, Locals, locals_of
-from reshard.live.program.rounds import HAVE, WANT, Program
+from reshard.live.inputs.bound import BoundTensors, Locals
+from reshard.live.program.rounds import Program
 from reshard.planning.plans import Plan
 
 __all__ = ["CompiledPlan", "compiled_plan"]
@@ -37,9 +37,7 @@ class CompiledPlan:
         self.exchanges = plan.summary().num_messages > 0
         """Whether any rank sends a message; if not, calls do not communicate."""
         self.plan = plan
-        self.locals = Locals(
-            (locals_of(plan, HAVE, rank), locals_of(plan, WANT, rank)), (plan.have, plan.want)
-        )
+        self.locals = Locals(plan, rank)
         self._contiguous = Program(plan, rank, {})
         self._strided: dict[tuple[object, ...], Program] = {}
         """Programs for tensors that are not contiguous."""

@@ -1,9 +1,8 @@
-"""Execute copies and sums.
+"""Execute copies and sums on the host and on GPUs.
 
-host         copy blocks on the host
-reduce       ordered sums, on the host and on GPUs
-gpu          copy blocks in one kernel launch, or with torch
-gpu_table    how one launch is divided among blocks
+host         copy blocks on the host, and from and to the memory of another process
+gpu_table    divide one kernel launch among blocks
 gpu_kernel   the Triton kernels
-peer_memory  copy from and to the memory of another process
+gpu          copy blocks between tensors on any device
+reduce       ordered sums, on the host and on GPUs
 """

@@ -46,12 +46,9 @@ def as_tensor(array: Array, dtype: str) -> torch.Tensor:
 class Bases(Protocol):
     """Tensors by base number."""
 
-    addresses: list[int]
     tensors: dict[int, torch.Tensor]
-
-    @property
-    def table(self) -> Ints:
-        """The base addresses as an array; the staging buffer's is last."""
+    table: Ints
+    """The base addresses; the staging buffer's is last."""
 
     @property
     def is_host(self) -> bool:

@@ -1,10 +1,11 @@
-"""What one rank was given for one call: tensors that are checked, and bound to addresses.
+"""The tensors of one call on one rank: checked against the plan, and bound to base addresses.
 
-Everything that can be wrong with a tensor is found here, before anything moves.
+All errors about tensors are raised here, before anything moves.
 
-Each rank says where its tensors are when plans are compared. If all ranks have all of theirs on one
-GPU each, and the caller's process group has NCCL, they go from GPU to GPU. Otherwise, on a gloo
-group or where some tensors are on the host, they go by way of the host, GPU tensors too.
+Each rank announces where its tensors are when plans are compared. If every rank has all of its
+tensors on one GPU, and the caller's process group has NCCL, data goes from GPU to GPU. Otherwise,
+on a gloo group or where some tensors are on the host, data goes by way of the hosts, that of GPU
+tensors too.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, TensorError
 from reshard.layout.columns import Ints
-from reshard.live.inputs.huge_pages import MIN_BYTES, RepeatedTensors
+from reshard.live.inputs.huge_pages import RepeatedTensors
 from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.options import Options
 from reshard.live.program.rounds import HAVE, WANT
@@ -28,16 +29,13 @@ from reshard.planning.plans import Plan
 __all__ = [
     "GPU",
     "BoundTensors",
-    "LocalTensor",
+    "Locals",
     "Request",
     "Tensors",
     "all_on_gpus",
-    "bind_side",
-    "check_names",
     "check_request",
     "default_device",
     "device_of",
-    "locals_of",
     "placement_of",
     "with_index",
 ]
@@ -45,9 +43,10 @@ __all__ = [
 Tensors = Mapping[str, torch.Tensor | None]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_ROLES = ("to move", "to move into")
 
 
-class LocalTensor(NamedTuple):
+class LocalSpec(NamedTuple):
     """What a plan says of one local tensor."""
 
     number: int
@@ -57,8 +56,23 @@ class LocalTensor(NamedTuple):
     dtype: torch.dtype
 
 
-def locals_of(plan: Plan, side: int, rank: int) -> list[LocalTensor]:
-    """The local tensors that a rank has of one side of a plan, and that are moved."""
+class Locals:
+    """One rank's local tensors on both sides of a plan, and what is kept about them."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.rank, self.names = rank, (plan.have, plan.want)
+        self.staging = len(plan.have) + len(plan.want)
+        self.sides = _local_specs(plan, HAVE, rank), _local_specs(plan, WANT, rank)
+        self.repeated = [
+            RepeatedTensors([(one.number, one.shape.numel() * one.dtype.itemsize) for one in side])
+            for side in self.sides
+        ]
+        self.disjoint: object = None
+        """The identity of the tensors that were last found not to overlap."""
+
+
+def _local_specs(plan: Plan, side: int, rank: int) -> list[LocalSpec]:
+    """The local tensors of a rank on one side of a plan that are moved."""
     specs = (plan.have, plan.want)[side]
     first = len(plan.have) if side else 0
     moved = {names[side] for stack in plan.stacks for names in stack.names}
@@ -71,55 +85,45 @@ def locals_of(plan: Plan, side: int, rank: int) -> list[LocalTensor]:
             shapes[key] = torch.Size(spec.layout.local_shape(rank, spec.shape)) if held else None
         shape = shapes[key]
         if shape is not None and name in moved:
-            found.append(LocalTensor(number, name, shape, getattr(torch, spec.dtype)))
+            found.append(LocalSpec(number, name, shape, getattr(torch, spec.dtype)))
     return found
 
 
 class BoundTensors:
     """The tensors of one call on one rank, by their number in the table of base addresses."""
 
-    def __init__(self, num_have: int, staging: int) -> None:
-        self.num_have, self.staging = num_have, staging
+    def __init__(self, staging: int) -> None:
+        """``staging`` is the number of the staging buffer, after all tensors."""
+        self.staging = staging
         self.tensors: dict[int, torch.Tensor] = {}
-        self.addresses = [0] * (staging + 1)
-        """Where each tensor begins, on whatever device; 0 for what this rank does not have. Last
-        comes the staging buffer of the copies at hand."""
+        self.table = np.zeros(staging + 1, dtype=np.int64)
+        """The base addresses, on any device; 0 for tensors that this rank does not have."""
         self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Shape and strides of tensors that are not contiguous."""
         self.on_devices: list[int] = []
         """Numbers of tensors that are not in the memory of the host."""
-        self.devices: set[torch.device] = set()
-        """Where those are."""
         self.result: dict[str, torch.Tensor] = {}
-        self._table: Ints | None = None
 
     def add(self, number: int, tensor: torch.Tensor) -> None:
-        """Take in a tensor that was checked."""
+        """Add a tensor that was checked."""
         self.tensors[number] = tensor
-        self.addresses[number] = tensor.data_ptr()
+        self.table[number] = tensor.data_ptr()
         if not tensor.is_cpu:
             self.on_devices.append(number)
-            self.devices.add(tensor.device)
         if not tensor.is_contiguous():
             self.strides[number] = tuple(tensor.shape), tensor.stride()
 
-    def drop_destinations(self) -> None:
-        """Forget the destination tensors: others are written to first."""
-        for number in [number for number in self.tensors if number >= self.num_have]:
-            tensor = self.tensors.pop(number)
-            self.addresses[number] = 0
-            self.strides.pop(number, None)
-            if not tensor.is_cpu:
-                self.on_devices.remove(number)
-        self.devices = {self.tensors[number].device for number in self.on_devices}
-        self._table = None
+    def copy(self) -> BoundTensors:
+        """The same tensors, to which others can be added."""
+        found = BoundTensors(self.staging)
+        for number, tensor in self.tensors.items():
+            found.add(number, tensor)
+        return found
 
     @property
-    def table(self) -> Ints:
-        """The addresses as an array."""
-        if self._table is None:
-            self._table = np.array(self.addresses, dtype=np.int64)
-        return self._table
+    def devices(self) -> set[torch.device]:
+        """The devices of tensors that are not in the memory of the host."""
+        return {self.tensors[number].device for number in self.on_devices}
 
     @property
     def is_host(self) -> bool:
@@ -128,47 +132,43 @@ class BoundTensors:
 
     @property
     def is_plain(self) -> bool:
-        """Whether all tensors are contiguous memory of the host, which peers may touch."""
+        """Whether all tensors are contiguous memory of the host, which peers may access."""
         return not (self.strides or self.on_devices)
 
     @property
-    def published(self) -> list[int]:
-        """The addresses that peers may use; 0 for the others."""
-        if self.is_plain:
-            return self.addresses[:-1]
-        hidden = {*self.strides, *self.on_devices}
-        return [0 if n in hidden else at for n, at in enumerate(self.addresses[:-1])]
+    def published(self) -> Ints:
+        """The addresses that peers may access; 0 for the others."""
+        found: Ints = self.table[:-1].copy()
+        found[[*self.strides, *self.on_devices]] = 0
+        return found
 
     @property
     def identity(self) -> tuple[object, ...]:
         """Where the tensors are and how they are strided."""
-        return tuple(self.addresses[:-1]), self.strides, tuple(self.on_devices)
+        return self.table[:-1].tobytes(), self.strides, tuple(self.on_devices)
+
+    def bind(self, specs: list[LocalSpec], given: Tensors, rank: int, role: str) -> None:
+        """Check the given tensors of one side against the plan, and add them."""
+        for local in specs:
+            tensor = given.get(local.name)
+            if tensor is None:
+                if local.shape.numel():
+                    raise TensorError(
+                        f"rank {rank} holds {local.dtype}{list(local.shape)} of "
+                        f'"{local.name}" and was given none {role}: give its local tensor'
+                    )
+                continue
+            # The common case costs four comparisons: this runs for every tensor of every call.
+            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
+            plain = plain and (tensor.is_cpu or tensor.is_cuda)
+            lazy = tensor.is_conj() or tensor.is_neg() if plain else False
+            if not plain or lazy or tensor.shape != local.shape or tensor.dtype != local.dtype:
+                _check(tensor, local, f'"{local.name}" {role} on rank {rank}')
+            self.add(local.number, tensor)
 
 
-def bind_side(
-    bound: BoundTensors, locals_: list[LocalTensor], given: Tensors, rank: int, role: str
-) -> None:
-    """Check the given tensors of one side against the plan, and take them in."""
-    for local in locals_:
-        tensor = given.get(local.name)
-        if tensor is None:
-            if local.shape.numel():
-                raise TensorError(
-                    f"rank {rank} holds {local.dtype}{list(local.shape)} of "
-                    f'"{local.name}" and was given none {role}: give its local tensor'
-                )
-            continue
-        # The common case costs four comparisons: this runs for every tensor of every call.
-        plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-        plain = plain and (tensor.is_cpu or tensor.is_cuda)
-        lazy = tensor.is_conj() or tensor.is_neg() if plain else False
-        if not plain or lazy or tensor.shape != local.shape or tensor.dtype != local.dtype:
-            _check(tensor, local, rank, role)
-        bound.add(local.number, tensor)
-
-
-def _check(tensor: Any, local: LocalTensor, rank: int, role: str) -> None:
-    where = f'"{local.name}" {role} on rank {rank}'
+def _check(tensor: Any, local: LocalSpec, where: str) -> None:
+    """Refuse a tensor that has no memory of its own, or is not what the plan says."""
     if not isinstance(tensor, torch.Tensor):
         raise TensorError(f"{where} is a {type(tensor).__name__}: give a tensor")
     if tensor.layout is not torch.strided or tensor.is_meta:
@@ -194,7 +194,7 @@ def _check(tensor: Any, local: LocalTensor, rank: int, role: str) -> None:
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a tensor of another class stands for tensors that it holds: DTensor and its like."""
+    """Whether a tensor of another class only wraps the tensors that it holds, as DTensor does."""
     if not tensor.numel() or hasattr(tensor, "__tensor_flatten__"):
         return hasattr(tensor, "__tensor_flatten__")
     try:
@@ -203,7 +203,7 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
         return True
 
 
-def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
+def _check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
     """Refuse names that the plan does not have."""
     if not given.keys() <= names.keys():
         unknown = [name for name in given if name not in names]
@@ -215,7 +215,7 @@ def check_names(given: Tensors, names: Mapping[str, object], rank: int, role: st
 
 
 def check_request(tensors: object, into: object, group: object) -> None:
-    """Refuse what a caller may have mixed up, before anything is done with it."""
+    """Refuse arguments of the wrong type."""
     for what, given in (("to move", tensors), ("into=", into)):
         if given is not None and not isinstance(given, Mapping):
             raise TensorError(
@@ -223,7 +223,7 @@ def check_request(tensors: object, into: object, group: object) -> None:
                 "tensors by name; rs.move takes one tensor"
             )
     usual = group is None or isinstance(group, dist.ProcessGroup)
-    # What new_group gives to ranks that are not in it: they may call, if they have no part.
+    # new_group returns this to ranks that are not in the group: they may call, without a part.
     if not usual and group != dist.GroupMember.NON_GROUP_MEMBER:
         raise LiveError(
             f"group= is {group!r}: give a process group of torch.distributed, as new_group makes"
@@ -232,7 +232,7 @@ def check_request(tensors: object, into: object, group: object) -> None:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Request:
-    """What one rank was given for one call."""
+    """The arguments of one call on one rank."""
 
     tensors: Tensors
     into: Tensors | None
@@ -245,83 +245,53 @@ class Request:
         return [tensor for tensor in both if tensor is not None]
 
     def gpus(self) -> set[torch.device]:
-        """The GPUs that this call touches."""
+        """The GPUs that this call accesses."""
         found = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
         if self.options.device is not None or not found:
             found |= {gpu for gpu in [self._home()] if gpu.type == GPU}
         return found
 
-    def bind(self, locals_: Locals, rank: int) -> BoundTensors:
-        """Check this rank's tensors and make those that are missing."""
-        bound = BoundTensors(locals_.num_have, locals_.staging)
-        check_names(self.tensors, locals_.names[HAVE], rank, "to move")
-        bind_side(bound, locals_.sides[HAVE], self.tensors, rank, "to move")
-        if locals_.has_large:
-            locals_.repeated[HAVE].note(bound.addresses, bound.tensors)
-        if self.into is None:
-            self._make_destinations(bound, locals_.sides[WANT])
-            return bound
-        check_names(self.into, locals_.names[WANT], rank, "to move into")
-        bind_side(bound, locals_.sides[WANT], self.into, rank, "to move into")
-        places = bound.identity
-        if locals_.disjoint != places:
-            check_overlaps(bound.tensors, locals_.names, rank)
-            locals_.disjoint = places
-        if locals_.has_large:
-            locals_.repeated[WANT].note(bound.addresses, bound.tensors)
-        if self.options.atomic:
-            bound.drop_destinations()
-            self._make_destinations(bound, locals_.sides[WANT])
+    def bind(self, locals_: Locals) -> BoundTensors:
+        """Check this rank's tensors and create missing destinations."""
+        bound = BoundTensors(locals_.staging)
+        self._bind_side(bound, locals_, HAVE, self.tensors)
+        if self.into is not None:
+            # For an atomic call they are only checked: it writes new tensors and copies at the end.
+            checked = bound.copy() if self.options.atomic else bound
+            self._bind_side(checked, locals_, WANT, self.into)
+            places = checked.identity
+            if locals_.disjoint != places:
+                check_overlaps(checked.tensors, locals_.names, locals_.rank)
+                locals_.disjoint = places
+        if self.into is None or self.options.atomic:
+            self._create_destinations(bound, locals_.sides[WANT])
         else:
             bound.result = {n: tensor for n, tensor in self.into.items() if tensor is not None}
         return bound
 
-    def _make_destinations(self, bound: BoundTensors, wanted: list[LocalTensor]) -> None:
-        only = self._only_device(bound)
+    def _bind_side(self, bound: BoundTensors, locals_: Locals, side: int, given: Tensors) -> None:
+        _check_names(given, locals_.names[side], locals_.rank, _ROLES[side])
+        bound.bind(locals_.sides[side], given, locals_.rank, _ROLES[side])
+        locals_.repeated[side].note(bound.tensors)
+
+    def _create_destinations(self, bound: BoundTensors, wanted: list[LocalSpec]) -> None:
+        """Create each on the device of options, of the source of its name, or of any source."""
+        given = [tensor for tensor in self.tensors.values() if tensor is not None]
+        fixed = self.options.device is not None or not bound.tensors
+        device = self._home() if fixed else given[0].device
         for local in wanted:
-            device = self._device(local) if only is None else only
-            tensor = torch.empty(local.shape, dtype=local.dtype, device=device)
+            near = None if fixed else self.tensors.get(local.name)
+            tensor = torch.empty(
+                local.shape, dtype=local.dtype, device=device if near is None else near.device
+            )
             bound.add(local.number, tensor)
             bound.result[local.name] = tensor
 
-    def _only_device(self, bound: BoundTensors) -> torch.device | None:
-        """The device of all new tensors, where they need not be asked for one by one."""
-        if self.options.device is not None or not bound.tensors:
-            return self._home()
-        return None if bound.on_devices else torch.device("cpu")
-
     def _home(self) -> torch.device:
-        """Where new tensors are made of which no source says where."""
+        """The device of new tensors that no source determines."""
         if self.options.device is None:
             return default_device(self.group)
         return with_index(torch.device(self.options.device))
-
-    def _device(self, local: LocalTensor) -> torch.device:
-        """With the source of the same name, or with any source."""
-        near = self.tensors.get(local.name)
-        if near is None:
-            near = next((tensor for tensor in self.tensors.values() if tensor is not None), None)
-        return torch.device("cpu") if near is None else near.device
-
-
-class Locals:
-    """What a plan says of one rank's local tensors."""
-
-    def __init__(
-        self,
-        sides: tuple[list[LocalTensor], list[LocalTensor]],
-        names: tuple[Mapping[str, object], Mapping[str, object]],
-    ) -> None:
-        self.sides, self.names = sides, names
-        self.num_have = len(names[HAVE])
-        self.staging = self.num_have + len(names[WANT])
-        sizes = [
-            [(one.number, one.shape.numel() * one.dtype.itemsize) for one in side] for side in sides
-        ]
-        self.has_large = any(size >= MIN_BYTES for side in sizes for _, size in side)
-        self.repeated = tuple(map(RepeatedTensors, sizes)) if self.has_large else ()
-        self.disjoint: object = None
-        """The tensors that were last found not to overlap."""
 
 
 GPU, NOWHERE = "cuda", "none"
@@ -331,11 +301,12 @@ def placement_of(bound: BoundTensors, group: dist.ProcessGroup) -> str:
     """Where the tensors of this rank are, as it tells the others: `GPU` if NCCL can move them."""
     if bound.is_host and bound.tensors:
         return "cpu"
-    kinds = {device.type for device in bound.devices}
+    devices = bound.devices
+    kinds = {device.type for device in devices}
     if len(bound.on_devices) < len(bound.tensors):
         kinds.add("cpu")
-    if kinds == {GPU} and len(bound.devices) > 1:
-        return f"{len(bound.devices)} GPUs"
+    if kinds == {GPU} and len(devices) > 1:
+        return f"{len(devices)} GPUs"
     if not kinds <= {GPU}:
         return "+".join(sorted(kinds))
     where = GPU if kinds else NOWHERE
@@ -343,26 +314,24 @@ def placement_of(bound: BoundTensors, group: dist.ProcessGroup) -> str:
 
 
 def all_on_gpus(placements: Mapping[int, str]) -> bool:
-    """Whether tensors go from GPU to GPU, by what all ranks have said."""
+    """Whether data goes from GPU to GPU, given the placements of all ranks."""
     return GPU in placements.values() and set(placements.values()) <= {GPU, NOWHERE}
 
 
 def device_of(bound: BoundTensors) -> torch.device:
     """The GPU of this rank: that of its tensors, or the current one if it has none."""
-    for device in bound.devices:
-        return device
-    return with_index(torch.device(GPU))
+    return next(iter(bound.devices), None) or with_index(torch.device(GPU))
 
 
 def with_index(device: torch.device) -> torch.device:
-    """The device; of GPUs the current one, if it does not say which."""
+    """The device; for a GPU without an index the current one."""
     if device.type == GPU and device.index is None:
         return torch.device(GPU, torch.cuda.current_device())
     return device
 
 
 def default_device(group: dist.ProcessGroup) -> torch.device:
-    """Where a rank without source tensors wants its new ones: where its group can move them."""
+    """Where a rank without source tensors creates new ones: where its group can move them."""
     return with_index(torch.device(GPU if set(_backends(group)) == {GPU} else "cpu"))
 
 

@@ -1,8 +1,6 @@
-"""What a move does besides moving: zeros where nothing comes, and sources that are given away."""
+"""Steps after the exchange: zeros in padding, and the release of donated source tensors."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -24,20 +22,13 @@ def fill_zeros(program: Program, bound: BoundTensors) -> None:
         for piece in fill.spec.layout.pieces(program.rank, fill.spec.shape):
             inside = piece.box & fill.box
             if inside.size:
-                start = inside.shift([-low for low in piece.box.start]).start
-                steps = zip(start, piece.strides, strict=True)
-                offset = piece.offset + sum(low * stride for low, stride in steps)
-                _view(tensor, offset, piece.strides, inside.shape).zero_()
-
-
-def _view(
-    tensor: torch.Tensor, offset: int, strides: Sequence[int], shape: Sequence[int]
-) -> torch.Tensor:
-    """A block of a tensor, by where it would be if the tensor were contiguous."""
-    if not tensor.is_contiguous():
-        at = np.array([offset, *strides], dtype=np.int64)
-        offset, *strides = as_strided(at, tuple(tensor.shape), tensor.stride()).tolist()
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset)
+                lows = zip(inside.start, piece.box.start, piece.strides, strict=True)
+                offset = piece.offset + sum((low - start) * step for low, start, step in lows)
+                # Offset and strides in a contiguous tensor, as those in this one.
+                at = np.array([offset, *piece.strides], dtype=np.int64)
+                first, *strides = as_strided(at, tuple(tensor.shape), tensor.stride()).tolist()
+                view = tensor.as_strided(inside.shape, strides, tensor.storage_offset() + first)
+                view.zero_()
 
 
 class Donation:
@@ -50,9 +41,9 @@ class Donation:
             end = max(n for n in rows.rounds() if rows.slot.turn(n, 0) is not None)
             for number in program.numbers_of(rows.flow.stack, HAVE).tolist():
                 last[number] = max(last.get(number, 0), end)
-        sources = {n: tensor for n, tensor in bound.tensors.items() if n < bound.num_have}
+        sources = {n: tensor for n, tensor in bound.tensors.items() if n < program.num_have}
         ends: dict[int, int] = {}
-        """By the address of a storage: tied tensors are free when the last of them is."""
+        """By the address of a storage: tied tensors are freed after the last round of any."""
         for number, tensor in sources.items():
             at = tensor.untyped_storage().data_ptr()
             ends[at] = max(ends.get(at, 0), last.get(number, 0))
@@ -62,7 +53,7 @@ class Donation:
             self._after.setdefault(end, []).append(tensor)
 
     def after(self, number: int) -> None:
-        """Free what no later round reads; memory shared with tensors that were not given stays."""
+        """Free what no later round reads; memory shared with tensors not given here stays."""
         for tensor in self._after.pop(number, []):
             storage = tensor.untyped_storage()
             whole = storage.nbytes() == tensor.numel() * tensor.element_size()

@@ -1,19 +1,19 @@
-"""From rows of a plan to blocks of tensors: which boxes are they, and where in a local tensor?
+"""Rows of a plan as blocks: boxes of single tensors, and their offsets in a local tensor.
 
-A row of a plan is a range of a stacked cell: elements ``start`` to ``stop`` of so many tensors with
-a cell of the same shape in each. What has an address is a box of one tensor, so every row becomes
+A row of a plan is a range of a stacked cell: elements ``start`` to ``stop`` of several tensors that
+each have a cell of the same shape. Only a box of one tensor has an address, so every row becomes
 blocks:
 
     two tensors, cell 2 x 3, elements 4 to 12     -> tensor 0: row 1, columns 1 to 3
     0 1 2 | 3[4 5]    [6 7 8 | 9 10 11]              tensor 1: all of it
 
 A block never crosses a border of what a rank holds, so its first element and the strides of the
-local tensor say where all of it is. All rows are handled at once, as columns of numbers.
+local tensor give the address of every element. All rows are handled at once, as columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,7 +23,7 @@ from reshard.layout.columns import Ints
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.tiling import Interval, length_of
 
-__all__ = ["Blocks", "LocalOffsets", "blocks_of"]
+__all__ = ["Blocks", "FindOffsets", "blocks_of", "local_offsets"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -88,7 +88,7 @@ def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Ranges:
-    """Ranges inside one index of all dims so far: that index, and where it begins."""
+    """Ranges inside one index of all dims so far: that index, and the element it begins at."""
 
     row: Ints
     start: Ints
@@ -112,31 +112,25 @@ class _Ranges:
     @staticmethod
     def join(one: _Ranges, other: _Ranges) -> _Ranges:
         """Both, one after the other."""
-        return _Ranges(
-            np.concatenate([one.row, other.row]),
-            np.concatenate([one.start, other.start]),
-            np.concatenate([one.stop, other.stop]),
-            np.concatenate([one.low, other.low]),
-            np.concatenate([one.at, other.at]),
-        )
+        names = _Ranges.__slots__
+        return _Ranges(*(np.concatenate([getattr(r, n) for r in (one, other)]) for n in names))
 
 
-class LocalOffsets:
-    """Finds boxes of the global tensor in one rank's local tensor."""
+FindOffsets = Callable[[Ints], tuple[Ints, Ints]]
+"""Finds boxes of the global tensor, given by their first indices, in one rank's local tensor.
 
-    def find(self, low: Ints) -> tuple[Ints, Ints]:
-        """The offset of each box and the strides of each dim, in elements of the local tensor."""
-        raise NotImplementedError
-
-    @staticmethod
-    def of(layout: Layout, shape: tuple[int, ...], rank: int) -> LocalOffsets:
-        """The offsets of one rank."""
-        if isinstance(layout, BoxLayout):
-            return _BoxOffsets(layout, rank)
-        return _DimOffsets(layout, shape, rank)
+Returns the offset of each box and its strides, in elements.
+"""
 
 
-class _DimOffsets(LocalOffsets):
+def local_offsets(layout: Layout, shape: tuple[int, ...], rank: int) -> FindOffsets:
+    """Offsets in the local tensor of one rank."""
+    if isinstance(layout, BoxLayout):
+        return _BoxOffsets(layout, rank).find
+    return _DimOffsets(layout, shape, rank).find
+
+
+class _DimOffsets:
     """A local tensor whose dims are lists of intervals, perhaps flattened and sharded once more.
 
     The first element of a box is found dim by dim: how many held elements of the dim precede it?
@@ -158,7 +152,7 @@ class _DimOffsets(LocalOffsets):
 
 
 class _Positions:
-    """Rising intervals, and how many elements precede each."""
+    """Rising intervals, and the number of elements before each."""
 
     def __init__(self, intervals: Sequence[Interval]) -> None:
         table = np.array(intervals, dtype=np.int64).reshape(-1, 2)
@@ -173,11 +167,11 @@ class _Positions:
         return found
 
 
-class _BoxOffsets(LocalOffsets):
+class _BoxOffsets:
     """Explicit boxes, one after the other."""
 
     CHUNK = 1 << 22
-    """Comparisons made at once, so that many boxes on both sides stay small."""
+    """Comparisons made at once, which bounds memory when both sides have many boxes."""
 
     def __init__(self, layout: BoxLayout, rank: int) -> None:
         pieces = layout.pieces(rank, layout.shape)
@@ -195,8 +189,6 @@ class _BoxOffsets(LocalOffsets):
         return self.offsets[piece] + ((low - self.starts[piece]) * strides).sum(axis=1), strides
 
     def _piece(self, low: Ints) -> Ints:
-        if len(self.starts) == 1:
-            return np.zeros(len(low), dtype=np.int64)
         inside = (self.starts <= low[:, None]).all(axis=2) & (self.stops > low[:, None]).all(axis=2)
         found: Ints = inside.argmax(axis=1)
         return found

@@ -1,10 +1,10 @@
 """The one description of strided copies: blocks, and numbered base addresses.
 
-A call has a table of base addresses: its source tensors, its destination tensors, and last the
-staging buffer of the message at hand. `CopyBlocks` says which blocks are copied between places that
-are given as a number in that table and an offset. Nothing in it depends on where tensors are, so it
-is made once per plan. The host copies it with memmove and numpy, a GPU with one kernel launch, and
-the kernel reads and writes other processes along the same strides.
+A call has a table of base addresses: its source tensors, its destination tensors, and last a
+staging buffer. `CopyBlocks` lists blocks to copy between places, each given as a number in that
+table and an offset. It does not depend on addresses, so it is compiled once per plan. The host
+copies it with memmove and numpy, a GPU with one kernel launch, and the kernel reads and writes
+other processes along the same strides.
 """
 
 from __future__ import annotations
@@ -60,35 +60,28 @@ class CopyBlocks:
     source: Ints
     """Numbers in the table of base addresses."""
     destination: Ints
-    """The same for the other side."""
     source_offset: Ints
     """Bytes from the base address."""
     destination_offset: Ints
-    """Bytes from the base address."""
     widths: Ints
     """Elements along each dim, outermost first: one row of D numbers per block."""
     source_strides: Ints
     """Elements from one index to the next, per dim."""
     destination_strides: Ints
-    """Elements from one index to the next, per dim."""
     itemsize: Ints
     """Bytes of one element; of the source, where elements are cast."""
     cast: tuple[str, str] | None = field(default=None, kw_only=True)
-    """Source and destination dtype of all blocks; None where bytes are copied as they are."""
+    """Source and destination dtype of all blocks; None if bytes are copied unchanged."""
 
     def __post_init__(self) -> None:
-        count = len(self.source)
-        for name in ("destination", "source_offset", "destination_offset", "itemsize"):
-            shape = getattr(self, name).shape
-            if shape != (count,):
-                raise PlanError(f"{name} has shape {shape} and there are {count} blocks")
-        shape = self.widths.shape
+        count, shape = len(self.source), self.widths.shape
         if len(shape) != 2 or shape[0] != count:
             raise PlanError(f"widths has shape {shape}: give one row for each of {count} blocks")
-        for name in ("source_strides", "destination_strides"):
+        for name in CopyBlocks.__slots__[:-1]:
             found = getattr(self, name).shape
-            if found != shape:
-                raise PlanError(f"{name} has shape {found} and widths has {shape}")
+            expected = shape if name.endswith(("widths", "strides")) else (count,)
+            if found != expected:
+                raise PlanError(f"{name} has shape {found} and must have {expected}")
 
     def __len__(self) -> int:
         return len(self.source)
@@ -132,6 +125,6 @@ def _joined(rows: Sequence[list[Ints]]) -> list[Ints]:
 
 
 def _filled(rows: Ints, num_dims: int, value: int) -> Ints:
-    """Rows of so many dims, new ones first."""
+    """Rows padded to so many dims, new ones first."""
     lacking = num_dims - rows.shape[1]
     return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value) if lacking else rows

@@ -1,9 +1,8 @@
-"""One rank's part of a plan with addresses: transfers, sorted by round and peer.
+"""One rank's part of a plan with addresses: transfers by round and peer.
 
 A transfer is all blocks of one stack that go from one rank to another in one round. Both ends
-derive the same transfers in the same order, each for itself, so that a message needs no table of
-contents. Where a block is, is known on both ends: a rank can therefore read straight from the
-memory of another rank of its host, or write into it.
+derive the same transfers in the same order, so a message needs no header. Both also know where each
+block is on the other rank: on one host a rank can read from, or write to, the other's memory.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ import numpy as np
 
 from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.blocks import LocalOffsets, blocks_of
+from reshard.live.program.blocks import FindOffsets, blocks_of, local_offsets
 from reshard.live.program.copies import Place
 from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
-from reshard.planning.rank import Rows, Steps
+from reshard.planning.rank import Rows
 
 __all__ = ["HAVE", "WANT", "Program", "Round", "Strides", "Transfer", "as_strided"]
 
@@ -29,10 +28,10 @@ HAVE, WANT = 0, 1
 """The two sides of a move: source tensors and destination tensors."""
 
 MAX_KEPT_BYTES = 128 << 20
-"""What a program keeps between calls; rounds beyond are worked out anew in each call."""
+"""What a program keeps between calls; further rounds are compiled in every call."""
 
 BLOCK_BYTES = 512
-"""What a block takes up with everything that is worked out for it, about."""
+"""Approximate size of a block with everything that is compiled for it."""
 
 MAX_DEFERRED_BYTES = 32 << 20
 """Bytes of eager messages in all rounds of a call whose sender does not wait for their release."""
@@ -52,16 +51,16 @@ class Transfer:
     hop: int
     """0: read from source tensors; 1 or more: from destination tensors of the sender."""
     addend: int
-    """Which addend of a pending reduction the blocks carry; -1 where nothing is added up."""
+    """Which addend of a pending reduction the blocks carry; -1 without a reduction."""
     part: Ints
-    """The row that each block is of: a part has the same number in the transfers of all addends."""
+    """The row of each block: a part has the same number in the transfers of all addends."""
     stacked: Ints
-    """Which tensor of the stack each block is of."""
+    """The tensor of the stack that each block belongs to."""
     width: Ints
     source: Place
     destination: Place
     strides: tuple[Ints, Ints]
-    """Of source and destination, if all tensors were contiguous: modes follow from these."""
+    """Of source and destination, if all tensors were contiguous: modes depend on these."""
 
     @cached_property
     def dtype(self) -> str:
@@ -75,7 +74,7 @@ class Transfer:
 
     @property
     def name(self) -> str:
-        """The first tensor in it, for messages."""
+        """The first tensor in it, for errors."""
         return self.stack.names[int(self.stacked[0])][1]
 
     @property
@@ -92,7 +91,7 @@ class Transfer:
 
     @cached_property
     def at(self) -> Ints:
-        """How many elements of the transfer come before each block."""
+        """The number of elements of the transfer before each block."""
         found: Ints = np.cumsum(self.sizes) - self.sizes
         return found
 
@@ -103,7 +102,7 @@ class Transfer:
 
     @cached_property
     def as_is(self) -> bool:
-        """Whether bytes go from the one tensor into the other unchanged."""
+        """Whether bytes are copied from one tensor to the other unchanged."""
         return self.addend < 0 and self.source.dtype == self.dtype == self.destination.dtype
 
     def in_message(self, offset: int, base: int) -> Place:
@@ -113,7 +112,7 @@ class Transfer:
 
 @dataclass(frozen=True, eq=False)
 class Round:
-    """What one rank does in one round."""
+    """What one rank sends, receives and copies in one round."""
 
     number: int
     copies: Sequence[Transfer]
@@ -122,7 +121,7 @@ class Round:
     """By peer."""
     receives: dict[int, list[Transfer]]
     kept: dict[object, Any] = field(default_factory=dict)
-    """What transports have compiled for it."""
+    """What transports and sums have compiled for it."""
 
     @cached_property
     def num_blocks(self) -> int:
@@ -152,16 +151,15 @@ class Program:
         self.num_have = len(self.names[HAVE])
         self.staging = self.num_have + len(self.names[WANT])
         """The number of the staging buffer in the table of base addresses."""
-        first = (0, self.num_have)
-        numbers = [
-            {name: first[side] + n for n, name in enumerate(self.names[side])}
-            for side in (HAVE, WANT)
-        ]
+        numbers = (
+            dict(zip(self.names[HAVE], range(self.num_have), strict=True)),
+            dict(zip(self.names[WANT], range(self.num_have, self.staging), strict=True)),
+        )
         self._numbers = {
-            id(stack): tuple(
+            id(stack): [
                 np.array([numbers[side][names[side]] for names in stack.names], np.int64)
                 for side in (HAVE, WANT)
-            )
+            ]
             for stack in plan.stacks
         }
         self.peak_bytes = plan.schedule.peak_bytes
@@ -171,21 +169,19 @@ class Program:
         self.defers_release = fits and staged <= MAX_DEFERRED_BYTES
         """Whether eager messages of all rounds fit into memory together, so that their sender does
         not wait until they are read."""
-        self._offsets: dict[tuple[int, tuple[int, ...], int], LocalOffsets] = {}
+        self._offsets: dict[tuple[int, tuple[int, ...], int], FindOffsets] = {}
         self._kept: dict[int, Round] = {}
         self._num_blocks = 0
-        """Blocks that are kept, nearly: several calls may be in flight, in threads."""
+        """Blocks that are kept, approximately: several threads may count at once."""
 
     def round(self, number: int) -> Round:
-        """What happens in a round."""
+        """One round; it is kept, as long as there is room."""
         found = self._kept.get(number)
-        if found is not None:
-            return found
-        made = self._make(number)
-        if (self._num_blocks + made.num_blocks) * BLOCK_BYTES >= MAX_KEPT_BYTES:
-            return made
-        found = self._kept.setdefault(number, made)
-        self._num_blocks += made.num_blocks if found is made else 0
+        if found is None:
+            found = self._compile(number)
+            if (self._num_blocks + found.num_blocks) * BLOCK_BYTES < MAX_KEPT_BYTES:
+                found = self._kept.setdefault(number, found)
+                self._num_blocks += found.num_blocks
         return found
 
     @cached_property
@@ -200,40 +196,43 @@ class Program:
 
     @cached_property
     def peers(self) -> frozenset[int]:
-        """The ranks that it sends to or receives from, in any round."""
+        """The ranks that this one sends to or receives from, in any round."""
         ranks = [rows.transfers.destination for rows in self.part.sends.rows]
         ranks += [rows.transfers.source for rows in self.part.receives.rows]
         return frozenset(map(int, distinct(np.concatenate(ranks)))) if ranks else frozenset()
 
     def first_name(self, peer: int) -> str:
-        """The first tensor that is exchanged with a peer, for messages."""
+        """The first tensor that is exchanged with a peer, for errors."""
         for number in range(self.num_rounds):
-            made = self.round(number)
-            for transfers in (made.receives.get(peer, []), made.sends.get(peer, [])):
-                for transfer in transfers:
-                    return f'"{transfer.name}"'
+            found = self.round(number)
+            for transfer in (*found.receives.get(peer, []), *found.sends.get(peer, [])):
+                return f'"{transfer.name}"'
         return "nothing"
+
+    def round_text(self, number: int) -> str:
+        """A round in words, for errors."""
+        return f"round {number + 1} of {self.num_rounds}"
+
+    def part_text(self, round_: Round, peer: int) -> str:
+        """What is exchanged with a peer in a round in words, for errors."""
+        transfers = round_.receives.get(peer) or round_.sends[peer]
+        return f'its part of "{transfers[0].name}" in {self.round_text(round_.number)}'
 
     def numbers_of(self, stack: Stack, side: int) -> Ints:
         """The base numbers of a stack's tensors on a side."""
         return self._numbers[id(stack)][side]
 
-    def _make(self, number: int) -> Round:
-        copies = [transfer for _, transfer in self._transfers(self.part.copies, number)]
-        sends: dict[int, list[Transfer]] = {}
-        receives: dict[int, list[Transfer]] = {}
-        for steps, by_peer in ((self.part.sends, sends), (self.part.receives, receives)):
-            for peer, transfer in self._transfers(steps, number):
-                by_peer.setdefault(peer, []).append(transfer)
+    def _compile(self, number: int) -> Round:
+        copies, sends, receives = (dict[int, list[Transfer]]() for _ in range(3))
+        steps_of = (self.part.copies, self.part.sends, self.part.receives)
+        for steps, by_peer in zip(steps_of, (copies, sends, receives), strict=True):
+            for rows in (rows for rows in steps.rows if number in rows.rounds()):
+                for peer, transfer in self._transfers_of(rows, number):
+                    by_peer.setdefault(peer, []).append(transfer)
         for transfers in (*sends.values(), *receives.values()):
             # Wide elements first, so that each is aligned in a message without padding.
             transfers.sort(key=lambda transfer: -transfer.itemsize)
-        return Round(number, copies, sends, receives)
-
-    def _transfers(self, steps: Steps, number: int) -> Iterator[tuple[int, Transfer]]:
-        for rows in steps.rows:
-            if number in rows.rounds():
-                yield from self._transfers_of(rows, number)
+        return Round(number, copies.get(self.rank, []), sends, receives)
 
     def _transfers_of(self, rows: Rows, number: int) -> Iterator[tuple[int, Transfer]]:
         """The transfers of one flow in one round, by peer."""
@@ -262,15 +261,15 @@ class Program:
     ) -> tuple[Place, Ints]:
         """Where blocks are on a rank, and their strides if its tensors were contiguous.
 
-        Of this rank the place is that in its tensors as they are.
+        On this rank the place takes the actual strides of its tensors into account.
         """
         spec = (stack.have, stack.want)[side]
         insert = (stack.feed.have_insert, stack.feed.want_insert)[side]
         key = (id(spec.layout), spec.shape, rank)
         if key not in self._offsets:
-            self._offsets[key] = LocalOffsets.of(spec.layout, spec.shape, rank)
+            self._offsets[key] = local_offsets(spec.layout, spec.shape, rank)
         kept = [dim for dim in range(low.shape[1]) if dim not in insert]
-        offset, strides = self._offsets[key].find(low[:, kept])
+        offset, strides = self._offsets[key](low[:, kept])
         if insert:
             # Dims that only the other side has get stride 0.
             full = np.zeros_like(low)
@@ -282,7 +281,7 @@ class Program:
         return Place(base, offset * itemsize(spec.dtype), strides, spec.dtype), plain
 
     def _as_strided(self, base: Ints, offset: Ints, strides: Ints) -> tuple[Ints, Ints]:
-        """Offsets and strides in contiguous tensors as those in the tensors that were given."""
+        """Convert offsets and strides in contiguous tensors to those in the bound tensors."""
         offset, strides = offset.copy(), np.array(strides)
         for number, (shape, actual) in self.strides.items():
             mine = np.flatnonzero(base == number)
@@ -294,9 +293,9 @@ class Program:
 
 
 def as_strided(offset: Ints, shape: tuple[int, ...], strides: tuple[int, ...]) -> Ints:
-    """Offsets in a contiguous tensor as offsets in one with other strides.
+    """Convert offsets in a contiguous tensor to offsets in one with other strides.
 
-    A stride is an offset too: that of the next index. Of a dim of one element it is never used.
+    A stride is an offset too, that of the next index; for a dim of one element it is never used.
     """
     count = int(np.prod(shape, dtype=np.int64))
     index = np.unravel_index(offset % max(count, 1), shape) if shape else ()

@@ -1,4 +1,4 @@
-"""How messages get from one rank to another.
+"""Transports carry messages between ranks, and the executor runs the rounds of a call on them.
 
 base         the interface of a transport: read this first
 exchange     the executor: the rounds of a call

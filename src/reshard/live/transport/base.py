@@ -1,43 +1,40 @@
-"""The interface of a transport: how messages get from one rank to another.
+"""The interface of a transport, which carries messages from one rank to another.
 
-To add a transport, write a class with the methods of `Transport` and let ``call.py`` choose it for
-the peers that it reaches. These are all concepts that it needs:
+To add a transport, write a subclass of `Transport` and let ``call.py`` choose it for the peers that
+it reaches. It needs these concepts and no others:
 
-1. **Transport**: carries the messages of one call between this rank and some of its peers. It is
-round_
-   for one call; what should outlive the call is a `Resource` of the session's connections.
-2. **Session** (``watch.session``, ``watch.connections``): the ranks of the call and how this rank
-is
-   connected to them: a store for all ranks, a mailbox and shared memory for those of its host.
-3. **Program** and **Round**: what this rank sends, receives and copies in each round. Both ends of
-a
-   message derive the same transfers in the same order, so a message has no header.
-4. **Transfer**: strided blocks of tensors that go from one rank to another in one round.
-5. **CopyBlocks**: the one description of strided copies; bases are numbers, so it is compiled once
-   (`Round.kept` keeps what you compile) and run for the addresses of each call.
-6. **BoundTensors**: the tensors of this call and their addresses, by base number.
-7. **Message** and **Policy**: which transfers of a message are staged and which go straight between
-   tensors.
-8. **Staging**: memory for packed messages. It counts against the plan's memory cap, so
-   `Transport.begin` says how much it used.
-9. **Inbox**: what has arrived for this call. A transport adds a `Ready` when a message is there,
-and
-   marks as released what the peer has read; from any thread, followed by ``mailbox.wake()``.
-10. **Watch**: waits and fails. Never wait in another way: ``watch.wait`` is what notices lost
-ranks,
-    aborts and timeouts.
-11. **Cause**: why a call failed; ``watch.fail(cause)`` makes all ranks raise it. 12. **Options and
-report**: what the user asked for, and `Transport.label` for what the report shows.
+ 1. Transport     Carries the messages of one call between this rank and some of its peers. State
+                  that outlives the call is a resource of the session's connections.
+ 2. Session       The ranks of the call and this rank's connections to them: a store for all ranks,
+                  a mailbox and shared memory for those of its host.
+ 3. Round         What this rank sends, receives and copies in one step of the plan. Both ends of a
+                  message derive the same transfers in the same order, so it has no header.
+ 4. Transfer      Strided blocks of tensors that go from one rank to another in one round.
+ 5. CopyBlocks    The description of strided copies. Tensors are numbers in a table of base
+                  addresses, so it is compiled once (`Round.kept`) and runs in every call.
+ 6. BoundTensors  The tensors of this call, and that table.
+ 7. Message       The transfers to one peer in one round; a `Policy` decides which of them are
+                  staged and which are copied directly between tensors.
+ 8. Staging       Memory for packed messages. It counts against the plan's memory limit, so `begin`
+                  returns its size.
+ 9. Inbox         What has arrived for this call. A transport puts a `Ready` there when a message is
+                  available, and a `Released` when a peer has read one, from any thread, and then
+                  calls ``mailbox.wake()``.
+10. Watch         The only way to wait: it detects lost ranks, aborts and timeouts.
+11. Cause         Why a call failed; ``watch.fail(cause)`` makes all its ranks raise.
+12. Options       What the user asked for; the run report shows `Transport.label` for each peer.
 
-The executor (``exchange.py``) calls the methods in this order on every rank:
+The executor (``exchange.py``) calls a transport in this order, on every rank:
 
-    send_hellos            tell every peer that this rank has entered the call
-    (wait for all Hellos)
-    per round:  begin      make own messages available, prepare to receive
-                receive    a peer's message is there: bring it into the tensors
-                release    the message is not needed any more
-                unreleased own messages that peers have not read yet; the round waits for them
-    close                  the call is over, well or badly
+    send_hellos       tell every peer that this rank has entered the call
+                      ... wait until the Hellos of all peers have arrived
+    in every round:
+        begin         make this rank's messages available, prepare to receive
+                      ... copy what stays on this rank
+        receive       once a peer's message is available: unpack or read it
+        release       once it is read, or its addends are added up
+        unreleased    ... wait until no peer still has to read this rank's messages
+    close             the call has ended, or has failed
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ class Transport(ABC):
     """The staging buffer, if it is on a GPU: sums read messages there."""
 
     peers: frozenset[int]
-    """The ranks that it reaches, of those that this one exchanges something with."""
+    """The peers that it reaches."""
 
     @abstractmethod
     def label(self, peer: int) -> str:
@@ -74,26 +71,23 @@ class Transport(ABC):
 
     @abstractmethod
     def begin(self, round_: Round) -> int:
-        """Make this rank's messages of a round available, and prepare to receive those of peers.
-
-        Gives the bytes that are staged.
-        """
+        """Make this rank's messages available, and prepare to receive; returns staged bytes."""
 
     @abstractmethod
     def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
-        """Bring the messages of these peers, which are ready, into the tensors.
+        """Copy the available messages of these peers into the tensors.
 
-        Addends are not: ``arrived`` gets where each of their transfers begins, by its ``id``.
+        Addends stay where they are: ``arrived`` gets the start of each transfer, by its ``id``.
         """
 
     @abstractmethod
     def release(self, round_: Round, peers: Collection[int]) -> None:
-        """The messages of these peers are not needed any more."""
+        """Give back the messages of these peers, which have been read."""
 
     @abstractmethod
     def unreleased(self, round_: Round) -> Collection[int]:
-        """The peers that must read this rank's messages before it goes on, and have not."""
+        """The peers that still have to read this rank's messages before the round can end."""
 
     @abstractmethod
     def close(self, ok: bool) -> None:
-        """The call is over; after a failure no peer may touch the tensors. May be repeated."""
+        """End the call; after a failure no peer may access the tensors. May be repeated."""

@@ -1,7 +1,7 @@
-"""The rounds of a call: the one executor, whatever the transports are.
+"""The executor: it runs the rounds of a call on one rank, with any transports.
 
-Every round is the same few steps: make own messages available, copy what stays, receive what
-arrives, add up, and wait until peers have read theirs.
+Every round has the same steps: make own messages available, copy what stays on this rank, receive
+what arrives, add up, and wait until peers have read this rank's messages.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class Exchange:
         def missing() -> set[int]:
             return set() if any((peer, number) in ready for peer in pending) else pending
 
-        self._wait(missing, lambda peer: self.its_part(round_, peer))
+        self._wait(missing, lambda peer: self.program.part_text(round_, peer))
         if part is not None:
             part.spent("waiting", began)
 
@@ -140,7 +140,7 @@ class Exchange:
         if any(transport.unreleased(round_) for transport in self.transports):
             self._wait(
                 lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
-                lambda peer: f"it to take {self.its_part(round_, peer)}",
+                lambda peer: f"it to take {self.program.part_text(round_, peer)}",
             )
         if part is not None:
             part.spent("waiting", began)
@@ -156,16 +156,9 @@ class Exchange:
         if self._after_round is not None:
             self._after_round(round_)
 
-    def its_part(self, round_: Round, peer: int) -> str:
-        """What is exchanged with a peer in a round, for errors."""
-        transfers = round_.receives.get(peer) or round_.sends[peer]
-        return f'its part of "{transfers[0].name}" in {self._which(round_.number)}'
-
-    def _which(self, number: int) -> str:
-        return f"round {number + 1} of {self.program.num_rounds}"
-
     def status(self) -> str:
-        """How far this rank has come, for messages."""
-        where = self._which(self.number) if self.number >= 0 else "no round begun"
-        amount = f"{format_bytes(self.done)} of {format_bytes(self.program.num_bytes)} done"
-        return f"on rank {self.program.rank}: {where}, {amount}"
+        """How far this rank has come, for errors."""
+        program = self.program
+        where = program.round_text(self.number) if self.number >= 0 else "no round begun"
+        amount = f"{format_bytes(self.done)} of {format_bytes(program.num_bytes)} done"
+        return f"on rank {program.rank}: {where}, {amount}"

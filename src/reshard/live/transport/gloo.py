@@ -1,7 +1,7 @@
-"""Ranks of different hosts exchange through a gloo group of the session's own.
+"""The transport between ranks of different hosts, over a gloo group of the session's own.
 
-A message is one buffer, packed; blocks that are large and contiguous on both ends travel by
-themselves, straight from and into the tensors. Buffers and compiled tables are kept between calls.
+A message is one packed buffer. Blocks that are large and contiguous on both sides follow it, sent
+from and received into the tensors. Buffers and compiled tables are kept between calls.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from reshard.live.copy.gpu import Copies, compile_copies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import GLOO, Message, Mode, message_of
+from reshard.live.program.modes import GLOO, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, decode, encode
@@ -30,17 +31,17 @@ PIECE_BYTES = 32 << 20
 """A longer block goes in pieces, so that its progress can be seen."""
 
 GRACE = 5.0
-"""Seconds that gloo waits longer than the call may: the watch should lose patience first."""
+"""Seconds that gloo waits longer than the call may: the watch should time out first."""
 
 END_SECONDS = 1.0
-"""How long a worker that waits for a connection may take to notice that it was cut."""
+"""Seconds that a worker may take to notice that its connection was cut."""
 
 
 def _bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
-    """So many bytes of a contiguous tensor, from an offset in bytes on.
+    """So many bytes of a contiguous tensor, from an offset in bytes.
 
-    torch calls a tensor of one element contiguous whatever its strides are, but gives no view of
-    its bytes unless the last stride is 1.
+    torch considers a tensor of one element contiguous whatever its strides are, but views it as
+    bytes only if its last stride is 1.
     """
     item = tensor.element_size()
     at = tensor.storage_offset() + offset // item
@@ -48,7 +49,7 @@ def _bytes_of(tensor: torch.Tensor, offset: int, size: int) -> torch.Tensor:
 
 
 def direct_views(message: Message, bound: BoundTensors, sending: bool) -> Iterator[torch.Tensor]:
-    """The memory of transfers that go straight between tensors, block by block, as bytes."""
+    """The memory of transfers that are not staged, block by block, as bytes."""
     for transfer in message.writes:
         place = transfer.source if sending else transfer.destination
         sizes = (transfer.sizes * transfer.itemsize).tolist()
@@ -73,8 +74,8 @@ class GlooHellos:
     def send(self, peers: Iterable[int], hello: Hello) -> None:
         """Send a Hello to peers and receive theirs; a peer has called when both are complete.
 
-        gloo drops a message, or sends freed memory, if the send is destroyed before it is complete.
-        A rank that sends nothing else would leave the call before that.
+        gloo drops a message, or sends freed memory, if the send is destroyed before it is complete,
+        and a rank that sends nothing else would return from the call before that.
         """
         data = encode(hello)
         for peer in peers:
@@ -82,21 +83,19 @@ class GlooHellos:
             theirs = torch.empty(len(data), dtype=torch.uint8)
             self._kept += [own, theirs]
             index = self.index(peer)
-            works = [
-                self.group.send(index, own, self.tag), self.group.receive(index, theirs, self.tag)
-            ]  # fmt: skip
+            send = self.group.send(index, own, self.tag)
+            works = [send, self.group.receive(index, theirs, self.tag)]
+            self.when_done(works, partial(self._received, peer, theirs), [peer])
 
-            def then(error: str | None, peer: int = peer, data: torch.Tensor = theirs) -> None:
-                message = decode(bytes(data.numpy()))
-                if error is None and isinstance(message, Hello):
-                    self.watch.inbox.put(peer, message)
-                else:
-                    self.broken(peer, error or "it sent something else than a Hello")
-
-            self.when_done(works, then, [peer])
+    def _received(self, peer: int, data: torch.Tensor, error: str | None) -> None:
+        message = decode(bytes(data.numpy()))
+        if error is None and isinstance(message, Hello):
+            self.watch.inbox.put(peer, message)
+        else:
+            self.broken(peer, error or "it sent something else than a Hello")
 
     def broken(self, peer: int, error: str) -> None:
-        """A connection failed: by itself, or because another call had to cut it."""
+        """Record that a connection failed: by itself, or because another call had to cut it."""
         if self.group.cut_because is not None:
             self.watch.cut_by = self.group.cut_because
         self.watch.broken[peer] = error
@@ -111,7 +110,7 @@ class GlooHellos:
             error = None
             try:
                 for work in works:
-                    work.wait(limit)
+                    work(limit)
                     watch.inbox.heard.update(dict.fromkeys(peers, time.monotonic()))
             except RuntimeError as failure:
                 error = in_short(failure)
@@ -121,11 +120,11 @@ class GlooHellos:
         self.worker.submit(wait)
 
     def close(self, ok: bool, under_way: bool = False) -> None:
-        """The call is over; after a failure nothing may come into tensors any more."""
+        """End the call; after a failure no message may be received into tensors any more."""
         if ok:
             self.group.give_back(self.worker)
         elif under_way:
-            self.group.cut(self.watch.cause or Cause("error", "a move was given up"))
+            self.group.cut(self.watch.cause or Cause("error", "a move was aborted"))
             self.group.let_go(self.worker, END_SECONDS)
         else:
             self.group.let_go(self.worker, 0.0)
@@ -143,7 +142,7 @@ class _GlooMessage:
 
 
 class GlooTransport(Transport):
-    """Exchanges with ranks of other hosts, in one call."""
+    """Exchanges messages with ranks of other hosts in one call."""
 
     def __init__(
         self,
@@ -158,11 +157,11 @@ class GlooTransport(Transport):
         self._hellos = GlooHellos(watch, group)
         watch.by_network = self.peers
         self._arrivals: dict[tuple[int, int], torch.Tensor] = {}
-        """Messages that are on their way here, or have arrived, by peer and round."""
+        """Buffers of messages that are being received, or have arrived, by peer and round."""
         self._unsent: set[int] = set()
-        """Peers that have not taken this rank's messages of the round."""
+        """Peers to which this rank's messages of the round are not sent yet."""
         self._kept: list[torch.Tensor] = []
-        """What gloo reads from until it is sent."""
+        """Tensors that gloo reads until they are sent."""
         self._buffers: list[torch.Tensor] = []
         """Buffers of messages that are complete."""
         self._closed = False
@@ -171,7 +170,7 @@ class GlooTransport(Transport):
         return "network (gloo)"
 
     def send_hellos(self) -> None:
-        """Say that this rank has entered the call, and whether its tensors are plain memory."""
+        """Send Hellos, which say whether this rank's tensors are plain memory."""
         hello = self.watch.hello(strided=int(not self.bound.is_plain))
         self._hellos.send(self.peers, hello)
 
@@ -216,7 +215,7 @@ class GlooTransport(Transport):
         works = [self._group.receive(index, tensor, tag) for tensor in tensors]
 
         def then(error: str | None) -> None:
-            del tensors[:]  # which keep the memory alive
+            tensors.clear()  # they keep the memory alive
             if error is None:
                 self.watch.inbox.put(peer, Ready(self.watch.call, number))
             else:
@@ -240,18 +239,18 @@ class GlooTransport(Transport):
                 arrived[id(transfer)] = buffer.data_ptr() + offset
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
-        """The buffers of messages are free."""
+        """Keep the buffers of messages for the next call."""
         for peer in peers:
             buffer = self._arrivals.pop((peer, round_.number))
             if buffer.numel():
                 self._buffers.append(buffer)
 
     def unreleased(self, round_: Round) -> Collection[int]:
-        """Peers that have not taken this rank's messages: its tensors are still read."""
+        """Peers to which messages are not sent yet: gloo still reads this rank's tensors."""
         return sorted(self._unsent)
 
     def close(self, ok: bool) -> None:
-        """Keep buffers for the next call; after a failure cut what is under way."""
+        """Keep buffers for the next call; after a failure cut messages that are under way."""
         if self._closed:
             return
         self._closed = True
@@ -264,25 +263,19 @@ class GlooTransport(Transport):
     def _messages(self, round_: Round, sending: bool) -> dict[int, _GlooMessage]:
         """The messages of a round with these peers, compiled once."""
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
-        straight = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
-        key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, straight)
+        direct = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
+        key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, direct)
         found: dict[int, _GlooMessage] | None = round_.kept.get(key)
         if found is None:
             side = round_.sends if sending else round_.receives
             mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
             found = round_.kept[key] = {
-                peer: self._compile(peer, transfers, sending, peer in straight)
+                peer: self._compile(GLOO.message(peer, transfers, peer in direct), sending)
                 for peer, transfers in mine.items()
             }
         return found
 
-    def _compile(
-        self, peer: int, transfers: Sequence[Transfer], sending: bool, straight: bool
-    ) -> _GlooMessage:
-        total = sum(transfer.num_bytes for transfer in transfers)
-        message = message_of(
-            peer, transfers, lambda one: GLOO.mode(one, total) if straight else Mode.STAGED
-        )
+    def _compile(self, message: Message, sending: bool) -> _GlooMessage:
         copies, addends = CopyList(), list[tuple[Transfer, int]]()
         if sending:
             message.pack(copies, 0, self.bound.staging)

@@ -1,14 +1,14 @@
-"""A session's own gloo group, and the workers that wait for what comes over it.
+"""A session's own gloo group, and the workers that wait for its messages.
 
-The group is made for the session alone: when a call fails while messages are under way, the group
-is thrown away, and the next call makes a new one. Which group a call uses is decided by the epoch:
-the number of the first call after the last failure.
+The group belongs to the session alone: when a call fails while messages are under way, the group is
+closed, and the next call makes a new one. The epoch decides which group a call uses: it is the
+number of the first call after the last failure.
 
-gloo can only be waited for, not asked; so a worker waits, and calls back. Nor can it be told to
-give up one message: where something may still come into tensors of a call that has failed, all
-connections are cut. Every call in flight has a worker of its own: one that waited for several calls
-in turn would keep the news of one from it for as long as another gets nothing, and two ranks that
-do so in different orders wait for ever.
+gloo offers no poll, only a wait, so a worker waits and calls back. Nor can a single message be
+cancelled: where one may still be received into tensors of a failed call, all connections are cut.
+Every call in flight has its own worker. A worker that waited for several calls in turn could hold
+back the messages of one call while another receives nothing, and two ranks that do so in different
+orders would deadlock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from math import inf
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -34,22 +34,26 @@ from reshard.live.session.worker import OwnedLock, Task, Worker
 __all__ = ["GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
 
 END_SECONDS = 1.0
-"""How long an idle worker may take to end: none should be about when the process ends."""
+"""Seconds that an idle worker may take to end: none may be left when the process exits."""
 
 UNUSED_TAG = 1 << 24
-"""A tag that no call has."""
+"""A tag that no call uses."""
 
 MAX_KEPT = 256 << 20
 """Bytes of message buffers that a group keeps between calls."""
 
 EPOCHS_KEPT = 64
-"""Calls of which the store still knows their epoch."""
+"""Calls whose epoch is kept in the store."""
+
+
+Pending = Callable[[timedelta], object]
+"""Waits until a message is complete, at most so long; raises a RuntimeError if it fails."""
 
 
 def begin_epoch(watch: Watch) -> Task[tuple[int, bytes | None]]:
-    """Ask the store for the epoch of a call: the first rank that asks decides for all ranks.
+    """Request the epoch of a call from the store: the first request decides for all ranks.
 
-    A failure may become known to some ranks before they ask, and to others only after.
+    Some ranks may learn of a failure before their request, and others only after it.
     """
     call, leads = watch.call, watch.connections.rank == watch.connections.leader
 
@@ -85,9 +89,9 @@ class GlooGroups:
         self._lock = OwnedLock()
 
     def group(self, watch: Watch) -> GlooGroup:
-        """The group of a call, made by all ranks of the session together if there is none.
+        """The group of a call; if there is none, all ranks of the session create it together.
 
-        Those from before are kept for the calls that are still in flight on them.
+        Earlier groups are kept for the calls that are still in flight on them.
         """
         found = finish_epoch(watch, None)
         epoch = max(self._groups, default=0) if found is None else found
@@ -96,9 +100,9 @@ class GlooGroups:
         with making:
             if epoch not in self._groups:
                 if epoch < max(self._groups, default=0):
-                    # Others use connections in this call that this rank has given up.
+                    # Other ranks use connections in this call that this rank has closed.
                     rank = self._connections.rank
-                    text = f"rank {rank} gave up its connections in a move before"
+                    text = f"rank {rank} closed its connections in an earlier move"
                     watch.fail(Cause("lost", text))
                 self._groups[epoch] = self._make(watch, f"wire/{epoch}")
                 self._drop(before=epoch)
@@ -116,7 +120,7 @@ class GlooGroups:
             finally:
                 connections.mailbox.wake()
 
-        # In a worker: gloo hears of nobody's death meanwhile, and goes on trying.
+        # In a worker: gloo does not notice lost ranks meanwhile, and retries.
         worker = Worker()
         task = worker.submit(connect)
         worker.end()
@@ -151,9 +155,7 @@ class GlooGroups:
         """Close all groups: a thread that waits in gloo at exit would abort the process."""
         self._drop()
 
-    def close(self) -> None:
-        """The session is over."""
-        self._drop()
+    close = end_threads
 
 
 class GlooGroup:
@@ -176,23 +178,23 @@ class GlooGroup:
 
     def send(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
         """Begin to send bytes."""
-        return _begun(lambda: self._group.send([tensor], index, tag))
+        return _begin(lambda: self._group.send([tensor], index, tag))
 
     def receive(self, index: int, tensor: torch.Tensor, tag: int) -> Pending:
         """Begin to receive bytes."""
-        return _begun(lambda: self._group.recv([tensor], index, tag))
+        return _begin(lambda: self._group.recv([tensor], index, tag))
 
     def cut(self, cause: Cause) -> None:
-        """Close all connections: what waits fails, and nothing is written into any tensor."""
+        """Close all connections: waits fail, and nothing is received into any tensor."""
         with self.lock:
             if self.cut_because is not None:
                 return
             self.cut_because = cause
-        # What gloo does when a wait takes too long. Nobody sends with this tag.
+        # gloo cuts all connections when a wait times out. No rank sends with this tag.
         nothing = torch.empty(1, dtype=torch.uint8)
-        work = self.receive((self._index + 1) % self._size, nothing, UNUSED_TAG)
+        wait = self.receive((self._index + 1) % self._size, nothing, UNUSED_TAG)
         with contextlib.suppress(RuntimeError):
-            work.wait(timedelta(milliseconds=1))
+            wait(timedelta(milliseconds=1))
 
     def take_buffer(self, num_bytes: int) -> torch.Tensor:
         """A buffer of at least this size, for one message."""
@@ -223,7 +225,7 @@ class GlooGroup:
             return found
 
     def give_back(self, worker: Worker) -> None:
-        """The call is over, and nothing is waited for."""
+        """Keep the worker of a call that has ended without a failure."""
         with self.lock:
             self.num_calls -= 1
             if not self._closed:
@@ -233,14 +235,14 @@ class GlooGroup:
         worker.end()
 
     def let_go(self, worker: Worker, seconds: float) -> None:
-        """The call has failed; wait at most so long until its worker has ended."""
+        """End the worker of a call that has failed, and wait for that at most so long."""
         worker.end(seconds)
         with self.lock:
             self.num_calls -= 1
             self._workers = {one for one in self._workers if one.is_alive}
 
     def close(self) -> None:
-        """End all workers; connections that one still waits on are cut."""
+        """End all workers; if one of them still waits, all connections are cut."""
         with self.lock:
             self._closed = True
             idle, self._idle = set(self._idle), []
@@ -251,32 +253,21 @@ class GlooGroup:
             worker.end(END_SECONDS)
 
 
-class Pending(Protocol):
-    """A message under way."""
-
-    def wait(self, limit: timedelta, /) -> object:
-        """Wait for its end."""
-
-
-class _Refused:
-    """A message that could not even begin."""
-
-    def __init__(self, error: RuntimeError) -> None:
-        self._error = error
-
-    def wait(self, limit: timedelta, /) -> object:
-        raise self._error
-
-
-def _begun(begin: Callable[[], Work]) -> Pending:
+def _begin(begin: Callable[[], Work]) -> Pending:
+    """Begin a message; one that cannot begin fails when it is waited for."""
     try:
         work: Any = begin()
-        return cast(Pending, work)
+        return cast(Pending, work.wait)
     except RuntimeError as error:
-        return _Refused(error)
+        refused = error
+
+    def wait(limit: timedelta) -> object:
+        raise refused
+
+    return wait
 
 
 def in_short(error: RuntimeError) -> str:
-    """What gloo says, without its file names and guesses."""
+    """gloo's error text, without its file names and guesses."""
     text = str(error).splitlines()[0]
     return re.sub(r"^\[[^]]*\] *", "", text).partition(". ")[0]

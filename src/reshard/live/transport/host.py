@@ -8,7 +8,6 @@ sends a Hello, so a rank that has all Hellos has all data and does not wait a se
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,28 +37,19 @@ DIRECT = Policy(eager_bytes=-1)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Send:
-    """A message to one peer."""
+class _HostMessage:
+    """A message to or from one peer, compiled."""
 
     message: Message
     offset: int
-    """Where it begins in the shared buffer."""
-    pack: Copies | None
-    write: IovecPlan | None
+    """Where it begins in the sender's shared buffer; 0 on the receiver."""
+    copies: Copies | None
+    """Packs what is staged, or unpacks what is not an addend."""
+    iovecs: IovecPlan | None
+    """Writes into the receiver's tensors, or reads from the sender's."""
+    addends: Sequence[tuple[Transfer, int]]
     eager: bool
     """Whether it can be sent without the addresses of the peer's tensors."""
-    awaited: bool
-    """Whether the round waits until the peer has read it."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Receive:
-    """A message from one peer."""
-
-    message: Message
-    unpack: Copies | None
-    read: IovecPlan | None
-    addends: Sequence[tuple[Transfer, int]]
     awaited: bool
     """Whether the sender waits until it is read."""
 
@@ -68,24 +58,24 @@ class _Receive:
 class _HostRound:
     """The messages between this rank and the peers of its host in one round, compiled."""
 
-    sends: Sequence[_Send]
-    receives: dict[int, _Receive]
+    sends: Sequence[_HostMessage]
+    receives: dict[int, _HostMessage]
     end: int
     """Where messages end in the shared buffer."""
     staged: int
     """Bytes that are staged."""
     awaited: frozenset[int]
     """Peers that must have read their messages before the round ends."""
-    eager: dict[int, _Send]
+    eager: dict[int, _HostMessage]
     """The messages that go with the Hello, in the first round."""
 
 
 class HostTransport(Transport):
     """Exchanges messages with the ranks of this host in one call."""
 
-    _table = array("q")
+    _published: Ints | None = None
     """The base addresses of this rank's tensors, which peers read from its memory."""
-    _eager: Mapping[int, _Send] = MappingProxyType({})
+    _eager: Mapping[int, _HostMessage] = MappingProxyType({})
     """The messages that went with the Hellos."""
     _needs_buffer = False
     """Whether the eager messages occupy the buffer, because peers have strided tensors and the
@@ -133,8 +123,8 @@ class HostTransport(Transport):
             first = self._compiled(self.program.round(0), ())
             self._eager = first.eager
             self._stage(self._eager.values(), first.end)
-        self._table = array("q", bound.published)
-        at = self._table.buffer_info()[0]
+        published = self._published = bound.published
+        at = published.ctypes.data
         hello = self.watch.hello(strided=int(not bound.is_plain), table_at=at)
         for peer in self.peers:
             send = self._eager.get(peer)
@@ -161,10 +151,10 @@ class HostTransport(Transport):
             sends = [one for one in sends if one.message.peer not in self._eager]
         self._stage(sends, compiled.end)
         for send in sends:
-            if send.write is not None:
+            if send.iovecs is not None:
                 peer = send.message.peer
                 theirs = self._memory.table(peer, bound.staging)
-                self._memory.write(peer, send.write.calls(bound.table, theirs), send.message.name)
+                self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.message.name)
         # In a row: between copies, which empty the caches, a message costs twice as much.
         for send in sends:
             peer, number, fd = send.message.peer, 0, None
@@ -173,10 +163,10 @@ class HostTransport(Transport):
             ready = Ready(self.watch.call, round_.number, number, send.offset)
             self.watch.mailbox.send(peer, ready, fd)
 
-    def _stage(self, sends: Iterable[_Send], end: int) -> None:
+    def _stage(self, sends: Iterable[_HostMessage], end: int) -> None:
         """Pack the staged parts of messages, which end there in the shared buffer."""
         for send in sends:
-            if send.pack is None:
+            if send.copies is None:
                 continue
             if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
                 self._needs_buffer = False
@@ -186,7 +176,7 @@ class HostTransport(Transport):
             if not send.awaited:
                 self._unread_by.add(send.message.peer)
             buffer = self._buffers[-1]
-            send.pack.run(self.bound, buffer.address, buffer.num_bytes)
+            send.copies.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
@@ -196,13 +186,13 @@ class HostTransport(Transport):
             size, address = receive.message.staged_bytes, 0
             if size:
                 address = self.watch.inbox.address_of(peer, round_.number, size)
-            if receive.unpack is not None:
-                receive.unpack.run(self.bound, address, size)
+            if receive.copies is not None:
+                receive.copies.run(self.bound, address, size)
             for transfer, offset in receive.addends:
                 arrived[id(transfer)] = address + offset
-            if receive.read is not None:
+            if receive.iovecs is not None:
                 theirs = self._memory.table(peer, self.bound.staging)
-                calls = receive.read.calls(self.bound.table, theirs)
+                calls = receive.iovecs.calls(self.bound.table, theirs)
                 self._memory.read(peer, calls, receive.message.name)
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
@@ -238,20 +228,26 @@ class HostTransport(Transport):
         """The compiled round, when all Hellos are there."""
         found = self._rounds.get(round_.number)
         if found is None:
+            found = self._compiled(round_, ())
             hellos, count = self.watch.inbox.hellos, self.bound.staging
+            # Only these peers are sure to be in the call still: they wait for this rank.
+            accessed = {one.message.peer for one in found.sends if one.message.writes}
+            accessed |= {peer for peer, one in found.receives.items() if one.message.reads}
             masks = tuple(
                 (peer, (self._memory.table(peer, count) == 0).tobytes())
-                for peer in sorted(self._direct)
+                for peer in sorted(accessed)
                 if hellos[peer].strided
             )
-            found = self._rounds[round_.number] = self._compiled(round_, masks)
+            if masks:
+                found = self._compiled(round_, masks)
+            self._rounds[round_.number] = found
             self._needs_buffer = bool(masks) and not round_.number
         return found
 
     def _compiled(self, round_: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
         """The compiled round; ``masks`` say which tensors of which peers must not be touched."""
         bound = self.bound
-        own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
+        own = b"" if bound.is_plain else (bound.published == 0).tobytes()
         key = ("host", self._policy, self._direct, bound.is_host, own, masks)
         found: _HostRound | None = round_.kept.get(key)
         if found is None:
@@ -271,10 +267,10 @@ class HostTransport(Transport):
             if peer in self.peers:
                 message = self._message(peer, round_.sends[peer], True, masked)
                 at += -at % message.alignment
-                sends.append(self._send(message, at))
+                sends.append(self._compile_message(message, True, at))
                 at += message.staged_bytes
         receives = {
-            peer: self._receive(self._message(peer, transfers, False, masked))
+            peer: self._compile_message(self._message(peer, transfers, False, masked), False)
             for peer, transfers in round_.receives.items()
             if peer in self.peers
         }
@@ -304,29 +300,23 @@ class HostTransport(Transport):
     def _may_touch(self, peer: int, base: Ints, masked: bool, own: bool) -> bool:
         """Whether the tensors that another process would read or write are plain memory."""
         if own:
-            if self.bound.is_plain:
-                return True
-            published = self.bound.published
-            return all(published[number] for number in base.tolist())
+            return self.bound.is_plain or bool(self.bound.published[base].all())
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
 
-    def _send(self, message: Message, offset: int) -> _Send:
-        copies, pack = CopyList(), None
-        if message.staged:
+    def _compile_message(self, message: Message, sending: bool, offset: int = 0) -> _HostMessage:
+        copies, addends = CopyList(), list[tuple[Transfer, int]]()
+        if sending:
             message.pack(copies, offset, self.bound.staging)
-            pack = compile_copies(copies, self.bound)
+        else:
+            addends = message.unpack(copies, offset, self.bound.staging)
+        compiled = None
+        if len(addends) < len(message.staged):
+            compiled = compile_copies(copies, self.bound)
+        iovecs = _iovecs(message.writes if sending else message.reads, sending)
         transfers = (*(transfer for transfer, _ in message.staged), *message.reads)
         eager = not message.writes and all(transfer.hop == 0 for transfer in transfers)
-        write = _iovecs(message.writes, True)
-        return _Send(message, offset, pack, write, eager, self._is_awaited(message))
-
-    def _receive(self, message: Message) -> _Receive:
-        copies = CopyList()
-        addends = message.unpack(copies, 0, self.bound.staging)
-        unpacks = len(addends) < len(message.staged)
-        unpack = compile_copies(copies, self.bound) if unpacks else None
-        read = _iovecs(message.reads, False)
-        return _Receive(message, unpack, read, addends, self._is_awaited(message))
+        awaited = self._is_awaited(message)
+        return _HostMessage(message, offset, compiled, iovecs, addends, eager, awaited)
 
     def _is_awaited(self, message: Message) -> bool:
         """Whether the sender waits until the message is read: one that is eager may be read later.

@@ -1,10 +1,9 @@
-"""GPU work that is in flight when a call has returned, and the thread that watches it.
+"""GPU work that is in flight when its call has returned, and the thread that watches it.
 
-A move between GPUs only enqueues work. What becomes of it is seen by one thread per session: it
-asks every exchange whether it is done, hears of lost peers and failed calls, and keeps the time.
-When an exchange fails, the thread aborts the NCCL group, so that no GPU waits for ever, and tells
-all ranks of the call. The error is raised by whichever comes first: the handle of the call, the
-next call of the session, or `rs.check`.
+A move between GPUs only enqueues work. One thread per session watches it: it polls every exchange,
+detects lost peers, failed calls and timeouts. When an exchange fails, the thread aborts the NCCL
+group, so that no GPU waits forever, and all ranks of the call. The error is raised by whichever
+comes first: the handle of the call, the next call of the session, or `rs.check`.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ from reshard.live.transport.nccl_group import NcclGroup, NcclWork
 __all__ = ["InFlight", "InFlightCall"]
 
 SUSPECT_AFTER = 1.2
-"""Seconds after which only those peers are waited for that do not post that they wait, too."""
+"""Seconds after which only peers that do not themselves wait for others are suspected."""
 
 NAME_SECONDS = 0.3
-"""How long NCCL's news of a lost peer waits for the socket's, which knows the rank."""
+"""Seconds in which a socket may show which peer is lost, after NCCL has reported that one is."""
 
 
 class InFlightCall:
@@ -35,32 +34,32 @@ class InFlightCall:
         self._calls, self.watch, self.group = calls, watch, group
         self.error: LiveError | None = None
         self.complete = threading.Event()
-        """Set when all is over, well or badly."""
+        """Set when all exchanges have ended, or one has failed."""
         self._started = False
         self.raised = False
-        """Whether the error was raised anywhere."""
+        """Whether the error was raised to the user."""
 
     def add(self, work: NcclWork, peers: Collection[int], what: Callable[[int], str]) -> None:
-        """Watch one more exchange; ``what`` says what a peer is waited for."""
+        """Watch one more exchange; ``what`` describes what a peer is waited for."""
         self._started = True
         self._calls.submit(lambda: self._watch(_WatchedExchange(self.watch, work, peers), what))
 
     def wait(self) -> None:
-        """Wait until all exchanges are over, and raise what went wrong."""
+        """Wait until all exchanges have ended, and raise the error of one that failed."""
         self._calls.settle()
         if self.error is not None:
             self.raised = True
             raise self.error
 
     def fail(self, error: LiveError) -> None:
-        """The call has failed: nothing of it is waited for any more."""
+        """Record that the call has failed, and stop its exchanges."""
         if self.error is None:
             self.error = error
         if self._started:
             self.group.abort()
 
     def close(self) -> None:
-        """There are no more exchanges; once those in flight are over, the call is."""
+        """Complete the call once the exchanges in flight have ended; no others follow."""
         self._calls.submit(self._complete)
 
     def _complete(self) -> None:
@@ -94,7 +93,7 @@ class _WatchedExchange:
         self._suspects = peers
 
     def await_begin(self) -> None:
-        """Wait until this rank's own GPU has come that far: no peer is late until then."""
+        """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
         pause = FIRST_PAUSE
         while not self._work.begun() and not self._work.group.aborted:
             self._watch.check_lost(self._peers, lambda peer: "its part")
@@ -103,7 +102,7 @@ class _WatchedExchange:
             pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
 
     def missing(self, calls: InFlight) -> Collection[int]:
-        """The peers that may hold up the exchange; none once it has arrived."""
+        """The peers that the exchange may wait for; none once it is complete."""
         now = time.monotonic()
         self._began = self._began or now
         try:
@@ -120,7 +119,7 @@ class _WatchedExchange:
         return self._suspects
 
     def _lost(self, error: PeerLostError) -> None:
-        """A connection broke; which rank is gone the sockets tell, if it was on this host."""
+        """Fail because a connection broke; a socket shows which rank is lost, if on this host."""
         end = time.monotonic() + NAME_SECONDS
         while time.monotonic() < end:
             self._watch.check_lost(self._peers, lambda peer: "its part")
@@ -130,48 +129,43 @@ class _WatchedExchange:
 
 
 class InFlight:
-    """All that is in flight in one session, in the order in which it was enqueued."""
+    """All exchanges in flight of one session, in the order in which they were enqueued."""
 
     def __init__(self) -> None:
         self.unraised: list[InFlightCall] = []
         """Failed calls whose error was not raised yet."""
         self.broken: tuple[NcclGroup, LiveError] | None = None
-        """The group that was aborted last, and why."""
+        """The group that was aborted last, and its error."""
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:
-        """Let the watching thread do something after all that it has."""
+        """Give the watching thread one more task."""
         self._worker = self._worker or Worker()
         self._worker.submit(action)
-
-    def begin(self, watch: Watch, group: NcclGroup) -> InFlightCall:
-        """A call that is going to exchange something."""
-        return InFlightCall(self, watch, group)
 
     def settle(self) -> None:
         """Wait until nothing is in flight."""
         if self._worker is None or self._worker.is_current:
-            return  # garbage is collected in any thread, sessions among it
+            return  # this thread may be the one that collects an unused session
         over = threading.Event()
         self.submit(over.set)
         over.wait()
 
     def check(self) -> None:
-        """Raise a failure that was not raised yet."""
+        """Raise the first failure that was not raised yet; later ones follow from it."""
         failed, self.unraised = [one for one in self.unraised if not one.raised], []
         for call in failed:
             call.raised = True
-        for call in failed:
-            assert call.error is not None
-            raise call.error
+        if failed and failed[0].error is not None:
+            raise failed[0].error
 
     def cause_of(self, group: NcclGroup, error: LiveError, rank: int) -> Cause:
-        """Why a group failed: what befell an earlier exchange on the same group, if anything."""
+        """Why a group failed: the error of an earlier exchange on it, if there was one."""
         if self.broken is not None and self.broken[0] is group:
             return Cause.of(self.broken[1], rank).of_earlier_call()
         return Cause.of(error, rank)
 
     def close(self) -> None:
-        """Let the thread end."""
+        """End the thread."""
         if self._worker is not None:
             self._worker.end()

@@ -1,12 +1,13 @@
-"""Moves between GPUs over NCCL: ranks exchange Hellos on the host, then only enqueue work.
+"""The transport between GPUs, over NCCL: ranks exchange Hellos on the host, then only enqueue work.
 
 Every round is one launch that packs and copies (one more for each change of dtype), one exchange,
-and one launch that unpacks. All of it is on the caller's stream: sources may be changed and results
-be used by what the caller enqueues next.
+and one launch that unpacks, all on the caller's stream: what the caller enqueues next may change
+sources and use results.
 
-The host waits for the Hellos of peers, because NCCL matches messages only by their order: without
+The host waits for the Hellos of peers, because NCCL matches messages by their order only: without
 them two ranks in different calls would exchange each other's data. It also makes one request to the
-store, while the Hellos are on their way: which NCCL group the call uses, after a failure a new one.
+store, while the Hellos are on their way: which NCCL group the call uses. After a failure that is a
+new one.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import NCCL, Message, Mode, message_of
+from reshard.live.program.modes import NCCL, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Ready
@@ -44,13 +45,13 @@ from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
 __all__ = ["NcclGroups", "NcclTransport"]
 
 GRID = 16
-"""Messages begin at a multiple of this: so many bytes are copied at a time."""
+"""Messages begin at a multiple of this: the kernel copies so many bytes at a time."""
 
 CLOSE_SECONDS = 2.0
-"""How long a process that ends waits for messages that others have not fetched."""
+"""Seconds that an exiting process waits for messages that peers have not received."""
 
 TURN_PAUSE = 0.0002
-"""Seconds between two looks whether earlier calls have enqueued all they have."""
+"""Seconds between two checks whether earlier calls have enqueued all their work."""
 
 UNWATCHED = 0.05
 """Waits shorter than this do not start the watchdog."""
@@ -61,7 +62,7 @@ _groups: weakref.WeakSet[NcclGroups] = weakref.WeakSet()
 class NcclGroups:
     """What a session keeps for moves between GPUs: the group, the staging buffer, the watcher.
 
-    After a failure the group is of no use, and the next call makes a new one.
+    After a failure the next call makes a new group.
     """
 
     def __init__(self, connections: Connections) -> None:
@@ -74,7 +75,7 @@ class NcclGroups:
         _groups.add(self)
 
     def group(self, watch: Watch, device: torch.device, asked: Task[Any] | None) -> NcclGroup:
-        """The group of a call, round_ by all ranks together if there is none, or a call failed."""
+        """The group of a call; if there is none, or a call failed, all ranks create it together."""
         found = finish_epoch(watch, asked)
         epoch = self._epoch if found is None else found
         if self._group is None or self._group.aborted or self._epoch != epoch:
@@ -86,7 +87,7 @@ class NcclGroups:
         connections, key = self._connections, f"gpu/{epoch}"
         self.in_flight.settle()
         meet(watch, key, lambda peer: "it to open NCCL")
-        # All ranks have come, so nothing is in flight on the old one.
+        # All ranks are here, so nothing is in flight on the old group.
         if self._group is not None:
             self._group.abort()
         others = frozenset(connections.ranks) - {connections.rank}
@@ -102,16 +103,15 @@ class NcclGroups:
     def staging(self, num_bytes: int, device: torch.device, stream: int) -> torch.Tensor:
         """Memory for messages: the same in every call, as long as all are on one stream.
 
-        What one stream writes there another might still read, so each gets memory of its own.
+        Another stream gets memory of its own: the first one may still read what it staged.
         """
         kept = self._staging
         same = kept is not None and (kept.device, self._stream) == (device, stream)
         if kept is None or not same or kept.numel() < num_bytes:
-            self._staging = kept = None
-            self._staging = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._stream = stream
-        assert self._staging is not None
-        return self._staging
+            self._staging = kept = None  # freed before more is allocated
+            kept = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._staging, self._stream = kept, stream
+        return kept
 
     def release(self) -> None:
         """Free the staging buffer."""
@@ -121,7 +121,7 @@ class NcclGroups:
         """The watcher ends with the session."""
 
     def close(self) -> None:
-        """Let peers have what is under way to them, then leave."""
+        """Wait until peers have received what is in flight to them, then close the group."""
         self.release()
         if self._group is not None and not self._group.aborted:
             self.in_flight.settle()
@@ -142,7 +142,7 @@ def _close_wait(task: Task[Any]) -> None:
 
 
 def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
-    """Waits as long as the call may, and notices what becomes of its ranks."""
+    """A function that waits for a task as the call waits: lost ranks, aborts and timeouts raise."""
 
     def wait(task: Task[Any]) -> None:
         if not task.wait(UNWATCHED):
@@ -153,10 +153,10 @@ def waiting_for(watch: Watch, peers: frozenset[int], what: str) -> WaitForTask:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _NcclRound:
-    """What one rank does in one round; round_ once, as long as strides of tensors stay the same."""
+    """The messages of one rank in one round, compiled for tensors of the same strides."""
 
     sends: Sequence[tuple[Message, int]]
-    """Messages, and where in the staging buffer each begins; first those that go."""
+    """Messages, and where in the staging buffer each begins."""
     receives: Sequence[tuple[Message, int]]
     before: Sequence[CopyTable]
     """Packs messages, and copies what stays on this rank."""
@@ -165,16 +165,16 @@ class _NcclRound:
     addends: Sequence[tuple[Transfer, int]]
     """Where addends are in the staging buffer."""
     num_bytes: int
-    """Of the staging buffer."""
+    """The size of the staging buffer."""
 
     @property
     def staged(self) -> int:
-        """Bytes in the staging buffer that hold anything."""
+        """Bytes of all messages in the staging buffer."""
         return sum(message.staged_bytes for message, _ in (*self.sends, *self.receives))
 
 
 class NcclTransport(Transport):
-    """Exchanges with all peers of a call, from GPU to GPU."""
+    """Exchanges messages with all peers of a call, from GPU to GPU."""
 
     fuses_copies = True
 
@@ -201,7 +201,7 @@ class NcclTransport(Transport):
         self._asked = begin_epoch(watch)
         self._group: NcclGroup | None = None
         self.in_flight: InFlightCall | None = None
-        self._straight: frozenset[int] = frozenset()
+        self._direct: frozenset[int] = frozenset()
         self._tensors: TensorTable | None = None
         self._closed = False
 
@@ -209,7 +209,7 @@ class NcclTransport(Transport):
         return "NCCL"
 
     def send_hellos(self) -> None:
-        """Over the mailbox to ranks of this host, over gloo to others."""
+        """Send Hellos over the mailbox to ranks of this host, over gloo to others."""
         strided = int(bool(self.bound.strides))
         hello = self.watch.hello(on_gpu=1, strided=strided)
         for peer in self._near:
@@ -218,32 +218,25 @@ class NcclTransport(Transport):
             self._far.send(self.peers - self._near, hello)
 
     def _open(self) -> None:
-        """All peers have called: find the group and the staging buffer of the call."""
+        """Get the group and the staging buffer of the call, once all peers have called."""
         watch, hellos = self.watch, dict(self.watch.inbox.hellos)
         others = sorted(peer for peer, hello in hellos.items() if not hello.on_gpu)
         if others:
-            watch.fail(
-                Cause(
-                    "disagree",
-                    f"rank {self.program.rank} moves from GPU to GPU and ranks {others} by way of "
-                    'the host: give check="always" to compare anew',
-                )
-            )
+            text = f"rank {self.program.rank} moves from GPU to GPU and ranks {others} by way of "
+            watch.fail(Cause("disagree", f'{text}the host: give check="always" to compare again'))
         while not watch.session.may_enqueue(self._ticket):
             watch.check()
             time.sleep(TURN_PAUSE)
         self._group = self._groups.group(watch, self.device, self._asked)
         if self._group.device != self.device:
-            watch.fail(
-                Cause(
-                    "tensor",
-                    f"the tensors of rank {watch.connections.rank} are on {self.device} and those "
-                    f"of its moves before were on {self._group.device}: keep to one GPU per rank",
-                )
+            text = (
+                f"the tensors of rank {watch.connections.rank} are on {self.device} and those of "
+                f"its earlier moves were on {self._group.device}: keep to one GPU per rank"
             )
-        self.in_flight = self._groups.in_flight.begin(watch, self._group)
+            watch.fail(Cause("tensor", text))
+        self.in_flight = InFlightCall(self._groups.in_flight, watch, self._group)
         if not self.bound.strides:
-            self._straight = frozenset(peer for peer, one in hellos.items() if not one.strided)
+            self._direct = frozenset(peer for peer, one in hellos.items() if not one.strided)
         size = self._staging_bytes()
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
@@ -251,8 +244,8 @@ class NcclTransport(Transport):
         self._tensors = TensorTable.of(self.bound, self.staging)
 
     def _staging_bytes(self) -> int:
-        """The most that any round stages; kept, because large plans work out rounds anew."""
-        kept, key = self.program.round(0).kept, ("nccl staging", self._straight)
+        """The most that any round stages; kept, as large plans compile rounds in every call."""
+        kept, key = self.program.round(0).kept, ("nccl staging", self._direct)
         if key not in kept:
             rounds = map(self.program.round, range(self.program.num_rounds))
             kept[key] = max(self._round(round_).num_bytes for round_ in rounds)
@@ -260,7 +253,7 @@ class NcclTransport(Transport):
         return found
 
     def begin(self, round_: Round) -> int:
-        """Enqueue packing, the exchange, and unpacking, in the order of the stream."""
+        """Enqueue packing, the exchange and unpacking on the current stream."""
         if self._tensors is None:
             self._open()
         assert self._tensors is not None
@@ -283,14 +276,13 @@ class NcclTransport(Transport):
         if not sends and not receives:
             return
         peers = frozenset(round_.sends) | frozenset(round_.receives)
-        which = f"round {round_.number + 1} of {self.program.num_rounds}"
 
         def what(peer: int) -> str:
-            if peer in round_.receives:
-                return f'its part of "{round_.receives[peer][0].name}" in {which}'
-            return f'it to take its part of "{round_.sends[peer][0].name}" in {which}'
+            part = self.program.part_text(round_, peer)
+            return part if peer in round_.receives else f"it to take {part}"
 
-        wait = waiting_for(self.watch, peers, f"it to connect for {which}")
+        connect = f"it to connect for {self.program.round_text(round_.number)}"
+        wait = waiting_for(self.watch, peers, connect)
         try:
             work = self._group.exchange(sends, receives, wait)
         except LiveError as error:
@@ -302,7 +294,7 @@ class NcclTransport(Transport):
     def _tensors_of(
         self, messages: Sequence[tuple[Message, int]], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
-        """The memory that is sent, or received into, in the order of both ends."""
+        """The memory that is sent or received into, in the same order on both ends."""
         assert self.staging is not None
         ranks, found = self.watch.connections.ranks, []
         for message, at in messages:
@@ -313,18 +305,18 @@ class NcclTransport(Transport):
         return found
 
     def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
-        """Messages are unpacked already; say where addends are in the staging buffer."""
+        """Messages are unpacked already; only addends are still in the staging buffer."""
         arrived |= {id(transfer): at for transfer, at in self._round(round_).addends}
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
-        """The next round is enqueued after this one."""
+        """Nothing to do: the next round is enqueued after this one."""
 
     def unreleased(self, round_: Round) -> Collection[int]:
-        """What is enqueued next may change the sources: the stream keeps the order."""
+        """None: the stream keeps the order of what is enqueued."""
         return ()
 
     def close(self, ok: bool) -> None:
-        """Let the next call enqueue; what is in flight is watched by the session."""
+        """Let the next call enqueue; the session's watcher follows what is in flight."""
         if self._closed:
             return
         self._closed = True
@@ -333,13 +325,13 @@ class NcclTransport(Transport):
             self._far.close(ok)
         if self.in_flight is not None and not ok:
             self.in_flight.raised = True
-            cause = self.watch.cause or Cause("error", "a move was given up")
+            cause = self.watch.cause or Cause("error", "a move was aborted")
             error = cause.error("")
             self.in_flight.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
 
     def _round(self, round_: Round) -> _NcclRound:
         """The tables of a round, kept with it."""
-        key = ("nccl", self._straight)
+        key = ("nccl", self._direct)
         found: _NcclRound | None = round_.kept.get(key)
         if found is None:
             found = round_.kept[key] = self._compile(round_)
@@ -362,15 +354,10 @@ class NcclTransport(Transport):
     def _laid_out(
         self, messages: dict[int, list[Transfer]], at: int
     ) -> tuple[list[tuple[Message, int]], int]:
-        """Where messages are in the staging buffer, from a place on; and where they end."""
+        """Where messages are in the staging buffer, from an offset on; and where they end."""
         found = []
         for peer, transfers in messages.items():
-            total = sum(transfer.num_bytes for transfer in transfers)
-
-            def mode(transfer: Transfer, total: int = total, peer: int = peer) -> Mode:
-                return NCCL.mode(transfer, total) if peer in self._straight else Mode.STAGED
-
-            message = message_of(peer, transfers, mode)
+            message = NCCL.message(peer, transfers, peer in self._direct)
             found.append((message, at))
             at = -(-(at + message.staged_bytes) // GRID) * GRID
         return found, at

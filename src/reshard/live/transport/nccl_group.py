@@ -1,16 +1,18 @@
 """A session's own NCCL group, beside the caller's.
 
 All messages of a round go in one group call. NCCL runs on a stream of its own: an exchange starts
-after what the current stream was given before, and `NcclWork.join` makes the current stream wait
-for it. The host waits for nothing, but for the first messages between two ranks: those connect.
+after the work that was enqueued before it on the current stream, and `NcclWork.join` makes the
+current stream wait for it. The host waits only for the first messages between two ranks, which
+connect them.
 
-torch's watchdog ends the process when a peer of a NCCL group is lost, or late. Our group is made
-without a watchdog: the session's watcher thread asks `NcclWork.done`, keeps the deadline, and calls
-`NcclGroup.abort`, from any thread. The caller's group and its watchdog are not touched.
+torch's watchdog ends the process when a peer of a NCCL group is lost or late. This group is made
+without a watchdog: the session's watcher thread polls `NcclWork.done`, keeps the deadline, and
+calls `NcclGroup.abort`, which any thread may do. The caller's group and its watchdog are not
+affected.
 
-All calls of NCCL are made by a worker of the group. One that waits for a lost rank cannot hold up
-the caller then, and one that fails leaves its thread inside an open NCCL group call, where no other
-group could be made any more: that worker is abandoned together with the group.
+A worker of the group makes all calls of NCCL, so that one that waits for a lost rank cannot block
+the caller. A call that fails leaves its thread inside an open NCCL group call, where no other group
+could be made any more: that worker is abandoned together with the group.
 """
 
 from __future__ import annotations
@@ -33,10 +35,10 @@ from reshard.live.session.worker import Task, Worker
 __all__ = ["NcclGroup", "NcclWork", "WaitForTask"]
 
 PeerTensor = tuple[int, torch.Tensor]
-"""A rank of the group, and the contiguous tensor that goes there or comes from there."""
+"""A rank of the group, and the contiguous tensor that is sent to it or received from it."""
 
 WaitForTask = Callable[[Task[Any]], None]
-"""Waits until a task is done, or raises because it will not be."""
+"""Waits until a task is done, or raises if it cannot be."""
 
 NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 ABORT_SECONDS = 30
@@ -50,9 +52,9 @@ T = TypeVar("T")
 class NcclGroup:
     """Exchanges messages among ``size`` ranks, each with one GPU.
 
-    Making one is collective: all ranks must come within ``timeout`` seconds, or as long as ``wait``
-    waits. ``store`` must be new for each group, such as a ``PrefixStore`` with a number that all
-    ranks count alike.
+    Its creation is collective: all ranks must take part within ``timeout`` seconds, or as long as
+    ``wait`` waits. ``store`` must be new for each group, such as a ``PrefixStore`` with a number
+    that is the same on all ranks.
     """
 
     def __init__(
@@ -80,14 +82,14 @@ class NcclGroup:
         receives: Sequence[PeerTensor],
         wait: WaitForTask | None = None,
     ) -> NcclWork:
-        """Start all messages at once; several to one rank arrive in the order given."""
+        """Start all messages at once; several to one rank arrive in this order."""
         stream = _cuda.current_stream(self.device)
         reached = stream.record_event()
         work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect", wait)
         return NcclWork(self, work, (reached, arrived), [*sends, *receives])
 
     def abort(self) -> None:
-        """End all exchanges under way, within a second; what they received is undefined."""
+        """End all exchanges in flight within a second; what they received is undefined."""
         with self._aborting:
             if not self.aborted:
                 self.aborted = True
@@ -95,7 +97,7 @@ class NcclGroup:
                 self._backend.abort()
 
     def close(self, wait: WaitForTask | None = None) -> None:
-        """Give the group back; collective, and only after all exchanges of all ranks are done."""
+        """Close the group; collective, and only after all exchanges of all ranks are done."""
         if not self.aborted:
             self._do(self._backend.shutdown, "close NCCL", wait)
             self.aborted = True
@@ -118,7 +120,7 @@ class NcclGroup:
         return work, arrived
 
     def _do(self, action: Callable[[], T], purpose: str, wait: WaitForTask | None) -> T:
-        """Let the worker act, and wait for it, but not forever."""
+        """Let the worker act, and wait for it with a timeout."""
         if self.aborted:
             raise LiveError(f"rank {self.rank} uses a NCCL group that is closed: make a new one")
         task = self._worker.submit(action)
@@ -143,7 +145,7 @@ class NcclGroup:
 
 
 class NcclWork:
-    """Messages under way. Keep it until it is done: it holds the tensors."""
+    """Messages in flight. Keep it until it is done: it holds the tensors."""
 
     def __init__(
         self, group: NcclGroup, work: Any, events: tuple[Any, Any], messages: Sequence[PeerTensor]
@@ -157,20 +159,20 @@ class NcclWork:
         _join(self._work)
 
     def begun(self) -> bool:
-        """Whether this rank's GPU has come as far as the exchange."""
+        """Whether this rank's GPU has reached the exchange."""
         return bool(self._reached.query())
 
     def done(self) -> bool:
         """Whether all messages arrived; raises once the group has failed."""
         arrived = self._arrived.query()
-        # Asked in this order: an abort makes everything arrive.
+        # In this order: an abort makes everything arrive.
         if self.group.aborted:
             raise LiveError(f"an exchange of rank {self.group.rank} was aborted")
         if arrived:
             return True
         if self._work is None or not self._work.is_completed():
             return False
-        # torch calls completed what has failed, too. Or it completed between the two questions.
+        # torch also calls failed work completed. Or it completed between the two queries.
         start = time.monotonic()
         while not self._arrived.query():
             if time.monotonic() - start > GRACE_SECONDS:
@@ -182,18 +184,17 @@ class NcclWork:
 def _join(work: Any) -> None:
     """Let the current stream wait for NCCL's; the host goes on."""
     if work is not None:
-        # The older of the two names is going to go.
+        # torch deprecates the older of the two names.
         getattr(work, "block_current_stream", work.synchronize)()
 
 
 def _new_backend(store: Store, rank: int, size: int) -> Any:
     options = dist.ProcessGroupNCCL.Options()
-    # All that this bounds is how long an abort may take.
+    # It only bounds how long an abort may take.
     options._timeout = timedelta(seconds=ABORT_SECONDS)
-    # NCCL's keys are plain numbers: apart from whatever else is in the store.
-    apart = PrefixStore("nccl", store)
+    # NCCL's keys are plain numbers: a prefix keeps them apart from other keys of the store.
     with _without_watchdog():
-        return dist.ProcessGroupNCCL(apart, rank, size, options)
+        return dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, size, options)
 
 
 @contextmanager
