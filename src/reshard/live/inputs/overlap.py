@@ -72,7 +72,7 @@ def _check_pair(
 
 
 def _overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two elements may share memory: where a dim's step does not pass the ones inside."""
+    """Whether two elements may share memory: a dim's stride is within the reach of inner dims."""
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     reach = 0
     for stride, size in sorted(step for step in steps if step[1] > 1):
@@ -91,7 +91,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors have a byte in common; where that is hard to say, yes."""
+    """Whether two tensors have a byte in common; True where that is too hard to compute."""
     if one.is_contiguous() and other.is_contiguous():
         return True
     arrays = [
@@ -104,7 +104,7 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         for t in (one, other)
     ]
     try:
-        # Exact, and bounded: the general question is hard.
+        # Exact, but bounded: the general problem is hard.
         first, second = arrays
         return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:

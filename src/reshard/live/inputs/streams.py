@@ -1,7 +1,7 @@
-"""A move that goes on in a thread uses side streams, in order with the caller's.
+"""Side streams of a move that runs in a thread, in order with the caller's streams.
 
-It begins after what the caller had enqueued before, and what the caller enqueues after `join`
-begins after the move.
+The move begins after the work that the caller enqueued before it, and the work that the caller
+enqueues after `join` begins after the move.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["SideStreams"]
 
 _cuda: Any = torch.cuda  # its streams and events have no types
 _streams: dict[torch.device, Any] = {}
-"""One per GPU and not per move: a stream has memory of its own in torch's allocator."""
+"""One per GPU, not one per move: torch's allocator keeps separate memory for each stream."""
 
 
 class SideStreams:
-    """The side streams of one move, one per GPU that it touches."""
+    """The side streams of one move, one per GPU that it uses."""
 
     def __init__(self, devices: Iterable[torch.device]) -> None:
         self._begun = {
@@ -30,25 +30,25 @@ class SideStreams:
 
     @property
     def any(self) -> bool:
-        """Whether the move touches a GPU."""
+        """Whether the move uses a GPU."""
         return bool(self._begun)
 
     @contextmanager
     def used(self, given: Iterable[torch.Tensor]) -> Iterator[None]:
-        """Give what is done inside to the side streams; it reads and writes these tensors."""
+        """Enqueue the work done inside on the side streams; it reads and writes these tensors."""
         with ExitStack() as entered:
             for device, event in self._begun.items():
                 _stream(device).wait_event(event)
                 entered.enter_context(_cuda.stream(_stream(device)))
             yield
         for tensor in given if self._begun else ():
-            # The allocator must not give memory away that is still in use here.
+            # The allocator must not reuse memory that these streams still use.
             if tensor.device in self._begun:
                 tensor.record_stream(_stream(tensor.device))
         self._done = {device: _stream(device).record_event() for device in self._begun}
 
     def join(self, results: Iterable[torch.Tensor]) -> None:
-        """Let the caller's streams wait; the results are theirs from now on."""
+        """Let the caller's streams wait for the move; they use the results from now on."""
         for device, event in self._done.items():
             _cuda.current_stream(device).wait_event(event)
         for tensor in results if self._done else ():

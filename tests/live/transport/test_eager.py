@@ -1,4 +1,4 @@
-"""Small moves of one tensor that were made before: the same values, and the same errors."""
+"""Warm moves of small messages, which are eager: the same values, and the same errors."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def move_with_a_strided_one(rank: int) -> None:
             assert torch.equal(found, local_of(full, want, rank)), (have, want)
 
 
-def test_ranks_that_go_the_long_way_understand_the_others(pool: Pool) -> None:
+def test_one_rank_has_a_strided_tensor(pool: Pool) -> None:
     pool.run(move_with_a_strided_one, ranks=range(4))
 
 

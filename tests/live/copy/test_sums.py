@@ -1,4 +1,4 @@
-"""Sums of large tensors: block by block into the destination, or along a line, the same bits."""
+"""Sums of large tensors, block by block or in an accumulator: the same bits."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def expected_of(have: rs.Layout, want: rs.Layout, rank: int, dtype: str) -> np.n
 
 
 def add_up(rank: int, dtype: str, least: int, options: dict[str, Any]) -> int:
-    """Gives how often blocks were added up straight."""
+    """Returns how often blocks were added up directly."""
     group = pool_group(4)
     plan_of.cache_clear()  # sums are compiled with the limits of the first call
     _motion.cache_clear()
@@ -81,12 +81,12 @@ def test_straight_sums(pool: Pool, dtype: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_sums_along_a_line(pool: Pool, dtype: str) -> None:
+def test_sums_in_an_accumulator(pool: Pool, dtype: str) -> None:
     assert not any(pool.run(add_up, dtype, 1 << 40, {}, ranks=range(4)))
 
 
 def add_up_again(rank: int, dtype: str, small: int, odd: int) -> None:
-    """Sums that were made before; one rank's tensor may be strided."""
+    """Warm sums; one rank's tensor may be strided."""
     group = pool_group(4)
     with mock.patch.object(host, "HOST", Policy(eager_bytes=small)):
         for have, want in (PAIRS[0], PAIRS[3]):  # with nothing to be passed on
@@ -108,7 +108,7 @@ def test_prepared_sums(pool: Pool, dtype: str, small: int, odd: int) -> None:
 
 
 def add_up_under_a_cap(rank: int, odd: int) -> None:
-    """Messages that are small and may not be lent, because three of them are over the cap."""
+    """Small messages whose sender waits: three of them would exceed the memory limit."""
     group = pool_group(4)
     have, want = PAIRS[0]
     plan = rs.plan(have, want, shape=SHAPE, dtype="float32", memory=60_000)
@@ -127,7 +127,7 @@ def test_prepared_sums_under_a_cap(pool: Pool, odd: int) -> None:
 
 
 def die_while_adding(rank: int) -> str:
-    """Rank 2 goes before it says that it has read its messages, in a prepared sum."""
+    """Rank 2 is killed before it releases its messages, in a warm sum."""
     host.HOST = Policy(eager_bytes=64)
     have, want = PAIRS[0]
     local = local_of(addend_of(rank, "float32"), have, rank)

@@ -20,11 +20,11 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.namespaces import Host, NotPermittedError, two_hosts
-from tests.ranks.two_hosts_worker import TIMEOUT
+from tests.live.transport.namespaces import Host, NotPermittedError, two_hosts
+from tests.live.transport.two_hosts_worker import TIMEOUT
 from tests.soak import within
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 RANKS = range(4)
 START_SECONDS, END_SECONDS = 90.0, 30.0
 FEW_SECONDS = within(4.0)
@@ -48,7 +48,7 @@ class Job:
     def _launch(self, number: int, host: Host) -> subprocess.Popen[bytes]:
         where = ["--master-addr", self.hosts[0].address, "--master-port", "29500"]
         size = ["--nnodes", "2", "--nproc-per-node", "2", "--node-rank", str(number)]
-        what = ["-m", "tests.ranks.two_hosts_worker", str(self.folder)]
+        what = ["-m", "tests.live.transport.two_hosts_worker", str(self.folder)]
         torchrun = [sys.executable, "-m", "torch.distributed.run", *size, *where, *what]
         network = {"GLOO_SOCKET_IFNAME": host.interface}
         python = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}

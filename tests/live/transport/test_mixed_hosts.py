@@ -1,4 +1,4 @@
-"""Ranks that take each other for ranks of two hosts: memory within one, the network between."""
+"""Ranks that identify as two hosts: memory within each, the network between them."""
 
 from __future__ import annotations
 

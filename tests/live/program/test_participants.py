@@ -1,4 +1,4 @@
-"""Who takes part: ranks outside, sub-groups, disjoint sides, and several moves in flight."""
+"""Participants of a move: ranks outside, sub-groups, disjoint sides, several moves in flight."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_one_plan_often_in_flight(pool: Pool, transport: str, shape: tuple[int, 
 
 
 def start_and_run(rank: int) -> None:
-    """A move that runs in this thread while another is in flight, in two teams of one group."""
+    """A move that runs in this thread while another is in flight, in two sessions of one group."""
     wide = one(rs.Layout(rs.Mesh(tp=4), "tp -"), rs.Layout(rs.Mesh(tp=4), "- tp"), (500, 400))
     narrow = one(rs.Layout(line(0, 2), "tp -"), rs.Layout(line(1, 2), "- tp"))
     mine = local_of(numbered((500, 400)), wide.have["tensor"].layout, rank)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import reshard as rs
 from reshard.dtypes import cast, reduce_in_order, storage_dtype
-from reshard.live.copy import reduce as adding
+from reshard.live.copy import reduce
 from tests.moves import check_counts
 
 OPS = ("sum", "avg", "prod", "max", "min")
@@ -27,7 +27,7 @@ def some(rng: np.random.Generator, shape: list[int], order: list[int], dtype: st
 
 @given(
     shape=st.lists(st.integers(0, 7), max_size=3),
-    dtype=st.sampled_from(sorted(adding.DIRECT)),
+    dtype=st.sampled_from(sorted(reduce.DIRECT)),
     op=st.sampled_from(OPS),
     count=st.integers(2, 5),
     slice_bytes=st.sampled_from([1, 16, 64, 1 << 18]),
@@ -43,8 +43,8 @@ def test_slices_add_up_to_the_whole(
     addends = [some(rng, shape, order, dtype) for order in orders[1:]]
     kept = [addend.copy() for addend in addends]
     total = some(rng, shape, orders[0], dtype)
-    with mock.patch.object(adding, "SLICE_BYTES", slice_bytes):
-        took = adding.add_up(op, dtype, total, addends)
+    with mock.patch.object(reduce, "SLICE_BYTES", slice_bytes):
+        took = reduce.add_up(op, dtype, total, addends)
     assert took <= max(2 * slice_bytes, 8)  # halves are twice as wide, and one element is one
     assert np.array_equal(total, reduce_in_order(op, kept, dtype, dtype))
     assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
@@ -53,28 +53,28 @@ def test_slices_add_up_to_the_whole(
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_nothing_but_sums_is_written(op: str, count: int) -> None:
-    """Whoever reads the same sums meanwhile, from a tied tensor, reads sums."""
+    """A peer that reads a tied tensor meanwhile sees nothing but final sums."""
     addends = [np.full((3, 4), 2.0 + n, "float32") for n in range(count)]
     total = reduce_in_order(op, addends, "float32", "float32")
-    expected, act = total.copy(), adding.OPS[op]
+    expected, act = total.copy(), reduce.OPS[op]
 
     def watched(one: Array, other: Array, out: Array) -> None:
         act(one, other, out=out)
         assert np.array_equal(total, expected)
 
-    with mock.patch.dict(adding.OPS, {op: watched}):
-        adding.add_up(op, "float32", total, addends)
+    with mock.patch.dict(reduce.OPS, {op: watched}):
+        reduce.add_up(op, "float32", total, addends)
     assert np.array_equal(total, expected)
 
 
-@pytest.mark.parametrize("dtype", sorted(d for d in adding.DIRECT if not d.startswith("int")))
+@pytest.mark.parametrize("dtype", sorted(d for d in reduce.DIRECT if not d.startswith("int")))
 def test_what_is_not_a_number_is_no_error(dtype: str) -> None:
     """As in torch: numpy would warn, which some turn into an error."""
     values = cast(np.array([np.nan, np.inf, 1.0], "float32"), "float32", dtype)
     other = cast(np.array([1.0, -np.inf, 2.0], "float32"), "float32", dtype)
     for op in ("sum", "max", "min"):
         total = np.zeros_like(values)
-        adding.add_up(op, dtype, total, [other, values])
+        reduce.add_up(op, dtype, total, [other, values])
         found = cast(total, dtype, "float32")
         assert np.isnan(found[0])
         assert np.isnan(found[1]) == (op == "sum")

@@ -24,7 +24,7 @@ SHAPE = (3, 8)
 
 
 def move_with_an_empty_part(rank: int, num_calls: int) -> None:
-    """Rank 3 holds no row and wants nothing: it exchanges nothing but greetings."""
+    """Rank 3 holds no row and wants nothing: it exchanges nothing but Hellos."""
     full = numbered(SHAPE)
     local, wanted = local_of(full, ROWS, rank), local_of(full, COLUMNS, rank)
     for _ in range(num_calls):
@@ -35,7 +35,7 @@ def move_with_an_empty_part(rank: int, num_calls: int) -> None:
         assert found is None or torch.equal(found, wanted)
 
 
-def test_a_rank_that_exchanges_only_greetings(pool: Pool) -> None:
+def test_a_rank_that_exchanges_only_hellos(pool: Pool) -> None:
     pool.run(move_with_an_empty_part, cases(100, 5000), ranks=range(4), timeout=200)
 
 
@@ -59,7 +59,7 @@ def test_single_elements_of_any_strides(pool: Pool) -> None:
 
 
 def leave_while_waiting(rank: int) -> list[Worker]:
-    """Rank 1 does not make the second call; gives the workers that rank 0 has at its end."""
+    """Rank 1 does not make the second call; returns the workers that rank 0 has at its end."""
     have, want = (rs.Layout(rs.Mesh(dp=2), words) for words in ("dp -", "- dp"))
     local = local_of(numbered((4, 4)), have, rank)
     rs.move(local, have, want, shape=(4, 4), transport="network")

@@ -52,7 +52,7 @@ def test_every_dtype_in_one_move(pool: Pool, transport: str, shape: tuple[int, .
 
 
 def strided(tensor: torch.Tensor, style: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The tensor with other strides, and the memory in which it lies."""
+    """The tensor with other strides, and the memory that it is stored in."""
     if style == "transposed":
         memory = tensor.permute(*reversed(range(tensor.dim()))).contiguous()
         return memory.permute(*reversed(range(tensor.dim()))), memory

@@ -1,4 +1,4 @@
-"""Large moves of one tensor that were made before: from tensor to tensor, with the same values."""
+"""Warm moves of large messages, read from or written to the tensors of peers: the same values."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SMALL = 1 << 14
 
 
 def move_again(rank: int) -> None:
-    """All three moves go from tensor to tensor, and none of the warm ones the long way."""
+    """All three moves go directly between tensors."""
     full, group = numbered(SHAPE), pool_group(4)
     with mock.patch.object(host, "HOST", Policy(eager_bytes=SMALL)):
         for have, want in PAIRS:
@@ -45,8 +45,8 @@ def test_values(pool: Pool) -> None:
     pool.run(move_again, ranks=range(4))
 
 
-def move_with_an_odd_one(rank: int, side: str) -> int:
-    """One rank's tensor is not contiguous: nobody may touch it, so its messages are packed."""
+def move_with_a_strided_one(rank: int, side: str) -> int:
+    """One rank's tensor is not contiguous: peers may not access it, so its messages are staged."""
     full, group = numbered(SHAPE), pool_group(4)
     staged = 0
     with mock.patch.object(host, "HOST", Policy(eager_bytes=SMALL)):
@@ -71,8 +71,8 @@ def move_with_an_odd_one(rank: int, side: str) -> int:
 
 
 @pytest.mark.parametrize("side", ["source", "into"])
-def test_a_rank_whose_tensor_cannot_be_touched(pool: Pool, side: str) -> None:
-    assert sum(pool.run(move_with_an_odd_one, side, ranks=range(4))) > 0
+def test_one_rank_has_a_strided_tensor(pool: Pool, side: str) -> None:
+    assert sum(pool.run(move_with_a_strided_one, side, ranks=range(4))) > 0
 
 
 def overlap(rank: int) -> None:
