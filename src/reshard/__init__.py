@@ -13,6 +13,32 @@ Names load when first used: importing reshard imports neither torch nor numpy.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # type checkers see here what `__getattr__` loads
+    from reshard.errors import *  # noqa: F403
+    from reshard.layout.box import Box as Box
+    from reshard.layout.bucket import flat_bucket as flat_bucket
+    from reshard.layout.layout import Layout as Layout
+    from reshard.layout.mesh import Mesh as Mesh
+    from reshard.layout.spec import TensorSpec as TensorSpec
+    from reshard.live.api import check as check
+    from reshard.planning.cost.summary import Summary as Summary
+    from reshard.planning.cost.topology import Topology as Topology
+    from reshard.planning.names import join as join
+    from reshard.planning.names import stack as stack
+    from reshard.planning.names import take as take
+    from reshard.planning.plans import Plan as Plan
+    from reshard.planning.plans import plan as plan
+    from reshard.rules import Rules as Rules
+    from reshard.show.run_report import RunReport as RunReport
+    from reshard.simulation import SimulationReport as SimulationReport
+    from reshard.simulation import simulate as simulate
+    from reshard.tensors.exchanging import exchange as exchange
+    from reshard.tensors.local import layout_of as layout_of
+    from reshard.tensors.moving import backward as backward
+    from reshard.tensors.moving import move as move
+    from reshard.tensors.state_dicts import describe as describe
 
 _HOMES = {
     "Box": "layout.box",
@@ -25,14 +51,14 @@ _HOMES = {
     "Summary": "planning.cost.summary",
     "TensorSpec": "layout.spec",
     "Topology": "planning.cost.topology",
-    "backward": "tensors.move",
+    "backward": "tensors.moving",
     "check": "live.api",
-    "describe": "tensors.describe",
-    "exchange": "tensors.exchange",
+    "describe": "tensors.state_dicts",
+    "exchange": "tensors.exchanging",
     "flat_bucket": "layout.bucket",
     "join": "planning.names",
-    "layout_of": "tensors.reading",
-    "move": "tensors.move",
+    "layout_of": "tensors.local",
+    "move": "tensors.moving",
     "plan": "planning.plans",
     "simulate": "simulation",
     "stack": "planning.names",

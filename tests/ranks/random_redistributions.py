@@ -24,7 +24,7 @@ from torch.distributed.tensor._ops._math_ops import _NormPartial
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import reshard as rs
-from reshard.tensors.kinds import ready
+from reshard.tensors.kinds import wait_ready
 
 Placements = tuple[Placement, ...]
 
@@ -387,7 +387,7 @@ def attempt(case: Case, truth: Truth, move: Callable[..., DTensor]) -> Any:
     try:
         source = truth.source()
         moved = move(source, case, truth.target(source))
-        ready(moved.to_local())  # torch may raise only now
+        wait_ready(moved.to_local())  # torch may raise only now
         found = None
         if case.has_gradients:
             gradient, _ = truth.gradient(moved.dtype)

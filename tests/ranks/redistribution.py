@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 import reshard as rs
-from reshard.tensors.placements import layout_from
+from reshard.tensors.dtensor.placements import layout_from
 from tests.tensors.worlds import cut, numbered
 
 Placements = tuple[Placement, ...]

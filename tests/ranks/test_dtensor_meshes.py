@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import reshard as rs
-from reshard.tensors.placements import layout_from
+from reshard.tensors.dtensor.placements import layout_from
 from tests.ranks.pool import Pool
 from tests.ranks.redistribution import (
     TIMEOUT,

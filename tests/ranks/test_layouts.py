@@ -16,12 +16,12 @@ from torch.distributed.tensor.parallel import (
 )
 
 import reshard as rs
-from reshard.tensors.dtensors import dtensor_of
+from reshard.tensors.dtensor.from_layout import placements_of
+from reshard.tensors.dtensor.placements import mesh_of
+from reshard.tensors.dtensor.wrapping import dtensor_of
+from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.local import layout_of, local_of
 from reshard.tensors.merging import merge_specs
-from reshard.tensors.meshes import mesh_of
-from reshard.tensors.placing import placements_of
-from reshard.tensors.reading import layout_of, local_of
-from reshard.tensors.texts import specs_from_text, specs_to_text
 from tests.ranks.pool import Pool
 from tests.tensors.worlds import cut, numbered
 

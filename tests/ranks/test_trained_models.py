@@ -21,7 +21,7 @@ from torch.distributed.tensor.parallel import (
 import reshard as rs
 from reshard import checkpoint
 from reshard.layout.layout import BoxLayout
-from reshard.tensors.describe import tensors_in
+from reshard.tensors.state_dicts import tensors_in
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 

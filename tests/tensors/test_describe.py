@@ -15,8 +15,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import reshard as rs
-from reshard.tensors.describe import describe, tensors_in
-from reshard.tensors.reading import layout_of
+from reshard.tensors.local import layout_of
+from reshard.tensors.state_dicts import describe, tensors_in
 from tests.tensors.worlds import playing
 
 HERE = rs.Layout(rs.Mesh(rank=1, ranks=[1]), "...")

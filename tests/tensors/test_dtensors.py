@@ -20,11 +20,10 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import reshard as rs
-from reshard.tensors.dtensors import dtensor_of
-from reshard.tensors.meshes import axis_names, mesh_of
-from reshard.tensors.placements import layout_from
-from reshard.tensors.placing import placements_of
-from reshard.tensors.reading import layout_of, local_of
+from reshard.tensors.dtensor.from_layout import placements_of
+from reshard.tensors.dtensor.placements import axis_names, layout_from, mesh_of
+from reshard.tensors.dtensor.wrapping import dtensor_of
+from reshard.tensors.local import layout_of, local_of
 from tests.tensors.worlds import MESHES, cut, numbered, playing, ranks_of
 
 SHAPES = [(8, 8), (5, 7), (13, 3), (1, 4), (0, 3), (6,), (3, 4, 5)]
@@ -187,7 +186,7 @@ def test_uneven_strides_of_distribute_tensor_are_refused_with_the_layout_they_ha
     assert refused[4] == (
         "rank 4 holds a local tensor of shape (2,) and placements [_StridedShard(dim=0, sf=2), "
         'Shard(dim=0)] on mesh dp=3 tp=2 give it (1,) of the tensor (13,), as layout "(tp dp)": '
-        'it has the shape that "(dp{7,6} tp)" gives, which is how distribute_tensor cuts a '
+        'it has the shape that "(dp{7,6} tp)" gives, which is how distribute_tensor shards a '
         "_StridedShard: move the local tensor with that layout"
     )
 
@@ -366,12 +365,12 @@ def test_placements_of_boxes() -> None:
 
 def test_meshes_are_not_kept_alive() -> None:
     with playing(0, 4):
-        from reshard.tensors import meshes
+        from reshard.tensors.dtensor import placements
 
-        before = len(meshes._known)
+        before = len(placements._known)
         for _ in range(3):
             mesh = init_device_mesh("cpu", (2, 2))
             layout_of(distribute(numbered(4, 4), mesh, [Shard(0), Shard(1)]))
         del mesh
-        assert len(meshes._known) <= before + 1
+        assert len(placements._known) <= before + 1
         assert dist.is_initialized()

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.tensors.reading import whole_on
-from reshard.tensors.texts import SCHEMA, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import SCHEMA, specs_from_text, specs_to_text
+from reshard.tensors.local import whole_on
 from tests.cases import Side
 from tests.checks import build
 from tests.strategies import sides

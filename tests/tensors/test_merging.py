@@ -14,9 +14,9 @@ from hypothesis import given, settings
 import reshard as rs
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import is_part_of
+from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.local import whole_on
 from reshard.tensors.merging import merge_specs
-from reshard.tensors.reading import whole_on
-from reshard.tensors.texts import specs_from_text, specs_to_text
 from tests import generate
 from tests.cases import Side
 from tests.checks import build

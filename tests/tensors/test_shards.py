@@ -10,8 +10,7 @@ from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec
 
 import reshard as rs
-from reshard.tensors.describe import spec_of
-from reshard.tensors.reading import layout_of, local_of, parts_of
+from reshard.tensors.local import layout_of, local_of, parts_of, spec_of
 from tests.tensors.worlds import cut, numbered, playing, ranks_of
 
 Rows = list[tuple[list[int], list[int], int]]

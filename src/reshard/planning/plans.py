@@ -269,7 +269,7 @@ class Plan:
 def _engine() -> Any:
     """The live engine, which needs torch: loaded when something really moves."""
     with needing_torch("running a plan"):
-        return _module("tensors.running")
+        return _module("tensors.state_dicts")
 
 
 def _module(name: str) -> Any:

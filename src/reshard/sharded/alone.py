@@ -11,7 +11,7 @@ from reshard.layout.box import Box
 from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
 from reshard.layout.pieces import Piece
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["cut_here", "moved_here"]
 

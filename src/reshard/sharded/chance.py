@@ -17,7 +17,7 @@ from reshard.layout.layout import Layout
 from reshard.sharded.content import Content
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["agreed"]
 

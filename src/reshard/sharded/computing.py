@@ -24,11 +24,11 @@ from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, materialized, members, strides_like
 from reshard.sharded.moving import moved_to
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.dtensors import dtensor_layout, dtensor_local, dtensor_of
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.placements import layout_from
-from reshard.tensors.placing import placements_of
-from reshard.tensors.reading import whole_on
+from reshard.tensors.dtensor.from_layout import placements_of
+from reshard.tensors.dtensor.placements import layout_from
+from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
 
 __all__ = ["content_of", "dtensor_from", "fits_dtensor", "mesh_of_group", "through_dtensor"]
 

@@ -14,8 +14,8 @@ from reshard.layout.box import Box, row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.shard import Shard
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.views import piece_view
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import piece_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -31,8 +31,8 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.notation import Packed
 from reshard.layout.pieces import Piece
 from reshard.sharded.content import Content
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.views import inner_view, piece_view
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import box_view, piece_view
 from reshard.text import quoted
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class Chunk:
     def view(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """The memory of it: what is written there changes the tensor."""
         held = piece_view(parts[self.part].detach(), self.piece)
-        return held if self.box == self.piece.box else inner_view(held, self.piece.box, self.box)
+        return held if self.box == self.piece.box else box_view(held, self.piece.box, self.box)
 
 
 def write_items(name: str, tensor: ShardedTensor) -> list[WriteItem]:

@@ -24,7 +24,7 @@ from reshard.sharded.rpc import check_rrefs
 from reshard.sharded.shard import Shard
 from reshard.sharded.telling import all_told_or_raised
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 if TYPE_CHECKING:
     from reshard.sharded.spec import ShardingSpec

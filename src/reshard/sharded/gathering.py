@@ -10,14 +10,12 @@ import torch
 from reshard.dtypes import canonical_dtype
 from reshard.errors import TensorError
 from reshard.live import api
-from reshard.planning.plans import DEFAULT_MEMORY
 from reshard.sharded.content import Content, members
 from reshard.sharded.moving import whole
 from reshard.sharded.tensor import ShardedTensor
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.motion import plan_of
-from reshard.tensors.reading import whole_on
-from reshard.text import parse_bytes
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
+from reshard.tensors.tensor_move import move_between
 
 __all__ = ["gathered", "gathered_on"]
 
@@ -71,6 +69,6 @@ def _check_out(content: Content, at: int, out: object) -> None:
 
 def _refuse(content: Content, at: int, text: str) -> NoReturn:
     """Raise here and on the ranks that wait for this one."""
-    kind, memory = canonical_dtype(content.dtype), parse_bytes(DEFAULT_MEMORY)
-    plan = plan_of(content.layout, whole_on((at,)), content.shape, kind, kind, memory)
-    api.raise_on_all_ranks(plan, TensorError(text), content.group)
+    kind = canonical_dtype(content.dtype)
+    move = move_between(content.layout, whole_on((at,)), content.shape, kind)
+    api.raise_on_all_ranks(move.plan, TensorError(text), content.group)

@@ -16,7 +16,7 @@ from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, Group, members, strides_like
 from reshard.sharded.moving import laid_as, whole
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.reading import whole_on
+from reshard.tensors.local import whole_on
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -271,7 +271,7 @@ class _FromDTensor(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None]:
         from torch.distributed.tensor import Replicate
 
-        from reshard.tensors.placements import layout_from
+        from reshard.tensors.dtensor.placements import layout_from
 
         gradient = gradients[0]
         kept = tuple(Replicate() if one.is_partial() else one for one in ctx.placements)

@@ -17,7 +17,7 @@ from reshard.sharded.content import Content, Group, members, part_shapes
 from reshard.sharded.enumerable import check_disjoint, check_tensor
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
 from reshard.sharded.spec import ShardingSpec
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
 
 __all__ = [

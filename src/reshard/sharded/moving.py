@@ -12,17 +12,14 @@ from reshard.dtypes import canonical_dtype
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
-from reshard.planning.plans import DEFAULT_MEMORY
+from reshard.planning.plans import ONE
 from reshard.sharded.alone import moved_here
 from reshard.sharded.content import Content, members
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.motion import Motion
-from reshard.tensors.reading import whole_on
-from reshard.text import parse_bytes
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
+from reshard.tensors.tensor_move import move_between
 
 __all__ = ["laid_as", "moved_parts", "moved_to", "split", "whole"]
-
-MEMORY = parse_bytes(DEFAULT_MEMORY)
 
 
 def moved_to(content: Content, want: Layout) -> Content:
@@ -56,15 +53,15 @@ def _moved(content: Content, want: Layout) -> torch.Tensor | None:
     local = content.local
     if not dist.is_initialized():
         return moved_here(local, have, want, shape)
-    motion = Motion(have, want, shape, kind, kind, MEMORY, "replicated", group)
 
     def move(ticket: Ticket) -> torch.Tensor | None:
-        at_rest = motion.stays(ticket, local)
-        if at_rest is not None:
-            return at_rest
-        return motion.moved(ticket, local, None, content.device, False)[0]
+        one = move_between(have, want, shape, kind)
+        unmoved = one.unmoved(ticket, local)
+        if unmoved is not None:
+            return unmoved
+        return one.call(ticket, local, None, content.device).run().get(ONE)
 
-    return with_ticket(group, lambda: motion.plan.parties, move)
+    return with_ticket(group, lambda: {*have.ranks, *want.ranks}, move)
 
 
 def split(local: torch.Tensor, layout: Layout, shape: tuple[int, ...]) -> tuple[torch.Tensor, ...]:

@@ -29,7 +29,7 @@ from reshard.sharded.fingerprints import digest
 from reshard.sharded.gradients import as_laid_out, replicated
 from reshard.sharded.telling import all_told, numbers_of_all
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["on_inputs"]
 

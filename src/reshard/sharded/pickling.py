@@ -23,7 +23,7 @@ from reshard.sharded.loading import current_process_group
 from reshard.sharded.making import check_members
 from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["for_all_ranks", "foreign", "held_by", "marked", "rebuild_sharded_tensor", "reduced"]
 

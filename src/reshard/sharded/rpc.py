@@ -8,7 +8,7 @@ from typing import Any
 from torch.distributed import rpc
 
 from reshard.sharded.shard import Shard
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["check_rrefs", "exchanged_rrefs", "is_running", "worker_rank"]
 

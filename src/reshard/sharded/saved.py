@@ -26,7 +26,7 @@ from reshard.sharded.metadata import ShardMetadata
 from reshard.sharded.pickling import foreign, held_by, marked
 from reshard.sharded.telling import all_told
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
 
 __all__ = ["load_files"]

@@ -22,8 +22,8 @@ from reshard.sharded.metadata import TensorProperties
 from reshard.sharded.moving import split
 from reshard.sharded.spec import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor, wrap
-from reshard.tensors.meshes import this_rank
-from reshard.tensors.reading import whole_on
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
 
 __all__ = ["ShardMismatchError", "shard_by_spec", "shard_tensor", "shard_tensors"]
 

@@ -12,7 +12,7 @@ from reshard.sharded.content import Content
 from reshard.sharded.gradients import as_content
 from reshard.sharded.moving import moved_to, whole
 from reshard.sharded.tensor import ShardedTensor
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["parts_like", "plain"]
 

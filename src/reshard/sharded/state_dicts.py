@@ -24,7 +24,7 @@ from reshard.sharded.moving import split
 from reshard.sharded.pickling import for_all_ranks
 from reshard.sharded.tensor import ShardedTensor, wrap
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
 
 __all__ = ["install", "pre_load_state_dict_hook", "state_dict_hook"]

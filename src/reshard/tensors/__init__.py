@@ -1,1 +1,14 @@
-"""Tensors as torch has them (DTensor, ShardedTensor, plain) and layouts: from one to the other."""
+"""Tensors of torch (plain, DTensor, FSDP2, ShardedTensor): their layouts, and moves between them.
+
+moving        `rs.move` and `rs.backward`
+state_dicts   `rs.describe`; plans that are run on state dicts
+exchanging    `rs.exchange`: all ranks learn the specs of all ranks
+merging       one spec per tensor from the specs that each rank gives
+local         `rs.layout_of`; the spec of any tensor, and this rank's part of it
+dtensor/      DTensors: placements, local tensors, redistribution
+tensor_move   the move of one tensor between two layouts, with gradients
+autograd      the backward of a move
+agreement     all ranks agree, or all raise the same error
+cache         a cache that is bounded in bytes
+kinds         kinds of tensors, told apart without importing their modules
+"""

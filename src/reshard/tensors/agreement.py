@@ -41,7 +41,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import Plan, plan
-from reshard.tensors.running import run
+from reshard.tensors.state_dicts import run
 from reshard.text import quoted
 
 __all__ = ["Agreement", "describe_values"]

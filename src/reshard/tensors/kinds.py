@@ -1,15 +1,17 @@
-"""What kind of tensor is this? Asked without loading what the caller has not loaded.
+"""Kinds of tensors, told apart without importing modules that the caller has not imported.
 
-``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where somebody
-imported it, so looking among the loaded modules is enough.
+``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where that module is
+loaded, so a look into ``sys.modules`` is enough.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 
 if TYPE_CHECKING:
     from typing import Protocol, TypeGuard
@@ -20,12 +22,12 @@ if TYPE_CHECKING:
     from reshard.layout.layout import Layout
 
     class Content(Protocol):
-        """What a rank has of it."""
+        """What a rank holds of one of our sharded tensors."""
 
         parts: tuple[torch.Tensor, ...]
 
-    class LaidOut(Protocol):
-        """A tensor of ours: this module is below the one that has its class."""
+    class OwnShardedTensor(Protocol):
+        """Our own sharded tensor; its class is in a package above this one."""
 
         cut: Layout
         _content: Content
@@ -35,50 +37,80 @@ if TYPE_CHECKING:
 
 
 __all__ = [
-    "computed",
+    "has_layout",
     "is_dtensor",
-    "is_laid_out",
+    "is_own_sharded_tensor",
     "is_sharded_tensor",
-    "knows_layout",
-    "ready",
+    "materialize",
+    "not_compiled",
+    "this_rank",
+    "wait_ready",
 ]
+
+NOT_COMPILED = "reshard moves data between processes, which is not a part of a graph"
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def this_rank() -> int:
+    """The global rank of this process; 0 where there is no process group."""
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether this is torch's DTensor."""
-    return _is("torch.distributed.tensor", "DTensor", value)
+    return _is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
     """Whether this is torch's ShardedTensor."""
-    return _is("torch.distributed._shard.sharded_tensor.api", "ShardedTensorBase", value)
+    module = "torch.distributed._shard.sharded_tensor.api"
+    return _is_instance(value, module, "ShardedTensorBase")
 
 
-def is_laid_out(value: object) -> TypeGuard[LaidOut]:
+def is_own_sharded_tensor(value: object) -> TypeGuard[OwnShardedTensor]:
     """Whether this is our own ShardedTensor, which has a layout and parts."""
-    return _is("reshard.sharded.tensor", "ShardedTensor", value)
+    return _is_instance(value, "reshard.sharded.tensor", "ShardedTensor")
 
 
-def knows_layout(value: object) -> bool:
-    """Whether a tensor says itself how it is cut."""
+def has_layout(value: object) -> bool:
+    """Whether a tensor knows its own layout."""
     if type(value) is torch.Tensor:
         return False
-    return is_dtensor(value) or is_sharded_tensor(value) or is_laid_out(value)
+    return is_dtensor(value) or is_sharded_tensor(value) or is_own_sharded_tensor(value)
 
 
-def _is(module: str, name: str, value: object) -> bool:
+def _is_instance(value: object, module: str, name: str) -> bool:
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
 
 
-def ready(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor itself once a collective that is still filling it has finished."""
-    if _is("torch.distributed._functional_collectives", "AsyncCollectiveTensor", tensor):
-        waited: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
-        return waited
+def wait_ready(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor itself, once an asynchronous collective that fills it has finished."""
+    module = "torch.distributed._functional_collectives"
+    if _is_instance(tensor, module, "AsyncCollectiveTensor"):
+        result: torch.Tensor = tensor.wait()  # type: ignore[attr-defined]
+        return result
     return tensor
 
 
-def computed(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory: a lazy conjugate or negative has others there."""
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with its values in memory: lazy conjugates and negatives are computed."""
     return tensor.resolve_conj().resolve_neg()
+
+
+def not_compiled(function: F) -> F:
+    """Make torch.compile end the graph at a function and call it, and all it calls, untraced.
+
+    ``torch.compiler.disable`` does the same, but imports the compiler, which takes longer than
+    everything else that an import of this library does.
+    """
+    marked: Any = function
+    marked._torchdynamo_disable = True
+    marked._torchdynamo_disable_msg = NOT_COMPILED
+    frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return function  # an older torch traces what it can, and runs the rest as it is
+    skip = frames._FrameAction.SKIP
+    frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
+    return function

@@ -51,7 +51,7 @@ from reshard.errors import (
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.tensors.describe import tensors_in
+from reshard.tensors.state_dicts import tensors_in
 from tests import generate
 from tests.checkpoint.converting import random_cuts, random_tensors
 from tests.ranks.live import local_of, tensor_of

@@ -16,8 +16,7 @@ from reshard.dtypes import reduce_in_order
 from reshard.live.copy import reduce
 from reshard.live.program.modes import Policy
 from reshard.live.transport import host
-from reshard.tensors.motion import plan_of
-from reshard.tensors.move import _motion
+from reshard.tensors.tensor_move import _kept
 from tests.ranks.live import local_of
 from tests.ranks.outcome import Died
 from tests.ranks.pool import Pool, fresh_ranks
@@ -55,8 +54,7 @@ def expected_of(have: rs.Layout, want: rs.Layout, rank: int, dtype: str) -> np.n
 def add_up(rank: int, dtype: str, least: int, options: dict[str, Any]) -> int:
     """Returns how often blocks were added up directly."""
     group = pool_group(4)
-    plan_of.cache_clear()  # sums are compiled with the limits of the first call
-    _motion.cache_clear()
+    _kept.clear()  # sums are compiled with the limits of the first call
     with (
         mock.patch.object(reduce, "MIN_BLOCK", least),
         mock.patch.object(reduce, "FEW_BLOCKS", 0),

@@ -18,7 +18,7 @@ from reshard.sharded import (
     ShardedTensor,
     ShardMetadata,
 )
-from reshard.tensors.motion import Motion
+from reshard.tensors.tensor_move import TensorMove
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
 
@@ -53,7 +53,9 @@ def train_side_by_side(rank: int, hidden: int, bias: bool) -> list[int]:
         expected.square().sum().backward()
         with (
             CommDebugMode() as comms,
-            mock.patch.object(Motion, "moved", autospec=True, side_effect=Motion.moved) as moved,
+            mock.patch.object(
+                TensorMove, "call", autospec=True, side_effect=TensorMove.call
+            ) as moved,
         ):
             found = model(inputs[1])
             forward = moved.call_count

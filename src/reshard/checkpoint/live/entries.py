@@ -13,9 +13,9 @@ from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.pieces import Piece
 from reshard.layout.spec import TensorSpec
-from reshard.tensors.describe import spec_of
-from reshard.tensors.reading import layout_of, parts_of
-from reshard.tensors.views import inner_view, piece_view
+from reshard.tensors.local import spec_of
+from reshard.tensors.local import layout_of, parts_of
+from reshard.tensors.local import box_view, piece_view
 from reshard.text import quoted
 
 __all__ = ["Entries", "Memory", "RankBoxes", "View", "entries_of", "part_of"]
@@ -201,4 +201,4 @@ class RankBoxes:
 def part_of(view: View, box: Box) -> torch.Tensor:
     """The part of a view that is in a box."""
     outer, tensor = view
-    return inner_view(tensor, outer, box)
+    return box_view(tensor, outer, box)

@@ -31,7 +31,7 @@ from reshard.nn.activations.region import SavedTensor, SavedView
 from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, mesh_axis
 from reshard.nn.activations.restore import restorer_of
 from reshard.nn.shard.paths import find_module, matching
-from reshard.tensors.move import move
+from reshard.tensors.moving import move
 from reshard.text import quoted
 
 __all__ = ["input_reshard", "pack_activation", "resharded_activations", "unpack_activation"]

@@ -21,7 +21,7 @@ from reshard.errors import DisagreementError
 from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import SavedTensor, SavedView
 from reshard.nn.activations.replicated import ReplicatedInputs
-from reshard.tensors.kinds import ready
+from reshard.tensors.kinds import wait_ready
 
 __all__ = ["SavedTensorHooks", "not_compiled"]
 
@@ -160,7 +160,7 @@ def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
     >>> _checksum(x), _checksum(x.flip(0))
     ((3, 7), (3, 5))
     """
-    local = ready(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    local = wait_ready(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
     memory = local.detach().contiguous().reshape(-1).view(torch.uint8)
     padded = torch.zeros(-(-memory.numel() // 8) * 8, dtype=torch.uint8, device=memory.device)
     padded[: memory.numel()] = memory

@@ -29,7 +29,7 @@ from reshard.errors import ArgumentError, MemoryCapError
 from reshard.nn.activations.region import Region, SavedView, Stats, StorageView, share_of
 from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
 from reshard.nn.activations.restore import Restorer
-from reshard.tensors.kinds import ready
+from reshard.tensors.kinds import wait_ready
 from reshard.text import format_bytes, parse_bytes
 
 __all__ = ["Budget", "Policy", "choose_whole"]
@@ -66,7 +66,7 @@ class Policy:
 
         Regions are shared within one call only: later the same memory may hold other values.
         """
-        local = ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
+        local = wait_ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
         if not is_plain(local) or not local.numel() or not self._is_large_enough(local):
             return None
         source: TensorLocation | None = None

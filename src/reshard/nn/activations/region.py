@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from reshard.errors import StateError
-from reshard.tensors.dtensors import dtensor_of
+from reshard.tensors.dtensor.wrapping import dtensor_of
 from reshard.text import format_bytes
 
 __all__ = ["Region", "SavedTensor", "SavedView", "Stats", "StorageView", "share_of"]

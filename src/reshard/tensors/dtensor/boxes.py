@@ -9,8 +9,8 @@ are reduced where they arrive: more travels than by a layout, in exchange for an
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, reduce
+from dataclasses import dataclass, field
+from functools import cached_property, reduce
 from itertools import product
 from math import prod
 
@@ -20,18 +20,22 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
 from reshard.layout.box import Box
-from reshard.layout.layout import Layout
+from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.tensors.placements import acting, check_placements, nesting_of
+from reshard.tensors.cache import SizedCache
+from reshard.tensors.dtensor.placements import acting, check_placements, nesting_of
 
-__all__ = ["BoxMove", "Placed"]
+__all__ = ["BoxMove", "Placed", "box_move"]
 
 Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
 Slices = tuple[slice, ...]
 
-MOST_BOXES = 1 << 16
+MAX_BOXES = 1 << 16
 """What a rank holds is listed box by box."""
+
+MAX_KEPT_BYTES, BOX_BYTES = 64 << 20, 512
+"""Bytes of all box moves that are kept for the next call, and about what one box takes."""
 
 _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "band": torch.bitwise_and,
@@ -49,6 +53,9 @@ class Placed:
     order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     nested: bool = True
     """Whether strided shards are read as an order of mesh dims, where they say one."""
+    _intervals: dict[tuple[tuple[int, ...], int], tuple[Intervals, ...]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def pending(self) -> list[int]:
         """The mesh dims along which a reduction is pending."""
@@ -64,34 +71,40 @@ class Placed:
 
     def local_shape(self, shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
         """The shape of a rank's local tensor."""
-        return tuple(sum(b - a for a, b in dim) for dim in intervals_of(self, shape, rank))
+        return tuple(sum(b - a for a, b in dim) for dim in self.intervals(shape, rank))
+
+    def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
+        """What a rank holds of each dim, in the order of its local tensor."""
+        key = (shape, rank)
+        if key not in self._intervals:
+            self._intervals[key] = self._compute_intervals(shape, rank)
+        return self._intervals[key]
+
+    def _compute_intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
+        mesh = self.mesh
+        check_placements(mesh, self.placements, shape)
+        sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
+        nesting = nesting_of(mesh, self.placements, self.order, self.nested)
+        order = acting(self.placements, self.order)
+        if nesting is not None:
+            order = [at for axes in nesting.values() for at in axes]
+        dims: list[Intervals] = [((0, size),) for size in shape]
+        for at in order:
+            placement = self.placements[at]
+            dim: int = placement.dim  # type: ignore[attr-defined]
+            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
+            if nesting is not None:
+                factor = 1
+            dims[dim] = _shard(dims[dim], factor, sizes[at], place[at])
+        return tuple(dims)
 
 
-@lru_cache(maxsize=4096)
-def intervals_of(placed: Placed, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
-    """What a rank holds of each dim, in the order in which its local tensor has it."""
-    mesh = placed.mesh
-    check_placements(mesh, placed.placements, shape)
-    sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
-    nesting = nesting_of(mesh, placed.placements, placed.order, placed.nested)
-    order = acting(placed.placements, placed.order)
-    if nesting is not None:
-        order = [at for axes in nesting.values() for at in axes]
-    dims: list[Intervals] = [((0, size),) for size in shape]
-    for at in order:
-        placement = placed.placements[at]
-        dim: int = placement.dim  # type: ignore[attr-defined]
-        factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-        dims[dim] = _cut(dims[dim], 1 if nesting is not None else factor, sizes[at], place[at])
-    return tuple(dims)
-
-
-def _cut(held: Intervals, factor: int, num: int, place: int) -> Intervals:
+def _shard(held: Intervals, factor: int, num: int, place: int) -> Intervals:
     """One chunk of every one of ``factor`` parts of what is held."""
     length = sum(b - a for a, b in held)
     part = max(1, -(-length // factor))
-    if factor > MOST_BOXES and part > 1:
-        raise LayoutError(f"a split factor of {factor} is too large: at most {MOST_BOXES} work")
+    if factor > MAX_BOXES and part > 1:
+        raise LayoutError(f"a split factor of {factor} is too large: at most {MAX_BOXES} work")
     found: list[Interval] = []
     for start in range(0, length, part):
         size = min(part, length - start)
@@ -158,12 +171,23 @@ class BoxMove:
 
     @cached_property
     def layouts(self) -> tuple[Layout, Layout]:
-        """What is brought and what is wanted, as boxes."""
-        return _layouts(self)
+        """The layouts of source and destination, as boxes."""
+        have, want, shape = self.have, self.want, self.shape
+        ranks, kept = have.mesh.ranks, want.pending()
+        numbers = {rank: have.addend(rank, have.pending()) for rank in ranks}
+        addends: dict[int, set[int]] = {}
+        for rank in ranks:
+            addends.setdefault(have.addend(rank, kept), set()).add(numbers[rank])
+        sources = {rank: _boxes(have, shape, rank, [numbers[rank]]) for rank in ranks}
+        results = {
+            rank: _boxes(want, shape, rank, sorted(addends[have.addend(rank, kept)]))
+            for rank in ranks
+        }
+        return Layout.from_boxes(self.whole, sources), Layout.from_boxes(self.whole, results)
 
-    def joined(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
+    def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
         """A rank's local tensor as the first layout has it."""
-        places = _places(intervals_of(self.have, self.shape, rank))
+        places = _places(self.have.intervals(self.shape, rank))
         views = [local[slices].unsqueeze(0) for slices in places]
         if not views or not local.numel():
             return None
@@ -180,36 +204,35 @@ class BoxMove:
         boxes = [Box(start, stop) for start, stop in _corners(self.want, self.shape, rank)]
         rows = found.reshape(-1, sum(box.size for box in boxes))
         reduced = _reduced(rows, self.op).to(dtype)
-        places, at = _places(intervals_of(self.want, self.shape, rank)), 0
+        places, at = _places(self.want.intervals(self.shape, rank)), 0
         for slices, box in zip(places, boxes, strict=True):
             made[slices] = reduced[at : at + box.size].view(box.shape)
             at += box.size
         return made  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=128)
-def _layouts(move: BoxMove) -> tuple[Layout, Layout]:
-    have, want, shape = move.have, move.want, move.shape
-    ranks, kept = have.mesh.ranks, want.pending()
-    numbers = {rank: have.addend(rank, have.pending()) for rank in ranks}
-    made_of: dict[int, set[int]] = {}
-    for rank in ranks:
-        made_of.setdefault(have.addend(rank, kept), set()).add(numbers[rank])
-    brought = {rank: _boxes(have, shape, rank, [numbers[rank]]) for rank in ranks}
-    wanted = {
-        rank: _boxes(want, shape, rank, sorted(made_of[have.addend(rank, kept)])) for rank in ranks
-    }
-    return Layout.from_boxes(move.whole, brought), Layout.from_boxes(move.whole, wanted)
+_kept: SizedCache[tuple[Placed, Placed, tuple[int, ...]], BoxMove] = SizedCache(MAX_KEPT_BYTES)
+
+
+def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
+    """The move between placements; equal ones are one object while it is kept."""
+    kept = _kept.get((have, want, shape))
+    if kept is not None:
+        return kept
+    move = BoxMove(have, want, shape)
+    boxes = (one.boxes for one in move.layouts if isinstance(one, BoxLayout))
+    count = sum(len(listed) for by_rank in boxes for listed in by_rank.values())
+    return _kept.put((have, want, shape), move, BOX_BYTES * (1 + count))
 
 
 def _boxes(
     placed: Placed, shape: tuple[int, ...], rank: int, addends: Sequence[int]
 ) -> tuple[Box, ...]:
     corners = [*_corners(placed, shape, rank)]
-    if len(corners) * len(addends) > MOST_BOXES:
+    if len(corners) * len(addends) > MAX_BOXES:
         raise LayoutError(
             f"{list(placed.placements)} cut {shape} into {len(corners) * len(addends)} boxes on "
-            f"rank {rank}: at most {MOST_BOXES} work; redistribute to Shard first"
+            f"rank {rank}: at most {MAX_BOXES} work; redistribute to Shard first"
         )
     return tuple(
         Box((number, *start), (number + 1, *stop)) for number in addends for start, stop in corners
@@ -220,7 +243,7 @@ def _corners(
     placed: Placed, shape: tuple[int, ...], rank: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """The first and last corners of a rank's boxes."""
-    for chosen in product(*intervals_of(placed, shape, rank)):
+    for chosen in product(*placed.intervals(shape, rank)):
         yield tuple(start for start, _ in chosen), tuple(stop for _, stop in chosen)
 
 

@@ -24,7 +24,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError, TensorError
-from reshard.tensors.meshes import this_rank
+from reshard.tensors.kinds import this_rank
 
 __all__ = ["LocalWork", "work_for"]
 

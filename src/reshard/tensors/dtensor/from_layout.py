@@ -16,8 +16,7 @@ from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import Chunk, Cuts, Cyclic, Packed, Segment
-from reshard.tensors.meshes import mesh_of
-from reshard.tensors.placements import OPS, Order, read_placements
+from reshard.tensors.dtensor.placements import OPS, Order, mesh_of, read_placements
 
 __all__ = ["placements_of"]
 

@@ -1,19 +1,21 @@
-"""Placements of a DTensor as a layout, and back: what do ``[Shard(0), Partial()]`` say?
+"""Meshes and placements of DTensors, such as ``[Shard(0), Partial()]``, as meshes and layouts.
 
 ``Shard``s of one tensor dim nest in the order of the mesh dims, so ``[Shard(0), Shard(0)]`` on a
 mesh (dp, tp) is ``(dp tp)``. ``_StridedShard`` says another order: its split factor is the number
 of shards that were there before it, made by mesh dims to its right. FSDP2 over tensor parallelism
 is ``[_StridedShard(0, split_factor=2), Shard(0)]``, tp first and then dp: ``(tp dp)``.
 
-A split factor that no order explains (views make them) is read as torch cuts it: split into that
-many parts, each part chunked.
+A split factor that no order explains (views produce them) is read as torch shards it: split into
+that many parts, each part chunked.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from operator import index
+from weakref import WeakKeyDictionary
 
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
@@ -21,28 +23,78 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LayoutError
 from reshard.layout.layout import Layout, check_shape
-from reshard.layout.mesh import Mesh
+from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
 from reshard.layout.tiling import held, length_of
-from reshard.tensors.meshes import mesh_of
+from reshard.tensors.kinds import this_rank
 
 __all__ = [
     "OPS",
     "Order",
+    "ShardOrder",
     "acting",
     "as_placed",
+    "axis_names",
     "check_placements",
     "layout_from",
+    "mesh_of",
+    "nested_layout",
     "nesting_of",
     "read_placements",
     "shard_order",
 ]
 
+_REFUSED = RESERVED | {"self"}
+"""Names that an axis cannot have; ``self`` because ``Mesh`` takes axes as keywords."""
+
+_known: WeakKeyDictionary[DeviceMesh, tuple[int, Mesh]] = WeakKeyDictionary()
+"""The mesh of each DeviceMesh, and the rank that it was read on; weak, so that groups can go."""
+
+
+def mesh_of(device_mesh: DeviceMesh, rank: int | None = None) -> Mesh:
+    """The same axes and the same global ranks; a sub-mesh is the one this rank is in."""
+    rank = this_rank() if rank is None else rank
+    known = _known.get(device_mesh)
+    # Sub-meshes of different ranks compare equal, so the rank counts as well.
+    if known is None or known[0] != rank:
+        known = _known[device_mesh] = rank, _read(device_mesh)
+    return known[1]
+
+
+def _read(device_mesh: DeviceMesh) -> Mesh:
+    places = device_mesh.mesh
+    names = axis_names(device_mesh.mesh_dim_names, places.ndim)
+    axes = dict(zip(names, places.shape, strict=True))
+    return Mesh(ranks=places.flatten().tolist(), **axes)
+
+
+def axis_names(names: Sequence[str] | None, num_axes: int) -> tuple[str, ...]:
+    """Names that the notation allows, one per axis, as close to the given ones as can be.
+
+    >>> axis_names(("dp-shard", "sum", "tp"), 3), axis_names(None, 2)
+    (('dp_shard', 'sum_', 'tp'), ('d0', 'd1'))
+    """
+    if names is None:
+        return tuple(f"d{axis}" for axis in range(num_axes))
+    taken: list[str] = []
+    for name in names:
+        safe = re.sub(r"[^A-Za-z0-9_]", "_", str(name))
+        if not safe or safe[0].isdigit():
+            safe = f"_{safe}"
+        while safe in _REFUSED or safe in taken:
+            safe += "_"
+        taken.append(safe)
+    return tuple(taken)
+
+
 OPS = {"sum": "sum", "avg": "avg", "max": "max", "min": "min", "product": "prod"}
-"""What torch calls a reduction, and what the notation calls it."""
+"""The names of reductions in torch and in the notation."""
+
+ShardOrder = tuple[tuple[int, tuple[int, ...]], ...] | None
+"""DTensor's own shard order, where it has one."""
 
 Order = Mapping[int, Sequence[int]]
-"""For each tensor dim that is cut, the mesh dims that cut it, first to last."""
+"""For each sharded tensor dim, the mesh dims that shard it, first to last."""
 
 MAX_PARTS = 1 << 16
 """Parts of an uneven strided dim are listed one by one."""
@@ -51,7 +103,7 @@ MAX_PARTS = 1 << 16
 def layout_from(
     device_mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> Layout:
-    """The layout that placements on a mesh give a tensor of this shape."""
+    """The layout of a tensor of this shape with these placements on a mesh."""
     sizes = tuple(map(index, shape))
     check_shape(sizes)
     return read_placements(mesh_of(device_mesh), as_placed(placements, sizes), None, sizes)
@@ -70,49 +122,69 @@ def _from_front(placement: Placement, num_dims: int) -> Placement:
     return placement
 
 
-@lru_cache(maxsize=8192)
 def read_placements(
     mesh: Mesh,
     placements: tuple[Placement, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+    order: ShardOrder,
     shape: tuple[int, ...],
     nested: bool = True,
 ) -> Layout:
-    """The layout that placements say.
+    """The layout that placements express.
 
     ``order`` is DTensor's own shard order, where it has one. ``nested=False`` reads strided shards
-    left to right, as torch cuts them, and not as an order of nesting.
+    left to right, as torch shards them, and not as an order of nesting.
     """
-    check_placements(mesh, placements, shape)
-    cutting = nesting_of(mesh, placements, order, nested)
-    if cutting is None:
-        dims = _one_by_one(mesh, placements, acting(placements, order), shape)
-    else:
-        axes = tuple(mesh.axes)
-        dims = [tuple(Chunk(axes[at]) for at in cutting.get(d, ())) for d in range(len(shape))]
-    rest = None if shape else 0
-    return _layout(mesh, Words(tuple(dims), rest, reduce=_reduction(mesh, placements)))
+    layout = nested_layout(mesh, placements, order, shape, nested)
+    if layout is None:
+        # Not kept, because it may list many parts.
+        dims = _shard_in_turn(mesh, placements, acting(placements, order), shape)
+        layout = Layout(mesh, _words(mesh, placements, dims, shape))
+    return layout
 
 
-def nesting_of(
+@lru_cache(maxsize=2048)
+def nested_layout(
     mesh: Mesh,
-    placements: Sequence[Placement],
-    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+    placements: tuple[Placement, ...],
+    order: ShardOrder,
+    shape: tuple[int, ...],
     nested: bool,
-) -> Order | None:
-    """The mesh dims that cut each tensor dim in plain chunks; None where strides say otherwise."""
-    strided = any(isinstance(placement, _StridedShard) for placement in placements)
-    if strided and not nested:
+) -> Layout | None:
+    """The layout of plain chunks along each dim, which is small; None where strides differ."""
+    check_placements(mesh, placements, shape)
+    nesting = nesting_of(mesh, placements, order, nested)
+    if nesting is None:
         return None
-    if order and not strided:
-        return dict(order)
-    return shard_order(placements, tuple(mesh.axes.values()))
+    axes = tuple(mesh.axes)
+    dims = [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(len(shape))]
+    return _layout(mesh, _words(mesh, placements, dims, shape))
 
 
 @lru_cache(maxsize=1024)
 def _layout(mesh: Mesh, words: Words) -> Layout:
     """One object per layout, whatever the shape, so that later comparisons are quick."""
     return Layout(mesh, words)
+
+
+def _words(
+    mesh: Mesh, placements: tuple[Placement, ...], dims: Sequence[Cuts], shape: tuple[int, ...]
+) -> Words:
+    return Words(tuple(dims), None if shape else 0, reduce=_reduction(mesh, placements))
+
+
+def nesting_of(
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    order: ShardOrder,
+    nested: bool,
+) -> Order | None:
+    """The mesh dims that shard each tensor dim in plain chunks; None where strides do otherwise."""
+    strided = any(isinstance(placement, _StridedShard) for placement in placements)
+    if strided and not nested:
+        return None
+    if order and not strided:
+        return dict(order)
+    return shard_order(placements, tuple(mesh.axes.values()))
 
 
 def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequence[int]) -> None:
@@ -154,7 +226,7 @@ def _reduction(mesh: Mesh, placements: Sequence[Placement]) -> tuple[str, tuple[
 def shard_order(
     placements: Sequence[Placement], sizes: Sequence[int]
 ) -> dict[int, list[int]] | None:
-    """The mesh dims that cut each tensor dim, first to last; None if strides say no order.
+    """The mesh dims that shard each tensor dim, first to last; None if strides are no order.
 
     Right to left, each mesh dim goes behind as many of those already placed as its split factor
     counts shards of.
@@ -176,19 +248,17 @@ def shard_order(
     return order
 
 
-def acting(
-    placements: Sequence[Placement], order: tuple[tuple[int, tuple[int, ...]], ...] | None
-) -> list[int]:
-    """The mesh dims in the order in which they cut: DTensor's own, or left to right."""
+def acting(placements: Sequence[Placement], order: ShardOrder) -> list[int]:
+    """The mesh dims in the order in which they shard: DTensor's own, or left to right."""
     if order:
         return [at for _, axes in order for at in axes]
     return [at for at, one in enumerate(placements) if isinstance(one, Shard | _StridedShard)]
 
 
-def _one_by_one(
+def _shard_in_turn(
     mesh: Mesh, placements: Sequence[Placement], order: Sequence[int], shape: Sequence[int]
 ) -> list[Cuts]:
-    """Each placement acts on what the one before left, strided ones as torch splits them."""
+    """Each placement shards what the one before left; strided ones as torch does it."""
     dims: list[list[Cut]] = [[] for _ in shape]
     names = tuple(mesh.axes)
     for axis, placement in ((names[at], placements[at]) for at in order):
@@ -201,12 +271,12 @@ def _one_by_one(
 
 
 def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int) -> set[int]:
-    """How long the dim is, over all ranks, after these cuts."""
+    """The lengths of the dim on all ranks, after these cuts."""
     return {length_of(held(tuple(cuts), length, mesh.axes, mesh.coords(r))) for r in mesh.ranks}
 
 
 def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int]) -> Cut:
-    """``_StridedShard`` on a dim that has these lengths: blocks dealt in turn, or listed parts."""
+    """``_StridedShard`` on a dim of these lengths: blocks dealt in turn, or listed parts."""
     factor, num = int(placement.split_factor), mesh.axes[axis]
     if factor == 1 or not any(lengths):
         return Chunk(axis)

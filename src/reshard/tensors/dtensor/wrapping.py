@@ -1,14 +1,15 @@
-"""DTensors: which layout does one have, and how is a local tensor made into one?"""
+"""The layout and the local tensor of a DTensor, and DTensors made from local tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -16,28 +17,41 @@ from reshard.errors import LayoutError, TensorError
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.tensors.kinds import ready
-from reshard.tensors.meshes import mesh_of, this_rank
-from reshard.tensors.placements import as_placed, read_placements
+from reshard.tensors.dtensor.placements import (
+    ShardOrder,
+    as_placed,
+    mesh_of,
+    nested_layout,
+    read_placements,
+)
+from reshard.tensors.kinds import this_rank, wait_ready
 
 __all__ = [
     "Reading",
+    "SpecFields",
     "check_shape_of",
+    "differentiable_local",
     "dtensor_layout",
     "dtensor_local",
     "dtensor_of",
     "dtensor_with",
     "expected_of",
+    "fields_of",
+    "gradient_placements",
     "reading_of",
+    "spec_from",
 ]
 
 
-Reading = tuple[tuple[tuple[int, tuple[int, ...]], ...] | None, bool]
+Reading = tuple[ShardOrder, bool]
 """A shard order, if there is one, and whether strided shards are an order of nesting."""
+
+MAX_SPECS = 256
+"""Specs that are kept per mesh."""
 
 
 def dtensor_layout(tensor: DTensor) -> Layout:
-    """The layout that a DTensor's placements say, if its local tensor has the shape they give."""
+    """The layout of a DTensor, if its local tensor has the shape that its placements give it."""
     layout, expected = expected_of(tensor, tensor._spec.placements)
     check_shape_of(tensor, expected, f'layout "{layout}"')
     return layout
@@ -61,29 +75,47 @@ def reading_of(spec: DTensorSpec) -> Reading:
 def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
     """Refuse a local tensor of another shape than placements give this rank."""
     local = tensor._local_tensor
-    # Where there is nothing to hold, FSDP2 has (0, 0) for (3, 0), and that harms nobody.
+    # FSDP2 has empty local tensors of shape (0, 0) where placements give (3, 0): no harm.
     if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
         raise LayoutError(_differs(tensor, by, expected))
 
 
-@lru_cache(maxsize=8192)
 def _expected(
     mesh: Mesh,
     placements: tuple[Placement, ...],
-    order: tuple[tuple[int, tuple[int, ...]], ...] | None,
+    order: ShardOrder,
     shape: tuple[int, ...],
     nested: bool,
     rank: int,
 ) -> tuple[Layout, tuple[int, ...] | None]:
     """The layout and this rank's local shape; None where the rank is not in the mesh."""
-    shape = tuple(shape)
-    layout = read_placements(mesh, placements, order, shape, nested)
+    kept = _expected_if_nested(mesh, placements, order, shape, nested, rank)
+    if kept is not None:
+        return kept
+    layout = read_placements(mesh, placements, order, tuple(shape), nested)
     inside = mesh.index(rank) is not None
-    return layout, layout.local_shape(rank, shape) if inside else None
+    return layout, layout.local_shape(rank, tuple(shape)) if inside else None
+
+
+@lru_cache(maxsize=2048)
+def _expected_if_nested(
+    mesh: Mesh,
+    placements: tuple[Placement, ...],
+    order: ShardOrder,
+    shape: tuple[int, ...],
+    nested: bool,
+    rank: int,
+) -> tuple[Layout, tuple[int, ...] | None] | None:
+    """The same where the layout is small; otherwise None."""
+    shape = tuple(shape)
+    layout = nested_layout(mesh, placements, order, shape, nested)
+    if layout is None:
+        return None
+    return layout, None if mesh.index(rank) is None else layout.local_shape(rank, shape)
 
 
 def _differs(tensor: DTensor, by: str, expected: tuple[int, ...]) -> str:
-    """What to say of a local tensor that its placements do not explain."""
+    """The message about a local tensor that its placements do not explain."""
     held = tuple(tensor._local_tensor.shape)
     return (
         f"rank {this_rank()} holds a local tensor of shape {held} and placements "
@@ -100,7 +132,7 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
         other = None
     if other is not None and other.local_shape(this_rank(), shape) == held:
         return (
-            f'it has the shape that "{other}" gives, which is how distribute_tensor cuts a '
+            f'it has the shape that "{other}" gives, which is how distribute_tensor shards a '
             "_StridedShard: move the local tensor with that layout"
         )
     return (
@@ -116,11 +148,29 @@ def dtensor_local(tensor: DTensor, expected: tuple[int, ...] | None = None) -> t
     """
     if tensor.device_mesh.get_coordinate() is None:
         return None
-    local = ready(tensor._local_tensor)
+    local = wait_ready(tensor._local_tensor)
     if local.numel():
         return local
     if expected is None:
         expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
+    return local.reshape(expected)
+
+
+def gradient_placements(placements: Sequence[Placement]) -> tuple[Placement, ...]:
+    """Placements of a gradient: that of a sum is the same for every addend."""
+    return tuple(Replicate() if one.is_partial() else one for one in placements)
+
+
+def differentiable_local(tensor: DTensor) -> torch.Tensor | None:
+    """This rank's local tensor, with its gradients; None on a rank outside the mesh."""
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    placements = gradient_placements(tensor.placements)
+    local = wait_ready(tensor.to_local(grad_placements=placements))
+    if local.numel():
+        return local
+    # The shape of an empty local tensor may differ from the layout's.
+    expected = dtensor_layout(tensor).local_shape(this_rank(), tuple(tensor.shape))
     return local.reshape(expected)
 
 
@@ -146,9 +196,9 @@ def dtensor_of(
     if local.requires_grad:
         size = torch.Size(sizes)
         return DTensor.from_local(local, device_mesh, placed, shape=size, stride=strides)
-    spec = _spec(_Same(device_mesh), placed, torch.Size(sizes), strides, local.dtype)
-    # A copy: torch may change the spec of a tensor. Three times as quick as from_local.
-    return DTensor(local.detach(), copy(spec), requires_grad=False)  # type: ignore[no-untyped-call]
+    # Three times as quick as from_local.
+    spec = _spec(device_mesh, placed, sizes, strides, local.dtype)
+    return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def dtensor_with(
@@ -166,30 +216,40 @@ def dtensor_with(
     return DTensor(local.detach(), spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
-class _Same:
-    """A DeviceMesh as a key that is only equal to itself: equal ones may have dead groups."""
+SpecFields = dict[str, Any]
+"""The fields of a DTensorSpec without its mesh, so that they do not keep process groups alive."""
 
-    __slots__ = ("mesh",)
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-
-    def __hash__(self) -> int:
-        return id(self.mesh)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and self.mesh is other.mesh
+_specs: WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], SpecFields]] = WeakKeyDictionary()
+"""Specs of results on each mesh, by placements, shape, strides and dtype."""
 
 
-@lru_cache(maxsize=256)
+def fields_of(spec: DTensorSpec) -> SpecFields:
+    """The fields of a spec, to make the same spec again."""
+    return {name: value for name, value in spec.__dict__.items() if name != "mesh"}
+
+
+def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
+    """A spec with these fields: quicker than to compute it, and torch may change it."""
+    spec = DTensorSpec.__new__(DTensorSpec)
+    spec.__dict__.update(fields, mesh=mesh)
+    return spec
+
+
 def _spec(
-    same: _Same,
+    mesh: DeviceMesh,
     placements: tuple[Placement, ...],
-    shape: torch.Size,
+    shape: tuple[int, ...],
     stride: tuple[int, ...],
     dtype: torch.dtype,
 ) -> DTensorSpec:
-    return DTensorSpec(same.mesh, placements, tensor_meta=TensorMeta(shape, stride, dtype))
+    known = _specs.setdefault(mesh, {})
+    key = (placements, shape, stride, dtype)
+    if key not in known:
+        if len(known) >= MAX_SPECS:
+            known.clear()
+        meta = TensorMeta(torch.Size(shape), stride, dtype)
+        known[key] = fields_of(DTensorSpec(mesh, placements, tensor_meta=meta))
+    return spec_from(mesh, known[key])
 
 
 def _part(

@@ -1,8 +1,8 @@
-"""DTensors on one mesh, with DTensor's own rule for gradients.
+"""DTensors on one mesh that get other placements, with DTensor's own rule for gradients.
 
-A gradient of a DTensor says itself how it lies, so nothing has to be assumed: it goes back to the
-placements of the source. Where a reduction was pending in the source, whichever it is, the gradient
-is that of the reduced value, and replicated.
+A gradient of a DTensor has placements of its own, so nothing has to be assumed: it goes back to the
+placements of the source. Where a reduction was pending in the source, of whatever kind, the
+gradient is that of the reduced value, and replicated.
 """
 
 from __future__ import annotations
@@ -21,122 +21,128 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import LayoutError, TensorError
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
-from reshard.tensors.box_moves import BoxMove, Placed
-from reshard.tensors.dtensors import (
+from reshard.planning.plans import ONE
+from reshard.tensors.dtensor.boxes import BoxMove, Placed, box_move
+from reshard.tensors.dtensor.placements import (
+    OPS,
+    as_placed,
+    layout_from,
+    mesh_of,
+    read_placements,
+)
+from reshard.tensors.dtensor.reductions import LocalWork, work_for
+from reshard.tensors.dtensor.wrapping import (
     Reading,
     check_shape_of,
+    differentiable_local,
     dtensor_local,
     dtensor_of,
     dtensor_with,
     expected_of,
+    gradient_placements,
     reading_of,
 )
-from reshard.tensors.local_work import LocalWork, work_for
-from reshard.tensors.meshes import mesh_of, this_rank
-from reshard.tensors.motion import Motion
-from reshard.tensors.placements import OPS, as_placed, layout_from, read_placements
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.tensor_move import TensorMove, move_between
 
 __all__ = [
     "Redistribution",
     "Settings",
+    "differentiable_local",
+    "expressible",
     "is_special",
+    "layout_from",
     "redistribute",
     "redistribution",
-    "settled",
-    "wrapped",
+    "wrap_moved",
 ]
 
-Target = tuple[DeviceMesh, Sequence[Placement]]
+OnMesh = tuple[DeviceMesh, Sequence[Placement]]
 
-AS_NESTED: Reading = (None, True)
+NESTED: Reading = (None, True)
 """How torch reads placements that are given to ``redistribute``."""
 
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """What holds for a redistribution and for its gradients."""
+    """Settings that a redistribution shares with the moves of its gradients."""
 
     memory: int
     group: dist.ProcessGroup | None
     options: Mapping[str, Any]
     backward: torch.dtype | None = None
-    """The dtype in which gradients travel; their own, if none is given."""
+    """The dtype in which gradients are sent; None: their own."""
 
 
 @dataclass(frozen=True, eq=False)
 class Redistribution:
     """A move of a DTensor to other placements on its mesh."""
 
-    motion: Motion
-    target: Target
-    backward: torch.dtype | None = None
+    move: TensorMove
+    target: OnMesh
+    settings: Settings
     work: LocalWork | None = None
-    """What is done to local tensors before and after the move."""
+    """What is computed on local tensors before and after the move."""
     boxes: BoxMove | None = None
-    """The move as boxes, where no words say it."""
-    travels: torch.dtype | None = None
+    """The move as boxes, where no words of a layout express it."""
+    sent: torch.dtype | None = None
     """The dtype to which the source is cast before the move."""
     result: str | None = None
-    """The dtype of the result, if it is not the one that the motion gives."""
-    reading: Reading = AS_NESTED
+    """The dtype of the result, if it is not the one that the move gives."""
+    reading: Reading = NESTED
     """How the placements of the result are read."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether the motion is all of it."""
+        """Whether the move is all of it."""
         strided = any(isinstance(one, _StridedShard) for one in self.target[1])
-        usual = self.reading == AS_NESTED or not strided
-        return self.work is None and self.boxes is None and self.travels is None and usual
+        usual = self.reading == NESTED or not strided
+        return self.work is None and self.boxes is None and self.sent is None and usual
 
     def check_into(self) -> None:
-        """Refuse to write a result that is computed from what was moved into other memory."""
+        """Refuse ``into`` where the result is computed from what was moved."""
         if not self.is_plain:
             raise TensorError(
                 f"to {list(self.target[1])} the result is computed from what was moved: leave out "
                 "into="
             )
 
-    @property
-    def settings(self) -> Settings:
-        """What holds for its gradients as well."""
-        motion = self.motion
-        return Settings(motion.memory, motion.group, motion.options, self.backward)
-
     def run(
-        self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, wanted: bool
+        self, ticket: Ticket, tensor: DTensor, into: torch.Tensor | None, grad: bool
     ) -> DTensor:
         """Move the values."""
         if not self.is_plain:
-            return self._run_with_work(ticket, tensor, wanted)
-        moved = self._moved(ticket, dtensor_local(tensor), into, wanted)
-        kind, stride = getattr(torch, self.motion.cast), tensor.stride()
-        return dtensor_of(moved, *self.target, self.motion.shape, stride=stride, dtype=kind)
+            return self._run_with_work(ticket, tensor, grad)
+        moved = self._move(ticket, dtensor_local(tensor), into, grad)
+        kind, stride = getattr(torch, self.move.cast), tensor.stride()
+        return dtensor_of(moved, *self.target, self.move.shape, stride=stride, dtype=kind)
 
-    def _moved(
+    def _move(
         self,
         ticket: Ticket,
         local: torch.Tensor | None,
         into: torch.Tensor | None,
-        wanted: bool,
+        grad: bool,
     ) -> torch.Tensor | None:
-        found = self.motion.stays(ticket, local) if into is None else None
-        if found is not None:
-            return found
+        options = self.settings.options
+        unmoved = self.move.unmoved(ticket, local, options) if into is None else None
+        if unmoved is not None:
+            return unmoved
         device = self.target[0].device_type
-        return self.motion.moved(ticket, local, into, device, wanted)[0]
+        return self.move.call(ticket, local, into, device, grad, options).run().get(ONE)
 
-    def _run_with_work(self, ticket: Ticket, tensor: DTensor, wanted: bool) -> DTensor:
+    def _run_with_work(self, ticket: Ticket, tensor: DTensor, grad: bool) -> DTensor:
         mesh = self.target[0]
-        kind: torch.dtype = getattr(torch, self.result or self.motion.cast)
+        kind: torch.dtype = getattr(torch, self.result or self.move.cast)
         if mesh.get_coordinate() is None:
-            self._moved(ticket, None, None, wanted)
+            self._move(ticket, None, None, grad)
             return dtensor_with(torch.empty(0, dtype=kind), self.target, tensor, self.reading)
         local = dtensor_local(tensor, self._local_shape())
-        if local is not None and self.travels is not None:
-            local = local.to(self.travels)
+        if local is not None and self.sent is not None:
+            local = local.to(self.sent)
         if local is not None and self.work is not None:
             local = self.work.before(local)
-        moved = self._values(ticket, local, wanted)
+        moved = self._move_local(ticket, local, grad)
         if self.work is not None:
             moved = self.work.after(moved, mesh, kind)
         return dtensor_with(moved.to(kind), self.target, tensor, self.reading)
@@ -144,39 +150,39 @@ class Redistribution:
     def _local_shape(self) -> tuple[int, ...]:
         if self.boxes is not None:
             return self.boxes.have.local_shape(self.boxes.shape, this_rank())
-        return self.motion.have.local_shape(this_rank(), self.motion.shape)
+        return self.move.have.local_shape(this_rank(), self.move.shape)
 
-    def _values(self, ticket: Ticket, local: torch.Tensor | None, wanted: bool) -> torch.Tensor:
-        rank, motion, device = this_rank(), self.motion, self.target[0].device_type
-        kind: torch.dtype = getattr(torch, motion.cast)
+    def _move_local(self, ticket: Ticket, local: torch.Tensor | None, grad: bool) -> torch.Tensor:
+        rank, move, device = this_rank(), self.move, self.target[0].device_type
+        kind: torch.dtype = getattr(torch, move.cast)
         if self.boxes is not None:
-            joined = None if local is None else self.boxes.joined(local, rank)
-            found = motion.moved(ticket, joined, None, device, wanted)[0]
-            return self.boxes.local(found, rank, kind, device)
-        moved = self._moved(ticket, local, None, wanted)
-        shape = motion.want.local_shape(rank, motion.shape)
+            joined = None if local is None else self.boxes.join(local, rank)
+            call = move.call(ticket, joined, None, device, grad, self.settings.options)
+            return self.boxes.local(call.run().get(ONE), rank, kind, device)
+        moved = self._move(ticket, local, None, grad)
+        shape = move.want.local_shape(rank, move.shape)
         return torch.empty(shape, dtype=kind, device=device) if moved is None else moved
 
 
 def redistribution(
     tensor: DTensor,
-    target: Target,
+    target: OnMesh,
     settings: Settings,
     cast: str | None = None,
-    travels: torch.dtype | None = None,
-    reading: Reading = AS_NESTED,
+    sent: torch.dtype | None = None,
+    reading: Reading = NESTED,
 ) -> Redistribution:
     """How a DTensor gets other placements on its mesh.
 
-    ``travels`` is a dtype to which it is cast before, ``cast`` the one of the result.
+    ``sent`` is a dtype to which it is cast before the move, ``cast`` the one of the result.
     """
     mesh, shape = target[0], tuple(tensor.shape)
     placed = as_placed(target[1], shape)
     if len(placed) != mesh.ndim:
-        layout_from(mesh, placed, shape)  # which refuses them
+        layout_from(mesh, placed, shape)  # raises what is wrong with them
     if placed == tensor.placements:
         reading = reading_of(tensor._spec)
-    dtype = canonical_dtype(travels or tensor.dtype)
+    dtype = canonical_dtype(sent or tensor.dtype)
     result = cast or dtype
     work = work_for(tuple(mesh.shape), tensor.placements, placed, getattr(torch, dtype))
     before, after = (tensor.placements, placed) if work is None else (work.have, work.want)
@@ -192,18 +198,15 @@ def redistribution(
         inside = mesh.get_coordinate() is not None
         expected = boxes.have.local_shape(shape, this_rank()) if inside else None
     check_shape_of(tensor, expected, "they are read here")
-    motion = Motion(
-        have, want, shape if boxes is None else boxes.whole, *kinds, settings.memory, "replicated",
-        settings.group, settings.options,
-    )  # fmt: skip
-    early = None if travels in (None, tensor.dtype) else travels
-    return Redistribution(
-        motion, (mesh, placed), settings.backward, work, boxes, early, result, reading
-    )
+    moved_shape = shape if boxes is None else boxes.whole
+    move = move_between(have, want, moved_shape, *kinds, settings.memory)
+    sent = None if sent in (None, tensor.dtype) else sent
+    return Redistribution(move, (mesh, placed), settings, work, boxes, sent, result, reading)
 
 
-def is_special(tensor: DTensor, placements: Sequence[Placement]) -> bool:
+def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
     """Whether the layouts of source and destination do not say all of a redistribution."""
+    placements = target[1] if len(target) == 2 else ()
     both = (*tensor.placements, *placements)
     known = all(isinstance(one, Placement) for one in placements)
     if not known or len(placements) != len(tensor.placements):
@@ -219,8 +222,8 @@ def is_special(tensor: DTensor, placements: Sequence[Placement]) -> bool:
     return work_for(sizes, tensor.placements, placed, tensor.dtype) is not None
 
 
-def settled(tensor: DTensor) -> tuple[Placement, ...] | None:
-    """The nearest placements that a layout says; None if it says those of the tensor."""
+def expressible(tensor: DTensor) -> tuple[Placement, ...] | None:
+    """The nearest placements that a layout can express; None if those of the tensor are such."""
     try:
         expected_of(tensor, tensor.placements)
     except LayoutError:
@@ -239,7 +242,7 @@ def _boxes(
     """The same move as boxes; raises what is wrong with the placements, if anything is."""
     mesh = mesh_of(tensor.device_mesh)
     have = Placed(mesh, before, *reading_of(tensor._spec))
-    boxes = BoxMove(have, Placed(mesh, after, *reading), tuple(tensor.shape))
+    boxes = box_move(have, Placed(mesh, after, *reading), tuple(tensor.shape))
     boxes.check(dtype)
     return boxes
 
@@ -247,33 +250,35 @@ def _boxes(
 def redistribute(
     ticket: Ticket, tensor: DTensor, how: Redistribution, into: torch.Tensor | None = None
 ) -> Any:
-    """Move a DTensor; gradients of the result find their way back to it."""
-    wanted = tensor.requires_grad and torch.is_grad_enabled()
-    if wanted:
-        how.motion.check_differentiable(into is not None, dtensors=True)
-    moved = how.run(ticket, tensor, into, wanted)
-    # In a list, so that autograd does not take it for an input that is handed through.
-    return _redistributed(tensor, [moved], how) if wanted else moved
+    """Move a DTensor; gradients of the result flow back to it."""
+    grad = tensor.requires_grad and torch.is_grad_enabled()
+    if grad:
+        how.move.check_differentiable(into is not None, dtensors=True)
+    moved = how.run(ticket, tensor, into, grad)
+    # In a list, so that autograd does not take it for an input that is passed through.
+    return _redistribute(tensor, [moved], how) if grad else moved
 
 
 def _redistribute_back(
     gradient: DTensor,
-    target: Target,
+    target: OnMesh,
     settings: Settings,
     dtype: torch.dtype,
-    reading: Reading = AS_NESTED,
+    reading: Reading = NESTED,
 ) -> Any:
     """Move a gradient, in a call of its own; differentiable, so that it has a gradient itself."""
 
     def move(ticket: Ticket) -> Any:
-        cast, travels = canonical_dtype(dtype), settings.backward
-        how = redistribution(gradient, target, settings, cast, travels, reading)
+        cast, sent = canonical_dtype(dtype), settings.backward
+        how = redistribution(gradient, target, settings, cast, sent, reading)
         return redistribute(ticket, gradient, how)
 
     return with_ticket(settings.group, lambda: mesh_of(target[0]).ranks, move)
 
 
-class _Redistributed(torch.autograd.Function):
+class _Redistribute(torch.autograd.Function):
+    """Makes the result of a redistribution depend on its source."""
+
     @staticmethod
     def forward(ctx: Any, tensor: DTensor, moved: list[DTensor], how: Redistribution) -> DTensor:
         ctx.how, ctx.placements, ctx.dtype = how, tensor.placements, tensor.dtype
@@ -287,25 +292,27 @@ class _Redistributed(torch.autograd.Function):
             placement if not placement.is_partial() or current == placement else Replicate()
             for placement, current in zip(ctx.placements, gradient.placements, strict=True)
         )
-        target, settings = (mesh, kept), ctx.how.settings
-        found = _redistribute_back(gradient, target, settings, ctx.dtype, ctx.reading)
-        return found, None, None
+        settings = ctx.how.settings
+        back = _redistribute_back(gradient, (mesh, kept), settings, ctx.dtype, ctx.reading)
+        return back, None, None
 
 
-def wrapped(
-    local: torch.Tensor | None, motion: Motion, target: Target, stride: Sequence[int] | None
+def wrap_moved(
+    local: torch.Tensor | None, how: Redistribution, stride: Sequence[int] | None
 ) -> DTensor:
-    """The local result of a move from elsewhere, as a DTensor of the mesh that it went to."""
-    kind = getattr(torch, motion.cast)
+    """The local result of a move from another mesh, as a DTensor of the destination mesh."""
+    target, shape, kind = how.target, how.move.shape, getattr(torch, how.move.cast)
     if local is None or not local.requires_grad:
-        return dtensor_of(local, *target, motion.shape, stride=stride, dtype=kind)
+        return dtensor_of(local, *target, shape, stride=stride, dtype=kind)
     part = None if target[0].get_coordinate() is None else local.detach()
-    made = dtensor_of(part, *target, motion.shape, stride=stride, dtype=kind)
-    found: DTensor = _wrapped(local, [made], Redistribution(motion, target))
-    return found
+    wrapped = dtensor_of(part, *target, shape, stride=stride, dtype=kind)
+    result: DTensor = _wrap(local, [wrapped], how)
+    return result
 
 
-class _Wrapped(torch.autograd.Function):
+class _Wrap(torch.autograd.Function):
+    """Makes a DTensor depend on the local tensor of a move from another mesh."""
+
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, made: list[DTensor], how: Redistribution) -> DTensor:
         ctx.how = how
@@ -313,14 +320,14 @@ class _Wrapped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, None, None]:
-        # Ranks outside the mesh cannot see how a gradient lies, so it is laid out like the result.
+        # Ranks outside the mesh do not know the placements of the gradient: it gets the result's.
         gradient, (mesh, placements) = gradients[0], ctx.how.target
-        kept = tuple(Replicate() if one.is_partial() else one for one in placements)
+        kept = gradient_placements(placements)
         if gradient.placements != kept:
             settings = ctx.how.settings
             gradient = _redistribute_back(gradient, (mesh, kept), settings, gradient.dtype)
         return gradient.to_local(grad_placements=kept), None, None
 
 
-_redistributed: Callable[..., Any] = _Redistributed.apply
-_wrapped: Callable[..., Any] = _Wrapped.apply
+_redistribute: Callable[..., Any] = _Redistribute.apply
+_wrap: Callable[..., Any] = _Wrap.apply

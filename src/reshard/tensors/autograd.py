@@ -1,0 +1,225 @@
+"""Gradients of a move: from the ranks that got the tensor to the ranks that held it.
+
+All ranks of the move take part in the backward. A rank without a source has a hidden leaf, a rank
+without a result an empty one, so that autograd calls the backward on each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from reshard.dtypes import accumulator
+from reshard.errors import LiveError
+from reshard.layout.box import Box
+from reshard.layout.boxlist import LocalPieces
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.live import api
+from reshard.planning.adjoint import SumMove
+from reshard.planning.plans import ONE, Plan
+from reshard.tensors.kinds import materialize
+
+__all__ = ["Backward", "attach"]
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """The move of gradients from one layout to another; its own backward moves them back."""
+
+    move: SumMove
+    count: int
+    """What the sums are divided by: the number of addends of an average, otherwise 1."""
+    group: dist.ProcessGroup | None
+    options: Mapping[str, Any]
+    device: torch.device | str | None = None
+    """Where the hidden leaf of a rank without a source is."""
+
+    def run(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
+        """This rank's part of the gradients at the other end; None if it has none."""
+        move = self.move
+        if not prod(move.shape):
+            return None
+        if move.direct is None:
+            result = self._sum_then_spread(gradient, device)
+        else:
+            sources = {} if gradient is None else {ONE: gradient}
+            result = self._run(move.direct, sources, device).get(ONE)
+        if result is None or self.count == 1:
+            return result
+        # By a tensor: by a number a GPU multiplies with its rounded inverse.
+        return result / torch.full((), self.count, dtype=result.dtype, device=result.device)
+
+    def _run(
+        self, plan: Plan, sources: Mapping[str, Tensor], device: torch.device
+    ) -> dict[str, Tensor]:
+        return plan.run(sources, group=self.group, device=device, **self.options)
+
+    def _sum_then_spread(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
+        """Add up at the first holder of each box, then send the sums where they are wanted."""
+        rank, move = dist.get_rank(), self.move
+        spread = move.spread
+        try:
+            total = self._sum_boxes(gradient, device)
+        except BaseException as error:
+            # Other ranks may have finished the first move: the second must fail on them.
+            api.raise_on_all_ranks(spread.spread, error, self.group)
+        sources = {"sum": total} if total is not None else {}
+        sums = self._run(spread.spread, sources, device).get("sum")
+        if move.want.holds(rank) is None:
+            return None
+        shape = move.want.local_shape(rank, move.shape)
+        kind: torch.dtype = getattr(torch, move.cast or move.dtype)
+        result = torch.zeros(shape, dtype=kind, device=device)
+        if sums is not None:
+            flat, at, views = sums.reshape(-1), 0, _BoxViews(move.want, move.shape, rank)
+            for box in spread.wanting[rank]:
+                views.view(result, box).copy_(flat[at : at + box.size].view(box.shape))
+                at += box.size
+        return result
+
+    def _sum_boxes(self, gradient: Tensor | None, device: torch.device) -> Tensor | None:
+        """The sums of the boxes that this rank is the first to hold, not rounded yet.
+
+        None if there are none.
+        """
+        rank, move = dist.get_rank(), self.move
+        own = [boxes.get(rank, ()) for boxes in move.spread.holding]
+        total, later = None, {}
+        if gradient is not None and any(own):
+            views = _BoxViews(move.have, move.shape, rank)
+            wide: torch.dtype = getattr(torch, accumulator(move.dtype))
+            total = views.join(gradient, own[0]).to(wide) if own[0] else None
+            later = {n: views.join(gradient, boxes) for n, boxes in enumerate(own) if n and boxes}
+        gather = move.spread.gather
+        if gather is not None:
+            sources = {move.spread.name(n): part for n, part in later.items()}
+            for name, more in self._run(gather, sources, device).items():
+                layout = gather.want[name].layout
+                boxes = layout.boxes.get(rank, ()) if isinstance(layout, BoxLayout) else ()
+                if total is not None:
+                    total = _add_boxes(total, own[0], more, boxes)
+        return total
+
+
+class _BoxViews:
+    """Views of boxes in a rank's local tensor."""
+
+    def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
+        self.pieces = LocalPieces(layout.pieces(rank, shape), len(shape))
+
+    def view(self, tensor: Tensor, box: Box) -> Tensor:
+        """The view of a box in the local tensor, which is contiguous."""
+        found = self.pieces.find(box)
+        if found is None:
+            raise LiveError(f"box {box} is not on this rank: this is a mistake in reshard")
+        return tensor.as_strided(box.shape, found[1], tensor.storage_offset() + found[0])
+
+    def join(self, tensor: Tensor, boxes: Sequence[Box]) -> Tensor:
+        """Boxes as ``Layout.from_boxes`` has them: one as it is, several flattened and joined."""
+        tensor = tensor.contiguous()
+        views = [self.view(tensor, box) for box in boxes]
+        if len(views) == 1:
+            return views[0].contiguous()
+        return torch.cat([view.reshape(-1) for view in views]) if views else tensor.new_zeros(0)
+
+
+def _add_boxes(
+    total: Tensor, boxes: Sequence[Box], more: Tensor, more_boxes: Sequence[Box]
+) -> Tensor:
+    """Add joined boxes to the same boxes in ``total``, which has others as well."""
+    starts, at = {}, 0
+    for box in boxes:
+        starts[box] = at
+        at += box.size
+    flat, flat_more, at = total.reshape(-1).clone(), more.reshape(-1), 0
+    for box in more_boxes:
+        flat[starts[box] : starts[box] + box.size] += flat_more[at : at + box.size]
+        at += box.size
+    return flat.view(total.shape)
+
+
+def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: Backward) -> Tensor:
+    """The result of a move with its gradient function: from the source, or from a hidden leaf."""
+    is_hidden = source is None
+    if source is not None:
+        leaf = source
+    elif leaf is None:
+        leaf = torch.zeros(0, device=backward.device, requires_grad=True)
+    # In a list: for autograd it is then a result, and no input that is passed through as a view,
+    # into which nothing could be written. What shares the source's memory stays such a view.
+    result: Tensor = _attach(
+        leaf, moved if _share_memory(source, moved) else [moved], backward, is_hidden
+    )
+    return result
+
+
+def _share_memory(source: Tensor | None, moved: Tensor) -> bool:
+    if source is None or not moved.numel():
+        return False
+    return source.untyped_storage().data_ptr() == moved.untyped_storage().data_ptr()
+
+
+def _cast_gradient(tensor: Tensor, kind: torch.dtype) -> Tensor:
+    """The gradient of a cast; that of a real number is real."""
+    if tensor.is_complex() and not kind.is_complex:
+        tensor = tensor.real
+    return tensor.to(kind)
+
+
+class _Like:
+    """Shape, dtype and device that a gradient must have."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.shape, self.kind, self.device = tensor.shape, tensor.dtype, tensor.device
+
+    def fit(self, gradient: Tensor | None) -> Tensor:
+        """A gradient in this dtype; zeros where there is none."""
+        if gradient is None:
+            return torch.zeros(self.shape, dtype=self.kind, device=self.device)
+        return _cast_gradient(gradient, self.kind)
+
+
+class _Move(torch.autograd.Function):
+    """Makes the result of a move depend on its source."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, source: Tensor, moved: Tensor | list[Tensor], backward: Backward, hidden: bool
+    ) -> Tensor:
+        ctx.back, ctx.like, ctx.hidden = backward, _Like(source), hidden
+        return moved[0] if isinstance(moved, list) else moved.view_as(moved)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _move_back(gradients[0], ctx.back, ctx.like, ctx.hidden), None, None, None
+
+
+class _MoveBack(torch.autograd.Function):
+    """Moves gradients back, differentiable again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Tensor, backward: Backward, like: _Like, hidden: bool
+    ) -> Tensor:
+        ctx.back = replace(backward, move=backward.move.back)
+        ctx.like = _Like(gradient)
+        kind: torch.dtype = getattr(torch, backward.move.dtype)
+        # A rank that got nothing has an empty gradient, a rank without a source an empty leaf.
+        holds = backward.move.have.holds(dist.get_rank()) is not None
+        local = materialize(_cast_gradient(gradient.detach(), kind)) if holds else None
+        result = backward.run(local, like.device)
+        return like.fit(None if hidden else result)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _move_back(gradients[0], ctx.back, ctx.like, False), None, None, None
+
+
+_attach: Callable[..., Tensor] = _Move.apply
+_move_back: Callable[..., Tensor] = _MoveBack.apply

@@ -1,0 +1,242 @@
+"""Any tensor: its layout, its spec, and the local tensors that this rank holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from reshard.errors import LayoutError, TensorError
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import Mesh
+from reshard.layout.pieces import Piece
+from reshard.layout.spec import TensorSpec, agrees, is_part_of
+from reshard.tensors.kinds import (
+    has_layout,
+    is_dtensor,
+    is_own_sharded_tensor,
+    is_sharded_tensor,
+    this_rank,
+    wait_ready,
+)
+
+if TYPE_CHECKING:
+    from torch.distributed._shard.metadata import ShardMetadata
+    from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+
+__all__ = [
+    "Destination",
+    "box_view",
+    "check_matches",
+    "destination_of",
+    "layout_of",
+    "local_of",
+    "parts_of",
+    "piece_view",
+    "spec_of",
+    "whole_on",
+]
+
+
+def layout_of(tensor: torch.Tensor) -> Layout:
+    """The layout of a DTensor, a ShardedTensor or a plain tensor.
+
+    Placements are read as nested shards and compared with the local tensor of this rank; where they
+    disagree, the error names both shapes. A plain tensor is whole, and on this rank only.
+    """
+    if is_dtensor(tensor):
+        # Imported here because it imports torch.distributed.tensor, which takes a second.
+        from reshard.tensors.dtensor.wrapping import dtensor_layout
+
+        return dtensor_layout(tensor)
+    if is_sharded_tensor(tensor):
+        return _sharded_layout(tensor)
+    if is_own_sharded_tensor(tensor):
+        return tensor.cut
+    if isinstance(tensor, torch.Tensor):
+        return whole_on((this_rank(),))
+    raise TensorError(
+        f"a {type(tensor).__name__} is not a tensor: give a DTensor, a ShardedTensor or a tensor"
+    )
+
+
+@lru_cache(maxsize=64)
+def whole_on(ranks: tuple[int, ...]) -> Layout:
+    """The whole tensor on each of these ranks.
+
+    >>> whole_on((3, 5))
+    Layout(Mesh(rank=2, ranks=range(3, 6, 2)), '...')
+    """
+    return Layout(Mesh(rank=len(ranks), ranks=ranks), "...")
+
+
+def spec_of(tensor: torch.Tensor) -> TensorSpec:
+    """Global shape, dtype and layout of one tensor."""
+    layout = layout_of(tensor)
+    if is_sharded_tensor(tensor):
+        # Asking the tensor itself is an operation on it, and torch warns of every one.
+        metadata = tensor.metadata()
+        return TensorSpec(tuple(metadata.size), str(metadata.tensor_properties.dtype), layout)
+    if tensor.layout is not torch.strided:
+        raise TensorError(f"the tensor is {tensor.layout}: only dense tensors can be moved")
+    if isinstance(layout, BoxLayout):
+        return TensorSpec(tuple(tensor.shape), str(tensor.dtype), layout)
+    return _spec(tensor.shape, tensor.dtype, layout)
+
+
+@lru_cache(maxsize=1024)
+def _spec(shape: torch.Size, dtype: torch.dtype, layout: Layout) -> TensorSpec:
+    """One object per spec with a layout in words, which is small; a large state dict has few."""
+    return TensorSpec(tuple(shape), str(dtype), layout)
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part as one tensor of the shape that its layout gives it; None if it has none.
+
+    Shares memory with the tensor, except for a ShardedTensor with several shards on this rank:
+    they are flattened and joined into a new 1-d tensor; `parts_of` gives them apart.
+    """
+    parts = parts_of(tensor)
+    if len(parts) > 1:
+        return torch.cat([part.reshape(-1) for part in parts])
+    return parts[0] if parts else None
+
+
+def parts_of(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """This rank's parts, in the order in which its layout lists their boxes; no autograd."""
+    if type(tensor) is torch.Tensor:
+        return (tensor,)
+    if is_dtensor(tensor):
+        from reshard.tensors.dtensor.wrapping import dtensor_local
+
+        local = dtensor_local(tensor)
+        return () if local is None else (local,)
+    if is_sharded_tensor(tensor):
+        shape = tuple(tensor.metadata().size)
+        shards = sorted(tensor.local_shards(), key=lambda shard: _box(shard.metadata, shape))
+        return tuple(shard.tensor for shard in shards)
+    if is_own_sharded_tensor(tensor):
+        return tensor._content.parts
+    return (wait_ready(tensor),)
+
+
+def _sharded_layout(tensor: ShardedTensor) -> Layout:
+    """The boxes of all shards, if this rank's local shards are those the metadata gives it."""
+    metadata, rank = tensor.metadata(), this_rank()
+    shape = tuple(metadata.size)
+    boxes: dict[int, list[Box]] = {}
+    for shard in metadata.shards_metadata:
+        boxes.setdefault(_rank(shard), []).append(_box(shard, shape))
+    stated = sorted(boxes.get(rank, ()))
+    held = sorted(_box(shard.metadata, shape) for shard in tensor.local_shards())
+    if held != stated:
+        raise LayoutError(
+            f"rank {rank} holds shards {_list_boxes(held)} and the metadata of the tensor {shape} "
+            f"gives it {_list_boxes(stated)}: make both from one sharding spec"
+        )
+    return Layout.from_boxes(shape, {one: sorted(boxes[one]) for one in sorted(boxes)})
+
+
+def _rank(shard: ShardMetadata) -> int:
+    """The global rank of a shard; torch uses global ranks on sub-groups too."""
+    rank = None if shard.placement is None else shard.placement.rank()
+    if rank is None:
+        raise LayoutError(
+            f"the shard at {shard.shard_offsets} has placement {shard.placement}, which names no "
+            "rank: use placements such as rank:3/cpu"
+        )
+    return rank
+
+
+def _box(shard: ShardMetadata, shape: tuple[int, ...]) -> Box:
+    """The box of a shard; torch lets an empty one begin past the end, so it is moved inside."""
+    sizes = tuple(shard.shard_sizes)
+    rows = zip(shard.shard_offsets, sizes, shape, strict=True)
+    inside = tuple(min(at, whole - size) if not all(sizes) else at for at, size, whole in rows)
+    return Box(inside, tuple(at + size for at, size in zip(inside, sizes, strict=True)))
+
+
+def _list_boxes(boxes: Iterable[Box]) -> str:
+    return ", ".join(map(str, boxes)) or "none"
+
+
+def check_matches(tensor: torch.Tensor, planned: TensorSpec, name: str, is_source: bool) -> None:
+    """Refuse a DTensor or ShardedTensor whose layout is not the planned one on some rank.
+
+    A tensor on a sub-mesh does not know of its replicas, so the plan may have more ranks. Of a
+    source it may also have fewer: a replica that it does not have is not read. Shape and dtype of
+    plain tensors are checked where they are moved.
+    """
+    if not has_layout(tensor):
+        return
+    role = "to move" if is_source else "to move into"
+    try:
+        found = spec_of(tensor)
+    except LayoutError as error:
+        raise TensorError(f'"{name}" {role}: {error}') from None
+    matches = agrees if is_source else is_part_of
+    is_same = (found.shape, found.dtype) == (planned.shape, planned.dtype)
+    if not is_same or not matches(found.layout, planned.layout, found.shape):
+        raise TensorError(
+            f'"{name}" {role} is a {type(tensor).__name__} {_describe(found)} and the plan says '
+            f"{_describe(planned)}: plan with what rs.describe says of the tensors you give, "
+            "merged by rs.exchange"
+        )
+
+
+def _describe(spec: TensorSpec) -> str:
+    layout = spec.layout
+    how = repr(layout) if isinstance(layout, BoxLayout) else f'"{layout}" on mesh {layout.mesh}'
+    return f"{spec.dtype}{list(spec.shape)} {how}"
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Destination:
+    """The memory that a result is written to on this rank."""
+
+    local: torch.Tensor | None
+    """What a move writes to; for several parts, a staging tensor of all of them."""
+    parts: tuple[torch.Tensor, ...]
+
+    def complete(self) -> None:
+        """Copy from the staging tensor to the parts, where there are several."""
+        if self.local is None or len(self.parts) < 2:
+            return
+        at = 0
+        for part in self.parts:
+            part.detach().copy_(self.local[at : at + part.numel()].view(part.shape))
+            at += part.numel()
+
+
+def destination_of(tensor: torch.Tensor) -> Destination:
+    """The memory of a tensor of any kind as a destination."""
+    parts = parts_of(tensor)
+    if len(parts) > 1:
+        total = sum(part.numel() for part in parts)
+        return Destination(torch.empty(total, dtype=parts[0].dtype, device=parts[0].device), parts)
+    return Destination(parts[0] if parts else None, parts)
+
+
+def piece_view(local: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """The view of a piece in a local tensor; pieces count elements as if it were contiguous."""
+    if local.is_contiguous() or local.ndim == 1:
+        # The elements of a 1-d tensor may have gaps between them, all of the same size.
+        step = local.stride(0) if local.ndim == 1 else 1
+        strides = [stride * step for stride in piece.strides]
+        at = local.storage_offset() + piece.offset * step
+        return local.as_strided(piece.box.shape, strides, at)
+    start = np.unravel_index(piece.offset, tuple(local.shape))
+    lengths = zip(start, piece.box.shape, strict=True)
+    return local[tuple(slice(int(low), int(low) + length) for low, length in lengths)]
+
+
+def box_view(tensor: torch.Tensor, outer: Box, box: Box) -> torch.Tensor:
+    """The view of a box in a tensor that holds the elements of ``outer``."""
+    inner = outer & box
+    limits = zip(inner.start, inner.stop, outer.start, strict=True)
+    return tensor[tuple(slice(low - at, high - at) for low, high, at in limits)]

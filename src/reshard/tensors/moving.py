@@ -1,0 +1,400 @@
+"""`rs.move`: move one tensor from the layout it has to the layout it should have.
+
+out = rs.move(local, have, want, shape=(8192, 4096))            # local tensors in and out
+out = rs.move(dtensor, to=want)                                 # this rank's local tensor out
+out = rs.move(dtensor, to=(device_mesh, [Shard(1)]))            # DTensor out, on any mesh
+out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that holds nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import index
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
+
+import torch
+import torch.distributed as dist
+
+from reshard.dtypes import canonical_dtype
+from reshard.errors import TensorError
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec, is_part_of
+from reshard.live.failure.cleanup import with_ticket
+from reshard.live.session.session import Ticket
+from reshard.planning.execution import RunOptions
+from reshard.planning.plans import ONE
+from reshard.tensors.kinds import (
+    has_layout,
+    is_dtensor,
+    is_own_sharded_tensor,
+    not_compiled,
+)
+from reshard.tensors.local import Destination, check_matches, destination_of, local_of, spec_of
+from reshard.tensors.tensor_move import USUAL_MEMORY, Grad, TensorMove, move_between
+from reshard.text import parse_bytes
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    OnMesh = tuple[DeviceMesh, Sequence[Placement]]
+
+__all__ = ["MoveOptions", "backward", "move"]
+
+T = TypeVar("T", bound=torch.Tensor)
+Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
+"""Gives the local tensor, or a leaf that stands for it in backward."""
+
+DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
+
+
+class MoveOptions(RunOptions, total=False):
+    """The keyword arguments of every form of `rs.move`, besides those of `plan.run`."""
+
+    shape: Sequence[int] | None
+    dtype: torch.dtype | str | None
+    cast_to: torch.dtype | str | None
+    memory: int | str | None
+    grad: Grad
+    async_op: bool
+    forward_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
+
+
+@overload
+def move(
+    tensor: torch.Tensor | None,
+    have: Layout | None = None,
+    want: None = None,
+    *,
+    to: OnMesh,
+    into: DTensor | None = None,
+    **options: Unpack[MoveOptions],
+) -> DTensor: ...
+
+
+@overload
+def move(
+    tensor: torch.Tensor | None,
+    have: Layout | None = None,
+    want: Layout | None = None,
+    *,
+    to: Layout | None = None,
+    into: T,
+    **options: Unpack[MoveOptions],
+) -> T: ...
+
+
+@overload
+def move(
+    tensor: torch.Tensor | None,
+    have: Layout | None = None,
+    want: Layout | None = None,
+    *,
+    to: Layout | None = None,
+    into: None = None,
+    **options: Unpack[MoveOptions],
+) -> torch.Tensor | None: ...
+
+
+@not_compiled
+def move(
+    tensor: torch.Tensor | None,
+    have: Layout | None = None,
+    want: Layout | None = None,
+    *,
+    to: Layout | OnMesh | None = None,
+    shape: Sequence[int] | None = None,
+    dtype: object = None,
+    cast_to: object = None,
+    device: torch.device | str | None = None,
+    group: dist.ProcessGroup | None = None,
+    memory: int | str | None = None,
+    into: torch.Tensor | None = None,
+    grad: Grad = "sum",
+    async_op: bool = False,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+    **options: Any,
+) -> Any:
+    """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
+
+    ``have`` and ``shape`` say what a plain local tensor is a part of; DTensors and ShardedTensors
+    know it themselves, and need ``have`` only if ranks outside their mesh have replicas (FSDP2 over
+    tensor parallelism). ``want`` (or ``to``) is the destination: a layout, for local tensors out,
+    or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where nothing
+    has to move the result shares the source's memory. Gradients flow back: see the docs.
+    ``async_op``, ``forward_dtype`` and ``backward_dtype`` are those of ``DTensor.redistribute``.
+    ``options`` are those of `plan.run`, such as ``timeout``: 60 s without a heartbeat.
+    """
+    request = Request(
+        tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, async_op,
+        forward_dtype, backward_dtype, options,
+    )  # fmt: skip
+    if is_dtensor(tensor) and have is None and not request.is_on_own_mesh():
+        placements = _redistribution().expressible(tensor)
+        if placements is not None:
+            # In a call of its own: a layout cannot express the placements of the tensor.
+            to = (tensor.device_mesh, placements)
+            request = request._replace(tensor=move(tensor, to=to, group=group, **options))
+    return with_ticket(group, request.ranks, _move, request)
+
+
+class Request(NamedTuple):
+    """The arguments of one `rs.move`."""
+
+    tensor: Any
+    have: Layout | None
+    want: Layout | None
+    to: Any
+    shape: Sequence[int] | None
+    dtype: object
+    cast_to: object
+    device: torch.device | str | None
+    memory: int | str | None
+    into: torch.Tensor | None
+    grad: Grad
+    async_op: bool
+    forward_dtype: torch.dtype | None
+    backward_dtype: torch.dtype | None
+    options: Mapping[str, Any]
+
+    @property
+    def target(self) -> Any:
+        """The destination."""
+        return self.want if self.to is None else self.to
+
+    def is_on_own_mesh(self) -> bool:
+        """Whether a DTensor gets other placements on its own mesh."""
+        target = self.target
+        if not isinstance(target, tuple | list) or not target:
+            return False
+        # Comparing takes longer than looking whether it is the same one.
+        mesh = self.tensor.device_mesh
+        return target[0] is mesh or bool(target[0] == mesh)
+
+    def is_default(self) -> bool:
+        """Whether it has a tensor and a destination, and nothing else is asked for."""
+        return (
+            self.have is None and self.shape is None and self.dtype is None
+            and self.cast_to is None and self.device is None and self.memory is None
+            and self.into is None and self.forward_dtype is None and self.backward_dtype is None
+            and not self.options
+        )  # fmt: skip
+
+    def ranks(self) -> set[int]:
+        """The ranks that the arguments name, as far as they can be understood."""
+        found: set[int] = set()
+        for one in (self.tensor, self.have, self.want, self.to):
+            layout = one
+            if is_dtensor(one):
+                found |= set(map(int, one.device_mesh.mesh.flatten().tolist()))
+            elif has_layout(one):
+                layout = spec_of(cast(torch.Tensor, one)).layout
+            elif isinstance(one, tuple | list) and one and hasattr(one[0], "mesh"):
+                found |= set(map(int, one[0].mesh.flatten().tolist()))
+            if isinstance(layout, Layout):
+                found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
+        return found
+
+    def check(self) -> None:
+        """Refuse a destination and settings that cannot be understood."""
+        target = self.target
+        if target is None or (self.want is not None and self.to is not None):
+            raise TensorError("a move needs one destination: give want=layout, or to=")
+        if not isinstance(target, Layout | tuple | list):
+            raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
+        if self.grad not in ("sum", "replicated"):
+            raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
+        if not isinstance(self.async_op, bool):
+            raise TensorError(f"async_op={_show(self.async_op)}: give True or False")
+
+    def check_dtypes(self, is_on_own_mesh: bool) -> None:
+        """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
+        kinds = {"forward_dtype": self.forward_dtype, "backward_dtype": self.backward_dtype}
+        for name, kind in kinds.items():
+            if kind is None:
+                continue
+            if not isinstance(kind, torch.dtype):
+                raise TensorError(f"{name}={_show(kind)}: give a dtype, as torch.bfloat16")
+            if not is_on_own_mesh:
+                raise TensorError(
+                    f"{name}={kind} is for a DTensor that gets other placements on its own mesh: "
+                    "give cast_to= for the dtype of the result"
+                )
+        if self.forward_dtype is not None and self.cast_to is not None:
+            raise TensorError("cast_to= and forward_dtype= both say a dtype: give one of them")
+
+    @property
+    def cast(self) -> str | None:
+        """The dtype of the result, if it is not that of the source."""
+        return None if self.cast_to is None else canonical_dtype(self.cast_to)
+
+
+def _redistribution() -> Any:
+    """The module for DTensors; it imports torch.distributed.tensor, which takes a second."""
+    from reshard.tensors.dtensor import redistribution
+
+    return redistribution
+
+
+def _repeated() -> Any:
+    """The module for moves of DTensors that were made before; imported late like the other."""
+    from reshard.tensors.dtensor import repeated
+
+    return repeated
+
+
+def _move(ticket: Ticket, request: Request) -> Any:
+    request.check()
+    tensor, target = request.tensor, request.target
+    to_layout = isinstance(target, Layout)
+    if not to_layout and is_dtensor(tensor) and ticket.group is None and request.is_default():
+        repeated = _repeated().repeat(ticket, tensor, target)
+        if repeated is not None:
+            return repeated
+    memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
+    on_own_mesh = request.have is None and is_dtensor(tensor) and request.is_on_own_mesh()
+    request.check_dtypes(on_own_mesh)
+    casts = request.forward_dtype or request.backward_dtype
+    if on_own_mesh and (casts or _redistribution().is_special(tensor, target)):
+        return _redistribute(ticket, request, memory)
+    source, have, shape, dtype = _source(request)
+    want = target if to_layout else _layout_on_mesh(target, shape)
+    one = move_between(have, want, shape, canonical_dtype(dtype), request.cast, memory)
+    destination = _destination(request.into, one)
+    settings: Any = {"into": destination.local, "options": request.options}
+    if to_layout:
+        moved = one.run(ticket, *source(), device=request.device, grad=request.grad, **settings)
+    else:
+        moved = _move_to_mesh(ticket, request, source, one, settings)
+    if request.into is None:
+        return moved
+    destination.complete()
+    return request.into
+
+
+def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
+    """Give a DTensor placements on its mesh, or casts, that need more than a layout says."""
+    module, tensor = _redistribution(), request.tensor
+    _check_shape(tuple(tensor.shape), request.shape)
+    settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)
+    how = module.redistribution(
+        tensor, request.target, settings, request.cast, request.forward_dtype
+    )
+    if request.into is None:
+        return module.redistribute(ticket, tensor, how)
+    how.check_into()
+    destination = _destination(request.into, how.move)
+    module.redistribute(ticket, tensor, how, destination.local)
+    destination.complete()
+    return request.into
+
+
+def _move_to_mesh(
+    ticket: Ticket, request: Request, source: Source, one: TensorMove, settings: Mapping[str, Any]
+) -> Any:
+    """A DTensor on a mesh: by DTensor's rule for gradients if it is the tensor's own mesh."""
+    module, tensor, target = _redistribution(), request.tensor, request.target
+    how = module.Redistribution(
+        one, target, module.Settings(one.memory, ticket.group, request.options)
+    )
+    if is_dtensor(tensor) and tensor.device_mesh == target[0]:
+        moved = module.redistribute(ticket, tensor, how, settings["into"])
+        if request.into is None and not moved.requires_grad:
+            _repeated().remember(tensor, how, moved)
+        return moved
+    device = request.device or target[0].device_type
+    # Replicas of a DTensor have one gradient.
+    local = one.run(ticket, *source(), device=device, grad="replicated", **settings)
+    return module.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
+
+
+def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    if len(target) != 2 or not isinstance(target[0], DeviceMesh):
+        raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
+    layout: Layout = _redistribution().layout_from(target[0], target[1], shape)
+    return layout
+
+
+def _destination(into: torch.Tensor | None, one: TensorMove) -> Destination:
+    """The memory of ``into``, if that has the layout of the destination."""
+    if into is None:
+        return Destination(None, ())
+    check_matches(into, TensorSpec(one.shape, one.cast, one.want), ONE, is_source=False)
+    return destination_of(into)
+
+
+def _source(
+    request: Request,
+) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
+    """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
+    tensor, have, shape = request.tensor, request.have, request.shape
+    if not isinstance(have, Layout | None):
+        raise TensorError(f"have={_show(have)} is no layout: write rs.Layout(mesh, words)")
+    if has_layout(tensor):
+        spec = spec_of(cast(torch.Tensor, tensor))
+        _check_shape(spec.shape, shape)
+        if have is not None and not is_part_of(spec.layout, have, spec.shape):
+            raise TensorError(
+                f'have="{have}" on mesh {have.mesh} and the tensor itself says "{spec.layout}" on '
+                f"mesh {spec.layout.mesh}: leave out have=, or name with it replicas on other ranks"
+            )
+        parts: Source = lambda: (local_of(tensor), None)  # noqa: E731
+        if is_own_sharded_tensor(tensor):
+            parts = tensor._for_move
+        elif is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
+            parts = lambda: (_redistribution().differentiable_local(tensor), None)  # noqa: E731
+        return parts, have or spec.layout, spec.shape, spec.dtype
+    if have is None or shape is None:
+        raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
+    sizes = _sizes(shape)
+    if tensor is None:
+        if request.dtype is None:
+            raise TensorError("on a rank without a local tensor a move needs dtype=")
+        return lambda: (None, None), have, sizes, canonical_dtype(request.dtype)
+    if not isinstance(tensor, torch.Tensor):
+        raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
+    return lambda: (tensor, None), have, sizes, tensor.dtype
+
+
+def _check_shape(known: tuple[int, ...], shape: Sequence[int] | None) -> None:
+    if shape is not None and _sizes(shape) != known:
+        raise TensorError(
+            f"shape={_sizes(shape)} and the tensor itself says {known}: leave out shape="
+        )
+
+
+def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+    try:
+        if isinstance(shape, str):
+            raise TypeError
+        return tuple(map(index, shape))
+    except TypeError:
+        raise TensorError(
+            f"shape={_show(shape)}: give the sizes of the whole tensor, as (8192, 4096)"
+        ) from None
+
+
+def _show(value: object) -> str:
+    if isinstance(value, str):
+        return f'"{value}"'
+    return str(value) if isinstance(value, int | float) else f"a {type(value).__name__}"
+
+
+@not_compiled
+def backward(moved: torch.Tensor | None) -> None:
+    """Take part in the backward of a move whose result this rank does not use.
+
+    A rank that has a part of the source and none of the result, or the other way round, has no loss
+    of its own, but others wait for its part of the gradients. A rank that had no part in the move
+    got None, and does nothing here either.
+    """
+    if moved is None:
+        return
+    if not moved.requires_grad:
+        raise TensorError("this result carries no gradients: nothing that was moved requires them")
+    torch.autograd.backward(moved, torch.zeros_like(moved))

@@ -1,0 +1,266 @@
+"""The move of one tensor from one layout to another, with gradients.
+
+`rs.move` makes one once it has read its arguments, and runs it. It is kept for the next call with
+equal layouts, because training repeats the same moves in every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from reshard.dtypes import accumulator
+from reshard.errors import TensorError
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
+from reshard.live.api import skip_exchange
+from reshard.live.call import Call
+from reshard.live.options import options_from
+from reshard.live.session.session import Ticket
+from reshard.planning.adjoint import SumMove, unreduced
+from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan
+from reshard.tensors.autograd import Backward, attach
+from reshard.tensors.cache import SizedCache
+from reshard.tensors.kinds import materialize
+from reshard.text import parse_bytes
+
+__all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between"]
+
+Grad = Literal["sum", "replicated"]
+Options = Mapping[str, Any]
+Tensor = torch.Tensor
+
+NO_OPTIONS: Options = {}
+USUAL_MEMORY = parse_bytes(DEFAULT_MEMORY)
+
+MAX_KEPT_BYTES = 128 << 20
+"""Bytes of all plans that are kept for the next call."""
+PLAN_BYTES, ROW_BYTES, RANK_BYTES = 64 << 10, 512, 64
+"""About what a plan takes: in any case, per row that this rank sends, receives or copies, and per
+rank."""
+
+NOT_INTO = (
+    "the source requires gradients and into= is given, which gradients do not pass: leave out "
+    "into=, or call under no_grad"
+)
+
+_kept: SizedCache[tuple[object, ...], TensorMove]
+
+
+def move_between(
+    have: Layout,
+    want: Layout,
+    shape: tuple[int, ...],
+    dtype: str,
+    cast: str | None = None,
+    memory: int = USUAL_MEMORY,
+) -> TensorMove:
+    """The move of a tensor between these layouts; equal ones are one object while it is kept."""
+    key = (have, want, shape, dtype, cast, memory)
+    kept = _kept.get(key)
+    if kept is not None:
+        return kept
+    move = TensorMove(have, want, shape, dtype, cast or dtype, memory)
+    return _kept.put(key, move, move.num_bytes())
+
+
+@dataclass(frozen=True, eq=False)
+class TensorMove:
+    """One tensor, from one layout to another."""
+
+    have: Layout
+    want: Layout
+    shape: tuple[int, ...]
+    dtype: str
+    cast: str
+    """The dtype at the destination."""
+    memory: int
+    _unmoved_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]] | None] = field(
+        default_factory=dict
+    )
+
+    @cached_property
+    def plan(self) -> Plan:
+        """Which rank sends what to which."""
+        have = {ONE: TensorSpec(self.shape, self.dtype, self.have)}
+        return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
+
+    def num_bytes(self) -> int:
+        """About how much memory the plan takes on this rank, with what is compiled from it."""
+        ranks = len(self.have.ranks) + len(self.want.ranks)
+        if not dist.is_initialized() or dist.get_rank() not in self.plan.parties:
+            return PLAN_BYTES + RANK_BYTES * ranks
+        rows = self.plan.for_rank(dist.get_rank())
+        count = sum(side.num_rows for side in (rows.sends, rows.receives, rows.copies))
+        return PLAN_BYTES + RANK_BYTES * ranks + ROW_BYTES * count
+
+    def run(
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        leaf: Tensor | None = None,
+        *,
+        into: Tensor | None = None,
+        device: torch.device | str | None = None,
+        grad: Grad = "sum",
+        options: Options = NO_OPTIONS,
+    ) -> Tensor | None:
+        """Move, and attach the backward if any rank wants gradients.
+
+        A rank without a local tensor may have a leaf that stands for it in backward.
+        """
+        if local is not None:
+            device = local.device
+        elif leaf is not None and device is None:
+            device = leaf.device
+        enabled = torch.is_grad_enabled()
+        # A rank without input cannot know whether gradients are wanted, unless they are disabled.
+        is_wanted: bool | None = enabled and (
+            leaf is not None or (local is not None and local.requires_grad)
+        )
+        if local is None and leaf is None and enabled:
+            is_wanted = None
+        if is_wanted:
+            self.check_differentiable(into is not None)
+        unmoved = self.unmoved(ticket, local, options) if into is None else None
+        if unmoved is not None:
+            if not is_wanted or grad == "replicated":
+                return unmoved if leaf is None else leaf.reshape(unmoved.shape)
+            backward = self._backward(grad, ticket.group, options, device)
+            return attach(local, leaf, unmoved.detach(), backward)
+        call = self.call(ticket, local, into, device, is_wanted, options)
+        moved = call.run().get(ONE)
+        if not (call.grad_seen if is_wanted is None else is_wanted):
+            return moved if into is None else into
+        if into is not None:
+            raise TensorError(NOT_INTO)
+        if moved is None:
+            moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
+        backward = self._backward(grad, ticket.group, options, device)
+        return attach(local, leaf, moved, backward)
+
+    def call(
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        into: Tensor | None = None,
+        device: torch.device | str | None = None,
+        grad: bool | None = False,
+        options: Options = NO_OPTIONS,
+    ) -> Call:
+        """The call of the engine that moves the values; its result has them under `ONE`."""
+        sources = {} if local is None else {ONE: materialize(local).detach()}
+        destinations = None if into is None else {ONE: into.detach()}
+        # New tensors are made where the sources are.
+        device = None if local is not None and local.is_cpu else device
+        return Call(
+            ticket,
+            self.plan,
+            sources,
+            destinations,
+            options_from(options, device),
+            grad=grad,
+            ask_grad=True,
+        )
+
+    def unmoved(
+        self, ticket: Ticket, local: Tensor | None, options: Options = NO_OPTIONS
+    ) -> Tensor | None:
+        """The source itself, if every rank already holds what it should hold; otherwise None.
+
+        The first time the ranks compare the plan: other ranks may have been given another move.
+        """
+        result = self.unmoved_local(local, options)
+        if result is not None:
+            options_from(options)  # raises if there is no such option
+            if not skip_exchange(ticket, self.plan, options):
+                sources = {} if local is None else {ONE: materialize(local).detach()}
+                # The source is the result, so it is not freed, even if it is donated.
+                kept = options_from({**options, "donate": False}, result.device)
+                Call(ticket, self.plan, sources, None, kept).run()
+        return result
+
+    def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:
+        """This rank's source in the shape of its destination, if no rank has anything to move."""
+        together = options.get("check") == "always" or options.get("atomic")
+        if self.dtype != self.cast or together:
+            return None
+        rank = dist.get_rank()
+        if rank not in self._unmoved_shapes:
+            self._unmoved_shapes[rank] = self._shapes_if_unmoved(rank)
+        shapes = self._unmoved_shapes[rank]
+        if shapes is None:
+            return None
+        if local is None and not prod(shapes[0]):
+            local = torch.empty(shapes[0], dtype=getattr(torch, self.dtype))
+        # The engine refuses a tensor of another shape.
+        if local is None or local.shape != shapes[0]:
+            return None
+        return local if shapes[0] == shapes[1] else local.reshape(shapes[1])
+
+    def _shapes_if_unmoved(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """A rank's local shapes, if every rank already holds what it should hold; otherwise None.
+
+        It is None on all ranks of either layout or on none of them, so no rank waits for another.
+        """
+        have, want, shape = self.have, self.want, self.shape
+        if have != want and not have.same_as(want, shape):
+            return None
+        if have.holds(rank) is None or _holders(have) != _holders(want):
+            return None
+        return have.local_shape(rank, shape), want.local_shape(rank, shape)
+
+    def check_differentiable(self, has_into: bool, dtensors: bool = False) -> None:
+        """Refuse a move that has no gradient, on all ranks, before anything moves."""
+        if has_into:
+            raise TensorError(NOT_INTO)
+        op = self.have.reduce[0] if self.have.reduce else "sum"
+        if op not in ("sum", "avg") and not dtensors:
+            raise TensorError(
+                f'the source "{self.have}" has a pending {op} and requires gradients: only a sum '
+                "and an avg have them here; detach it, or reduce it first"
+            )
+        kind: torch.dtype = getattr(torch, self.cast)
+        if not (kind.is_floating_point or kind.is_complex):
+            raise TensorError(
+                f"the source requires gradients and the destination is {self.cast}: integers have "
+                "none; detach the source, or move it as it is"
+            )
+        if self.want.reduce is not None and not dtensors:
+            raise TensorError(
+                f'the destination "{self.want}" has a pending {self.want.reduce[0]} and the source '
+                "requires gradients: reduce it, or detach the source"
+            )
+
+    def _backward(
+        self,
+        grad: Grad,
+        group: dist.ProcessGroup | None,
+        options: Options,
+        device: torch.device | str | None,
+    ) -> Backward:
+        """How gradients of the result get back to the source."""
+        have, count = self.have, 1
+        if have.reduce is not None and have.reduce[0] == "avg":
+            count = prod(have.mesh.axes[axis] for axis in have.reduce[1])
+        kinds = (getattr(torch, self.dtype), getattr(torch, self.cast))
+        # Gradients are added up in the wider of the two dtypes.
+        kind = str(torch.promote_types(*kinds)).removeprefix("torch.")
+        adds = grad == "sum"
+        # What is still to be divided is not rounded before.
+        cast = accumulator(kind) if adds and count > 1 else kind
+        move = SumMove(self.want, unreduced(have), self.shape, kind, self.memory, adds, cast)
+        return Backward(move, count, group, options, device)
+
+
+def _holders(layout: Layout) -> set[int]:
+    return {rank for rank in layout.ranks if layout.holds(rank) is not None}
+
+
+_kept = SizedCache(MAX_KEPT_BYTES)
