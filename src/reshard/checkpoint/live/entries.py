@@ -13,9 +13,7 @@ from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.pieces import Piece
 from reshard.layout.spec import TensorSpec
-from reshard.tensors.local import spec_of
-from reshard.tensors.local import layout_of, parts_of
-from reshard.tensors.local import box_view, piece_view
+from reshard.tensors.local import box_view, layout_of, parts_of, piece_view, spec_of
 from reshard.text import quoted
 
 __all__ = ["Entries", "Memory", "RankBoxes", "View", "entries_of", "part_of"]

@@ -48,8 +48,8 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
 from reshard.sharded.content import Group
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.merging import merge_specs
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.merging import merge_specs
 from reshard.text import format_bytes, parse_bytes
 
 if TYPE_CHECKING:

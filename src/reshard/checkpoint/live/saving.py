@@ -43,8 +43,8 @@ from reshard.errors import CheckpointError, DisagreementError, TargetError, Unfi
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.content import Group
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.merging import merge_specs
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.merging import merge_specs
 from reshard.text import quoted
 
 __all__ = ["save"]
