@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.output import Wanted
-from reshard.checkpoint.formats.torch.archive_writer import BIG, Archive
+from reshard.checkpoint.formats.torch.archive_writer import BIG, TensorArchive
 from reshard.checkpoint.formats.torch.pickler import pickled
 from reshard.checkpoint.formats.writer import plan_output
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
@@ -39,7 +39,7 @@ def test_plain_values_unpickle(value: object) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3, 5)])
 def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...]) -> None:
-    archive = Archive.of(dtype, shape)
+    archive = TensorArchive.of(dtype, shape)
     assert archive.data_size == prod(shape) * getattr(torch, dtype).itemsize
     assert archive.data_offset % 64 == 0
     data = bytes(1 if dtype == "bool" else 1 + at % 250 for at in range(archive.data_size))
@@ -54,7 +54,7 @@ def test_torch_loads_an_archive(dtype: str, shape: tuple[int, ...]) -> None:
 
 
 def test_archives_of_more_than_4_gib_have_64_bit_sizes() -> None:
-    archive = Archive.of("uint8", (BIG + 10,))
+    archive = TensorArchive.of("uint8", (BIG + 10,))
     assert b"\x01\x00\x10\x00" + (BIG + 10).to_bytes(8, "little") * 2 in archive.head
     assert b"PK\x06\x06" in archive.tail
     assert (archive.data_offset + archive.data_size).to_bytes(8, "little")[4:] != bytes(4)

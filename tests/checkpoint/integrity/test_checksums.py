@@ -70,7 +70,7 @@ def _read_all(checks: Checksums, raw: bytes, reads: list[tuple[int, int]]) -> st
     checker = Checker(checks, "ckpt")
     try:
         for start, stop in reads:
-            checker.saw("f", start, raw[start:stop])
+            checker.check("f", start, raw[start:stop])
         checker.finish(_Held(raw))  # type: ignore[arg-type]
     except DamageError as error:
         return str(error)
@@ -80,13 +80,13 @@ def _read_all(checks: Checksums, raw: bytes, reads: list[tuple[int, int]]) -> st
 def test_reads_in_order_need_no_second_look() -> None:
     checker = Checker(recorded(DATA, [(0, 300), (300, 1000)]), "ckpt")
     for start in range(0, 1000, 70):
-        checker.saw("f", start, DATA[start : start + 70])
+        checker.check("f", start, DATA[start : start + 70])
     assert checker.finish(_Held(b"")) == 0  # type: ignore[arg-type]
 
 
 def test_a_chunk_seen_in_part_is_read_again() -> None:
     checker = Checker(recorded(DATA, [(0, 300), (300, 1000)]), "ckpt")
-    checker.saw("f", 100, DATA[100:350])
+    checker.check("f", 100, DATA[100:350])
     assert checker.aligned("f", 100, 350) == (0, 1000)
     assert checker.finish(_Held(DATA)) == 1000  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""Numbers out of files, checked once: a shape or an offset may be anything until it was here."""
+"""Checks of values that come from files, which may be anything: numbers, shapes, text."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _PLAIN = (int, float, str, bool, type(None))
 MAX_SHOWN = 8
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
-"""As layouts have it, which take longer to load than most headers to read."""
+"""The limit of layouts, which are not imported here: that takes longer than reading a header."""
 
 
 def whole_numbers(values: object) -> tuple[int, ...] | None:
-    """The values as numbers from 0 on, or None if they are anything else.
+    """The values as a tuple of integers from 0 on; None if they are anything else.
 
     >>> whole_numbers([2, 3]), whole_numbers([2, -3]), whole_numbers("23")
     ((2, 3), None, None)
@@ -29,12 +29,12 @@ def whole_numbers(values: object) -> tuple[int, ...] | None:
 
 
 def checked_shape(values: object, where: str, name: str | None = None) -> tuple[int, ...]:
-    """A shape that some tensor may have; ``where`` and ``name`` are for the error.
+    """A valid shape of a tensor; ``where`` and ``name`` are for the error.
 
     >>> checked_shape([4, 2], "a.safetensors", "w")
     (4, 2)
     """
-    # Thousands of tensors may refer to one list of millions: what is too long is not gone through.
+    # Thousands of tensors may share one list of millions: a list that is too long is not visited.
     too_long = isinstance(values, list | tuple) and len(values) > MAX_DIMS
     if isinstance(values, list | tuple) and not too_long:
         count = 1
@@ -54,7 +54,7 @@ def checked_shape(values: object, where: str, name: str | None = None) -> tuple[
 
 
 def shown(value: object) -> str:
-    """A value of a file as part of a message; of what may nest without end only the kind.
+    """A value as part of a message; of values that may nest without end only the type.
 
     >>> shown([2, "x"]), shown([[2]]), shown(2.5)
     ('[2, "x"]', 'a list', '2.5')

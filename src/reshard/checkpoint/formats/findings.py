@@ -1,6 +1,6 @@
-"""What is wrong with a checkpoint, collected: inspecting lists all of it, reading raises the first.
+"""Problems found while reading a checkpoint: an inspection lists them all, a read raises the first.
 
-Damage and what is merely not supported are kept apart: a copy from a backup mends only the first.
+Damage and unsupported content are kept apart: only damage can be repaired from a backup.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from reshard.errors import DamageError, UnsupportedError
-from reshard.text import quoted
+from reshard.text import and_more, quoted
 
 __all__ = ["Findings"]
 
@@ -18,33 +18,33 @@ MAX_NOTED = 1000
 
 @dataclass(slots=True)
 class Findings:
-    """What is wrong with a checkpoint, and what its reader should know; one line each."""
+    """Problems of a checkpoint, and notes for its reader; one line each."""
 
     damage: list[str] = field(default_factory=list)
     unsupported: list[str] = field(default_factory=list)
-    """What is sound, as far as can be seen, and is not read."""
+    """Content that is not damaged, as far as is known, and cannot be read."""
     notes: list[str] = field(default_factory=list)
 
     def noting(self) -> Noting:
-        """Note what is damaged or not supported inside, and go on after it."""
+        """A ``with`` block that notes DamageError and UnsupportedError and goes on after it."""
         return Noting(self)
 
     def found(self, what: str) -> None:
-        """Note one damage; of thousands, the first tell enough."""
+        """Note one damage, up to a limit."""
         if len(self.damage) < MAX_NOTED:
             self.damage.append(what)
 
     def refuse(self, what: str) -> None:
-        """Note one thing that is not supported."""
+        """Note something that is not supported, up to a limit."""
         if len(self.unsupported) < MAX_NOTED:
             self.unsupported.append(what)
 
     def refuse_doubled(self, doubled: Mapping[tuple[str, str], Sequence[str]], advice: str) -> None:
-        """Note tensors that are in two files each: nothing says which of these counts."""
+        """Note tensors that are in two files each, where nothing decides between these."""
         for (one, two), names in doubled.items():
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            tensors = and_more([quoted(name) for name in names])
             self.refuse(
-                f"tensor {quoted(names[0])}{more} is in {one} and in {two}, and nothing says which "
+                f"tensor {tensors} is in {one} and in {two}, and nothing says which "
                 f"of them counts: {advice}"
             )
 
@@ -54,12 +54,12 @@ class Findings:
         return bool(self.damage or self.unsupported)
 
     def note(self, what: str) -> None:
-        """Note what is no damage and yet worth knowing."""
+        """Note something that is no problem but worth knowing."""
         if len(self.notes) < MAX_NOTED:
             self.notes.append(what)
 
     def check(self, root: str) -> None:
-        """Raise what was found; damage first."""
+        """Raise the first problem; damage before unsupported content."""
         for kind, found in ((DamageError, self.damage), (UnsupportedError, self.unsupported)):
             if found:
                 more = len(found) - 1
@@ -69,7 +69,7 @@ class Findings:
 
 @dataclass(frozen=True, slots=True)
 class Noting:
-    """Takes errors as findings; a class, because a hundred thousand generators take a second."""
+    """Notes errors as findings; a class, because 100,000 generators take a second."""
 
     findings: Findings
 

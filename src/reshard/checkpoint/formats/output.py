@@ -1,7 +1,6 @@
-"""What a checkpoint in the making consists of: its files, and the place of every box in them.
+"""The plan of an output: its files, and the place of every box in them.
 
-All of it is known before the first byte is read: shapes and layouts give the sizes, sizes give the
-headers. What is left to do is to copy boxes to their places.
+It is complete before the first byte is read: shapes and layouts give the sizes, sizes the headers.
 """
 
 from __future__ import annotations
@@ -36,19 +35,19 @@ __all__ = [
 
 
 def count_tensor_files(files: Iterable[StoredFile]) -> int:
-    """How many of the files to be written hold tensors, and not only an index or metadata."""
+    """The number of files that hold tensors, not only an index or metadata."""
     return sum(file.path.endswith((*TENSOR_FILES, ".distcp")) for file in files)
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A tensor of the output: what it is, and how it is cut; without a layout it is whole."""
+    """A tensor to be written: its shape, dtype and layout; without a layout it is written whole."""
 
     shape: tuple[int, ...]
     dtype: str
     layout: Layout | None = None
     owned: Owned | None = None
-    """Who writes which box; without it the replicas take turns."""
+    """The rank that writes each box; without it the replicas take turns."""
 
     @property
     def num_bytes(self) -> int:
@@ -58,7 +57,7 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Literal:
-    """Bytes of a file that are known beforehand: headers, indexes, directories."""
+    """Bytes of a file that the plan has already: headers, indexes, directories."""
 
     file: int
     offset: int
@@ -67,7 +66,7 @@ class Literal:
 
 @dataclass(frozen=True, slots=True)
 class ObjectCopy:
-    """An entry that is no tensor, and where its bytes go."""
+    """An object of the source, and the place of its bytes in the output."""
 
     source: StoredObject
     file: int
@@ -76,7 +75,7 @@ class ObjectCopy:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class OutputTensor:
-    """A tensor of the output, and where its pieces go."""
+    """A tensor of the output, and the places of its pieces."""
 
     name: str
     shape: tuple[int, ...]
@@ -84,7 +83,7 @@ class OutputTensor:
     pieces: Pieces
 
     def literals(self) -> Iterator[Literal]:
-        """What stands around the pieces, as literals."""
+        """The bytes before and after each piece, as literals."""
         for piece, (head, tail) in zip(self.pieces.pieces, self.pieces.around, strict=False):
             yield Literal(piece.file, piece.offset - len(head), head)
             yield Literal(piece.file, piece.offset + piece.num_bytes(self.dtype), tail)
@@ -97,14 +96,14 @@ class Output:
     files: tuple[StoredFile, ...]
     tensors: Mapping[str, OutputTensor]
     literals: tuple[Literal, ...]
-    """Those that do not stand around the pieces of a tensor."""
+    """Literals that are not around the pieces of a tensor."""
     objects: tuple[ObjectCopy, ...] = ()
     left_out: tuple[str, ...] = ()
-    """Names of entries, values and files of the source that are not in the output."""
+    """Names of objects, values and files of the source that are not in the output."""
     metadata: Mapping[str, str] = field(default_factory=dict)
 
     def all_literals(self) -> Iterator[Literal]:
-        """All literals, those around pieces too."""
+        """All literals, with those around pieces."""
         yield from self.literals
         for tensor in self.tensors.values():
             yield from tensor.literals()
@@ -117,7 +116,7 @@ class Output:
 
 @dataclass(frozen=True, eq=False)
 class Owned:
-    """The distinct boxes of a tensor, and the one rank that writes each."""
+    """The distinct boxes of a tensor, and the rank that writes each."""
 
     starts: Ints
     stops: Ints
@@ -134,7 +133,7 @@ class Owned:
 
 
 def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
-    """Each distinct box of a tensor once; replicas take turns in writing, from tensor to tensor."""
+    """Each distinct box of a tensor with one owner; replicas take turns from tensor to tensor."""
     layout = wanted.layout
     if wanted.owned is not None:
         return wanted.owned
@@ -154,7 +153,7 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
 
 @lru_cache(maxsize=1024)
 def _counted(layout: Layout, shape: tuple[int, ...]) -> tuple[int, int]:
-    """How many elements the boxes of a layout have, and after how many tensors turns repeat."""
+    """The number of elements in all boxes of a layout, and the period of the turns."""
     listed = listed_of(layout, shape)
     elements = int((listed.stops - listed.starts).prod(axis=1).sum())
     return elements, lcm(*np.diff(listed.first).tolist())

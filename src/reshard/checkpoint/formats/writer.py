@@ -1,4 +1,4 @@
-"""The files that each target format consists of, planned from shapes and layouts alone."""
+"""Plans the files of an output in any format, from shapes and layouts alone."""
 
 from __future__ import annotations
 
@@ -13,22 +13,13 @@ from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.errors import CheckpointError
 from reshard.text import quoted
 
-__all__ = [
-    "FORMATS",
-    "Literal",
-    "ObjectCopy",
-    "Output",
-    "OutputTensor",
-    "Wanted",
-    "plan_output",
-    "unknown_format",
-]
+__all__ = ["FORMATS", "plan_output", "unknown_format"]
 
 FORMATS = ("full", "sharded", "distcp", "ranks")
 
 
 def unknown_format(format: str) -> str:
-    """What to say about a format that nobody knows."""
+    """The error message for an unknown format."""
     return f"{quoted(format)} is no format: use {', '.join(FORMATS)}"
 
 
@@ -45,17 +36,17 @@ def plan_output(
     max_shard_size: int = 5 * 10**9,
     base: str = "model",
 ) -> Output:
-    """The files of a checkpoint in one of the formats; entries it cannot hold are listed.
+    """The files of a checkpoint in one format; entries that it cannot hold are listed.
 
-    ``metadata`` are texts, which have a place in safetensors, and ``values`` plain values, which
-    have one in .distcp; what is in both is one thing.
+    ``metadata`` are strings for safetensors, ``values`` plain values for .distcp; a name in both is
+    one entry.
     """
     values = values or {}
     match format:
         case "distcp":
             kept = {key: text for key, text in metadata.items() if key not in values}
-            output = distcp(tensors, objects, nesting, values, _about(tensors, extras or {}))
-            return replace(output, left_out=(*_said(kept), *_dropped(tensors, extras or {})))
+            output = distcp(tensors, objects, nesting, values, _kept_extras(tensors, extras or {}))
+            return replace(output, left_out=(*_lost(kept), *_dropped_extras(tensors, extras or {})))
         case "full":
             output = full(tensors, metadata, max_shard_size, base)
         case "sharded":
@@ -68,16 +59,16 @@ def plan_output(
     return replace(output, left_out=(*names, *(extras or ())))
 
 
-def _about(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> dict[str, Any]:
-    """What other programs keep of each tensor, of those tensors that are there."""
+def _kept_extras(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> dict[str, Any]:
+    """Extra metadata of other programs, restricted to tensors of the output."""
     return {
         key: {name: one for name, one in extra.items() if name in tensors}
         for key, extra in extras.items()
     }
 
 
-def _dropped(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> tuple[str, ...]:
-    """What other programs keep of tensors that are not in the output under their name."""
+def _dropped_extras(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> tuple[str, ...]:
+    """Extra metadata of tensors that the output does not have under their name."""
     return tuple(
         f"{key} of {name}"
         for key, extra in extras.items()
@@ -86,9 +77,6 @@ def _dropped(tensors: Mapping[str, Wanted], extras: Mapping[str, Any]) -> tuple[
     )
 
 
-def _said(metadata: Mapping[str, str]) -> tuple[str, ...]:
-    """What the files of the source say beside the tensors and entries.
-
-    That they are torch's is said again by whatever is made of a .distcp.
-    """
+def _lost(metadata: Mapping[str, str]) -> tuple[str, ...]:
+    """Metadata keys that are lost; ``format: pt`` is written again from any .distcp."""
     return tuple(key for key, text in metadata.items() if (key, text) != ("format", "pt"))

@@ -1,13 +1,12 @@
-"""Checksums of the files we write: have these bytes changed since?
+"""Checksums of the files that reshard writes, in the sidecar ``reshard-checksums.json``.
 
-They lie beside the files in ``reshard-checksums.json``: for each file its size and a checksum of
-each chunk of it, and for each tensor its digest. Chunks are what was written at once, at most 4
-MiB, so they are summed from the very bytes that are written, by any worker and in any order, and
-nothing is read again. The last line of the sidecar is a checksum of the lines before it.
+The sidecar has the size of each file, a checksum of each of its chunks, and the digest of each
+tensor. A chunk is what one call wrote, at most 4 MiB, so checksums are computed from the bytes that
+are written, by any worker and in any order, and nothing is read again. The last line of the sidecar
+is a checksum of the lines before it.
 
-The checksum is xxh3 of 128 bits: 8 GB/s on one core, ten times the rate of a cryptographic hash.
-It finds damage with certainty for practical purposes. Against somebody who changes a file *and*
-its checksum no hash beside the file helps, whatever its strength, so a slower one buys nothing.
+The checksum is xxh3 with 128 bits: 8 GB/s on one core, ten times the rate of a cryptographic hash.
+It detects damage; no hash in the same folder protects against a change of both file and checksum.
 
 >>> recorder = Recorder()
 >>> recorder.add("a.bin", 3, b"defg")
@@ -15,7 +14,7 @@ its checksum no hash beside the file helps, whatever its strength, so a slower o
 >>> sums = Checksums(recorder.finish({"a.bin": 7}), {})
 >>> Checksums.from_bytes(sums.to_bytes()) == sums
 True
->>> Checker(sums, "ckpt").saw("a.bin", 0, b"abcdefG")
+>>> Checker(sums, "ckpt").check("a.bin", 0, b"abcdefG")
 Traceback (most recent call last):
     ...
 reshard.errors.DamageError: ckpt/a.bin: bytes 3 to 7 changed since they were written: ...
@@ -43,24 +42,24 @@ __all__ = ["CHUNK", "SIDECAR", "Checker", "Checksums", "Chunk", "FileSums", "Rec
 SIDECAR = "reshard-checksums.json"
 VERSION = 2
 CHUNK = 4 << 20
-"""The longest chunk that is written; a reader that is not aligned re-reads at most two of them."""
+"""The longest chunk that is written; an unaligned reader re-reads at most two of them."""
 WIDTH = 16
 """Bytes of one checksum."""
 ROOM = 32 << 20
-"""Bytes that a sidecar may always have."""
+"""Bytes that a sidecar may have regardless of its files."""
 PER_BYTE = 4
-"""Further bytes of a sidecar for each byte of the files that it describes. A chunk takes at most 55
-bytes there, a tensor its name and 40 more. A chunk of a few bytes is a whole tensor or box, whose
-name and shape take 60 bytes and more of the header or archive of its file."""
+"""Further bytes of a sidecar per byte of its files. A chunk takes at most 55 bytes there, a tensor its
+name and 40 more. A chunk of a few bytes is a whole tensor or box, whose name and shape take at least
+60 bytes in the header or archive of its file."""
 MAX_ALONE = 4 << 30
-"""The largest sidecar that is read for a single file, without knowledge of the others."""
+"""The largest sidecar that is read for a single file, where the other files are unknown."""
 
 Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Bytes of a file that have one checksum."""
+    """A range of a file with one checksum."""
 
     start: int
     stop: int
@@ -69,10 +68,10 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class FileSums:
-    """The checksums of one file: its chunks follow each other and cover it."""
+    """The checksums of one file, whose chunks are consecutive and cover it."""
 
     ends: tuple[int, ...]
-    """Where each chunk ends; the last is the size of the file."""
+    """The end of each chunk; the last is the size of the file."""
     sums: bytes
     """The checksums of all chunks, one after the other."""
 
@@ -87,7 +86,7 @@ class FileSums:
         return Chunk(start, self.ends[index], self.sums[index * WIDTH : (index + 1) * WIDTH])
 
     def touching(self, start: int, stop: int) -> range:
-        """Which chunks have bytes of this range."""
+        """The indices of the chunks that overlap a range."""
         if start >= stop:
             return range(0)
         return range(
@@ -97,16 +96,16 @@ class FileSums:
 
 @dataclass(frozen=True, slots=True)
 class Checksums:
-    """What a sidecar says."""
+    """The content of a sidecar."""
 
     files: Mapping[str, FileSums]
     digests: Mapping[str, str]
     """The digest of each tensor."""
     request: Mapping[str, Any] | None = None
-    """Which conversion the files are the result of, where one wrote them."""
+    """The conversion that wrote the files, if one did."""
 
     def to_bytes(self) -> bytes:
-        """The sidecar: a JSON text whose last line is a checksum of all before it."""
+        """The sidecar as JSON, whose last line is a checksum of all lines before it."""
         files = {
             path: {"ends": sums.ends, "sums": sums.sums.hex()}
             for path, sums in sorted(self.files.items())
@@ -149,7 +148,7 @@ def load(storage: Storage) -> Checksums | None:
     except DamageError:
         if SIDECAR in listed:
             raise
-        return None  # a single file, with nothing beside it
+        return None  # a single file without a sidecar
     where = f"{storage.root}/{SIDECAR}"
     others = sum(listed.values()) - listed.get(SIDECAR, 0)
     most = ROOM + others * PER_BYTE if SIDECAR in listed else MAX_ALONE
@@ -162,8 +161,8 @@ def load(storage: Storage) -> Checksums | None:
 
 
 def _text(storage: Storage, size: int, where: str) -> bytes:
-    """The sidecar, read part by part: a sparse file that claims gigabytes ends at its first hole,
-    before it takes memory.
+    """The bytes of the sidecar, read in parts: a sparse file is refused at its first hole, before it
+    takes memory.
     """
     parts = []
     for at in range(0, size, CHUNK):
@@ -179,14 +178,14 @@ def checksum(data: Bytes) -> bytes:
 
 
 class Recorder:
-    """Collects the checksums of files as they are written, from any thread, in any order."""
+    """Collects checksums of files while they are written, from any thread and in any order."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._chunks: dict[str, list[Chunk]] = defaultdict(list)
 
     def add(self, path: str, offset: int, data: Bytes) -> None:
-        """These bytes are written there."""
+        """Record bytes that are written at an offset."""
         view = memoryview(data).cast("B")
         chunks = [
             Chunk(offset + at, offset + at + len(piece), checksum(piece))
@@ -196,12 +195,12 @@ class Recorder:
         self.put(path, chunks)
 
     def put(self, path: str, chunks: list[Chunk]) -> None:
-        """Chunks whose checksums are known, such as those of a journal."""
+        """Record chunks whose checksums are known, such as those of a journal."""
         with self._lock:
             self._chunks[path] += chunks
 
     def finish(self, sizes: Mapping[str, int]) -> dict[str, FileSums]:
-        """The checksums of these files, all of whose bytes must have been added, once."""
+        """The checksums of these files; raises unless every byte was recorded exactly once."""
         return {path: _joined(path, self._chunks[path], size) for path, size in sizes.items()}
 
 
@@ -221,7 +220,7 @@ def _joined(path: str, chunks: list[Chunk], size: int) -> FileSums:
 
 @dataclass(slots=True)
 class _Partial:
-    """A chunk of which a first part was seen."""
+    """A chunk whose first bytes were checked."""
 
     hasher: Any
     next: int
@@ -231,8 +230,8 @@ class _Partial:
 class Checker:
     """Compares bytes that are read with the checksums of a checkpoint; from any thread.
 
-    Chunks that are seen whole, or part by part from their start, are checked at once. The others
-    of those that were seen are read again by ``finish``.
+    Chunks that are read whole, or in order from their start, are compared at once. Chunks that were
+    read otherwise are read again by ``finish``.
     """
 
     def __init__(self, checksums: Checksums | None, root: str) -> None:
@@ -245,12 +244,12 @@ class Checker:
         self._done: set[tuple[str, int]] = set()
         self._bad: set[tuple[str, int]] = set()
 
-    def tell(self, found: Callable[[str, Chunk, bytes], None]) -> None:
-        """From now on tell of damage instead of raising it: path, chunk, the checksum it has."""
+    def report_to(self, found: Callable[[str, Chunk, bytes], None]) -> None:
+        """Report damage (path, chunk, its checksum) to a function instead of raising it."""
         self._found = found
 
-    def saw(self, path: str, offset: int, data: Bytes) -> None:
-        """These bytes were read there; DamageError if a chunk of them has changed."""
+    def check(self, path: str, offset: int, data: Bytes) -> None:
+        """Check bytes that were read at an offset; DamageError if a chunk has changed."""
         sums = self._files.get(path)
         if sums is None:
             return
@@ -262,10 +261,10 @@ class Checker:
             if len(part) == chunk.stop - chunk.start:
                 self._judge(path, index, chunk, checksum(part))
             else:
-                self._saw_part(path, index, chunk, start, part)
+                self._check_part(path, index, chunk, start, part)
 
     def aligned(self, path: str, start: int, stop: int) -> tuple[int, int]:
-        """The range that must be read for every chunk of it to be seen whole."""
+        """The range that must be read so that all of its chunks are complete."""
         sums = self._files.get(path)
         touched = sums.touching(start, stop) if sums is not None else range(0)
         if sums is None or not touched:
@@ -273,13 +272,13 @@ class Checker:
         return sums.chunk(touched[0]).start, sums.chunk(touched[-1]).stop
 
     def finish(self, storage: Storage) -> int:
-        """Read again what was seen only in parts, and check it; says how many bytes."""
+        """Read chunks again that were read only in parts; returns the number of bytes."""
         with self._lock:
             left = sorted(self._open - self._done)
         return self._read_again(storage, left)
 
     def finish_file(self, storage: Storage, path: str) -> int:
-        """Read what was not seen whole of a file, and check it; says how many bytes."""
+        """Read all unchecked chunks of a file; returns the number of bytes."""
         with self._lock:
             every = [(path, index) for index in range(len(self._files[path].ends))]
             left = [one for one in every if one not in self._done]
@@ -293,7 +292,9 @@ class Checker:
             count += chunk.stop - chunk.start
         return count
 
-    def _saw_part(self, path: str, index: int, chunk: Chunk, start: int, part: memoryview) -> None:
+    def _check_part(
+        self, path: str, index: int, chunk: Chunk, start: int, part: memoryview
+    ) -> None:
         key = (path, index)
         with self._lock:
             if key in self._done:
@@ -328,7 +329,7 @@ class Checker:
 
 
 def damage(where: str, chunk: Chunk, found: bytes) -> str:
-    """What to say about a chunk that has changed."""
+    """The error message for a chunk that has changed."""
     return (
         f"{where}: bytes {chunk.start} to {chunk.stop} changed since they were written: their "
         f"checksum is {found.hex()} and was {chunk.sum.hex()}: restore the file from a "
@@ -362,7 +363,7 @@ def _seal(body: bytes) -> bytes:
 
 
 def _opened(text: bytes, where: str) -> dict[str, Any]:
-    """The data of a sidecar whose own checksum is right."""
+    """The data of a sidecar, whose own checksum must match."""
     length = len(_seal(b""))
     body = text[:-length]
     if text[-length:] != _seal(body):

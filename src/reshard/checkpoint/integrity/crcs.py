@@ -1,9 +1,9 @@
-"""The CRC-32 that ``torch.save`` keeps of every storage: have these bytes changed since?
+"""The CRC-32 that ``torch.save`` writes for every storage, compared while the bytes are read.
 
-Torch writes it and never compares it: it loads a flipped bit of a ``.distcp`` as another number.
-Where a file has no checksums of ours, every reader compares these. Bytes are not read again for it:
-each range that is read gives a part, of any record and in any order, from any thread or process,
-and parts that follow each other are combined to the CRC of the whole record.
+Torch writes it and never compares it, so it loads a flipped bit of a ``.distcp`` as another number.
+Files without reshard's checksums are checked with it. No bytes are read again: each range that is
+read gives a part, in any order, from any thread or process, and consecutive parts are combined to
+the CRC of the whole record.
 
 >>> from zlib import crc32
 >>> combine(crc32(b"left, "), crc32(b"right"), len(b"right")) == crc32(b"left, right")
@@ -38,31 +38,29 @@ if TYPE_CHECKING:
 __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
 
 STEP = 1 << 20
-"""Bytes that are read at a time where no other reader has read them."""
+"""Bytes per read, for ranges that no other reader has read."""
 
 Part = tuple[int, int, int, int]
-"""Which record, the first byte of its file, past the last byte, and the CRC-32 of that range."""
+"""The number of a record, the start and end of a range of its file, and the CRC-32 of that range."""
 Unread = Callable[[int, int, int], int]
-"""The CRC-32 of a range of a file, which no reader has read: file, first byte, past the last."""
+"""Reads a range (file, start, end) that no reader has read, and returns its CRC-32."""
 
 
 def crcs_of(storage: Storage, catalog: Catalog, checksums: Checksums | None) -> tuple[Crc, ...]:
-    """All that the files of torch say of their bytes, and our checksums do not: of tensors, and of
-    entries that are no tensors.
-    """
+    """The CRC-32 of all tensors and objects in files that the sidecar does not cover."""
     ours = checksums.files if checksums is not None else {}
     files = {number for number, file in enumerate(catalog.files) if file.path not in ours}
     found = [crc for crc in catalog.crcs if crc.file in files]
     for entry in catalog.objects.values():
         if entry.file in files:
             place = catalog.files[entry.file].path, entry.offset, entry.size
-            with suppress(CheckpointError):  # no archive of torch.save: there is nothing to compare
+            with suppress(CheckpointError):  # not an archive of torch.save: it has no CRC
                 found += archive_crcs(storage, place, entry.file)
     return tuple(found)
 
 
 class Crcs:
-    """Compares what is read with the CRC-32 of records; from any thread."""
+    """Compares bytes that are read with the CRC-32 of records; from any thread."""
 
     def __init__(self, crcs: Iterable[Crc]) -> None:
         self._crcs = sorted(set(crcs))
@@ -74,11 +72,11 @@ class Crcs:
         return len(self._crcs)
 
     def chosen(self, which: Collection[int]) -> list[Crc]:
-        """Some of the records, in order."""
+        """The records with these numbers, in order."""
         return [self._crcs[one] for one in sorted(which)]
 
     def touching(self, file: int, start: int, stop: int) -> range:
-        """The records that have bytes in a range of a file."""
+        """The numbers of the records that overlap a range of a file."""
         first = bisect_right(self._ends, (file, start))
         last = first
         while last < len(self._crcs) and self._crcs[last][:2] < (file, stop):
@@ -86,7 +84,7 @@ class Crcs:
         return range(first, last) if start < stop else range(0)
 
     def parts(self, file: int, offset: int, data: Bytes) -> list[Part]:
-        """The CRC-32 of bytes that were read there, split at the ends of records."""
+        """The CRC-32 of bytes that were read at an offset, split at the ends of records."""
         view = memoryview(data).cast("B")
         found = []
         for which in self.touching(file, offset, offset + len(view)):
@@ -98,7 +96,7 @@ class Crcs:
         return found
 
     def add(self, parts: Iterable[Part]) -> None:
-        """Keep parts, the longest of those that begin at one byte."""
+        """Keep parts; of those that begin at the same byte, the longest."""
         with self._lock:
             for which, start, stop, value in parts:
                 known = self._parts.setdefault(which, {})
@@ -108,9 +106,9 @@ class Crcs:
     def values(
         self, unread: Unread, which: Collection[int] | None = None
     ) -> Iterator[tuple[Crc, int]]:
-        """The CRC-32 that records have now: of these records, or of all that were read in part.
+        """The current CRC-32 of these records, or of all that were read in part.
 
-        What was not read of them is read by ``unread``.
+        ``unread`` reads the ranges that are missing.
         """
         for one in sorted(self._parts) if which is None else which:
             yield self._crcs[one], self._value(one, unread)
@@ -140,7 +138,7 @@ def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:
 
 
 def changed(catalog: Catalog, crc: Crc, now: int) -> str:
-    """What to say about a record that has changed."""
+    """The error message for a record that has changed."""
     names = tensors_of(catalog, crc)
     some = ", ".join(map(quoted, names[:3])) + (" and more" if len(names) > 3 else "")
     path = catalog.files[crc.file].path
@@ -152,7 +150,7 @@ def changed(catalog: Catalog, crc: Crc, now: int) -> str:
 
 
 def tensors_of(catalog: Catalog, crc: Crc) -> list[str]:
-    """The tensors that have bytes in a record."""
+    """The tensors that overlap a record."""
     start, stop = crc.offset, crc.offset + crc.size
     found = dict[str, None]()
     for name, tensor in catalog.tensors.items():
@@ -164,20 +162,20 @@ def tensors_of(catalog: Catalog, crc: Crc) -> list[str]:
 
 
 _POLYNOMIAL = 0xEDB88320
-"""That of CRC-32, with the coefficient of the lowest power in the highest bit."""
+"""The polynomial of CRC-32, with the coefficient of the lowest power in the highest bit."""
 
 
 def combine(left: int, right: int, length: int) -> int:
-    """The CRC-32 of two ranges one after the other; the right one has so many bytes.
+    """The CRC-32 of two consecutive ranges, the second of which has this length.
 
-    Appending bytes multiplies the CRC of what is before them by a power of x.
+    Appending bytes multiplies the CRC of the bytes before them by a power of x.
     """
     return _times(_shift(length), left) ^ right
 
 
 @lru_cache(maxsize=1 << 12)
 def _shift(length: int) -> int:
-    """x to the power of 8 for each of so many bytes."""
+    """x to the power of 8 times the length."""
     power, factor = 1 << 31, 1 << 23  # 1, and x to the power of 8
     while length:
         if length & 1:

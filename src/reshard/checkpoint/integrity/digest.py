@@ -1,8 +1,8 @@
-"""The digest of a tensor: are two tensors equal, bit by bit, however each of them is cut?
+"""The digest of a tensor, which depends on its bits and not on how it is sharded.
 
 ``docs/digest.md`` is the specification. The bytes of a tensor, in row-major order, are the digits
-of one large whole number, ``sum(byte[i] * 256**i)``; its value is what is left of that number
-modulo ``MODULUS``. Each box of a tensor has a part of the sum, which needs nothing of the others:
+of a large integer, ``sum(byte[i] * 256**i)``; the value of the tensor is that integer modulo
+``MODULUS``. Each box of a tensor contributes a part of the sum, independent of the other boxes:
 
 >>> w = np.arange(12, dtype=np.float32).reshape(3, 4)
 >>> whole = part(w, Box.whole((3, 4)), (3, 4), "float32")
@@ -13,7 +13,7 @@ True
 >>> whole == int.from_bytes(w.tobytes(), "little") % MODULUS
 True
 
-How it is fast: ``MODULUS`` is a product of primes below 2**13. Four bytes make a word below 2**32,
+``MODULUS`` is a product of primes below 2**13. Four bytes make a word below 2**32,
 and a power of 256 modulo a prime, counted from the middle, is less than 2**12 large, so 512
 products add up to less than 2**53, which float64 holds exactly. The first and only costly step is
 therefore a matrix product in float64, which numpy leaves to BLAS.
@@ -40,17 +40,17 @@ PRIMES = (8147, 8039, 7823, 7727, 7703, 7643, 7607, 7559)
 MODULUS = prod(PRIMES)
 
 WORD = 4
-"""Bytes that are multiplied at once; fewer where memory is not cut so."""
+"""Bytes per word; fewer where memory is not aligned."""
 COLUMNS = 512
 """Words of one dot product: ``COLUMNS * 2**32 * 2**12 <= 2**53``."""
 BLOCK = 1 << 16
 """Words that are widened to float64 at a time: they stay in the cache of a core, and OpenBLAS
 multiplies up to 128 rows without copying them first."""
 EVEN = 16
-"""Groups below which they are made equal, lest what is left over costs as much as they do. More of
-them are of one size whatever the tensor, so that few weights serve all."""
+"""Fewer groups than this are made equal, so that the remainder is not as costly as they are. More
+groups have one size for all tensors, so that few weights serve all."""
 ROWS = 2048
-"""Sums that are added up at a time: ``ROWS * 2**12 * 2**12`` is far below 2**53."""
+"""Sums that are added at a time: ``ROWS * 2**12 * 2**12`` is far below 2**53."""
 
 Array = np.ndarray[Any, Any]
 Dims = tuple[tuple[int, int], ...]
@@ -63,7 +63,7 @@ _UNITS = tuple(MODULUS // p * pow(MODULUS // p, -1, p) for p in PRIMES)
 
 
 def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
-    """What a box adds to the value of a tensor of this shape.
+    """The contribution of a box to the value of a tensor of this shape.
 
     ``data`` is the box as an array (any strides, elements of the right size), or its bytes in
     row-major order.
@@ -79,7 +79,7 @@ def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
 
 
 def whole(rows: Array) -> list[int]:
-    """The values of many tensors of one size, each a row of bytes: quicker than one by one.
+    """The values of many tensors of one size, each a row of bytes; faster than one by one.
 
     >>> tensors = np.arange(12, dtype=np.uint8).reshape(2, 6)
     >>> whole(tensors)[1] == int.from_bytes(tensors[1].tobytes(), "little") % MODULUS
@@ -104,7 +104,7 @@ def combine(parts: Iterable[int]) -> int:
 
 
 def finish(value: int, shape: Sequence[int], dtype: str) -> str:
-    """The digest, as it is stored and shown, of a tensor of this value."""
+    """The digest of a tensor with this value, as it is stored and shown."""
     sizes = "x".join(map(str, shape))
     text = f"reshard-digest-{VERSION} {dtype} {sizes} {value:x}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
@@ -113,8 +113,8 @@ def finish(value: int, shape: Sequence[int], dtype: str) -> str:
 def _array(data: Any, shape: tuple[int, ...], dtype: str) -> Array:
     """The box as an array of its elements."""
     width = itemsize(dtype)
-    given = isinstance(data, np.ndarray)
-    array: Array = data if given else np.frombuffer(data, dtype=f"V{width}").reshape(shape)
+    is_array = isinstance(data, np.ndarray)
+    array: Array = data if is_array else np.frombuffer(data, dtype=f"V{width}").reshape(shape)
     if array.shape != shape or array.itemsize != width:
         raise ValueError(
             f"a box of shape {shape} of {dtype} needs elements of {width} bytes, and the array "
@@ -124,7 +124,7 @@ def _array(data: Any, shape: tuple[int, ...], dtype: str) -> Array:
 
 
 def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
-    """Join neighbouring dims that count on without a jump, in the tensor and in memory."""
+    """Join neighbouring dims that are contiguous both in the tensor and in memory."""
     sizes, steps = list(numbers.shape), [step for _, step in dims]
     strides = list(numbers.strides)
     for dim in reversed(range(len(sizes) - 1)):
@@ -144,7 +144,7 @@ def _of_bytes(numbers: Array, dims: Dims) -> int:
     """The value of an array of bytes whose first byte is byte 0 of the tensor."""
     if numbers.ndim > 1 or not _is_run(numbers, dims):
         return _value(*_as_words(numbers, dims))
-    # One run: its ends, shorter than a word, are arrays of their own, so that words are aligned.
+    # One run: both ends, shorter than a word, are handled apart, so that words are aligned.
     length = len(numbers)
     low = min(-numbers.ctypes.data % WORD, length)
     high = low + (length - low) // WORD * WORD
@@ -157,7 +157,7 @@ def _of_bytes(numbers: Array, dims: Dims) -> int:
 
 
 def _as_words(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
-    """Read bytes of the last dim that lie side by side as words, as long ones as can be."""
+    """View contiguous bytes of the last dim as words, as long as alignment allows."""
     if not _is_run(numbers, dims):
         return numbers, dims
     length = dims[-1][0]
@@ -166,15 +166,15 @@ def _as_words(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
 
 
 def _is_run(numbers: Array, dims: Dims) -> bool:
-    """Whether bytes of the last dim lie side by side, in memory and in the tensor."""
+    """Whether the last dim is contiguous in memory and in the tensor."""
     return numbers.strides[-1] == 1 and dims[-1][1] == 1
 
 
 def _value(words: Array, dims: Dims) -> int:
     """The value of an array of words whose first word is word 0 of the tensor.
 
-    The last dims, up to 512 words of them, become the columns of a matrix; the first dim that does
-    not fit is cut into groups that do. What is left over of that dim is an array of its own.
+    The last dims, up to 512 words, become the columns of a matrix; the first dim that does not fit
+    is split into groups that do. The remainder of that dim is handled apart.
     """
     first, inner = len(dims), 1
     while first and inner * dims[first - 1][0] <= COLUMNS:
@@ -218,7 +218,7 @@ def _sum_of_rows(words: Array, dims: Dims, num_rows: int) -> int:
 
 
 def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
-    """Multiply the words of each row with the powers of their places and add up: primes x rows.
+    """Dot products of the words of each row with the powers of their positions: primes x rows.
 
     The first ``num_rows`` dims are rows. The sums are whole numbers between -2**53 and 2**53.
     """
@@ -237,7 +237,7 @@ def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
 
 
 def _blocks(words: Array, num_rows: int, most: int) -> Iterator[Array]:
-    """Cut an array into blocks of at most so many rows, in order."""
+    """Split an array into blocks of at most ``most`` rows, in order."""
     if num_rows == 0:
         yield words
         return
@@ -252,7 +252,7 @@ def _blocks(words: Array, num_rows: int, most: int) -> Iterator[Array]:
 
 
 def _contracted(sums: Array, rows: Dims) -> int:
-    """Multiply the sums of the rows with the powers of their places, and add up.
+    """Multiply the sums of the rows by the powers of their positions, and add.
 
     All numbers stay whole and below 2**53, so float64 is exact here too.
     """
@@ -265,17 +265,17 @@ def _contracted(sums: Array, rows: Dims) -> int:
 
 
 def _joined(lanes: Sequence[int]) -> int:
-    """The number below MODULUS that is like each of these modulo its prime."""
+    """The number below MODULUS with these remainders modulo the primes."""
     return sum(lane * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
 
 
 def _column_weights(dims: Dims) -> Array:
-    """The powers at the places of the columns: primes x columns."""
+    """The powers at the positions of the columns: primes x columns."""
     return _first_weights(dims, COLUMNS)
 
 
 def _row_weights(dims: Dims) -> Array:
-    """The powers at the places of the rows: primes x rows."""
+    """The powers at the positions of the rows: primes x rows."""
     return _first_weights(dims, ROWS)
 
 
@@ -292,9 +292,9 @@ def _all_weights(dims: Dims) -> Array:
 
 
 def _weights(prime: int, dims: Dims) -> Array:
-    """The powers of 256 at all places of these dims, in row-major order, as float64.
+    """The powers of 256 at all positions of these dims, in row-major order, as float64.
 
-    They are counted from the middle: at most half the prime large, on either side of 0.
+    Remainders are centred: at most half the prime, on either side of 0.
     """
     weights = np.ones(1, dtype=np.int64)
     for length, step in dims:

@@ -1,8 +1,7 @@
-"""Files that hold the local tensors of one rank each: rules say how they were cut.
+"""Joins the local tensors of ranks to global tensors.
 
-The rank stands in the file's name, and the layout of a tensor says which boxes its local tensor
-is made of. How large the global tensor is follows from the local ones, and is then held against
-every one of them:
+The layout of a tensor gives the boxes of each local tensor. The global shape follows from the local
+shapes, and every local shape is then checked against it:
 
     rank 0  (3, 4) \\
     rank 1  (3, 4)  >  "tp -" on tp=3  ->  (8, 4)
@@ -31,12 +30,12 @@ __all__ = ["LocalFile", "check_blocks", "join_ranks"]
 
 MAX_BLOCKS = 1 << 18
 MAX_PIECES = 1 << 22
-"""Pieces of all tensors together; each is some hundred bytes of memory."""
+"""Pieces of all tensors; each takes a few hundred bytes of memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalFile:
-    """The local tensors of a rank, as far as they are in one file."""
+    """The local tensors of a rank in one file."""
 
     rank: int
     file: int
@@ -51,7 +50,7 @@ def join_ranks(
     shapes: Mapping[str, tuple[int, ...]],
     findings: Findings,
 ) -> dict[str, StoredTensor]:
-    """The global tensors behind the local ones; shapes that are not given are found."""
+    """The global tensors of local ones; missing global shapes are derived."""
     held: dict[str, dict[int, tuple[LocalFile, LocalTensor]]] = {}
     doubled: dict[tuple[str, str], list[str]] = {}
     for file in files:
@@ -78,7 +77,7 @@ def join_ranks(
 
 
 def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) -> None:
-    """Refuse blocks without number, which a file may ask for that does not hold them."""
+    """Refuse a layout with more blocks than a file can hold."""
     for cuts, length in zip(layout.dims(shape), shape, strict=True):
         blocks = max((length // block for block in _blocks(cuts)), default=0)
         if blocks > MAX_BLOCKS:
@@ -89,7 +88,7 @@ def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) 
 
 
 def _blocks(cuts: Cuts) -> Iterator[int]:
-    """The sizes of the blocks that a dim is dealt in."""
+    """The block sizes of cyclic cuts of a dim."""
     for cut in cuts:
         match cut:
             case Cyclic(block=block):
@@ -134,7 +133,7 @@ def _check_layout(name: str, layout: Layout) -> None:
 
 
 def _local_shape(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a rank's local tensor; None if it holds nothing of it."""
+    """The shape of a rank's local tensor; None if the rank has none."""
     return None if layout.holds(rank) is None else layout.local_shape(rank, shape)
 
 
@@ -145,7 +144,7 @@ def _check_absent(
     expected: Mapping[int, tuple[int, ...] | None],
     ranks: Mapping[int, str],
 ) -> None:
-    """A rank may lack a tensor of which it holds nothing, and that only if all the others fit."""
+    """A rank may lack a tensor of which it holds no elements, if all other ranks match."""
     absent = [rank for rank, shape in expected.items() if rank not in locals_ and shape is not None]
     fits = all(expected[rank] == shape for rank, shape in locals_.items())
     for rank in absent:
@@ -208,7 +207,7 @@ def _length(
     lengths: Mapping[int, int],
     ranks: Mapping[int, str],
 ) -> int:
-    """How long a dim is: its parts added up, one for each place along the axes that cut it."""
+    """The length of a dim: the sum of its parts over the coordinates of the axes that cut it."""
     match cuts[:1]:
         case ():
             return next(iter(lengths.values()))
@@ -233,7 +232,7 @@ def _length(
 
 
 def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
-    """The pieces of a local tensor as bytes of its file."""
+    """The pieces of a local tensor, with their places in its file."""
     file, tensor = mine
     size = itemsize(tensor.dtype)
     ideal = row_major(tensor.shape)

@@ -1,11 +1,11 @@
-"""The header of a safetensors file: which tensor lies in which bytes?
+"""The header of a safetensors file: names, dtypes, shapes and byte ranges of its tensors.
 
     8 bytes     length of the header, little-endian
     header      JSON: {"name": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}, ...}
     data        the tensors without gaps, offsets counted from here
 
-Nothing in a header is believed before it is checked: lengths against the file's size, ranges
-against each other, names against doubles.
+Everything in a header is checked: lengths against the size of the file, ranges against each other,
+names for duplicates.
 
 >>> built = build_header({"w": ("float32", (2, 2)), "b": ("bfloat16", (2,))}, {"format": "pt"})
 >>> built.offsets, built.file_size - len(built.data)
@@ -33,7 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 MAX_HEADER = 100_000_000
-"""The most that the safetensors library reads."""
+"""The limit of the safetensors library."""
 
 DTYPES = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "I16": "int16", "U16": "uint16", "I32": "int32",
@@ -57,7 +57,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """The tensors of a file in the order of their bytes, and what the file says beside them."""
+    """The tensors of a file in the order of their bytes, and its metadata."""
 
     entries: tuple[Entry, ...]
     metadata: Mapping[str, str]
@@ -66,7 +66,7 @@ class Header:
 
 @dataclass(frozen=True, slots=True)
 class BuiltHeader:
-    """The first bytes of a file to be written, and where its tensors go."""
+    """The first bytes of a file to be written, and the places of its tensors."""
 
     data: bytes
     """The length and the header, ending where the first tensor begins."""
@@ -120,11 +120,11 @@ def build_header(
     entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
     for name, (dtype, shape) in tensors.items():
         stop = start + prod(shape) * itemsize(dtype)
-        # By hand: a dict for each of many tensors takes twice the time and memory.
+        # Not with json.dumps: a dict per tensor takes twice the time and memory.
         entries.append(f"{_compact(_usable(name))}:{_described(dtype, shape, start, stop)}")
         starts[name], start = start, stop
     text = ",".join(entries)
-    del entries  # a header of many tensors is large, and here several times in memory
+    del entries  # a header of many tensors is large and several times in memory here
     content = text.encode()
     length = len(content) + 2
     length += -length % 8
@@ -141,7 +141,7 @@ def build_header(
 
 
 def read_json(data: bytes, where: str) -> dict[str, Any]:
-    """A JSON object in which no key stands twice."""
+    """A JSON object without duplicate keys."""
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_no_doubles)
     except (ValueError, RecursionError) as error:
@@ -172,7 +172,7 @@ def _metadata(value: object, where: str) -> dict[str, str]:
 
 
 def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
-    """A tensor and its range, counted from where the data begins."""
+    """A tensor and its byte range, relative to the start of the data."""
     match value:
         case {"dtype": str(kind), "shape": list(sizes), "data_offsets": [int(start), int(stop)]}:
             pass
@@ -194,7 +194,7 @@ def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
 
 
 def _check_ranges(ranges: list[tuple[Entry, int, int]], where: str) -> int:
-    """Tensors follow each other without gaps; the end of the last one."""
+    """Check that tensors follow each other without gaps; returns the end of the last one."""
     end = 0
     for number, (entry, start, stop) in enumerate(ranges):
         if start != end:

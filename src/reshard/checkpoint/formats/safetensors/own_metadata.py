@@ -1,20 +1,19 @@
-"""What our own files say beside what everybody's do, so that no shape has to be guessed.
+"""The metadata that reshard adds to its safetensors files: global shapes, layouts, mesh and rank.
 
 Every safetensors file that reshard writes as one of several carries in ``__metadata__`` the key
 ``reshard``, whose value is JSON:
 
     {"version": 1,                  readers refuse a version they do not know
      "file": 3, "files": 4,         this file's number, from 1, and how many there are
-     "mesh": "tp=4",                the mesh the tensors are cut over; absent: not known
-     "rank": 2,                     the rank whose local tensors these are; absent: not one rank's
+     "mesh": "tp=4",                the mesh that the tensors are sharded over; absent: unknown
+     "rank": 2,                     the rank whose tensors these are; absent: of no single rank
      "tensors": {                   every tensor of this file
        "w": {"shape": [8, 4],       its global shape
-             "layout": "tp -"}}}    its layout on that mesh; absent: not known
+             "layout": "tp -"}}}    its layout on that mesh; absent: unknown
 
-Torch's readers take no notice. Where in the global tensor a file's tensor lies is said by
-torch's own key ``DCP_SHARDING_INFO`` (``{"w": {"saved_offsets": [4, 0]}}``); in a file without
-that key it follows from rank, mesh and layout, which also covers local tensors joined from several
-boxes.
+Torch's readers ignore it. The offset of a tensor in the global one is in torch's own key
+``DCP_SHARDING_INFO`` (``{"w": {"saved_offsets": [4, 0]}}``); in a file without that key it
+follows from rank, mesh and layout, which also covers local tensors joined from several boxes.
 
 >>> own = OwnMetadata(3, 4, "tp=4", 2, {"w": OwnTensor((8, 4), "tp -")})
 >>> OwnMetadata.parse(own.to_text(), "a.safetensors") == own
@@ -43,7 +42,7 @@ VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class OwnTensor:
-    """The global shape of a tensor, and its layout where one is known."""
+    """The global shape of a tensor, and its layout if known."""
 
     shape: tuple[int, ...]
     layout: str | None = None
@@ -51,12 +50,12 @@ class OwnTensor:
 
 @dataclass(frozen=True, slots=True)
 class OwnMetadata:
-    """One file of a set that reshard wrote."""
+    """The metadata of one file of a set."""
 
     file: int
     """Its number, from 1."""
     files: int
-    """How many files there are."""
+    """The number of files."""
     mesh: str | None = None
     rank: int | None = None
     tensors: Mapping[str, OwnTensor] = field(default_factory=dict)
@@ -96,7 +95,7 @@ class OwnMetadata:
 
 
 def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
-    """The value of torch's key: where each tensor of a file begins in the global one.
+    """The value of torch's key: the offset of each tensor of a file in the global one.
 
     >>> offsets_text({"w": (4, 0)})
     '{"w": {"saved_offsets": [4, 0]}}'

@@ -1,4 +1,4 @@
-"""Safetensors files: whole tensors as Hugging Face has them, boxes as torch does, or per rank."""
+"""Plans safetensors files: whole tensors as in Hugging Face's, boxes as in torch's, or per rank."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from reshard.text import quoted
 __all__ = ["full", "ranks", "sharded"]
 
 MAX_BOXES = 64
-"""Boxes of one tensor on one rank: each beyond the first makes a file of its own."""
+"""Boxes of one tensor on one rank: each beyond the first needs another file."""
 
 
 @dataclass(slots=True)
 class _File:
-    """A file in the making: its tensors as (dtype, shape), and what else its header says."""
+    """A planned file: its tensors as (dtype, shape), their offsets and pieces."""
 
     path: str
     tensors: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class _File:
 def _one_piece(
     start: tuple[int, ...], stop: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[Piece, ...]]:
-    """The shape of a box, and the box as the only piece of a file."""
+    """The shape of a box, and the box as the only piece of its tensor in a file."""
     box = Box(start, stop)
     return box.shape, (Piece(box, 0, row_major(box.shape)),)
 
@@ -64,7 +64,7 @@ def full(
     max_shard_size: int,
     base: str = "model",
 ) -> Output:
-    """Whole tensors in one file, or in several with an index; their names begin with the base."""
+    """Whole tensors in one file, or in several with an index; file names begin with the base."""
     groups = list(_packed(tensors, max_shard_size))
     files = []
     for number, names in enumerate(groups, 1):
@@ -74,7 +74,7 @@ def full(
             shape = tensors[name].shape
             file.add_box(name, tensors[name].dtype, (0,) * len(shape), shape)
         files.append(file)
-    output = _assembled(files, tensors, metadata, own=None)
+    output = _assemble(files, tensors, metadata, own=None)
     index = f"{base}.safetensors.index.json"
     return _with_index(output, index, files, tensors) if len(files) > 1 else output
 
@@ -82,7 +82,7 @@ def full(
 def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: str | None) -> Output:
     """Boxes as torch's ``HuggingFaceStorageWriter(save_distributed=True)`` writes them.
 
-    A file holds one box of a tensor, so a rank with several boxes of one tensor has several files.
+    A file holds one box of a tensor, so a rank with several boxes of a tensor has several files.
     """
     files: dict[tuple[int, int], _File] = {}
     for number, (name, wanted) in enumerate(tensors.items()):
@@ -97,11 +97,11 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
     parts = max((part for _, part in files), default=0) + 1
     for (rank, part), file in files.items():
         file.path = f"shard-{position[rank]:05d}-model-{part + 1:05d}-of-{parts:05d}.safetensors"
-    return _assembled([files[key] for key in sorted(files)], tensors, metadata, own=mesh or "")
+    return _assemble([files[key] for key in sorted(files)], tensors, metadata, own=mesh or "")
 
 
 def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
-    """The local tensors of every rank, in a file with its rank in the name."""
+    """The local tensors of every rank, in a file with the rank in its name."""
     mesh = _one_mesh(tensors)
     files: dict[int, _File] = {}
     known: dict[tuple[Layout, tuple[int, ...], int], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
@@ -119,11 +119,11 @@ def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
             file = files.setdefault(rank, _File(f"model-rank-{rank}-part-0.safetensors", rank=rank))
             shape, file.pieces[name] = known[key]
             file.tensors[name] = (wanted.dtype, shape)
-    return _assembled([files[rank] for rank in sorted(files)], tensors, metadata, own=mesh)
+    return _assemble([files[rank] for rank in sorted(files)], tensors, metadata, own=mesh)
 
 
 def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterable[list[str]]:
-    """Names in order, as many to a file as its size allows, at least one."""
+    """Names in order, grouped into files up to a size, at least one in each."""
     names: list[str] = []
     total = 0
     for name, wanted in tensors.items():
@@ -135,16 +135,16 @@ def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterable[list[str]]:
     yield names
 
 
-def _assembled(
+def _assemble(
     files: list[_File], tensors: Mapping[str, Wanted], metadata: Mapping[str, str], own: str | None
 ) -> Output:
-    """The headers of the files, and the place of every piece behind them."""
+    """The headers of the files, and the place of every piece after them."""
     kept = {key: text for key, text in metadata.items() if key not in (KEY, SHARDING)}
     _check_texts(tensors, kept)
     pieces: dict[str, list[StoredPiece]] = {name: [] for name in tensors}
     stored, literals = [], []
     for number, file in enumerate(files):
-        # Elements of 8 bytes first, then of 4, and so on: every tensor is aligned.
+        # Elements of 8 bytes first, then of 4, and so on, so that every tensor is aligned.
         order = sorted(file.tensors, key=lambda name: -itemsize(file.tensors[name][0]))
         extra = {} if own is None else _own_metadata(file, number, len(files), own, tensors)
         built = build_header(
@@ -157,14 +157,14 @@ def _assembled(
             for piece in file.pieces[name]:
                 offset = built.offsets[name] + piece.offset * size
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
-    made = {name: _tensor(name, tensors[name], found) for name, found in pieces.items()}
-    return Output(tuple(stored), made, tuple(literals), metadata=kept)
+    placed = {name: _tensor(name, tensors[name], found) for name, found in pieces.items()}
+    return Output(tuple(stored), placed, tuple(literals), metadata=kept)
 
 
 def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> None:
-    """Refuse what UTF-8, and with it a header, cannot hold: one half of a pair of surrogates."""
-    said = ((f"metadata {quoted(key)}", key + text) for key, text in metadata.items())
-    for what, text in (*((f"tensor {quoted(name)}", name) for name in tensors), *said):
+    """Refuse a lone surrogate, which UTF-8, and so a header, cannot represent."""
+    texts = ((f"metadata {quoted(key)}", key + text) for key, text in metadata.items())
+    for what, text in (*((f"tensor {quoted(name)}", name) for name in tensors), *texts):
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
             raise CheckpointError(
                 f"{what} has a lone surrogate, which no safetensors file can hold: rename it, or "
@@ -195,7 +195,7 @@ def _described(wanted: Wanted, mesh: str) -> OwnTensor:
 
 @lru_cache(maxsize=1024)
 def _layout_text(layout: Layout | None, mesh: str) -> str | None:
-    """A layout in the words of a mesh, if it has such."""
+    """The notation of a layout on a mesh; None if it is on another mesh or has none."""
     known = layout is not None and not isinstance(layout, BoxLayout) and str(layout.mesh) == mesh
     return str(layout) if known else None
 

@@ -1,11 +1,11 @@
-"""What ``torch.save`` writes is a zip of stored members: where in the file do the tensors lie?
+"""Reads the zip archives of ``torch.save``: the pickle, and the places of the storages.
 
     archive/data.pkl      a pickle in which tensors refer to storages by number
-    archive/data/0        the bytes of a storage, as they are
+    archive/data/0        the bytes of a storage, uncompressed
     central directory     names, sizes and places of all members, at the end
 
-Only the directory, the pickle and a few bytes before each storage are read. A ``.distcp`` file is
-many such zips one after the other, so an archive here is a range of a file.
+Only the directory, the pickle and the header of each storage are read. A ``.distcp`` file is a
+sequence of such archives, so an archive is a range of a file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from reshard.text import quoted
 __all__ = ["Archive", "Member", "archive_crcs", "read_archives"]
 
 HEAD, TAIL = 1024, 1024
-"""Bytes of both ends of an archive that are read at once; those of a single tensor fit."""
+"""Bytes of both ends of an archive that are read first; enough for one tensor."""
 MAX_PICKLE = 1 << 28
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
@@ -33,7 +33,7 @@ _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
 _FULL = 0xFFFFFFFF
-"""A number that did not fit and stands elsewhere."""
+"""Stands in a 32-bit field whose number is in the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,21 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A zip within a file: its pickle, and where its storages lie."""
+    """An archive in a range of a file: its pickle, and the places of its storages."""
 
     where: str
     pickle: bytes
     storages: Mapping[str, Member]
 
     def crcs(self, file: int) -> list[Crc]:
-        """The CRC-32 of each storage that has one; 0 stands where none was computed."""
+        """The CRC-32 of each storage; 0 in the file means that none was computed."""
         members = self.storages.values()
         return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
 
 
 @dataclass(slots=True)
 class _Zip:
-    """A zip while it is being read: a range of a file, and what is known of its bytes."""
+    """An archive that is being read: a range of a file, and the bytes read so far."""
 
     where: str
     range: Range
@@ -70,7 +70,7 @@ class _Zip:
     tail: bytes = b""
 
     def known(self, start: int, length: int) -> bytes | None:
-        """Bytes of the archive that were already read, counted from its beginning."""
+        """Bytes of the archive, relative to its start, if they were read already."""
         size = self.range[2]
         if start + length <= len(self.head):
             return self.head[start : start + length]
@@ -83,8 +83,9 @@ class _Zip:
 def read_archives(
     storage: Storage, ranges: Sequence[Range], largest: int = MAX_PICKLE
 ) -> list[Archive]:
-    """The archives that fill these ranges of files; pickles and directories that are larger than
-    ``largest`` are damage, because many of them are in memory at once.
+    """The archives in these ranges of files.
+
+    Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
     zips = [_Zip(_where(storage, found), found, largest) for found in ranges]
     members = _all_members(storage, zips)
@@ -92,22 +93,22 @@ def read_archives(
 
 
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
-    """The CRC-32 of every member of one archive that has one; no member is read."""
+    """The CRC-32 of every member of one archive; no member is read."""
     [members] = _all_members(storage, [_Zip(_where(storage, found), found, MAX_PICKLE)])
     return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
 
 
 def _all_members(storage: Storage, zips: list[_Zip]) -> list[dict[str, Member]]:
-    """The members of each archive that somebody reads, by name."""
+    """The storages, pickle and byte order of each archive, by name."""
     _read_ends(storage, zips)
     directories = [_directory(found, *_end_of(found)) for found in zips]
     content = _read_wanted(storage, zips, directories)
     tables: list[list[_Listed]] = []
-    known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape often share theirs
+    known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
     for found, data in zip(zips, content, strict=True):
         if data not in known:
             members = _members(found, data)
-            known[data] = _of_interest(found, members), _end_apart(found, members)
+            known[data] = _wanted_members(found, members), _end_apart(found, members)
         table, end = known[data]
         if end > found.range[2]:
             raise DamageError(f"{found.where}: its members end at byte {end} of {found.range[2]}")
@@ -123,7 +124,7 @@ def _where(storage: Storage, found: Range) -> str:
 
 
 def _read_ends(storage: Storage, zips: Sequence[_Zip]) -> None:
-    """Read both ends of every archive, or all of it where that is not more."""
+    """Read both ends of every archive, or all of it if it is not longer."""
     wanted = []
     for found in zips:
         path, offset, length = found.range
@@ -148,7 +149,7 @@ _OTHERS = {
     b"\x89HDF": "an HDF5 file",
     b"GGUF": "a GGUF file",
 }
-"""How files begin that may have the same names, and what they are."""
+"""The first bytes of other formats that use the same file names."""
 
 
 def _no_zip(where: str, head: bytes) -> CheckpointError:
@@ -166,7 +167,7 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
 
 
 def _end_of(found: _Zip) -> tuple[int, int, int]:
-    """Where the directory begins, its length, and how many members it has."""
+    """The start, length and number of members of the directory."""
     at = found.tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(found.tail):
         raise DamageError(f"{found.where}: the directory at its end is missing: it is cut short")
@@ -186,7 +187,7 @@ def _end64_of(found: _Zip, at: int) -> tuple[int, int, int]:
 
 
 def _directory(found: _Zip, start: int, length: int, count: int) -> tuple[int, int]:
-    """The place of the directory, checked."""
+    """Check that the directory is inside the archive; returns its start and length."""
     fits = start + length <= found.range[2] and length <= found.largest
     if not fits or length < count * _CENTRAL.size:
         raise DamageError(
@@ -199,7 +200,7 @@ def _directory(found: _Zip, start: int, length: int, count: int) -> tuple[int, i
 def _read_wanted(
     storage: Storage, zips: Sequence[_Zip], places: Sequence[tuple[int, int]]
 ) -> list[bytes]:
-    """Bytes of each archive, read only where they are not known yet."""
+    """A range of each archive, read only where it is not known yet."""
     found = [one.known(*place) for one, place in zip(zips, places, strict=True)]
     missing = [number for number, data in enumerate(found) if data is None]
     ranges = []
@@ -215,7 +216,7 @@ def _read_wanted(
 
 
 class _Listed(NamedTuple):
-    """A member as the directory lists it: its header's place in the archive, its size."""
+    """A member in the directory: the place of its header in the archive, its size and CRC-32."""
 
     name: str
     header: int
@@ -250,7 +251,7 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
 
 
 def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """Numbers of 64 bits that stand in the extra field, in the order of those that did not fit."""
+    """The 64-bit numbers of the extra field, in the order of the fields that did not fit."""
     at, wide = 0, b""
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
@@ -266,7 +267,7 @@ def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, 
 
 
 def _end_apart(found: _Zip, members: list[_Listed]) -> int:
-    """Where the last member ends; they follow each other, each with a header before its bytes."""
+    """The end of the last member; raises if members overlap."""
     end, before = 0, ""
     for name, header, size, *_ in sorted(members, key=itemgetter(1)):
         if header < end:
@@ -278,7 +279,7 @@ def _end_apart(found: _Zip, members: list[_Listed]) -> int:
 def _located(
     storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]
 ) -> list[dict[str, Member]]:
-    """Find where the members begin, which only the header before each of them tells."""
+    """The place of each member, which depends on the length of the header before it."""
     wanted = [(found, m) for found, table in zip(zips, tables, strict=True) for m in table]
     headers = _read_wanted(
         storage, [one for one, _ in wanted], [(m.header, _LOCAL.size) for _, m in wanted]
@@ -290,7 +291,7 @@ def _located(
     return [{listed.name: next(places) for listed in table} for table in tables]
 
 
-def _of_interest(found: _Zip, table: list[_Listed]) -> list[_Listed]:
+def _wanted_members(found: _Zip, table: list[_Listed]) -> list[_Listed]:
     names = {member.name for member in table}
     if len(names) != len(table):
         raise DamageError(f"{found.where}: two members of its directory have one name")

@@ -1,9 +1,8 @@
-"""Checkpoints of ``torch.distributed.checkpoint``: a pickle of metadata and many small archives.
+"""Reads the metadata of ``torch.distributed.checkpoint``, and the archives that it refers to.
 
 ``.metadata`` lists every tensor with its boxes, and for each box the range of a ``.distcp`` file
-that is the archive of one ``torch.save``. Neither is given to Python's pickle. Classes that the
-metadata names and that are not known here, such as Megatron's plans, are read as records that
-nothing looks into.
+that is one ``torch.save`` archive. Objects of unknown classes, such as Megatron's plans, become
+records that are not interpreted.
 """
 
 from __future__ import annotations
@@ -37,24 +36,24 @@ __all__ = ["METADATA", "read_metadata"]
 METADATA = ".metadata"
 MAX_METADATA = 1 << 29
 MAX_PICKLE = 1 << 16
-"""Bytes of the pickle of one tensor, which has a few hundred, and of the archive's directory."""
+"""Bytes of the pickle of one tensor, which has a few hundred, and of its archive's directory."""
 BATCH = 1024
-"""Archives whose ends are in memory at the same time."""
+"""Archives that are read together."""
 CHUNK_BYTES = 16
-"""Bytes of the metadata that a chunk takes at least, unless many tensors share a list of chunks."""
+"""The least bytes of metadata per chunk, unless tensors share a list of chunks."""
 MAX_PATH = 1 << 12
 MAX_KEYS = 64
-"""Keys that lead to an entry of a nested state dict."""
+"""Length of the path to an entry of a nested state dict."""
 KNOWN_PICKLES = 1 << 12
-"""Pickles that are kept because the next archive may have the same; a model has a few shapes."""
+"""Pickles that are kept, because archives of one shape have the same."""
 EXTRAS = ("mcore_data",)
-"""Attributes that other programs give the metadata, and look for when they load it."""
+"""Attributes of the metadata that other programs write and read."""
 
 _DCP = "torch.distributed.checkpoint."
 
 
 Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
-"""The range of a file that is the archive of a box, by tensor and the start of the box."""
+"""The range of a file that is the archive of a box, by tensor and start of the box."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +69,7 @@ class _Chunk:
 def read_metadata(
     storage: Storage, listed: Sequence[StoredFile], path: str, findings: Findings
 ) -> Catalog:
-    """The catalog of what a ``.metadata`` describes, without the other files of the folder."""
+    """The catalog that a ``.metadata`` describes, without the other files of the folder."""
     where = storage.where(path)
     metadata = _metadata(storage, path, where)
     placed = _placed(_dict(metadata, "storage_data", where), where)
@@ -114,7 +113,7 @@ def read_metadata(
 
 
 def _extras(metadata: Record, most: int, where: str, findings: Findings) -> dict[str, Any]:
-    """What other programs keep in the metadata, where it is plain."""
+    """Attributes of other programs, where they are plain values."""
     extras, visits = {}, Visits(most + MAX_KEYS)
     for name in EXTRAS:
         value = metadata.field(name)
@@ -180,9 +179,9 @@ def _fits(found: Range, sizes: Mapping[str, int]) -> bool:
 def _check_ranges(
     root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
 ) -> set[Range]:
-    """Every range lies in a file that is there, and shares no byte with another; those that do.
+    """Note ranges outside of their files, and ranges that overlap; returns the latter.
 
-    One range that thousands of entries name would be read as often.
+    A range that thousands of entries share would be read as often.
     """
     shared: set[Range] = set()
     by_file: dict[str, list[tuple[int, int]]] = {}
@@ -234,7 +233,7 @@ def _num_chunks(entry: object) -> int:
 
 
 def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> Iterator[_Chunk]:
-    """The chunks of a tensor; what is listed twice, as empty ones of several ranks are, once."""
+    """The distinct chunks of a tensor; empty ones of several ranks are listed repeatedly."""
     chunks = entry.field("chunks")
     where = f"{where}: {quoted(tensor.name)}"
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
@@ -270,7 +269,7 @@ def _check_used(
 def _pieces(
     storage: Storage, chunks: Sequence[_Chunk], numbers: Mapping[str, int], findings: Findings
 ) -> tuple[dict[str, list[StoredPiece]], list[Crc]]:
-    """Where the elements of every chunk lie, archive by archive in the order of the files."""
+    """The pieces of every tensor, read archive by archive in the order of the files."""
     pieces: dict[str, list[StoredPiece]] = {}
     crcs: list[Crc] = []
     views: dict[bytes, View] = {}
@@ -292,7 +291,7 @@ def _pieces(
 def _archives(
     storage: Storage, batch: Sequence[_Chunk], findings: Findings
 ) -> Sequence[Archive | None]:
-    """All archives of a batch; one by one where one of them is damaged."""
+    """The archives of a batch; one by one if one of them is damaged."""
     try:
         return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
     except (DamageError, UnsupportedError) as error:
@@ -323,7 +322,7 @@ def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View])
 
 
 def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
-    """Where a nested state dict keeps each entry."""
+    """The path of each entry in the nested state dict."""
     paths = {}
     for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
         if not isinstance(name, str) or not isinstance(path, tuple) or len(path) > MAX_KEYS:

@@ -1,7 +1,7 @@
-"""A ``.distcp`` folder as ``torch.distributed.checkpoint`` writes it, without torch.
+"""Plans a ``.distcp`` folder as ``torch.distributed.checkpoint`` writes it, without torch.
 
-Every box is a zip file as of ``torch.save``, one after the other in the file of the rank that owns
-it. ``.metadata`` is a pickle that says which box lies where.
+Every box is a ``torch.save`` archive in the file of the rank that writes it. ``.metadata`` is a
+pickle with the place of every box.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from reshard.checkpoint.formats.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.formats.torch.archive_writer import ALIGNMENT, Archive, value_archive
+from reshard.checkpoint.formats.torch.archive_writer import ALIGNMENT, TensorArchive, value_archive
 from reshard.checkpoint.formats.torch.pickler import (
     Call,
     Fields,
@@ -37,7 +37,7 @@ from reshard.layout.box import Box, row_major
 __all__ = ["distcp"]
 
 Path: TypeAlias = tuple[str | int, ...]
-"""The keys that lead to an entry of a nested state dict."""
+"""The path to an entry of a nested state dict."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _TENSOR = Global(_METADATA, "TensorStorageMetadata")
@@ -53,7 +53,7 @@ _STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",)
 
 
 class _Ranks:
-    """The files of the ranks, as far as they are filled."""
+    """The files of the ranks, filled so far."""
 
     def __init__(self) -> None:
         self.literals: list[Literal] = []
@@ -68,7 +68,7 @@ class _Ranks:
         return self.numbers[rank]
 
     def add(self, rank: int, size: int) -> tuple[int, int, int]:
-        """Room for so many bytes at the end of a rank's file: which, where, and what is skipped."""
+        """Append bytes to a rank's file: the file, the offset, and the padding before it."""
         file = self.file(rank)
         skipped = -self.sizes[file] % ALIGNMENT
         offset = self.sizes[file] + skipped
@@ -84,7 +84,7 @@ def distcp(
     extras: Mapping[str, Any] | None = None,
 ) -> Output:
     """The files of the ranks, and the ``.metadata`` that finds everything in them."""
-    ranks, made = _Ranks(), dict[str, OutputTensor]()
+    ranks, outputs = _Ranks(), dict[str, OutputTensor]()
     states: dict[str, Any] = {}
     places = Pairs([])
     names = _file_names(tensors)
@@ -103,14 +103,14 @@ def distcp(
             chunks.append(_chunk(start, shape))
         size = itemsize(wanted.dtype)
         placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
-        made[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
+        outputs[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
         states[name] = _tensor(wanted, chunks)
     copies = _add_objects(ranks, objects, names, states, places)
     _add_values(ranks, values or {}, names, states, places)
     files = [StoredFile(names[rank], ranks.sizes[at]) for rank, at in ranks.numbers.items()]
     metadata = pickled(_metadata(states, places, nesting or {}, extras or {}))
     literals = (*ranks.literals, Literal(len(files), 0, metadata))
-    return Output((*files, StoredFile(".metadata", len(metadata))), made, literals, copies)
+    return Output((*files, StoredFile(".metadata", len(metadata))), outputs, literals, copies)
 
 
 @lru_cache(maxsize=4096)
@@ -122,12 +122,12 @@ def _box(
     return box, box.shape, row_major(box.shape)
 
 
-_archive = lru_cache(maxsize=4096)(Archive.of)
+_archive = lru_cache(maxsize=4096)(TensorArchive.of)
 
 
 @lru_cache(maxsize=4096)
-def _padded(archive: Archive, skipped: int) -> bytes:
-    """What stands before the elements, and before that zeros up to the end of the last box."""
+def _padded(archive: TensorArchive, skipped: int) -> bytes:
+    """The bytes before the elements, with padding up to the alignment."""
     return bytes(skipped) + archive.head
 
 
@@ -144,7 +144,7 @@ def _add_objects(
     states: dict[str, Any],
     places: Pairs,
 ) -> tuple[ObjectCopy, ...]:
-    """Entries that are no tensors go into the first file, byte by byte as they were."""
+    """Copy objects unchanged to the end of the first file."""
     first = next(iter(ranks.numbers), 0)
     copies = []
     for entry in objects:
@@ -164,7 +164,7 @@ def _add_values(
     states: dict[str, Any],
     places: Pairs,
 ) -> None:
-    """Plain values go into the first file, each as ``torch.save`` writes it."""
+    """Append plain values to the first file, each as ``torch.save`` writes it."""
     first = next(iter(ranks.numbers), 0)
     for name, value in values.items():
         data = value_archive(value)

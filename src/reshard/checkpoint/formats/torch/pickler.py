@@ -1,10 +1,8 @@
-"""Pickles written by hand, so that classes can be named without being imported.
+"""Writes pickles that name classes and functions without importing them.
 
-A value is plain data, or one of the three ways in which pickle speaks of objects: a name (of a
-class or a function), a call, and an object with a state. What torch's classes look like inside is
-the concern of ``distcp``.
+A value is plain data, or one of the ways in which a pickle refers to objects: a global name, a
+call, an object with a state, a persistent id.
 
->>> import pickle
 >>> pickle.loads(pickled({"a": (1, -2, 3_000_000_000), "b": [True, None, "x", 0.5, b"y"]}))
 {'a': (1, -2, 3000000000), 'b': [True, None, 'x', 0.5, b'y']}
 >>> pickle.loads(pickled(Call(Global("collections", "Counter"), ("aab",))))
@@ -31,13 +29,13 @@ class Global:
 
     @property
     def path(self) -> str:
-        """Both, joined by a dot; thousands of names may share one module."""
+        """Module and name, joined by a dot."""
         return f"{self.module}.{self.name}"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a function gives for these arguments."""
+    """The result of calling a function."""
 
     function: Global
     arguments: tuple[Any, ...]
@@ -45,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """An object made without calling its class, and then given a state."""
+    """An object that is created without calling its class, and then gets a state."""
 
     of: Global
     state: Any = None
@@ -53,20 +51,20 @@ class Instance:
 
 @dataclass(frozen=True, slots=True)
 class Persistent:
-    """What the reader knows under this id; torch names storages so."""
+    """An object that the reader looks up by id; torch refers to storages in this way."""
 
     id: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Pairs:
-    """A dict whose keys are objects: they are equal or not only once they are read."""
+    """A dict whose keys are objects, which have no hash before they are read."""
 
     items: list[tuple[Any, Any]]
 
 
 class Fields(NamedTuple):
-    """A dict of names, as the state of an object: smaller than one where there are many."""
+    """A dict of attributes, as the state of an object; many objects share one tuple of names."""
 
     names: tuple[str, ...]
     values: tuple[Any, ...]
@@ -74,9 +72,8 @@ class Fields(NamedTuple):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Shared:
-    """A value that never changes and stands in many places: written once, and then named.
+    """An immutable value that occurs in many places: written once, then referred to.
 
-    >>> import pickle
     >>> size = Shared((1, 2))
     >>> one, two = pickle.loads(pickled([size, size]))
     >>> one is two
@@ -87,28 +84,28 @@ class Shared:
 
 
 def pickled(value: Any) -> bytes:
-    """A value as a pickle of protocol 2, which every Python reads."""
+    """A value as a pickle of protocol 2."""
     writer = _Writer()
     writer.out += pickle.PROTO + b"\x02"
-    writer.value(value)
+    writer.write(value)
     return bytes(writer.out + pickle.STOP)
 
 
 class _Writer:
     def __init__(self) -> None:
         self.out = bytearray()
-        self._known: dict[Any, bytes] = {}
-        """How each value that was written before is named."""
-        self._keys: dict[tuple[str, ...], list[bytes]] = {}
-        """The same of all names of fields together: thousands of objects have the same ones."""
+        self._memo: dict[Any, bytes] = {}
+        """The instruction that refers to each value of the memo."""
+        self._names: dict[tuple[str, ...], list[bytes]] = {}
+        """The same for all names of ``Fields``, which thousands of objects share."""
 
-    def value(self, value: Any) -> None:
-        """Write one value, whatever it is."""
+    def write(self, value: Any) -> None:
+        """Write one value of any kind."""
         kind = type(value)
-        if kind in _NAMED:
-            name = self._known.get(value)
-            if name is not None:
-                self.out += name
+        if kind in _MEMOIZED:
+            reference = self._memo.get(value)
+            if reference is not None:
+                self.out += reference
                 return
         write = _WRITERS.get(kind)
         if write is None:
@@ -140,98 +137,90 @@ class _Writer:
     def _bytes(self, value: bytes) -> None:
         self.out += pickle.BINBYTES + struct.pack("<I", len(value)) + value
 
-    def _text(self, value: str) -> None:
+    def _str(self, value: str) -> None:
         data = value.encode("utf-8", "surrogatepass")
         self.out += pickle.BINUNICODE + struct.pack("<I", len(data)) + data
-        self._remember(value)
+        self._memoize(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) > 3:
             self.out += pickle.MARK
         for one in value:
-            self.value(one)
-        self.out += _SHORT.get(len(value), pickle.TUPLE)
+            self.write(one)
+        self.out += _TUPLES.get(len(value), pickle.TUPLE)
 
     def _list(self, value: list[Any]) -> None:
         self.out += pickle.EMPTY_LIST
         if value:
             self.out += pickle.MARK
             for one in value:
-                self.value(one)
+                self.write(one)
             self.out += pickle.APPENDS
-
-    def _dict(self, value: dict[Any, Any]) -> None:
-        self._items(value.items())
-
-    def _pairs(self, value: Pairs) -> None:
-        self._items(value.items)
 
     def _items(self, items: Collection[tuple[Any, Any]]) -> None:
         self.out += pickle.EMPTY_DICT
         if items:
             self.out += pickle.MARK
             for key, value in items:
-                self.value(key)
-                self.value(value)
+                self.write(key)
+                self.write(value)
             self.out += pickle.SETITEMS
 
     def _fields(self, value: Fields) -> None:
-        keys = self._keys.get(value.names)
-        if keys is None:
+        names = self._names.get(value.names)
+        if names is None:
             self._items(tuple(zip(value.names, value.values, strict=True)))
-            self._keys[value.names] = [self._known[name] for name in value.names]
+            self._names[value.names] = [self._memo[name] for name in value.names]
             return
         self.out += pickle.EMPTY_DICT + pickle.MARK
-        for key, one in zip(keys, value.values, strict=True):
-            self.out += key
-            self.value(one)
+        for name, one in zip(names, value.values, strict=True):
+            self.out += name
+            self.write(one)
         self.out += pickle.SETITEMS
 
     def _global(self, value: Global) -> None:
         self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
-        self._remember(value)
+        self._memoize(value)
 
     def _call(self, value: Call) -> None:
-        self.value(value.function)
-        self.value(value.arguments)
+        self.write(value.function)
+        self.write(value.arguments)
         self.out += pickle.REDUCE
 
     def _persistent(self, value: Persistent) -> None:
-        self.value(value.id)
+        self.write(value.id)
         self.out += pickle.BINPERSID
 
     def _shared(self, value: Shared) -> None:
-        self.value(value.value)
-        self._remember(value)
+        self.write(value.value)
+        self._memoize(value)
 
     def _instance(self, value: Instance) -> None:
-        self.value(value.of)
+        self.write(value.of)
         self.out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
         if value.state is not None:
-            self.value(value.state)
+            self.write(value.state)
             self.out += pickle.BUILD
 
-    def _remember(self, value: Any) -> None:
-        """Number what is most likely said again."""
-        number = struct.pack("<I", len(self._known))
-        self._known[value] = pickle.LONG_BINGET + number
+    def _memoize(self, value: Any) -> None:
+        number = struct.pack("<I", len(self._memo))
+        self._memo[value] = pickle.LONG_BINGET + number
         self.out += pickle.LONG_BINPUT + number
 
 
-_NAMED = frozenset({str, Global, Shared})
-"""What is named where it stands again."""
-_SHORT = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
+_MEMOIZED = frozenset({str, Global, Shared})
+_TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._none,
     bool: _Writer._bool,
     int: _Writer._int,
     float: _Writer._float,
-    str: _Writer._text,
+    str: _Writer._str,
     bytes: _Writer._bytes,
     tuple: _Writer._tuple,
     list: _Writer._list,
-    dict: _Writer._dict,
-    Pairs: _Writer._pairs,
+    dict: lambda writer, value: writer._items(value.items()),
+    Pairs: lambda writer, value: writer._items(value.items),
     Fields: _Writer._fields,
     Global: _Writer._global,
     Call: _Writer._call,

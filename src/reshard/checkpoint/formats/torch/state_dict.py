@@ -31,36 +31,36 @@ from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.layout.box import Box
-from reshard.text import format_bytes, quoted
+from reshard.text import and_more, format_bytes, quoted
 
 __all__ = ["Content", "catalog_fields", "read_torch", "read_torch_file"]
 
 MAX_ENTRIES = 1 << 20
 MAX_NESTING = 32
 MAX_SHARED = 1 << 12
-"""Places at which one and the same dict or list may be; of dicts within dicts there is no end."""
+"""Places at which one dict or list object may occur; nested sharing grows without end."""
 MAX_NAME = 1 << 12
 """Characters of a name: keys and their dots."""
 ENTRIES = 4
-"""Entries of nested dicts and lists that are looked at for each byte of a pickle; without sharing
-one byte has one entry, which is looked at up to four times."""
+"""Visits of entries per byte of the pickle; without sharing a byte has at most one entry, which is
+visited up to four times."""
 FREE_TEXT, TEXT = 1 << 24, 64
-"""Characters of all names and values together: so many, and for each byte of a pickle so many."""
+"""Characters of all names and values: a fixed number, and more for each byte of the pickle."""
 FREE_BYTES, VIEWS = 1 << 26, 64
-"""Bytes of all tensors together: so many, and for each byte of their storages so many."""
+"""Bytes of all tensors: a fixed number, and more for each byte of their storages."""
 
 Path = tuple[str | int, ...]
 
 
 @dataclass(slots=True)
 class Content:
-    """What a file of one rank holds."""
+    """The content of one file."""
 
     tensors: dict[str, LocalTensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     """Plain values."""
     texts: dict[str, str] = field(default_factory=dict)
-    """Those of the plain values that JSON can hold, as JSON; and what a safetensors file says."""
+    """Plain values that JSON can represent, as JSON; and the metadata of a safetensors file."""
     nesting: dict[str, Path] = field(default_factory=dict)
     crcs: list[Crc] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
@@ -146,9 +146,7 @@ def read_torch_file(
 
 
 def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
-    """What files say beside their tensors, as fields of a catalog; where they differ, the first
-    counts.
-    """
+    """All but the tensors of files, as fields of a catalog; the first file wins."""
     values: dict[str, Any] = {}
     texts: dict[str, str] = {}
     nesting: dict[str, Path] = {}
@@ -178,13 +176,9 @@ def _add_value(content: Content, name: str, value: Any) -> None:
 
 
 def _note_left_out(content: Content, archive: Archive, findings: Findings) -> None:
-    left_out = content.left_out
-    if left_out:
-        more = f" and {len(left_out) - 1} more" if len(left_out) > 1 else ""
-        findings.note(
-            f"{archive.where}: {quoted(left_out[0])}{more} is no tensor and no plain value, and is "
-            "left out"
-        )
+    if content.left_out:
+        names = and_more([quoted(name) for name in content.left_out])
+        findings.note(f"{archive.where}: {names} is no tensor and no plain value, and is left out")
     used = {tensor.storage for tensor in content.tensors.values()}
     lost = [member.size for key, member in archive.storages.items() if key not in used]
     if sum(lost) and not findings.any:
@@ -194,7 +188,7 @@ def _note_left_out(content: Content, archive: Archive, findings: Findings) -> No
 
 
 def _name(path: Path, where: str) -> str:
-    """The keys that lead to an entry, with dots between them."""
+    """The keys that lead to an entry, joined by dots."""
     length = sum(len(key) if isinstance(key, str) else 1 for key in path)
     if length > MAX_NAME:
         raise UnsupportedError(
@@ -204,7 +198,7 @@ def _name(path: Path, where: str) -> str:
 
 
 def _check_views(content: Content, archive: Archive) -> None:
-    """Refuse thousands of tensors that are all one storage: each of them would be read."""
+    """Refuse thousands of tensors that share one storage: each of them would be read."""
     total = sum(prod(one.shape) * itemsize(one.dtype) for one in content.tensors.values())
     stored = sum(member.size for member in archive.storages.values())
     if total > FREE_BYTES + VIEWS * stored:
@@ -227,9 +221,9 @@ def _at(where: str, name: str) -> str:
 
 
 def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]]:
-    """All tensors and other entries, with the keys that lead there; a file may nest without end.
+    """All tensors and other entries, each with the keys that lead to it.
 
-    Keys of dicts are texts and places in lists are numbers, as in torch's distributed checkpoints.
+    Keys of dicts are strings and those of lists integers, as in torch's distributed checkpoints.
     """
     pending: list[tuple[Path, Any]] = [((), value)]
     seen: Counter[int] = Counter()
@@ -253,9 +247,9 @@ def _endless(where: str) -> UnsupportedError:
 
 
 def _is_one_entry(value: Any, visits: Visits) -> bool:
-    """Whether a list is one entry, as torch has it: no tensors in it, and no dicts.
+    """Whether a list is one entry, as in torch: it has no tensors and no dicts.
 
-    A tuple may hold dicts, as long as there are no tensors in them.
+    A tuple may have dicts, if these have no tensors.
     """
     if not isinstance(value, list | tuple):
         return False
@@ -272,7 +266,7 @@ def _is_one_entry(value: Any, visits: Visits) -> bool:
 
 
 def _entries(value: Any) -> Sized | None:
-    """What a dict or a list holds, to be counted; None for what is kept, or left out, as one."""
+    """The entries of a dict or a list; None for a value that is a single entry."""
     if isinstance(value, Record) and value.kind == "collections.defaultdict":
         return value.items
     return value if isinstance(value, dict | list | tuple) else None

@@ -1,7 +1,4 @@
-"""Tensors in the pickle of a ``torch.save`` archive: dtype, shape, and which bytes they are.
-
-The pickle says of each tensor which storage it lies in, where it begins there, and its strides.
-"""
+"""Tensors in the pickle of a ``torch.save`` archive: their dtype, shape, strides and bytes."""
 
 from __future__ import annotations
 
@@ -20,9 +17,18 @@ from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
-__all__ = ["LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of", "view_of"]
+__all__ = [
+    "STORAGE_DTYPES",
+    "LocalTensor",
+    "View",
+    "allow_tensors",
+    "dtype_of",
+    "is_tensor",
+    "tensor_of",
+    "view_of",
+]
 
-_STORAGES = {
+STORAGE_DTYPES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",
     "IntStorage": "int32", "LongStorage": "int64", "HalfStorage": "float16",
     "BFloat16Storage": "bfloat16", "FloatStorage": "float32", "DoubleStorage": "float64",
@@ -32,15 +38,15 @@ _REBUILD = "torch._utils._rebuild_tensor"
 _PARAMETERS = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _SUBCLASS = "torch._tensor._rebuild_from_type_v2"
 _TENSORS = ("torch._utils._rebuild", "torch._tensor._rebuild")
-"""How the names of all functions begin that make tensors, of kinds that we do not know too."""
+"""Prefixes of all functions that build tensors, also of kinds that are not supported."""
 
 MAX_WRAPPED = 8
 MAX_ARGS = 16
-"""Arguments of a call that makes a tensor, and flags of a tensor; torch gives at most eight."""
+"""Arguments of a call that builds a tensor, and flags of a tensor; torch has at most eight."""
 EXPANDED = 64
 SMALL = 1 << 20
-"""A tensor may be so many times larger than its storage (expanded along a dim), or have so many
-bytes: enough for masks and positions, and too little for a small file to stand for terabytes."""
+"""A tensor may be 64 times larger than its storage (expanded along a dim), or have 1 MiB: enough
+for masks and positions, too little for a small file to stand for terabytes."""
 
 _HARMLESS = {
     "argparse.Namespace", "types.SimpleNamespace", "collections.OrderedDict",
@@ -55,26 +61,26 @@ _HARMLESS = {
         "set", "frozenset", "slice", "range", "complex", "bytearray", "int", "float", "str",
         "bool", "list", "dict", "tuple", "object", "bytes")),
 }  # fmt: skip
-"""Names of the standard library that people keep in checkpoints."""
+"""Names of the standard library that occur in checkpoints of training runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of an archive: what it is, and where its first element lies in the file."""
+    """A tensor of a file: dtype, shape, strides, and the byte at which its first element begins."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     storage: str = ""
-    """The member of the archive that it lies in; empty outside of archives."""
+    """The member of the archive that holds it; empty outside of archives."""
 
 
 def allow_tensors(module: str, name: str) -> bool:
-    """Names that an archive of a training run may hold.
+    """Names that the pickle of a training run may have.
 
-    Nothing is ever called, so a class of somebody's own is only a record that is not understood.
-    But what only an attack would name (``os.system``, ``builtins.eval``) is an error.
+    Nothing is called, so a user's class is only a record that is not interpreted. Names that only
+    an attack has (``os.system``, ``builtins.eval``) are an error.
     """
     top = module.partition(".")[0]
     known = top in sys.stdlib_module_names or top in ("__builtin__", "nt")
@@ -82,7 +88,7 @@ def allow_tensors(module: str, name: str) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a record of a pickle is a tensor, be it of a kind that ``tensor_of`` refuses."""
+    """Whether a record is a tensor, also of a kind that ``tensor_of`` refuses."""
     return isinstance(value, Record) and value.kind.startswith(_TENSORS)
 
 
@@ -97,31 +103,31 @@ def dtype_of(value: object, where: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What a record says of a tensor, checked as far as that goes without its archive."""
+    """A tensor as its record describes it, checked as far as possible without the archive."""
 
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     start: int
-    """The element of its storage that is its first."""
+    """The index of its first element in the storage."""
     storage: str
     length: int
     """Bytes of the storage."""
 
     def within(self, archive: Archive, where: str) -> LocalTensor:
-        """The tensor of an archive whose pickle holds the record."""
+        """The tensor in an archive whose pickle has this record."""
         offset = _place(archive, self.storage, self.length, where)
         offset += self.start * itemsize(self.dtype)
         return LocalTensor(self.dtype, self.shape, self.strides, offset, self.storage)
 
 
 def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
-    """Where a tensor's record says that its bytes are, checked against the archive."""
+    """The tensor that a record describes, checked against the archive."""
     return view_of(record, where).within(archive, where)
 
 
 def view_of(record: Record, where: str) -> View:
-    """What a tensor's record says; thousands of archives may have the same."""
+    """The description of a tensor, which thousands of archives may share."""
     record = _plain(record, where)
     dtype: str | None = None
     match record.kind.removeprefix(_REBUILD), record.args[:MAX_ARGS]:
@@ -147,7 +153,7 @@ def view_of(record: Record, where: str) -> View:
 def _used(
     shape: tuple[int, ...], start: int, strides: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...]]:
-    """Start and strides without those that lead to no element, which may be any number.
+    """Start and strides, with usual values where they lead to no element and may be any number.
 
     >>> _used((1, 4), 2, (10**30, 1)), _used((0, 4), 10**30, (7, 7))
     ((2, (4, 1)), (0, (4, 1)))
@@ -160,7 +166,7 @@ def _used(
 
 
 def _plain(record: Record, where: str) -> Record:
-    """The tensor inside of a parameter or of an instance of a subclass."""
+    """The tensor inside a parameter or an instance of a subclass."""
     for _ in range(MAX_WRAPPED):
         match record:
             case Record(kind=kind, args=(Record() as inner, *_)) if kind in _PARAMETERS:
@@ -173,7 +179,7 @@ def _plain(record: Record, where: str) -> Record:
 
 
 def _check_plain(extra: list[Any], where: str) -> None:
-    """A tensor whose values are to be conjugated or negated when used is not what its bytes say."""
+    """Refuse a tensor that is conjugated or negated when used: its bytes are not its values."""
     flags = extra[0] if extra else None
     if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
         raise UnsupportedError(
@@ -183,7 +189,7 @@ def _check_plain(extra: list[Any], where: str) -> None:
 
 
 def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int]:
-    """The member that a storage is, the dtype of its elements, and its bytes."""
+    """The member of a storage, the dtype of its elements, and its size in bytes."""
     match storage:
         case Record(
             kind="persistent", args=(("storage", Global(name=kind), str(key), str(), int(count)),)
@@ -195,7 +201,7 @@ def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int
         if dtype is None:
             raise DamageError(f"{where}: a tensor without a dtype")
         return key, dtype, count
-    own = _STORAGES.get(kind)
+    own = STORAGE_DTYPES.get(kind)
     if own is None:
         raise UnsupportedError(f"{where}: a {kind} is not supported")
     return key, dtype or own, count * itemsize(own)

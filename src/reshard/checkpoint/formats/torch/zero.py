@@ -1,8 +1,8 @@
-"""Checkpoints of DeepSpeed's ZeRO are recognised here, to be refused: their parts have no shapes.
+"""Recognises checkpoints of DeepSpeed's ZeRO, which are refused: their parts have no shapes.
 
-ZeRO flattens parameters and optimizer states, joins them to groups and cuts the groups over ranks.
-From stage 3 on the files of the model hold empty placeholders in the place of parameters. Read as
-they are they would be complete tensors of shape (0,).
+ZeRO flattens parameters and optimizer states, joins them to groups and shards the groups over
+ranks. From stage 3 on the files of the model hold empty placeholders for parameters, which would be
+read as complete tensors of shape (0,).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_ARGS = 16
 
 
 def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
-    """Refuse a folder with files of ZeRO, known by their names."""
+    """Refuse a folder that has files with the names of ZeRO's."""
     for file in listed:
         if _UNIVERSAL.search(file.path):
             raise UnsupportedError(
@@ -47,7 +47,7 @@ def check_no_zero_files(root: str, listed: Iterable[StoredFile]) -> None:
 
 
 def check_no_zero(value: Any, where: str) -> None:
-    """Refuse the content of a file whose tensors are flat parts, or empty placeholders."""
+    """Refuse a file whose tensors are flattened parts or empty placeholders."""
     if not isinstance(value, dict):
         return
     states = value.get("optimizer_state_dict")
@@ -70,7 +70,7 @@ def check_no_zero(value: Any, where: str) -> None:
 
 
 def _parameter_shapes(value: object) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The shapes that parameters have when they are whole; one dict, or one for each group."""
+    """The global shapes of parameters: one dict, or one for each group."""
     groups = value if isinstance(value, list) else [value]
     for group in groups[:MAX_ARGS]:
         for name, sizes in group.items() if isinstance(group, dict) else ():
@@ -81,7 +81,7 @@ def _parameter_shapes(value: object) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def _is_empty(value: Any) -> bool:
-    """Whether a record is a tensor, or a parameter made of one, whose size has a 0."""
+    """Whether a record is a tensor, or a parameter with a tensor, that has no elements."""
     for _ in range(2):
         args = value.args[:MAX_ARGS] if isinstance(value, Record) else ()
         if len(args) > 2 and isinstance(args[2], tuple):
