@@ -235,7 +235,7 @@ def test_a_sidecar_of_holes_takes_no_memory(tmp_path: Path) -> None:
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, 1 << 40)
     with open_storage(tmp_path) as storage, pytest.raises(DamageError, match="zero bytes"):
-        checksums.load(storage)
+        checksums.load_checksums(storage)
 
 
 def test_a_sidecar_without_end_is_not_read(tmp_path: Path) -> None:
@@ -243,18 +243,18 @@ def test_a_sidecar_without_end_is_not_read(tmp_path: Path) -> None:
     with (tmp_path / SIDECAR).open("wb") as file:
         file.truncate(1 << 40)
     with open_storage(tmp_path) as storage, pytest.raises(DamageError, match="at most"):
-        checksums.load(storage)
+        checksums.load_checksums(storage)
 
 
 def test_load(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(DATA)
     with open_storage(tmp_path) as storage:
-        assert checksums.load(storage) is None
+        assert checksums.load_checksums(storage) is None
     checks = recorded(DATA, [(0, 1000)])
     (tmp_path / SIDECAR).write_bytes(checks.to_bytes())
     for root in (tmp_path, tmp_path / "f"):
         with open_storage(root) as storage:
-            assert checksums.load(storage) == checks
+            assert checksums.load_checksums(storage) == checks
 
 
 def test_chunks_that_a_range_touches() -> None:

@@ -23,7 +23,7 @@ from reshard.checkpoint.conversion.report import ConvertReport
 from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.conversion.source import check_outside_tensors
 from reshard.checkpoint.formats.reader import read_catalog
-from reshard.checkpoint.integrity.checksums import load
+from reshard.checkpoint.integrity.checksums import load_checksums
 from reshard.checkpoint.publish.workplace import Workplace, free_bytes
 from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.storage.direct import MAX_COPY
@@ -122,7 +122,7 @@ def _convert(request: Request, plan: ConversionPlan, storage: Storage) -> Conver
         place.settle()
     if request.resume and _is_complete(request, plan, place):
         return _report(request, place, plan, budget, time.monotonic() - started)
-    sums = load(storage) if request.checksums else None
+    sums = load_checksums(storage) if request.checksums else None
     if sums is not None and team.leads:
         check_outside_tensors(storage, plan.catalog, sums)
     with ExitStack() as stack:

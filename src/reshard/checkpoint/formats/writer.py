@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.formats.output import Literal, ObjectCopy, Output, OutputTensor, Wanted
+from reshard.checkpoint.formats.output import Output, Wanted
 from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.errors import CheckpointError

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.inspection.layouts import recovered
-from reshard.checkpoint.integrity.checksums import SIDECAR, load
+from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.storage.base import Storage, StoredFile
 from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
@@ -187,7 +187,7 @@ def inspect(
 
 def _sidecar(storage: Storage) -> Sidecar | None:
     """The size of the checksums; no file is compared with them."""
-    found = load(storage)
+    found = load_checksums(storage)
     if found is None:
         return None
     return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests))

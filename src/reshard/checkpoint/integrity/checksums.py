@@ -37,7 +37,16 @@ from reshard.text import quoted
 if TYPE_CHECKING:
     from reshard.checkpoint.storage.base import Storage
 
-__all__ = ["CHUNK", "SIDECAR", "Checker", "Checksums", "Chunk", "FileSums", "Recorder", "load"]
+__all__ = [
+    "CHUNK",
+    "SIDECAR",
+    "Checker",
+    "Checksums",
+    "Chunk",
+    "FileSums",
+    "Recorder",
+    "load_checksums",
+]
 
 SIDECAR = "reshard-checksums.json"
 VERSION = 2
@@ -48,9 +57,9 @@ WIDTH = 16
 ROOM = 32 << 20
 """Bytes that a sidecar may have regardless of its files."""
 PER_BYTE = 4
-"""Further bytes of a sidecar per byte of its files. A chunk takes at most 55 bytes there, a tensor its
-name and 40 more. A chunk of a few bytes is a whole tensor or box, whose name and shape take at least
-60 bytes in the header or archive of its file."""
+"""Further bytes of a sidecar per byte of its files. A chunk takes at most 55 bytes there, a tensor
+its name and 40 more. A chunk of a few bytes is a whole tensor or box, whose name and shape take at
+least 60 bytes in the header or archive of its file."""
 MAX_ALONE = 4 << 30
 """The largest sidecar that is read for a single file, where the other files are unknown."""
 
@@ -138,7 +147,7 @@ class Checksums:
 _ADVICE = "restore it from a copy, or delete it to go on without checksums"
 
 
-def load(storage: Storage) -> Checksums | None:
+def load_checksums(storage: Storage) -> Checksums | None:
     """The checksums of a checkpoint, or None if it has none."""
     listed = {file.path: file.size for file in storage.list()}
     if SIDECAR not in listed and len(listed) != 1:
@@ -161,9 +170,7 @@ def load(storage: Storage) -> Checksums | None:
 
 
 def _text(storage: Storage, size: int, where: str) -> bytes:
-    """The bytes of the sidecar, read in parts: a sparse file is refused at its first hole, before it
-    takes memory.
-    """
+    """The bytes of the sidecar, read in parts: a sparse file is refused before it takes memory."""
     parts = []
     for at in range(0, size, CHUNK):
         parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))

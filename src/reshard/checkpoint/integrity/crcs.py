@@ -41,7 +41,7 @@ STEP = 1 << 20
 """Bytes per read, for ranges that no other reader has read."""
 
 Part = tuple[int, int, int, int]
-"""The number of a record, the start and end of a range of its file, and the CRC-32 of that range."""
+"""The number of a record, the start and end of a range of its file, and the CRC-32 of the range."""
 Unread = Callable[[int, int, int], int]
 """Reads a range (file, start, end) that no reader has read, and returns its CRC-32."""
 

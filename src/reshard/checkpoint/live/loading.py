@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.formats.reader import read_catalog
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import Checksums
-from reshard.checkpoint.integrity.checksums import load as load_checksums
+from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import DirectReader, split_requests
 from reshard.checkpoint.live.entries import Entries, Memory, entries_of

@@ -24,7 +24,7 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.file_names import is_distcp
 from reshard.checkpoint.formats.reader import survey_catalog
 from reshard.checkpoint.formats.safetensors.reader import find_index, index_files
-from reshard.checkpoint.integrity.checksums import SIDECAR, load
+from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.storage.base import COMMITTED, OURS, REQUEST, StoredFile
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import ReshardError, TargetError
@@ -135,7 +135,7 @@ def _index_of(storage: LocalStorage) -> set[str]:
 def _written(storage: LocalStorage) -> dict[str, int]:
     """The files that were written with the checkpoint and their sizes, as its checksums say."""
     try:
-        sums = load(storage)
+        sums = load_checksums(storage)
     except ReshardError:
         return {}
     return {} if sums is None else {path: known.size for path, known in sums.files.items()}

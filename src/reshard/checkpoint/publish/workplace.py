@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from reshard.checkpoint.integrity.checksums import load
+from reshard.checkpoint.integrity.checksums import load_checksums
 from reshard.checkpoint.publish.replacing import Replaced, delete_files, move_kept, replaced_by
 from reshard.checkpoint.storage.base import REQUEST, StoredFile
 from reshard.checkpoint.storage.durable import exchange, replace_file, sync_folder
@@ -335,7 +335,7 @@ def _take_after(folder: Path, old: os.stat_result) -> None:
 def _request_of(target: Path) -> Mapping[str, Any] | None:
     """Which conversion a folder is the result of."""
     with open_storage(target) as storage:
-        sums = load(storage)
+        sums = load_checksums(storage)
     if sums is not None:
         return sums.request
     found = json.loads((target / REQUEST).read_text(encoding="utf-8"))

@@ -19,7 +19,14 @@ import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.reader import read_catalog
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, damage, load, sum_of
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checker,
+    Checksums,
+    damage,
+    load_checksums,
+    sum_of,
+)
 from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_of
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.base import Storage
@@ -66,7 +73,7 @@ class Source:
         """Fill a buffer, without the CRC-32."""
         path = self.name(file)
         self.storage.read_into(path, offset, buffer)
-        self.checker.saw(path, offset, buffer)
+        self.checker.check(path, offset, buffer)
         self.count(len(buffer))
 
     def count(self, num_bytes: int) -> None:
@@ -133,7 +140,7 @@ def opened(
 ) -> Iterator[Source]:
     """Open a checkpoint of any format; damaged headers raise an error."""
     with open_storage(root) as storage:
-        checksums = load(storage)
+        checksums = load_checksums(storage)
         catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
         checker = Checker(checksums, storage.root)
         crcs = Crcs(crcs_of(storage, catalog, checksums))

@@ -71,7 +71,7 @@ def examine(
     ``is_known`` is false if the catalog could not be read completely.
     """
     damaged: list[tuple[str, Chunk, bytes]] = []
-    source.checker.tell(lambda *chunk: damaged.append(chunk))
+    source.checker.report_to(lambda *chunk: damaged.append(chunk))
     tensors = _complete(source, found)
     for name, result in digests_of(source, tensors, budget, progress, found.add):
         found.digests[name] = result

@@ -20,7 +20,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import Outline, left_over, rename_tensors
 from reshard.checkpoint.formats.findings import Findings
 from reshard.checkpoint.formats.reader import survey_catalog
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
 from reshard.checkpoint.storage.base import Storage
 from reshard.checkpoint.storage.local import open_storage
@@ -194,7 +194,7 @@ class _Side:
         self.found = Examination()
         checksums: Checksums | None = None
         try:
-            checksums = load(storage)
+            checksums = load_checksums(storage)
         except DamageError as error:
             self.found.add(Problem("damage", str(error), file=SIDECAR))
         except UnsupportedError as error:
