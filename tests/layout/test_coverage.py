@@ -105,9 +105,9 @@ def test_of_disjoint_boxes_one_missing_box_is_found(seed: int) -> None:
 
 
 def test_many_boxes_take_no_time() -> None:
-    grid = [Box((8 * i, 4 * j), (8 * i + 8, 4 * j + 4)) for i in range(300) for j in range(300)]
+    grid = [Box((8 * i, 4 * j), (8 * i + 8, 4 * j + 4)) for i in range(120) for j in range(120)]
     Random(0).shuffle(grid)
-    whole = Box.whole((2400, 1200))
+    whole = Box.whole((960, 480))
     rows = [Box((i, 0), (i + 1, 9)) for i in range(4096) if i != 77]
     began = time.process_time()
     assert first_overlap(grid) is None
@@ -121,7 +121,7 @@ def test_many_boxes_take_no_time() -> None:
     assert missing_boxes(whole, rest) == (missing,)
     assert one_missing_box(whole, rest) == missing
     assert missing_boxes(Box.whole((4096, 9)), rows) == (Box((77, 0), (78, 9)),)
-    assert time.process_time() - began < within(8.0)
+    assert time.process_time() - began < within(2.0)
 
 
 def test_boxes_without_any_order_are_refused() -> None:

@@ -25,7 +25,7 @@ from reshard.show.trace import to_trace
 from tests import strategies
 from tests.cases import Case, Side
 from tests.checks import build, plan_case
-from tests.pure.test_text import model_plan, side
+from tests.show.test_plan_text import model_plan, side
 
 EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]

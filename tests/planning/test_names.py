@@ -356,3 +356,20 @@ def test_a_hole_that_only_one_part_wants() -> None:
     assert out[2]["a"].tolist() == value[:2].tolist()
     with pytest.raises(rs.CoverageError, match=r'"a".*\[3:4, 0:2\]'):
         rs.plan({"w": lost}, whole, names={"a": rs.take("w", crop={0: (1, 5)})})
+
+
+SERVERS = rs.Layout(rs.Mesh(tp=2, ranks=[8, 9]), "tp -")
+
+
+def test_not_strict_moves_only_what_both_have() -> None:
+    one = rs.TensorSpec((4, 4), "int8", SERVERS)
+    plan = rs.plan({"a": one, "x": one}, {"a": one, "z": one}, strict=False)
+    assert set(plan.want) == {"a"}
+    with pytest.raises(rs.NamesError, match=r'"z".*"x"'):
+        rs.plan({"a": one, "x": one}, {"a": one, "z": one})
+
+
+def test_a_name_that_matches_nothing_is_an_error() -> None:
+    one = rs.TensorSpec((4, 4), "int8", SERVERS)
+    with pytest.raises(rs.NamesError, match=r"layers\.0\.qq"):
+        rs.plan({"layers.0.q": one}, {"layers.0.q": one}, names={"layers.0.qq": "layers.0.q"})

@@ -36,13 +36,24 @@ def assembled(layout: rs.Layout, rank: int, shape: tuple[int, ...]) -> np.ndarra
 
 @EXAMPLES
 @given(strategies.sides())
-def test_pieces_and_local_shape(drawn: Drawn) -> None:
+def test_pieces_local_shapes_and_round_trips(drawn: Drawn) -> None:
+    """Each rank holds what the oracle says, others nothing; texts read back as the same layout."""
     side, shape = drawn
-    layout = build(side, shape)
-    for rank, expected in side.held(shape).items():
+    layout, held = build(side, shape), side.held(shape)
+    for rank, expected in held.items():
         found = assembled(layout, rank, shape)
         assert found.shape == expected.shape, f"rank {rank}"
         assert (found == expected).all(), f"rank {rank}: {found.tolist()} not {expected.tolist()}"
+    ranks = () if side.boxes is not None else rs.Mesh.parse(side.mesh).ranks
+    for rank in set(ranks) - set(held):
+        assert not layout.pieces(rank, shape)
+    names = {"Layout": rs.Layout, "Mesh": rs.Mesh, "Box": rs.Box, "rs": rs}
+    again = [eval(repr(layout), names), rs.Layout.from_json(layout.to_json())]
+    if side.boxes is None:
+        again.append(rs.Layout(layout.mesh, str(layout)))
+    for other in again:
+        for rank in held:
+            assert other.pieces(rank, shape) == layout.pieces(rank, shape)
 
 
 def test_a_space_before_segments_begins_a_new_word() -> None:
@@ -51,16 +62,6 @@ def test_a_space_before_segments_begins_a_new_word() -> None:
     assert rs.Layout(mesh, "ep {6,6}").local_shape(0, (4, 12)) == (2, 12)
     assert rs.Layout(mesh, "- ep{6,6}").local_shape(0, (4, 12)) == (4, 6)
     assert rs.Layout(mesh, "- (ep {4 tp, 2})").local_shape(0, (4, 12)) == (4, 4)
-
-
-@EXAMPLES
-@given(strategies.sides())
-def test_other_ranks_hold_nothing(drawn: Drawn) -> None:
-    side, shape = drawn
-    layout = build(side, shape)
-    ranks = () if side.boxes is not None else rs.Mesh.parse(side.mesh).ranks
-    for rank in set(ranks) - set(side.held(shape)):
-        assert not layout.pieces(rank, shape)
 
 
 @EXAMPLES
@@ -83,17 +84,3 @@ def test_owners(drawn: Drawn, rng) -> None:
             assert index not in found, f"element {index} is in two boxes"
             found[index] = set(owners.ranks)
     assert {k: v for k, v in found.items() if v} == {k: v for k, v in expected.items() if v}
-
-
-@EXAMPLES
-@given(strategies.sides())
-def test_round_trips(drawn: Drawn) -> None:
-    side, shape = drawn
-    layout = build(side, shape)
-    names = {"Layout": rs.Layout, "Mesh": rs.Mesh, "Box": rs.Box, "rs": rs}
-    again = [eval(repr(layout), names), rs.Layout.from_json(layout.to_json())]
-    if side.boxes is None:
-        again.append(rs.Layout(layout.mesh, str(layout)))
-    for other in again:
-        for rank in side.held(shape):
-            assert other.pieces(rank, shape) == layout.pieces(rank, shape)

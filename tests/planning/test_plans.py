@@ -204,7 +204,7 @@ def test_the_order_of_dicts_does_not_matter(seed: int) -> None:
 def test_another_process_makes_the_same_plan() -> None:
     code = (
         "import hashlib\n"
-        "from tests.pure.test_plan import big_plan, random_plan, rows_of\n"
+        "from tests.planning.test_plans import big_plan, random_plan, rows_of\n"
         "plans = [big_plan(7), *map(random_plan, range(12))]\n"
         "print(hashlib.sha256(''.join(map(rows_of, plans)).encode()).hexdigest())\n"
     )
