@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reshard.text import format_bytes, quoted
+from reshard.text import and_more, count, format_bytes, quoted
 
 __all__ = ["ConvertReport"]
 
@@ -77,7 +77,7 @@ class ConvertReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> list[str]:
-        tensors = f"{self.num_tensors} tensor{'s' * (self.num_tensors != 1)}"
+        tensors = count(self.num_tensors, "tensor")
         if self.was_complete:
             return [f"already complete: {self.target} has {tensors}, written by an earlier run"]
         verb = "would write" if self.dry_run else "wrote"
@@ -102,7 +102,7 @@ class ConvertReport:
 
     def _files(self) -> str:
         others = f", {self.num_others} copied that hold no tensors" if self.num_others else ""
-        return f"{self.num_files} file{'s' * (self.num_files != 1)}{others}"
+        return count(self.num_files, "file") + others
 
     def _resumed(self) -> str:
         resumed = format_bytes(self.bytes_resumed)
@@ -117,5 +117,4 @@ class ConvertReport:
 
 def _some(names: tuple[str, ...]) -> str:
     """A few names, printable and on one line."""
-    shown = ", ".join(quoted(name)[1:-1] for name in names[:5])
-    return shown + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return and_more([quoted(name)[1:-1] for name in names], 5)

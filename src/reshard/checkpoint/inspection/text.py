@@ -1,4 +1,4 @@
-"""An inspection as text: a table of tensors that are alike, or a tree of their names."""
+"""An inspection as text: a table of kinds of tensors, or a tree of their names."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from reshard.text import format_bytes
+from reshard.text import align, and_more, count, format_bytes, shorten
 
 if TYPE_CHECKING:
     from reshard.checkpoint.inspection.inspecting import InspectedTensor, Inspection
@@ -24,7 +24,7 @@ _NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])")
 
 
 def table(report: Inspection) -> str:
-    """Everything on a page: layers that are alike share a line."""
+    """Everything on a page: tensors that differ only in numbers of their names share a line."""
     lines = [_headline(report), ""]
     groups: dict[tuple[object, ...], list[InspectedTensor]] = {}
     for tensor in report.tensors:
@@ -32,7 +32,7 @@ def table(report: Inspection) -> str:
         groups.setdefault((pattern, tensor.shape, tensor.dtype, tensor.layout), []).append(tensor)
     rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "cut", "size")]
     rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
-    lines += _aligned(rows) if report.tensors else []
+    lines += align(rows, right={4}) if report.tensors else []
     if len(groups) > MAX_ROWS:
         lines.append(f"and {len(groups) - MAX_ROWS} more kinds of tensors; --json lists all")
     lines += [*_facts(report), *_findings(report)]
@@ -53,15 +53,15 @@ def tree(report: Inspection) -> str:
 def _headline(report: Inspection) -> str:
     state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
     return (
-        f"{report.path}: {report.format}, {_count(report.num_tensors, 'tensor')} of "
-        f"{format_bytes(report.num_bytes)} in {_count(len(report.files), 'file')}, {state}"
+        f"{report.path}: {report.format}, {count(report.num_tensors, 'tensor')} of "
+        f"{format_bytes(report.num_bytes)} in {count(len(report.files), 'file')}, {state}"
     )
 
 
 def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
     first = group[0]
     size = format_bytes(sum(tensor.num_bytes for tensor in group))
-    layout = _shortened(_plain(first.layout), MAX_LAYOUT)
+    layout = shorten(_plain(first.layout), MAX_LAYOUT)
     return _plain(_joined([t.name for t in group])), _dims(first.shape), first.dtype, layout, size
 
 
@@ -72,10 +72,10 @@ def _joined(names: Sequence[str]) -> str:
     'layers.{0-2}.w'
     """
     if len(names) == 1:
-        return _shortened(names[0], MAX_NAME)
+        return shorten(names[0], MAX_NAME)
     columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
     ranges = iter([_range(sorted({int(number) for number in column})) for column in columns])
-    return _shortened(_NUMBER.sub(lambda _: next(ranges), names[0]), MAX_NAME)
+    return shorten(_NUMBER.sub(lambda _: next(ranges), names[0]), MAX_NAME)
 
 
 def _range(numbers: Sequence[int]) -> str:
@@ -103,11 +103,11 @@ def _facts(report: Inspection) -> Iterator[str]:
         what = "hold no tensors" if report.files else "were not read"
         yield f"others   {len(paths)} that {what}: {_few(paths)}"
     if report.checksums is not None:
-        covered = _count(report.checksums.num_chunks, "chunk")
-        tensors = _count(report.checksums.num_digests, "tensor")
+        covered = count(report.checksums.num_chunks, "chunk")
+        tensors = count(report.checksums.num_digests, "tensor")
         yield f"checksums: yes ({covered}, digests of {tensors})"
     if report.metadata:
-        pairs = [f"{key}={_shortened(text, 40)}" for key, text in report.metadata.items()]
+        pairs = [f"{key}={shorten(text, 40)}" for key, text in report.metadata.items()]
         yield f"says     {_few(pairs)}"
 
 
@@ -128,7 +128,7 @@ def _findings(report: Inspection) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Branch:
-    """A part of dotted names: what lies below it, and the tensor that ends here."""
+    """A part of dotted names: its children, and the tensor with this name."""
 
     children: dict[str, _Branch] = field(default_factory=dict)
     tensor: InspectedTensor | None = None
@@ -136,7 +136,7 @@ class _Branch:
     num_tensors: int = 0
 
     def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
-        """Hang a tensor below."""
+        """Add a tensor below."""
         branch = self
         for part in parts:
             branch.num_bytes += tensor.num_bytes
@@ -148,11 +148,11 @@ class _Branch:
 
 
 def _drawn(top: _Branch, indent: str) -> Iterator[str]:
-    """The lines of a tree; names nest as deep as they like, so without recursion."""
+    """The lines of a tree; without recursion, because names may be nested deeply."""
     pending = [*reversed([(name, child, indent) for name, child in _folded(top)])]
     while pending:
         name, branch, indent = pending.pop()
-        yield f"{indent}{_plain(_shortened(name, MAX_NAME))}  {_about(branch)}"
+        yield f"{indent}{_plain(shorten(name, MAX_NAME))}  {_about(branch)}"
         below = [(part, child, indent + "  ") for part, child in _folded(branch)]
         pending += reversed(below)
 
@@ -160,13 +160,13 @@ def _drawn(top: _Branch, indent: str) -> Iterator[str]:
 def _about(branch: _Branch) -> str:
     tensor = branch.tensor
     if tensor is None or branch.children:
-        return f"{format_bytes(branch.num_bytes)}, {_count(branch.num_tensors, 'tensor')}"
-    layout = _shortened(_plain(tensor.layout), MAX_LAYOUT)
+        return f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
+    layout = shorten(_plain(tensor.layout), MAX_LAYOUT)
     return f"{_dims(tensor.shape)} {tensor.dtype}, {layout}, {format_bytes(tensor.num_bytes)}"
 
 
 def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
-    """The children, those with a single child joined to it: ``self_attn.q_proj``."""
+    """The children; a child with a single child is joined with it: ``self_attn.q_proj``."""
     for name, child in branch.children.items():
         while len(child.children) == 1 and child.tensor is None:
             [(part, child)] = child.children.items()
@@ -175,32 +175,12 @@ def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
 
 
 def _few(names: Iterable[str]) -> str:
-    shown = [_shortened(_plain(name), MAX_NAME) for name in names]
-    more = f" and {len(shown) - 5} more" if len(shown) > 5 else ""
-    return ", ".join(shown[:5]) + more
+    return and_more([shorten(_plain(name), MAX_NAME) for name in names], 5)
 
 
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 15]}...{text[-12:]}"
-
-
 def _dims(shape: Sequence[int]) -> str:
     return "x".join(map(str, shape)) or "0-d"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Columns below each other, the last one to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for *cells, last in rows:
-        left = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
-        lines.append("  ".join([*left, last.rjust(widths[-1])]))
-    return lines

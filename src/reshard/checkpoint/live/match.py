@@ -13,7 +13,7 @@ from reshard.checkpoint.live.summary import CatalogSummary
 from reshard.dtypes import check_cast
 from reshard.errors import CheckpointError, DisagreementError, NamesError
 from reshard.layout.spec import TensorSpec
-from reshard.text import quoted
+from reshard.text import and_more, quoted
 
 __all__ = ["Match", "Strict", "check_strict", "match_tensors"]
 
@@ -67,9 +67,9 @@ def match_tensors(
     if missing and (strict or misspelt):
         raise _lacking(root, [*misspelt] if not strict else missing, misspelt, unwanted)
     if strict == "exact" and unwanted:
+        names = and_more([*map(quoted, unwanted)], MOST_NAMED)
         raise NamesError(
-            f"{root} holds {_listed(unwanted)}, which the state dict lacks: strict=True loads "
-            "without"
+            f"{root} holds {names}, which the state dict lacks: strict=True loads without"
         )
     for name, spec in chosen.items():
         _check_one(name, spec, summary, cast)
@@ -160,9 +160,9 @@ def _lacking(
     near = {name: misspelt.get(name) or _nearest(name, unwanted) for name in missing[:MOST_NAMED]}
     hints = [f"{quoted(name)} ({quoted(other)} is near)" if other else quoted(name)
              for name, other in near.items()]  # fmt: skip
-    more = f" and {len(missing) - MOST_NAMED} more" if len(missing) > MOST_NAMED else ""
     advice = "rename it in the state dict" if misspelt else "strict=False loads the rest"
-    return NamesError(f"{root} lacks {', '.join(hints)}{more}: {advice}")
+    hints += missing[MOST_NAMED:]  # only counted
+    return NamesError(f"{root} lacks {and_more(hints, MOST_NAMED)}: {advice}")
 
 
 def _nearest(name: str, names: Sequence[str]) -> str | None:
@@ -187,8 +187,3 @@ def _check_one(name: str, spec: TensorSpec, summary: CatalogSummary, cast: bool)
             "cast=True rounds while loading"
         )
     check_cast(have.dtype, spec.dtype, f"tensor {quoted(name)} of {root}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    some = ", ".join(quoted(name) for name in names[:MOST_NAMED])
-    return some + (f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else "")

@@ -1,4 +1,4 @@
-"""What a load or a save did: reports to print and to keep."""
+"""The reports of a load and a save."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from reshard.text import format_bytes, quoted
+from reshard.text import and_more, count, format_bytes, quoted
 
 __all__ = ["LoadReport", "SaveReport"]
-
-MOST_NAMED = 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +22,24 @@ class LoadReport:
     """Bytes of the stored tensors that any rank needs, each once."""
     bytes_read: int
     bytes_moved: int
-    """Bytes that went from the rank that read them to another."""
+    """Bytes that were sent from the rank that read them to another."""
     seconds: float
     checked: bool
-    """Whether digests were there, and compared."""
+    """Whether there were digests, which were compared."""
     num_ranks: int = 1
     missing: tuple[str, ...] = ()
-    """Names that the checkpoint lacks (``strict=False``): these tensors are as they were."""
+    """Names that the checkpoint lacks (``strict=False``): these tensors are unchanged."""
     tied: tuple[str, ...] = ()
-    """Names whose memory was filled under another name, to which they are tied."""
+    """Names whose memory was loaded under another name, to which they are tied."""
     unexpected: tuple[str, ...] = ()
     """Names that only the checkpoint has."""
     left_alone: tuple[str, ...] = ()
-    """Entries of the state dict that are no tensors."""
+    """Entries of the state dict that are not tensors."""
     notes: tuple[str, ...] = ()
 
     @property
     def amplification(self) -> float:
-        """Bytes read for every byte that is needed."""
+        """Bytes read per byte needed."""
         return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
 
     def to_json(self) -> str:
@@ -51,9 +49,9 @@ class LoadReport:
     def __str__(self) -> str:
         read = f"{format_bytes(self.bytes_read)}, {self.amplification:.2f} x what is needed"
         lines = [
-            f"loaded {_count(self.num_tensors, 'tensor')} from {self.source}",
+            f"loaded {count(self.num_tensors, 'tensor')} from {self.source}",
             f"  format   {self.format}{', checked' * self.checked}",
-            f"  read     {read}, by {_count(self.num_ranks, 'rank')}",
+            f"  read     {read}, by {count(self.num_ranks, 'rank')}",
             f"  moved    {format_bytes(self.bytes_moved)} between ranks",
             f"  time     {self.seconds:.1f} s",
         ]
@@ -64,7 +62,7 @@ class LoadReport:
             ("no tensor", self.left_alone),
         ):
             lines += [f"  {word:<8} {_some(names)}"] if names else []
-        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:MOST_NAMED])])
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:5])])
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,25 +79,25 @@ class SaveReport:
     bytes_written: int
     """Bytes of all files."""
     busiest_bytes: int
-    """What the rank with the most has written."""
+    """The most bytes that one rank has written."""
     seconds: float
     checksums: bool
     num_ranks: int = 1
     left_out: tuple[str, ...] = ()
-    """Entries that are no tensors and have no place in the format."""
+    """Entries that are not tensors and that the format cannot hold."""
     left_alone: tuple[str, ...] = ()
-    """Files and folders at the target that did not belong to the checkpoint that was replaced."""
+    """Files and folders at the destination that were not part of the replaced checkpoint."""
 
     def to_json(self) -> str:
         """The report as JSON text."""
         return _json(self)
 
     def __str__(self) -> str:
-        files = _count(self.num_files, "file")
-        ranks = f"by {_count(self.num_ranks, 'rank')}"
+        files = count(self.num_files, "file")
+        ranks = f"by {count(self.num_ranks, 'rank')}"
         busiest = f"at most {format_bytes(self.busiest_bytes)} by one"
         lines = [
-            f"saved {_count(self.num_tensors, 'tensor')} to {self.target}",
+            f"saved {count(self.num_tensors, 'tensor')} to {self.target}",
             f"  format   {self.format}, {files}{', with checksums' * self.checksums}",
             f"  written  {format_bytes(self.bytes_written)} {ranks}, {busiest}",
             f"  time     {self.seconds:.1f} s",
@@ -113,10 +111,6 @@ def _json(report: Any, **more: Any) -> str:
     return json.dumps({**asdict(report), **more})
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
-
-
 def _some(names: tuple[str, ...]) -> str:
-    shown = ", ".join(quoted(name)[1:-1] for name in names[:MOST_NAMED])
-    return shown + (" ..." if len(names) > MOST_NAMED else "")
+    """A few names, printable and on one line."""
+    return and_more([quoted(name)[1:-1] for name in names], 5)

@@ -1,11 +1,11 @@
-"""The journal of a conversion: which chunks are done, so that a crash costs little?
+"""The journal of a conversion: the chunks that are done, so that a crash loses little work.
 
 One line per record, each with its own checksum: ``8a3f01c2 {"chunk": 7, ...}``. A line is written
-after the bytes that it speaks of. A line that was cut off by a crash ends the journal.
+after the bytes that it describes. A line that a crash truncated ends the journal.
 
-When a process dies, what it wrote stays: every line counts. When the machine dies, lines may have
-reached the disk before the bytes they speak of. So each session notes the boot of its machine, and
-after another boot only those lines count of which a ``synced`` line says that their bytes are safe.
+When a process dies, its writes survive: every line is valid. When the machine dies, lines may have
+reached the disk before the bytes that they describe. So each process records the boot id of its
+machine, and after another boot only lines before a ``synced`` line are valid.
 
 >>> import tempfile, pathlib
 >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -35,21 +35,21 @@ Record = dict[str, Any]
 
 
 class Journal:
-    """Lines that are added to the journal of one rank, from any thread."""
+    """The journal of one rank; safe to use from several threads."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self.path = folder / f"journal.{rank}"
         self._lock = threading.Lock()
         lines = list(map(len, _good_lines(self.path)))
         self.num_records = len(lines)
-        """How many records there are so far."""
+        """The number of records so far."""
         self._descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o644)
         os.ftruncate(self._descriptor, sum(lines))
         os.lseek(self._descriptor, sum(lines), os.SEEK_SET)
         self.append({"boot": boot_id()})
 
     def append(self, record: Record) -> None:
-        """Add a record; it survives the end of this process at once."""
+        """Add a record; it survives the end of this process."""
         line = _line(record)
         with self._lock, named(self.path):
             while line:
@@ -57,13 +57,13 @@ class Journal:
             self.num_records += 1
 
     def synced(self, num_records: int) -> None:
-        """Note that the bytes of the first records are on disk, and put the journal there too."""
+        """Record that the bytes of the first records are on disk, and sync the journal."""
         self.append({"synced": num_records})
         with named(self.path):
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Stop writing."""
+        """Close the file."""
         os.close(self._descriptor)
 
     def __enter__(self) -> Self:
@@ -74,13 +74,13 @@ class Journal:
 
 
 def read_journals(folder: Path) -> list[Record]:
-    """The records of all ranks that can be relied on."""
+    """The valid records of all ranks."""
     paths = sorted(folder.glob("journal.*"), key=lambda path: path.name)
     return [record for path in paths for record in _reliable(list(_records(path)))]
 
 
 def boot_id() -> str:
-    """What names this boot of this machine; the same for all processes until it goes down."""
+    """The id of this boot of this machine, equal for all processes until it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
     except OSError:
@@ -90,7 +90,7 @@ def boot_id() -> str:
 def _reliable(records: list[Record]) -> Iterator[Record]:
     """Records of this boot, and those of others that were synced before the machine went down.
 
-    What was not synced then is lost, whatever a later boot has synced.
+    A record that was not synced then stays invalid, whatever a later boot has synced.
     """
     here, boot, waiting = boot_id(), None, list[tuple[int, Record]]()
     for at, record in enumerate(records):
@@ -117,7 +117,7 @@ def _records(path: Path) -> Iterator[Record]:
 
 
 def _good_lines(path: Path) -> Iterator[bytes]:
-    """The lines up to the first that is not whole."""
+    """The lines before the first invalid one."""
     try:
         file = path.open("rb")
     except FileNotFoundError:

@@ -1,8 +1,8 @@
-"""Overwriting: which files of a folder belong to the checkpoint in it, and which are kept?
+"""Overwriting: which files of a folder are part of the checkpoint in it, and which are kept.
 
-A folder is a checkpoint if the catalog can read tensors from files directly in it. Only these
-files, their index or metadata, and what reshard wrote with them are replaced. All other files and
-folders are moved to the new folder:
+A folder is a checkpoint if tensors can be read from files directly in it. Only these files, their
+index or metadata, and what reshard wrote with them are replaced. All other files and folders are
+moved to the new folder:
 
     out/                            .out.reshard-partial/data/
         model.safetensors  replaced     model-00001-of-00002.safetensors
@@ -41,7 +41,7 @@ _COMPANION = re.compile(
 )
 """Configs and tokenizers, which come with a checkpoint."""
 _SAFETENSORS = (".safetensors", ".safetensors.index.json")
-"""How files end that would be read together with safetensors files beside them."""
+"""Endings of files that would be read together with other safetensors files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class Replaced:
     """What happens to the content of a folder that is overwritten."""
 
     belongs: frozenset[str]
-    """Paths of files of the old checkpoint, which are deleted."""
+    """Paths of the files of the old checkpoint, which are deleted."""
     kept: tuple[str, ...]
-    """Names of other files and folders, the latter with a slash at their end."""
+    """Names of other files and folders; folders end with a slash."""
 
 
 def replaced_by(target: Path, files: Collection[str]) -> Replaced:
-    """What these new files replace in a folder; TargetError where that could lose something."""
+    """What these new files replace in a folder; TargetError if other data could be lost."""
     belongs = _belonging(target)
     for path in files:
         in_way = _in_way(target, path)
@@ -75,7 +75,7 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
 
 
 class _TopLevel(LocalStorage):
-    """The files directly in a folder, as if there were no folders in it."""
+    """The files directly in a folder, without its subfolders."""
 
     def list(self) -> tuple[StoredFile, ...]:
         entries = sorted(os.scandir(self.root), key=lambda entry: entry.name)
@@ -92,7 +92,7 @@ def _belonging(target: Path) -> frozenset[str]:
         sizes = _written(storage)
         found = {path for path, size in sizes.items() if _size(target / path) == size}
         if not found or len(found) < len(sizes):
-            # Where reshard wrote it, other files of tensors are no part of it.
+            # If reshard wrote the checkpoint, other files of tensors are not part of it.
             read = _read(target, storage, is_known=bool(sizes))
             found |= read & sizes.keys() if sizes else read
     ours = {SIDECAR, COMMITTED, REQUEST}
@@ -102,7 +102,7 @@ def _belonging(target: Path) -> frozenset[str]:
 
 
 def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
-    """The files from which the catalog reads tensors, with their index or metadata."""
+    """The files from which tensors are read, with their index or metadata."""
     advice = "only a checkpoint is overwritten: choose another target, or move the folder away"
     try:
         catalog, _ = survey_catalog(storage)
@@ -122,7 +122,7 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
 
 
 def _index_of(storage: LocalStorage) -> set[str]:
-    """The index of safetensors files, and all files that it names."""
+    """The index of safetensors files, and all files that it lists."""
     index = find_index(storage.list())
     if index is None:
         return set()
@@ -133,7 +133,7 @@ def _index_of(storage: LocalStorage) -> set[str]:
 
 
 def _written(storage: LocalStorage) -> dict[str, int]:
-    """The files that were written with the checkpoint and their sizes, as its checksums say."""
+    """The files that reshard wrote with the checkpoint and their sizes, from its checksums."""
     try:
         sums = load_checksums(storage)
     except ReshardError:
@@ -149,7 +149,7 @@ def _size(path: Path) -> int | None:
 
 
 def _check_one(target: Path, catalog: Catalog, files: Collection[str]) -> None:
-    """Refuse a folder of files that may well be several checkpoints of one file each."""
+    """Refuse a folder of files that may be several checkpoints of one file each."""
     tensors = [path for path in files if not path.endswith(".json")]
     is_listed = len(tensors) < len(files)
     groups = {match.groups() if (match := _NUMBERED.fullmatch(p)) else p for p in tensors}
@@ -162,9 +162,9 @@ def _check_one(target: Path, catalog: Catalog, files: Collection[str]) -> None:
 
 
 def _in_way(target: Path, path: str) -> str | None:
-    """What is there at a path: its first part that is no folder, or the whole path.
+    """What exists at a path: its first part that is not a folder, or the whole path.
 
-    A link counts as what it is, so that nothing is deleted where it leads.
+    Links are not followed, so that nothing is deleted where they lead.
     """
     parts = path.split("/")
     for count in range(1, len(parts) + 1):
@@ -187,7 +187,7 @@ def _kept(target: Path, belongs: Collection[str]) -> Iterator[str]:
 
 
 def _others(folder: Path, belongs: Collection[str], prefix: str) -> Iterator[str]:
-    """What a folder holds beside files that belong to the checkpoint; an empty folder is kept."""
+    """Paths in a folder that are not part of the checkpoint; an empty folder is kept."""
     entries = list(os.scandir(folder))
     if not entries:
         yield prefix
@@ -200,7 +200,7 @@ def _others(folder: Path, belongs: Collection[str], prefix: str) -> Iterator[str
 
 
 def _check_not_read(target: Path, kept: Collection[str], files: Collection[str]) -> None:
-    """Refuse files of other tensors that readers would take for a part of the new checkpoint."""
+    """Refuse files of other tensors that readers would take for part of the new checkpoint."""
     if ".metadata" in files:
         return
     for name in kept:
@@ -212,7 +212,7 @@ def _check_not_read(target: Path, kept: Collection[str], files: Collection[str])
 
 
 def _check_movable(target: Path, kept: Collection[str]) -> None:
-    """Refuse before any work what could not be moved at the end."""
+    """Refuse files that cannot be moved at the end, before any work."""
     if os.path.ismount(target):
         raise TargetError(f"{target} is a mount point and cannot be renamed: name a folder in it")
     device = target.stat().st_dev
@@ -224,7 +224,7 @@ def _check_movable(target: Path, kept: Collection[str]) -> None:
 
 
 def move_kept(old: Path, new: Path, belongs: Collection[str], prefix: str = "") -> None:
-    """Move all that is no part of the old checkpoint to the new folder; may be done again."""
+    """Move all that is not part of the old checkpoint to the new folder; may be repeated."""
     for entry in list(os.scandir(old)):
         path, goal = prefix + entry.name, new / entry.name
         if path in belongs:
@@ -236,13 +236,13 @@ def move_kept(old: Path, new: Path, belongs: Collection[str], prefix: str = "") 
                 goal.mkdir(exist_ok=True)
                 move_kept(Path(entry.path), goal, belongs, f"{path}/")
             continue
-        if os.path.lexists(goal):  # it came to be while the new one was put in its place
+        if os.path.lexists(goal):  # created while the new one was published
             goal = goal.with_name(f"{goal.name}.kept-{secrets.token_hex(4)}")
         Path(entry.path).rename(goal)
 
 
 def delete_files(folder: Path, belongs: Collection[str]) -> bool:
-    """Delete these files and all folders that are empty then; whether nothing is left."""
+    """Delete these files and the folders that become empty; whether nothing is left."""
     for path in belongs:
         (folder / path).unlink(missing_ok=True)
     for here, _, _ in os.walk(folder, topdown=False):

@@ -1,28 +1,28 @@
-"""Where an output is built, and how it takes its place all at once.
+"""The temporary folder in which an output is built, and its publication in one step.
 
-While a conversion runs or waits to be resumed, there is beside the target
+While a conversion runs or waits to be resumed, there is next to the destination
 
     .NAME.reshard-partial/
         lock             held by the process that works here
-        request.json     what is being made of what
-        journal.RANK     what is done
-        data/            the output, in the making
-        publishing.json  the inode of data, and which files of the target it replaces
+        request.json     the conversion that is in progress
+        journal.RANK     the chunks that are done
+        data/            the output so far
+        publishing.json  the inode of data, and which files of the destination it replaces
 
-When all is written, ``data`` takes the place of the target:
+When everything is written, ``data`` replaces the destination:
 
     1. write publishing.json
-    2. rename data to the target; to overwrite, exchange the two in one step. Where the system
-       cannot exchange: rename the target to old, then data to the target
-    3. move what does not belong to the old checkpoint from the old folder to the new one
-    4. rename the partial folder to .NAME.reshard-gone-..., and delete it: of the old folder only
-       the files that belong to the old checkpoint
+    2. rename data to the destination; to overwrite, exchange the two in one step. If the system
+       cannot exchange folders: rename the destination to old, then data to the destination
+    3. move files that are not part of the old checkpoint from the old folder to the new one
+    4. rename the partial folder to .NAME.reshard-gone-..., and delete it: in the old folder only
+       the files that are part of the old checkpoint
 
 A process may be killed at any point. Before step 2 the old checkpoint is complete, after it the new
 one is. Between the two renames of step 2 the old one is complete in ``old``. In steps 3 and 4 some
-of the other files are still in the partial folder. The next process that works on this target, to
-resume, to overwrite or to save, begins with ``settle``: it renames ``old`` back, or does steps 3
-and 4.
+of the other files are still in the partial folder. The next process that works on this destination
+(to resume, overwrite or save) begins with ``settle``: it renames ``old`` back, or does the last two
+steps.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PUBLISHING = "publishing.json"
 
 
 def check_places(source: str, target: Path) -> None:
-    """Refuse a target that is the source, lies in it, or holds it."""
+    """Refuse a destination that is the source, is inside it, or contains it."""
     if "://" in source:
         return
     have, want = Path(source).resolve(), target.resolve()
@@ -69,7 +69,7 @@ def check_places(source: str, target: Path) -> None:
 
 @dataclass(slots=True)
 class Workplace:
-    """The hidden folder beside a target in which its output is built."""
+    """The hidden folder next to a destination in which its output is built."""
 
     target: Path
     folder: Path
@@ -77,24 +77,24 @@ class Workplace:
 
     @classmethod
     def beside(cls, target: Path) -> Workplace:
-        """The workplace of a target."""
-        # A link at the target itself stays one; those on the way to it lead where the system goes.
+        """The workplace of a destination."""
+        # A link at the destination itself is kept; links in its parents are resolved.
         is_named = target.name not in ("", "..")
         target = target.parent.resolve() / target.name if is_named else target.resolve()
         return cls(target, target.parent / f".{target.name}.reshard-partial")
 
     @property
     def data(self) -> Path:
-        """The output in the making."""
+        """The output so far."""
         return self.folder / "data"
 
     @property
     def old(self) -> Path:
-        """What stood at the target, once it is moved aside."""
+        """The old content of the destination, after it was moved aside."""
         return self.folder / "old"
 
     def check_target(self, overwrite: bool, files: Collection[str]) -> Replaced:
-        """Refuse what stands at the target, unless these files may replace a checkpoint there."""
+        """Refuse a destination that exists, unless these files may replace a checkpoint there."""
         if not os.path.lexists(self.target):
             return Replaced(frozenset(), ())
         if not self.target.is_dir():
@@ -113,7 +113,7 @@ class Workplace:
         return replaced_by(self.target, files)
 
     def settle(self) -> None:
-        """Finish or undo the publishing in which an earlier process was killed."""
+        """Finish or undo a publication during which an earlier process was killed."""
         if (self.folder / PUBLISHING).exists():
             self._take_lock()
             try:
@@ -124,7 +124,7 @@ class Workplace:
             _delete(gone)
 
     def recover(self) -> bool:
-        """The same, with the lock held; whether the new output is in its place."""
+        """Do what ``settle`` does, with the lock held; whether the new output is published."""
         state = _publishing(self.folder)
         if state is None:
             return False
@@ -136,7 +136,7 @@ class Workplace:
         return False
 
     def check_writable(self) -> None:
-        """Ask the system, without writing, whether the target's folder can be made and written."""
+        """Refuse a destination that permissions do not allow to create; writes nothing."""
         exists = _nearest(self.target.parent)
         if not exists.is_dir() or not os.access(exists, os.W_OK | os.X_OK):
             raise TargetError(f"{exists} cannot be written to: choose another target")
@@ -154,7 +154,7 @@ class Workplace:
             )
 
     def enter(self) -> None:
-        """Make the folder and take its lock; a second conversion is refused at once."""
+        """Create the folder and take its lock; refuse a second conversion."""
         self.settle()
         self._take_lock()
 
@@ -175,17 +175,17 @@ class Workplace:
                 f"another conversion is writing {self.target}: wait for it, or end it"
             )
         self._lock = lock
-        if not (self.folder / "lock").exists():  # the one before us finished just now
+        if not (self.folder / "lock").exists():  # the previous holder has just finished
             self.leave()
             self._take_lock()
 
     @property
     def _gone(self) -> str:
-        """How the name of a folder begins that waits to be deleted."""
+        """The prefix of folders that wait to be deleted."""
         return f".{self.target.name}.reshard-gone-"
 
     def begin_anew(self) -> None:
-        """Remove whatever lies here, of which nobody knows what it was."""
+        """Remove the unknown content of the folder."""
         self._keep_old()
         for path in self.folder.iterdir():
             if path.is_dir() and not path.is_symlink():
@@ -194,7 +194,7 @@ class Workplace:
                 path.unlink()
 
     def is_held(self) -> bool:
-        """Whether some process works here; also where locks cannot tell."""
+        """Whether a process works here; also true if locks do not show it."""
         try:
             lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CLOEXEC)
         except OSError:
@@ -208,13 +208,13 @@ class Workplace:
         return False
 
     def leave(self) -> None:
-        """Give the lock back; what is there can be resumed."""
+        """Release the lock; the content can be resumed."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def request(self) -> dict[str, Any] | None:
-        """What an earlier conversion was making here, if one did not finish."""
+        """The request of an earlier conversion that did not finish, if there is one."""
         try:
             found = json.loads((self.folder / "request.json").read_text(encoding="utf-8"))
         except FileNotFoundError:
@@ -224,24 +224,24 @@ class Workplace:
         return found if isinstance(found, dict) else {}
 
     def note_request(self, request: Mapping[str, Any]) -> None:
-        """Write down what is being made."""
+        """Write the request of the conversion."""
         replace_file(self.folder / "request.json", json.dumps(request).encode())
 
     def note_result(self, request: Mapping[str, Any]) -> None:
-        """Write into an output without checksums which conversion it is the result of."""
+        """Record the request in an output without checksums."""
         replace_file(self.data / REQUEST, json.dumps(request).encode())
 
     def is_result(self, request: Mapping[str, Any], files: Collection[StoredFile]) -> bool:
-        """Whether the target is the result of this very conversion, with all of its files."""
+        """Whether the destination is the result of this request, with all of its files."""
         try:
             sizes = [(self.target / file.path).stat().st_size for file in files]
             found = _request_of(self.target)
-        except (OSError, ValueError):  # damage of the checksums among them
+        except (OSError, ValueError):  # includes damaged checksums
             return False
         return found == request and sizes == [file.size for file in files]
 
     def discard(self) -> None:
-        """Remove all that was built here."""
+        """Remove everything that was built here."""
         self._keep_old()
         self._remove()
 
@@ -252,7 +252,7 @@ class Workplace:
             )
 
     def _remove(self) -> None:
-        """Let all go in one step, and then delete it."""
+        """Rename the folder in one step, then delete it."""
         gone = self.folder.with_name(f"{self._gone}{secrets.token_hex(4)}")
         try:
             self.folder.rename(gone)
@@ -262,8 +262,9 @@ class Workplace:
         self.leave()
 
     def publish(self, overwrite: bool, files: Collection[str]) -> tuple[str, ...]:
-        """Put the finished output, which has these files, in its place; the names of what was there
-        and is kept.
+        """Publish the finished output, which has these files.
+
+        Returns the names of other files at the destination, which are kept.
         """
         is_there = overwrite and os.path.lexists(self.target)
         replaced = self._check_again(files) if is_there else Replaced(frozenset(), ())
@@ -271,7 +272,7 @@ class Workplace:
         replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
         try:
             if is_there:
-                _take_after(self.data, self.target.stat())
+                _copy_permissions(self.data, self.target.stat())
             if not is_there:
                 self.data.rename(self.target)
             elif not exchange(self.data, self.target):
@@ -283,7 +284,7 @@ class Workplace:
         return replaced.kept
 
     def _check_again(self, files: Collection[str]) -> Replaced:
-        """Check the target as it is now: it may have changed since the conversion began."""
+        """Check the destination again: it may have changed since the conversion began."""
         try:
             return self.check_target(True, files)
         except TargetError as error:
@@ -301,11 +302,11 @@ class Workplace:
         )
 
     def _was_published(self, inode: int) -> bool:
-        """Whether the output has taken its place."""
+        """Whether the output is at the destination."""
         return self.target.is_dir() and self.target.stat().st_ino == inode
 
     def finish(self) -> None:
-        """Make the rename durable, move what is kept to the new folder, and remove the old one."""
+        """Make the rename durable, move kept files to the new folder, and remove the old one."""
         sync_folder(self.target.parent)
         state = _publishing(self.folder)
         for old in _replaced_folders(self.folder, state):
@@ -325,15 +326,15 @@ def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _take_after(folder: Path, old: os.stat_result) -> None:
-    """Give a folder the owner and the permissions of the one that it replaces."""
+def _copy_permissions(folder: Path, old: os.stat_result) -> None:
+    """Give a folder the owner and permissions of the one that it replaces."""
     with suppress(PermissionError):
         os.chown(folder, old.st_uid, old.st_gid)
     folder.chmod(stat.S_IMODE(old.st_mode))
 
 
 def _request_of(target: Path) -> Mapping[str, Any] | None:
-    """Which conversion a folder is the result of."""
+    """The request of which a folder is the result."""
     with open_storage(target) as storage:
         sums = load_checksums(storage)
     if sums is not None:
@@ -343,7 +344,7 @@ def _request_of(target: Path) -> Mapping[str, Any] | None:
 
 
 def _publishing(folder: Path) -> dict[str, Any] | None:
-    """What a partial folder says of its publishing; None if that had not begun."""
+    """The publishing.json of a partial folder; None if publication had not begun."""
     path = folder / PUBLISHING
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
@@ -358,7 +359,7 @@ def _publishing(folder: Path) -> dict[str, Any] | None:
 
 
 def _replaced_folders(folder: Path, state: Mapping[str, Any] | None) -> Iterator[Path]:
-    """The folder that stood at the target, wherever the exchange has put it."""
+    """The old folder of the destination, wherever the exchange has put it."""
     for old in (folder / "old", folder / "data"):
         is_folder = state is not None and old.is_dir() and not old.is_symlink()
         if is_folder and state is not None and old.stat().st_ino != state["inode"]:
@@ -366,7 +367,7 @@ def _replaced_folders(folder: Path, state: Mapping[str, Any] | None) -> Iterator
 
 
 def _delete(folder: Path) -> None:
-    """Delete a partial folder; of the folder that stood at the target only the old checkpoint."""
+    """Delete a partial folder, and of an old folder in it only the old checkpoint."""
     try:
         state = _publishing(folder)
     except UnfinishedError:
@@ -379,7 +380,7 @@ def _delete(folder: Path) -> None:
 
 
 def _locked(lock: int) -> bool:
-    """Take a lock; more than once, because a rank that looks whether it is held has it then."""
+    """Take a lock; tries repeatedly, as a rank that tests the lock holds it for a moment."""
     for _ in range(5):
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Rules and meshes as callers give them: objects, or the texts of a command line."""
+"""Rules and meshes as callers pass them: objects, or text."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def as_rules(
     replicate: str | None = None,
     by_config: bool = False,
 ) -> Rules | None:
-    """Rules, or the name of a family or a file; numbers they lack come from the config.json.
+    """Rules, or the name of a family or file; sizes they lack come from the config.json.
 
-    Without rules, ``by_config`` takes those of the family that the config.json names.
+    Without rules, ``by_config`` takes those of the family in the config.json.
     """
     if rules is None and not by_config:
         return None

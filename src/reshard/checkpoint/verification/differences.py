@@ -20,7 +20,7 @@ from reshard.checkpoint.verification.comparison import (
 from reshard.checkpoint.verification.examination import Problem, digests_of
 from reshard.errors import DamageError
 from reshard.layout.box import Box
-from reshard.text import quoted
+from reshard.text import count, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -63,9 +63,9 @@ class TensorDiff:
             values = {None: "", 0: ", the same numbers"}.get(self.count, f", numbers differ{apart}")
             return f"{name}: dtype {self.dtypes[0]} and {self.dtypes[1]}{values}"
         (one, at), (two, other) = self.places
-        count = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
+        differ = "1 element differs" if self.count == 1 else f"{self.count} elements differ"
         return (
-            f"{name}: {count}{apart}, all within {self.box}, the first at {self.first} "
+            f"{name}: {differ}{apart}, all within {self.box}, the first at {self.first} "
             f"({one} byte {at}, {two} byte {other})"
         )
 
@@ -101,8 +101,8 @@ class DiffReport:
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        for root, kind, count in zip(self.checkpoints, self.formats, self.num_files, strict=True):
-            yield f"{root}: {kind}, {count} file{'s' if count != 1 else ''}"
+        for root, kind, files in zip(self.checkpoints, self.formats, self.num_files, strict=True):
+            yield f"{root}: {kind}, {count(files, 'file')}"
         for root, names in zip(self.checkpoints, self.only, strict=True):
             if names:
                 yield f"only in {root}: {len(names)}"

@@ -31,7 +31,7 @@ from reshard.checkpoint.verification.comparison import Difference, difference, d
 from reshard.checkpoint.verification.examination import Examination, Problem, examine
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError
-from reshard.text import format_bytes, quoted
+from reshard.text import count, format_bytes, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -90,8 +90,7 @@ class VerifyReport:
         else:
             words = "damaged" if len(self.checkpoints) == 1 else "not equal"
             words = UNSUPPORTED if self.is_unsupported else words
-            count = len(self.problems)
-            yield f"{words}: {count} problem{'s' if count != 1 else ''} in {size}:"
+            yield f"{words}: {count(len(self.problems), 'problem')} in {size}:"
             yield from (f"  {problem.message}" for problem in self.problems[:SHOWN])
             if len(self.problems) > SHOWN:
                 yield f"  and {len(self.problems) - SHOWN} more; --json lists all"
