@@ -1,4 +1,4 @@
-"""Conversions over all formats, layouts and dtypes, read back with independent readers."""
+"""Conversions between all formats, layouts and dtypes, checked with independent readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Conversions that are killed, crowded, out of room or forbidden: nothing is lost or half done."""
+"""Conversions that are killed, or lack space or permissions: no output is lost or partial."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Every command and function that takes rules gives a model the same layouts, and ignores nothing
-that it is told.
-"""
+"""All commands and functions that take rules give a model the same layouts and ignore no option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A model of transformers, converted through all formats, and torch's own tools on the way."""
+"""A model of transformers converted through all formats, with torch's own tools in between."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that rename, join or stack: a tensor is never lost, and what cannot be meant is refused."""
+"""Names that rename, join or stack: no tensor is lost, and inconsistent names are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several processes convert together over the file system, with the same bytes as one."""
+"""Several processes convert together over the file system, with the same bytes as one process."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Requests that nobody should make, and folders that nobody should have: refused in words, or done
-without losing a tensor, a value or a digit silently.
-"""
+"""Unusual requests and folders: refused with a message, or done without losing a value."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an earlier run left, another source, or a crash never gets into an output unseen."""
+"""An output never contains data of an earlier run, another source, or from before a crash."""
 
 from __future__ import annotations
 

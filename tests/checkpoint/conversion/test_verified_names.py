@@ -1,4 +1,4 @@
-"""Names lose nothing silently, and a renamed conversion can be proved."""
+"""Conversions with names are verified, and parts that no name takes are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inspecting: what is told, how fast, with which exit code."""
+"""inspect: its report, speed and exit codes."""
 
 from __future__ import annotations
 

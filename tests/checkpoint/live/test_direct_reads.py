@@ -1,4 +1,4 @@
-"""What only one rank wants it reads straight into its tensors: no move, two rounds, one read."""
+"""Tensors that only one rank needs are read directly: no move, two agreements, one read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading and saving in a job: random cuts on both sides, all kinds of tensors, and what fails."""
+"""Loading and saving in a job: random layouts on both sides, all kinds of tensors, failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which names ``load`` finds: tied ones, those of a model without its optimizer, misspelt ones."""
+"""Names in ``load`` and ``save``: tied, misspelt, missing on a rank, without the optimizer."""
 
 from __future__ import annotations
 

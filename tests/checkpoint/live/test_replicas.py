@@ -1,4 +1,4 @@
-"""What is stored twice and differs: load and verify say so, whoever reads it."""
+"""Replicas that differ are found by load and verify, whichever rank reads them."""
 
 from __future__ import annotations
 

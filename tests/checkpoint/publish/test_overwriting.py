@@ -1,4 +1,4 @@
-"""Overwriting replaces a checkpoint and nothing else, whatever happens in between."""
+"""Overwriting replaces a checkpoint and nothing else, also if it is killed at any step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Casts agree with torch's, bit by bit, for every dtype that both have."""
+"""Casts equal torch's bit by bit, for every dtype that both have."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A source that is replaced while it is read, by files of the same size and time stamp."""
+"""A source that is replaced during a read by files of the same size and time stamp is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small tensors are read, digested and written together, and each is what it was alone."""
+"""Small tensors are read, digested and written together, with the same result as one by one."""
 
 from __future__ import annotations
 

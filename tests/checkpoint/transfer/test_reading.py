@@ -1,4 +1,4 @@
-"""Any box of any stored tensor is read right, in little memory, and every byte is checked."""
+"""Any box of any stored tensor is read correctly, in little memory, and every byte is checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Windows cover every element once, whatever the two cuts; plans are made fast."""
+"""Windows cover every element once, for any two layouts; plans are made fast."""
 
 from __future__ import annotations
 

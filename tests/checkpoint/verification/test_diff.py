@@ -1,4 +1,4 @@
-"""diff says what two checkpoints have in common, and how the rest differs."""
+"""diff reports what two checkpoints have in common, and how the rest differs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verify finds every flipped bit, says where it is, and proves that two cuts hold the same."""
+"""verify finds every flipped bit, names its place, and shows that two layouts are equal."""
 
 from __future__ import annotations
 
