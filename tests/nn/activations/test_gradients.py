@@ -152,7 +152,7 @@ def kept_bytes(rank: int) -> None:
         stats = resharding_of(layers).stats()
         assert stats.bytes_seen == whole
         assert stats.bytes_kept == whole // 4
-        # The caller has the first; nobody else has the others any more.
+        # The caller holds the first input; the others are freed.
         assert [one.expired() for one in inputs] == [False, True, True, True]
         y.sum().backward()
         stats = resharding_of(layers).stats()

@@ -44,7 +44,7 @@ def test_D26_only_inputs_are_kept_as_shares(pool: Pool) -> None:
     pool.run(only_what_is_equal, ranks=FOUR)
 
 
-class Odd(nn.Module):
+class SavesViews(nn.Module):
     """Saves views of its inputs, with all kinds of strides."""
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -54,12 +54,12 @@ class Odd(nn.Module):
         return (one * one).sum() + two.exp() + three
 
 
-def odd_tensors(rank: int) -> None:
+def views_and_strides(rank: int) -> None:
     group = pool_group(4)
     mask = numbers(6, 8) > 0
     for like in (numbers(6, 8), numbers(8, 6).t(), numbers(12, 8)[::2]):
         check_same(
-            Odd,
+            SavesViews,
             lambda one: input_reshard(one, group, 1),
             like,
             partial(with_strides, stride=like.stride(), mask=mask),
@@ -69,13 +69,13 @@ def odd_tensors(rank: int) -> None:
 def with_strides(
     model: nn.Module, x: torch.Tensor, stride: tuple[int, ...], mask: torch.Tensor
 ) -> torch.Tensor:
-    strange = torch.empty_strided(x.shape, stride).copy_(x)
-    found: torch.Tensor = model(strange, mask, torch.tensor(0.001))
+    strided = torch.empty_strided(x.shape, stride).copy_(x)
+    found: torch.Tensor = model(strided, mask, torch.tensor(0.001))
     return found
 
 
 def test_D24_views_strides_masks_and_scalars(pool: Pool) -> None:
-    pool.run(odd_tensors, ranks=FOUR)
+    pool.run(views_and_strides, ranks=FOUR)
 
 
 def marked(rank: int) -> None:

@@ -206,10 +206,10 @@ def skipped(rank: int) -> str:
 
 
 def test_D29_a_rank_that_skips_backward(pool: Pool) -> None:
-    told = pool.run(skipped, ranks=FOUR)
+    texts = pool.run(skipped, ranks=FOUR)
     for rank in FOUR:
-        assert "rank 2 has not called" in told[rank], told[rank]
-        assert "Linear, argument 0" in told[rank], told[rank]
+        assert "rank 2 has not called" in texts[rank], texts[rank]
+        assert "Linear, argument 0" in texts[rank], texts[rank]
 
 
 def other_shapes(rank: int) -> None:

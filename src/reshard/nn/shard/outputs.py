@@ -182,10 +182,10 @@ class _Walk:
 
 def _reduced(tensor: ShardedTensor) -> ShardedTensor:
     """The tensor with its pending sum reduced: a rank's addend is not the module's output."""
-    cut = tensor.cut
-    if cut.reduce is None:
+    layout = tensor.cut
+    if layout.reduce is None:
         return tensor
-    return tensor.resharded(LayoutShardingSpec(unreduced(cut), str(tensor.device)))
+    return tensor.resharded(LayoutShardingSpec(unreduced(layout), str(tensor.device)))
 
 
 def _sharded_dim(tensor: ShardedTensor) -> int | None:
@@ -195,8 +195,8 @@ def _sharded_dim(tensor: ShardedTensor) -> int | None:
         return dim % tensor.dim()
     whole = tuple(tensor.size())
     shards = [shard.shard_sizes for shard in tensor.metadata().shards_metadata]
-    cut = [at for at, size in enumerate(whole) if any(shard[at] != size for shard in shards)]
-    return cut[0] if len(cut) == 1 else None
+    dims = [at for at, size in enumerate(whole) if any(shard[at] != size for shard in shards)]
+    return dims[0] if len(dims) == 1 else None
 
 
 def _is_one_everywhere(tensor: ShardedTensor, dim: int) -> bool:
