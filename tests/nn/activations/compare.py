@@ -43,7 +43,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def check_same(make: Make, wrap: Wrap, x: torch.Tensor, call: Any = None) -> nn.Module:
-    """A model has the same gradients with and without shares, twice: the second time it prefetches."""
+    """Compare gradients with and without shares in two steps; the second step prefetches."""
     expected = gradients(make(), x, call)
     model = make()
     wrap(model)
