@@ -1,10 +1,13 @@
-"""Shard the parameters of modules, and undo it.
+"""Shard the parameters of modules, and keep activations as shares between forward and backward.
 
     from reshard.nn import ShardingPlan, shard_module
     from reshard.sharded import ChunkShardingSpec
 
     rows = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
-    handle = shard_module(model, ShardingPlan({"layers.*.fc1.weight": rows}))
+    handle = shard_module(model, ShardingPlan({"layers.{i}.fc1.weight": rows}))
+
+shard        plans, shard_module, and hooks of outputs
+activations  input_reshard
 
 The names with an underscore are those of ``torch.distributed._shard``.
 """
