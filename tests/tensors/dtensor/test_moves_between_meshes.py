@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import reshard as rs
 from reshard.tensors.dtensor.placements import layout_from
 from tests.ranks.pool import Pool
-from tests.ranks.redistribution import (
+from tests.tensors.dtensor.redistribution import (
     TIMEOUT,
     Pair,
     check_local,

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.ranks.adjoint import check_told, run_cases
 from tests.ranks.pool import Pool
 from tests.soak import cases
+from tests.tensors.adjoint import check_told, run_cases
 
 
 @pytest.mark.parametrize("num_ranks", [4, 8])

@@ -13,9 +13,9 @@ from torch.distributed.tensor.placement_types import _MaskPartial
 import reshard as rs
 from tests.ranks.outcome import Raised
 from tests.ranks.pool import Pool
-from tests.ranks.random_redistributions import mesh_on_four
 from tests.ranks.rank import pool_group
-from tests.ranks.test_gradients import raised
+from tests.tensors.dtensor.random_redistributions import mesh_on_four
+from tests.tensors.test_gradients import raised
 from tests.tensors.worlds import numbered
 
 LINE, SQUARE = (4,), (2, 2)

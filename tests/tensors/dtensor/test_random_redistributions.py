@@ -5,8 +5,8 @@ from collections import Counter
 import pytest
 
 from tests.ranks.pool import Pool
-from tests.ranks.random_redistributions import refused_alone, run_cases, summary
 from tests.soak import cases, soaking
+from tests.tensors.dtensor.random_redistributions import refused_alone, run_cases, summary
 
 AT_ONCE = 100
 

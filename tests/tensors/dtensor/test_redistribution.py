@@ -4,8 +4,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.ranks.pool import Pool
-from tests.ranks.redistribution import compare_back, pairs
 from tests.soak import soaking
+from tests.tensors.dtensor.redistribution import compare_back, pairs
 
 EVEN, UNEVEN = (8, 8), (7, 5)
 ODD = ((3, 9), (1, 4), (0, 6))

@@ -11,7 +11,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 import reshard as rs
 from tests.ranks.outcome import Outcome, Raised, Returned
 from tests.ranks.pool import Pool, fresh_ranks
-from tests.ranks.redistribution import Pair, check_same, gradient_for, leaf, source
+from tests.tensors.dtensor.redistribution import Pair, check_same, gradient_for, leaf, source
 from tests.tensors.worlds import cut, numbered
 
 TRAINERS, SERVERS = rs.Mesh(dp=2), rs.Mesh(tp=2, ranks=[2, 3])
