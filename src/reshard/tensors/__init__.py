@@ -10,5 +10,5 @@ tensor_move   the move of one tensor between two layouts, with gradients
 autograd      the backward of a move
 agreement     all ranks agree, or all raise the same error
 cache         a cache that is bounded in bytes
-kinds         kinds of tensors, told apart without importing their modules
+kinds         kinds of tensors, recognized without importing their modules
 """

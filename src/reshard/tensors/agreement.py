@@ -10,8 +10,8 @@ goes through an `Agreement`:
     saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
     names = saving.gather(list(state_dict))             # {rank: value}
 
-Values are what JSON can say: numbers, texts, None, lists, dicts (a tuple arrives as a list). They
-travel as live moves of one row of bytes per rank: two moves if a value is long, one otherwise. That
+Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as a list). They are
+sent as live moves of one row of bytes per rank: two moves if a value is long, one otherwise. That
 gives them the guarantees of `rs.move`: a wait is bounded by the timeout, and the error names the
 rank that is late or dead and what it was waited for; the next call works again. Nothing that
 arrives is executed, and no value may be longer than `MAX_BYTES`.

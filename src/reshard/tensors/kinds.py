@@ -1,4 +1,4 @@
-"""Kinds of tensors, told apart without importing modules that the caller has not imported.
+"""Kinds of tensors, recognized without importing modules that the caller has not imported.
 
 ``torch.distributed.tensor`` takes a second to import. A DTensor can only exist where that module is
 loaded, so a look into ``sys.modules`` is enough.

@@ -276,7 +276,7 @@ def _move(ticket: Ticket, request: Request) -> Any:
 
 
 def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
-    """Give a DTensor placements on its mesh, or casts, that need more than a layout says."""
+    """Give a DTensor placements on its mesh, or casts, that a layout alone does not express."""
     module, tensor = _redistribution(), request.tensor
     _check_shape(tuple(tensor.shape), request.shape)
     settings = module.Settings(memory, ticket.group, request.options, request.backward_dtype)

@@ -1,9 +1,9 @@
-"""Moves between placements that no words say: every rank's part as a list of boxes.
+"""Moves between placements that a layout in words cannot express: each rank's part as boxes.
 
-A ``_StridedShard`` whose split factor no order of mesh dims explains cuts what an uneven ``Shard``
-left into parts that differ from rank to rank. And DTensor has reductions that a layout does not
+A ``_StridedShard`` whose split factor no order of mesh dims explains splits what an uneven
+``Shard`` left into parts that differ from rank to rank. And DTensor has reductions that a layout does not
 have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that moves, and
-are reduced where they arrive: more travels than by a layout, in exchange for any placements.
+are reduced at the destination: more is sent than with a layout, but any placements work.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Placed:
-    """How placements on a mesh cut a tensor, as DTensor's spec says it."""
+    """Placements on a mesh, with the shard order of DTensor's spec."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
     order: tuple[tuple[int, tuple[int, ...]], ...] | None = None
     nested: bool = True
-    """Whether strided shards are read as an order of mesh dims, where they say one."""
+    """Whether strided shards are read as an order of mesh dims, where they express one."""
     _intervals: dict[tuple[tuple[int, ...], int], tuple[Intervals, ...]] = field(
         default_factory=dict, compare=False, repr=False
     )

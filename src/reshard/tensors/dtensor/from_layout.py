@@ -1,4 +1,4 @@
-"""Which placements on a DeviceMesh say the same as a layout, if DTensor can say it at all?"""
+"""The placements on a DeviceMesh that express a layout, where DTensor can express it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TORCH_OPS = {ours: theirs for theirs, ours in OPS.items()}
 def placements_of(
     layout: Layout, device_mesh: DeviceMesh, shape: Sequence[int]
 ) -> tuple[Placement, ...] | None:
-    """The placements on a mesh that say the same as a layout, or None if DTensor cannot say it.
+    """The placements on a mesh that express a layout, or None if DTensor has none for it.
 
     Axis names and spelling do not matter: what counts is that every rank holds the same elements.
     """
@@ -70,7 +70,7 @@ def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> list[Box]:
 def _candidates(
     layout: Layout, mesh: Mesh, shape: tuple[int, ...]
 ) -> Iterator[tuple[Placement, ...]]:
-    """First what the words themselves say, then every way to give the axes to the dims."""
+    """First the placements of the layout's own words, then all assignments of axes to dims."""
     spelled = _as_spelled(layout, mesh, shape)
     if spelled is not None:
         yield spelled

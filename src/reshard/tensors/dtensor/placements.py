@@ -1,7 +1,7 @@
 """Meshes and placements of DTensors, such as ``[Shard(0), Partial()]``, as meshes and layouts.
 
 ``Shard``s of one tensor dim nest in the order of the mesh dims, so ``[Shard(0), Shard(0)]`` on a
-mesh (dp, tp) is ``(dp tp)``. ``_StridedShard`` says another order: its split factor is the number
+mesh (dp, tp) is ``(dp tp)``. ``_StridedShard`` means another order: its split factor is the number
 of shards that were there before it, made by mesh dims to its right. FSDP2 over tensor parallelism
 is ``[_StridedShard(0, split_factor=2), Shard(0)]``, tp first and then dp: ``(tp dp)``.
 

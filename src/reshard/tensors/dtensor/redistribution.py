@@ -205,7 +205,7 @@ def redistribution(
 
 
 def is_special(tensor: DTensor, target: Sequence[Any]) -> bool:
-    """Whether the layouts of source and destination do not say all of a redistribution."""
+    """Whether two layouts alone do not express a redistribution."""
     placements = target[1] if len(target) == 2 else ()
     both = (*tensor.placements, *placements)
     known = all(isinstance(one, Placement) for one in placements)

@@ -1,4 +1,4 @@
-"""Pending reductions that no layout says: which local work turns them into one that it does?
+"""Pending reductions that a layout cannot express, as local work around a move that it can.
 
 A layout has one pending reduction (sum, avg, max, min or prod) over some axes. DTensor has more:
 
@@ -46,13 +46,13 @@ class LocalWork:
     norm: float | None = None
     """The exponent of a p-norm that is reduced."""
     divisor: int = 1
-    """How many addends have the averages that are reduced as a part of a sum."""
+    """The number of addends of averages that are reduced as a part of a sum."""
     shares: tuple[tuple[int, Partial], ...] = ()
-    """The mesh dims along which the result is given as addends, and how."""
+    """The mesh dims along which the result becomes addends, and their placements."""
 
     @property
     def needs_wide(self) -> bool:
-        """Whether sums go on being computed with, so that they are not rounded before."""
+        """Whether sums are divided or rooted after the move, so that they are not rounded before."""
         return self.norm is not None or self.divisor > 1
 
     def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
@@ -106,7 +106,7 @@ class LocalWork:
 def work_for(
     sizes: Sequence[int], have: Placements, want: Placements, dtype: torch.dtype
 ) -> LocalWork | None:
-    """What is to be done around a move; None if a layout says the reductions as they are."""
+    """The local work around a move; None if a layout expresses the reductions as they are."""
     pairs = [*zip(sizes, have, want, strict=True)]
     reduced = [at for at, (n, old, new) in enumerate(pairs) if n > 1 and _is_reduced(old, new)]
     kept = [at for at, (_, old, new) in enumerate(pairs) if old.is_partial() and old == new]
@@ -120,7 +120,7 @@ def work_for(
     _check_shares(want, [at for at in shares if sizes[at] > 1], dtype)
     op = _one_word({_kind(have[at]) for at in reduced} if len(kinds) < 2 else kinds)
     simple = [
-        (Partial(op) if at in kept or at in reduced else _settled(old), _settled(new))
+        (Partial(op) if at in kept or at in reduced else _reduce(old), _reduce(new))
         for at, (_, old, new) in enumerate(pairs)
     ]
     ends = [Partial(op) if at in kept else new for at, (_, new) in enumerate(simple)]
@@ -148,7 +148,7 @@ def _shares(
             yield at, placement
 
 
-def _settled(placement: Placement) -> Placement:
+def _reduce(placement: Placement) -> Placement:
     return Replicate() if placement.is_partial() else placement
 
 
@@ -187,7 +187,7 @@ def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> Non
 
 
 def _rows_of(mask: Any) -> int:
-    """How many dims a mask has: those it says rows of."""
+    """How many leading dims of the tensor a mask covers."""
     data = mask.mask_buffer.data
     return 1 << 30 if data is None else int(data.ndim)
 
