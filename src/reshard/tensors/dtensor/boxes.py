@@ -1,8 +1,8 @@
 """Moves between placements that a layout in words cannot express: each rank's part as boxes.
 
 A ``_StridedShard`` whose split factor no order of mesh dims explains splits what an uneven
-``Shard`` left into parts that differ from rank to rank. And DTensor has reductions that a layout does not
-have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that moves, and
+``Shard`` left into parts that differ from rank to rank. And DTensor has reductions that a layout
+does not have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that moves, and
 are reduced at the destination: more is sent than with a layout, but any placements work.
 """
 

@@ -52,7 +52,7 @@ class LocalWork:
 
     @property
     def needs_wide(self) -> bool:
-        """Whether sums are divided or rooted after the move, so that they are not rounded before."""
+        """Whether sums are computed with after the move, so that they are not rounded before."""
         return self.norm is not None or self.divisor > 1
 
     def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
