@@ -2,8 +2,8 @@
 
 A ``_StridedShard`` whose split factor no order of mesh dims explains splits what an uneven
 ``Shard`` left into parts that differ from rank to rank. And DTensor has reductions that a layout
-does not have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that moves, and
-are reduced at the destination: more is sent than with a layout, but any placements work.
+does not have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that
+moves, and are reduced at the destination: more is sent than with a layout, but any placements work.
 """
 
 from __future__ import annotations
