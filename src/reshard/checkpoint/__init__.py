@@ -1,4 +1,4 @@
-"""Checkpoints: what is in them, are they sound, and how to cut them another way.
+"""Checkpoints: inspect, convert, verify, compare, load and save them in any layout.
 
     >>> from reshard import checkpoint
     >>> report = checkpoint.inspect("ckpt")                      # doctest: +SKIP

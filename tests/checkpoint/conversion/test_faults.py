@@ -219,7 +219,7 @@ def test_short_writes_are_continued(source: Source, monkeypatch: pytest.MonkeyPa
 def test_a_place_that_may_not_be_written(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     here, _ = source
     monkeypatch.setattr(Path, "mkdir", denied)
-    with pytest.raises(TargetError, match="nothing can be written beside"):
+    with pytest.raises(TargetError, match="nothing can be written next to"):
         checkpoint.convert(here, here.parent / "out")
 
 
@@ -267,7 +267,7 @@ def test_two_conversions_into_one_target(source: Source) -> None:
 @pytest.mark.parametrize("target", ["src", "src/inside", "."])
 def test_a_target_within_the_source_is_refused(source: Source, target: str) -> None:
     here, tensors = source
-    with pytest.raises(TargetError, match="lie in each other"):
+    with pytest.raises(TargetError, match="contain each other"):
         checkpoint.convert(here, here.parent / target, overwrite=True)
     checkpoint.convert(here, here.parent / "out")
     assert_equal(here.parent / "out", tensors)

@@ -50,7 +50,7 @@ def test_the_report(ckpt: Path) -> None:
     assert str(report).splitlines() == [
         f"{ckpt}: sharded-safetensors, 3 tensors of 192 B in 2 files, complete",
         "",
-        "tensor          shape  dtype    cut          size",
+        "tensor          shape  dtype    layout       size",
         "layers.{0-2}.w  4x4    float32  tp=2: tp -  192 B",
         "",
         f"files    2 of {report.files[0].size / 512:.1f} KiB, each {report.files[0].size} B",

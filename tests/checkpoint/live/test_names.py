@@ -187,5 +187,5 @@ def save_without(rank: int, path: str, layout: str) -> str:
 def test_a_tensor_that_one_rank_lacks(pool: Pool, tmp_path: Path, layout: str) -> None:
     told = pool.run(save_without, str(tmp_path / "a"), layout, ranks=range(4))
     assert len(set(told)) == 1, told
-    assert 'rank 1 has no tensor "d", which is cut over it' in told[0]
+    assert 'rank 1 has no tensor "d", which is sharded over it' in told[0]
     assert not [*tmp_path.iterdir()]

@@ -37,11 +37,11 @@ def test_the_same_cut_differently(tmp_path: Path) -> None:
     report = diff(tmp_path / "a", tmp_path / "b")
     assert report.equal
     assert report.recut
-    assert str(report).endswith("same values, cut differently (1 of 1 tensors)")
+    assert str(report).endswith("same values, different layouts (1 of 1 tensors)")
     alike = diff(tmp_path / "a", tmp_path / "a")
     assert alike.equal
     assert not alike.recut
-    assert str(alike).endswith("same values, cut alike (1 tensors)")
+    assert str(alike).endswith("same values, same layouts (1 tensor)")
 
 
 def test_names_shapes_dtypes_and_values(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_sharded(tmp_path / "c", {"w": other}, {"w": WHOLE})
     a, b, c = (str(tmp_path / name) for name in "abc")
     assert run(["diff", a, b]) == 0
-    assert "cut differently" in capsys.readouterr().out
+    assert "different layouts" in capsys.readouterr().out
     assert run(["diff", a, c, "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["equal"] is False
     assert run(["diff", a, str(tmp_path / "absent")]) == 2

@@ -234,7 +234,7 @@ class Builder:
         if Stamp.of(self.plan.catalog, self.storage) != self.plan.stamp:
             raise DamageError(
                 f"{self.storage.root} was changed while it was converted: nothing was published; "
-                "convert it again when nobody writes to it"
+                "convert it again when no process writes to it"
             )
 
     def num_chunks(self) -> int:

@@ -30,7 +30,7 @@ def table(report: Inspection) -> str:
     for tensor in report.tensors:
         pattern = _NUMBER.sub("#", tensor.name)
         groups.setdefault((pattern, tensor.shape, tensor.dtype, tensor.layout), []).append(tensor)
-    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "cut", "size")]
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "layout", "size")]
     rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
     lines += align(rows, right={4}) if report.tensors else []
     if len(groups) > MAX_ROWS:

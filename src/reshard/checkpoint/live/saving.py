@@ -191,7 +191,7 @@ def _check_present(
                     "has no tensor" if rank in answers else "does not save, but has a part of"
                 )
                 raise DisagreementError(
-                    f"rank {rank} {takes_part} {quoted(name)}, which is cut over it "
+                    f"rank {rank} {takes_part} {quoted(name)}, which is sharded over it "
                     f"({quoted(spec.layout)}): give it on all {len(held)} ranks that hold it"
                 )
 
@@ -292,7 +292,7 @@ def _check_seen(place: Workplace, token: str) -> None:
                 return
         if time.monotonic() > deadline:
             raise TargetError(
-                f"{place.folder}, which the first rank has made, is not seen here: save to a "
+                f"{place.folder}, which the first rank has created, is not visible here: save to a "
                 "folder that all ranks share"
             )
         time.sleep(0.1)

@@ -1,7 +1,7 @@
-"""Targets that fsspec reaches: built here, uploaded file by file, committed by a last small file.
+"""Destinations that fsspec reaches: built locally, uploaded file by file, then committed.
 
-An object store cannot rename a folder, so readers are told by ``_RESHARD_COMMITTED`` that all is
-there. It lists every file with its size.
+An object store cannot rename a folder. The file ``_RESHARD_COMMITTED``, which is written last and
+lists every file with its size, tells readers that the checkpoint is complete.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Remote:
         mine, other = f"{self.address}/", f"{source.rstrip('/')}/"
         if mine.startswith(other) or other.startswith(mine):
             raise TargetError(
-                f"{self.address} and the source {source} lie in each other: "
-                "choose a target outside of the source"
+                f"the destination {self.address} and the source {source} are the same or contain each "
+                "other: choose a destination outside of the source"
             )
         if not self._ask("exists", self._base) or not self._ask("find", self._base):
             return

@@ -62,8 +62,8 @@ def check_places(source: str, target: Path) -> None:
     have, want = Path(source).resolve(), target.resolve()
     if have == want or have in want.parents or want in have.parents:
         raise TargetError(
-            f"{target} and the source {source} lie in each other: "
-            "choose a target outside of the source"
+            f"the destination {target} and the source {source} are the same or contain each other: "
+            "choose a destination outside of the source"
         )
 
 
@@ -167,7 +167,7 @@ class Workplace:
             lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise TargetError(
-                f"nothing can be written beside {self.target}: {error.strerror}"
+                f"nothing can be written next to {self.target}: {error.strerror}"
             ) from None
         if not _locked(lock):
             os.close(lock)

@@ -174,7 +174,7 @@ def transfer_of(
     """Check that the source holds every element of an output tensor, and plan its windows."""
     have = one_dtype(name, fed, want)
     if isinstance(destination, Pieces):
-        # Boxes that lie between each other's rows in a file are written row by row.
+        # Boxes whose rows alternate in a file are written row by row.
         runs = all(piece.is_contiguous for piece in destination.pieces)
         if runs and _is_small(shape, have, want, fed):
             none = PieceTable.none(len(shape), itemsize(have))

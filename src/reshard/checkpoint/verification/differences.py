@@ -116,11 +116,10 @@ class DiffReport:
         yield self._verdict()
 
     def _verdict(self) -> str:
-        cut = f"{self.num_recut} of {self.num_equal} tensors" if self.num_recut else ""
         if self.recut:
-            return f"same values, cut differently ({cut})"
+            return f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
         if self.equal:
-            return f"same values, cut alike ({self.num_equal} tensors)"
+            return f"same values, same layouts ({count(self.num_equal, 'tensor')})"
         return f"not the same; {self.num_equal} tensors are equal"
 
     def to_json(self) -> str:
@@ -251,7 +250,7 @@ def _compared(left: Source, right: Source, name: str, budget: Budget) -> Iterato
     if found is None:
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
-            "is somebody writing to it?"
+            "is another process writing to it?"
         )
     places = tuple(reader.place(found.first) for reader in readers)
     yield TensorDiff(

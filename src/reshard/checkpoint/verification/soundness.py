@@ -1,10 +1,10 @@
-"""Is a checkpoint sound? Do two hold the same tensors, bit by bit, however each is cut?
+"""``verify``: whether a checkpoint is sound, or two hold equal tensors in any layouts.
 
-Alone, a checkpoint is compared with what was written: every byte of every file with its checksum,
-every tensor with its digest; nothing may be missing, and copies must agree. Two are compared by
-digests, which are made of the bytes of both and not taken from what lies beside them. Tensors whose
-digests differ are then read side by side, to say where. Entries that are no tensors are compared
-byte by byte where both have such.
+One checkpoint is compared with its checksums, every byte of every file, and with its digests, every
+tensor; no element may be missing, and replicas must be equal. Two checkpoints are compared by
+digests, which are computed from the bytes of both and not taken from their checksums. Tensors whose
+digests differ are then read side by side, to find the place. Entries that are not tensors are
+compared byte by byte, if both have any.
 """
 
 from __future__ import annotations
@@ -313,7 +313,7 @@ def _difference(
     readers = left.reader(mine), right.reader(theirs)
     found = difference(*readers, budget)
     if found is None:
-        words = "differed when it was read first and not again: is somebody writing to it?"
+        words = "differed when it was read first and not again: is another process writing to it?"
         yield Problem("values", f"tensor {quoted(name)} {words}", name)
     else:
         yield _located(*readers, found)
