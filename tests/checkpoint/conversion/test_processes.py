@@ -85,7 +85,7 @@ def test_a_rank_that_fails_tells_the_others(
     here, _ = source
     real = copying.Copier.copy
 
-    def copy(self: copying.Copier, chunk: copying.Chunk, *args: object) -> object:
+    def copy(self: copying.Copier, chunk: copying.CopyChunk, *args: object) -> object:
         if chunk.number % 3 == 2:
             raise CheckpointError("the disk of rank 2 broke")
         return real(self, chunk, *args)  # type: ignore[arg-type]

@@ -21,8 +21,7 @@ from reshard.checkpoint.storage.durable import replace_file
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of
 from reshard.checkpoint.transfer.source import Source
-from reshard.checkpoint.transfer.transfers import Chunk as Work
-from reshard.checkpoint.transfer.transfers import Transfer, chunks_of
+from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer, chunks_of
 from reshard.checkpoint.transfer.workers import Budget, collector_paused
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.text import quoted
@@ -211,7 +210,7 @@ class Builder:
             if sums is not None and file.path in sums.files:
                 self.source.count(self.source.checker.finish_file(self.storage, file.path))
 
-    def _to_do(self, done: set[int]) -> Iterator[Work]:
+    def _to_do(self, done: set[int]) -> Iterator[CopyChunk]:
         count = 0
         for chunk in chunks_of(self.plan.transfers, self.budget.window):
             count += 1

@@ -72,10 +72,35 @@ def save(
     """
     began = time.monotonic()
     agreement = Agreement(group, "saving a checkpoint", timeout, CheckpointError)
-    place = Workplace.beside(Path(path))
     request = {"path": str(path), "format": format, "overwrite": overwrite, "checksums": checksums}
     saved = _described(agreement, state_dict, request)
     plan = _planned(saved, format, agreement)
+    written, kept = _write(agreement, Workplace.beside(Path(path)), saved, plan, request)
+    return SaveReport(
+        target=str(path),
+        format=format,
+        num_tensors=len(plan.specs),
+        num_files=count_tensor_files(plan.output.files),
+        unique_bytes=sum(spec.num_bytes for spec in plan.specs.values()),
+        bytes_written=sum(written),
+        busiest_bytes=max(written),
+        seconds=time.monotonic() - began,
+        checksums=checksums,
+        num_ranks=len(agreement.ranks),
+        left_out=plan.output.left_out if format == "distcp" else tuple(saved.others),
+        left_alone=kept,
+    )
+
+
+def _write(
+    agreement: Agreement,
+    place: Workplace,
+    saved: _Saved,
+    plan: SavePlan,
+    request: Mapping[str, Any],
+) -> tuple[list[int], tuple[str, ...]]:
+    """Write and publish all files: the bytes that each rank wrote, and names of files kept."""
+    overwrite, checksums = request["overwrite"], request["checksums"]
     files = [file.path for file in plan.output.files]
     with _entered(agreement, place, overwrite, files):
         token = agreement.run_on_first(lambda: _prepare(place, plan))
@@ -90,20 +115,7 @@ def save(
         finally:
             target.close()
         kept = agreement.run_on_first(lambda: _publish(place, overwrite, files))
-    return SaveReport(
-        target=str(path),
-        format=format,
-        num_tensors=len(plan.specs),
-        num_files=count_tensor_files(plan.output.files),
-        unique_bytes=sum(spec.num_bytes for spec in plan.specs.values()),
-        bytes_written=sum(written.values()),
-        busiest_bytes=max(written.values()),
-        seconds=time.monotonic() - began,
-        checksums=checksums,
-        num_ranks=len(agreement.ranks),
-        left_out=plan.output.left_out if format == "distcp" else tuple(saved.others),
-        left_alone=tuple(kept),
-    )
+    return [*written.values()], tuple(kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,8 +46,8 @@ class Remote:
         mine, other = f"{self.address}/", f"{source.rstrip('/')}/"
         if mine.startswith(other) or other.startswith(mine):
             raise TargetError(
-                f"the destination {self.address} and the source {source} are the same or contain each "
-                "other: choose a destination outside of the source"
+                f"the destination {self.address} and the source {source} are the same or contain "
+                "each other: choose a destination outside of the source"
             )
         if not self._ask("exists", self._base) or not self._ask("find", self._base):
             return

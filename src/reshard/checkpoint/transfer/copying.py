@@ -16,7 +16,7 @@ from reshard.checkpoint.piece_table import Pieces, PieceTable
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
 from reshard.checkpoint.transfer.source import Source, SourceReads
-from reshard.checkpoint.transfer.transfers import Chunk, Transfer
+from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import Buffers, cast, compare, drain, fill, lead_of
 from reshard.checkpoint.transfer.workers import collector_paused, in_order
 from reshard.checkpoint.transfer.zero_copy import zero_copy
@@ -93,7 +93,7 @@ class Copier:
         """Whether any tensor changes its dtype."""
         return any(transfer.have != transfer.want for transfer in self.transfers)
 
-    def copy(self, chunk: Chunk, buffers: Buffers) -> Done:
+    def copy(self, chunk: CopyChunk, buffers: Buffers) -> Done:
         """Copy one chunk."""
         done = Done(chunk.number)
         writes = _Writes(self.target, done, self.checksums)
@@ -210,7 +210,7 @@ def _written(transfer: Transfer) -> Pieces:
 
 def copy_all(
     copier: Copier,
-    chunks: Iterator[Chunk],
+    chunks: Iterator[CopyChunk],
     *,
     workers: int,
     window_bytes: int,
@@ -218,7 +218,7 @@ def copy_all(
 ) -> None:
     """Copy all chunks; each worker calls ``finished`` as soon as it has copied one."""
 
-    def work(chunk: Chunk, buffers: Buffers) -> None:
+    def work(chunk: CopyChunk, buffers: Buffers) -> None:
         finished(copier.copy(chunk, buffers))
 
     buffers = partial(Buffers, window_bytes, copier.casts)

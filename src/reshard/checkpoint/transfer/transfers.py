@@ -36,7 +36,7 @@ from reshard.planning.names import Feed
 from reshard.text import quoted
 
 __all__ = [
-    "Chunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
+    "CopyChunk", "SourceTensor", "Transfer", "chunks_of", "one_dtype", "pieces_of", "source_of",
     "source_tensors", "transfer_of",
 ]  # fmt: skip
 
@@ -139,7 +139,7 @@ def _num_bytes(held: PieceTable | Pieces) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class CopyChunk:
     """Windows that one worker copies at a time, and that are one record of the journal."""
 
     number: int
@@ -148,19 +148,19 @@ class Chunk:
     num_bytes: int
 
 
-def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[Chunk]:
+def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChunk]:
     """All windows in order, small ones of neighbouring tensors together in one chunk."""
     number, windows, total = 0, list[tuple[int, Box]](), 0
     for which, transfer in enumerate(transfers):
         for window in transfer.windows(num_bytes):
             size = transfer.size_of(window)
             if windows and total + size > num_bytes:
-                yield Chunk(number, tuple(windows), total)
+                yield CopyChunk(number, tuple(windows), total)
                 number, windows, total = number + 1, [], 0
             windows.append((which, window))
             total += size
     if windows:
-        yield Chunk(number, tuple(windows), total)
+        yield CopyChunk(number, tuple(windows), total)
 
 
 def transfer_of(
