@@ -130,7 +130,7 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
     """Compare the signatures of all ranks; returns where each rank has its tensors."""
     client = watch.connections.client
     watch.compared = True
-    client.request(lambda store: store.set(_comparing(watch), watch.digest.hex()))
+    client.request(lambda store: store.set(_key(watch, "comparing"), watch.digest.hex()))
     first = f'"{next(iter(signature.plan.want))}"' if signature.plan.want else "nothing"
     looked = time.monotonic()
 
@@ -140,11 +140,11 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
         check_hellos(watch, lambda: signature)
         if time.monotonic() - looked > DIFFER_EVERY:
             looked = time.monotonic()
-            if client.check([_differ(watch)]):
+            if client.check([_key(watch, "differ")]):
                 _raise_disagreement(watch, signature)
 
     what = f"it to compare what is moved, with {first}"
-    name, value = _signatures(watch), signature.to_json()
+    name, value = _key(watch, "signature"), signature.to_json()
     keys = meet(watch, name, lambda peer: what, value=value, check=check)
     values = client.request(lambda store: store.multi_get(keys))
     ranks = watch.connections.ranks
@@ -153,7 +153,7 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
     if len({json.dumps(one[:2]) for one in found.values()}) > 1:
         _raise_disagreement(watch, signature)
     _check_grad(watch, {rank: int(one[3]) for rank, one in found.items()})
-    forget(watch, _signatures(watch), [*keys, _comparing(watch)])
+    forget(watch, name, [*keys, _key(watch, "comparing")])
     return {rank: str(one[2]) for rank, one in found.items()}
 
 
@@ -225,15 +225,15 @@ def join_comparison(watch: Watch, signature: Signature) -> None:
     was late for it.
     """
     client, rank = watch.connections.client, watch.connections.rank
-    if client.check([_differ(watch)]):
+    if client.check([_key(watch, "differ")]):
         _raise_disagreement(watch, signature)
-    if watch.compared or not client.check([_comparing(watch)]):
+    if watch.compared or not client.check([_key(watch, "comparing")]):
         return
-    compared = client.request(lambda store: store.get(_comparing(watch)))
+    compared = client.request(lambda store: store.get(_key(watch, "comparing")))
     if compared.decode() != watch.digest.hex():
         _raise_disagreement(watch, signature)
     watch.compared = True
-    name = _signatures(watch)
+    name = _key(watch, "signature")
 
     def join(store: Store) -> None:
         store.set(f"{name}/{rank}", signature.to_json())
@@ -242,30 +242,20 @@ def join_comparison(watch: Watch, signature: Signature) -> None:
     client.request(join)
 
 
-def _signatures(watch: Watch) -> str:
-    """The prefix of the keys of signatures."""
-    return f"signature/{watch.call}"
-
-
-def _differ(watch: Watch) -> str:
-    """The key that says that the signatures of a call differ."""
-    return f"differ/{watch.call}"
-
-
-def _comparing(watch: Watch) -> str:
-    """The key that says that ranks compare in a call, with the digest of their plan."""
-    return f"comparing/{watch.call}"
+def _key(watch: Watch, name: str) -> str:
+    """A key of this call: signature, comparing (the digest of the plan), differ or detail."""
+    return f"{name}/{watch.call}"
 
 
 def _raise_disagreement(watch: Watch, signature: Signature) -> NoReturn:
     """Post a description of this rank's plan, read those of the others, and name the difference."""
     connections, client = watch.connections, watch.connections.client
-    keys = {rank: f"detail/{watch.call}/{rank}" for rank in connections.ranks}
+    keys = {rank: f"{_key(watch, 'detail')}/{rank}" for rank in connections.ranks}
     text = zlib.compress(json.dumps(_describe(signature)).encode(), 1).hex()
 
     def post(store: Store) -> None:
         store.set(keys[connections.rank], text)
-        store.set(_differ(watch), "1")
+        store.set(_key(watch, "differ"), "1")
 
     client.request(post)
     for in_time in poll_until(DETAIL_SECONDS):

@@ -174,14 +174,14 @@ class Watch:
 
         With ``patient``, a rank that sends heartbeats is given more time.
         """
-        root, alive = self.waits.root(peer, what(peer))
+        waiter, wait, alive = self.waits.last_wait(peer, what(peer))
         if patient and alive:
             # Checked again soon: the rank may have finished just now.
             self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
             return
-        state = "stopped answering" if root.met else "has not called"
-        waits = f"rank {root.waiter} waits for {root.what}"
-        self.fail(Cause("late", f"rank {root.rank} {state} within {limit} and {waits}"))
+        state = "stopped answering" if wait.met else "has not called"
+        waits = f"rank {waiter} waits for {wait.what}"
+        self.fail(Cause("late", f"rank {wait.awaits[0]} {state} within {limit} and {waits}"))
 
     def heartbeat(self) -> None:
         """Send a heartbeat during long work, and raise if the call was aborted."""

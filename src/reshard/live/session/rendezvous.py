@@ -285,16 +285,14 @@ class Rendezvous:
                 raise MoveTimeoutError(self._not_called(absent))
             if time.monotonic() - self._looked > LOOK_EVERY:
                 self._check_outcome()
-                self._waits = self._waits or self._observe()
+                if self._waits is None:
+                    self._waits = WaitGraph(self.session, self.number, self.what).observe()
                 deadlock = self._waits.find_deadlock(absent)
                 if deadlock is not None:
                     raise DisagreementError(deadlock)
                 self.listener.check_alive(_names_here(members, self.rank))
                 self._looked = time.monotonic()
         return members
-
-    def _observe(self) -> WaitGraph:
-        return WaitGraph(self.session, self.number, self.what).observe()
 
     def _not_called(self, absent: Sequence[int]) -> str:
         one = len(absent) == 1

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
@@ -29,7 +29,7 @@ from reshard.live.session.control import Waiting
 from reshard.live.session.mailbox import Inbox, Mailbox
 from reshard.live.session.store import REQUEST_SECONDS, PrefixStore, Store, StoreClient
 
-__all__ = ["Member", "Root", "WaitGraph"]
+__all__ = ["Member", "Wait", "WaitGraph"]
 
 LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
 
@@ -92,18 +92,6 @@ class Wait:
         return (self.token, self.awaits) == (earlier.token, earlier.awaits)
 
 
-class Root(NamedTuple):
-    """The last rank of a chain of ranks that wait for each other: it holds up all of them."""
-
-    waiter: int
-    """The rank that waits for it."""
-    rank: int
-    what: str
-    """What the waiter waits for, in words that follow "waits for"."""
-    met: bool
-    """Whether it has entered the call."""
-
-
 class WaitGraph:
     """The records that one rank posts and reads in one call."""
 
@@ -139,10 +127,13 @@ class WaitGraph:
         if self._posted:
             return
         self._posted = True
-        met = peer in self._inbox.hellos
-        self._post(Wait(self._session.ranks, self.call, (peer,), what, met).to_json())
+        self._post(self._own_record(peer, what).to_json())
         with contextlib.suppress(PeerLostError):
             self._has_beaten(peer)
+
+    def _own_record(self, peer: int, what: str) -> Wait:
+        met = peer in self._inbox.hellos
+        return Wait(self._session.ranks, self.call, (peer,), what, met)
 
     def withdraw(self) -> None:
         """Post that this rank has stopped waiting."""
@@ -168,22 +159,25 @@ class WaitGraph:
             record = Wait.read(self._session_client.get(self._key(rank)))
         return record if record is not None and record.call == self.call else None
 
-    def root(self, peer: int, what: str) -> tuple[Root, bool]:
-        """The rank that holds up this one, which waits for a peer; and whether that rank works."""
-        me = self._session.rank
-        root, alive = Root(me, peer, what, peer in self._inbox.hellos), False
-        seen = {me}
-        with contextlib.suppress(PeerLostError, IndexError):
-            while root.rank not in seen:
-                seen.add(root.rank)
-                record = self.record_of(root.rank)
-                if record is None:
+    def last_wait(self, peer: int, what: str) -> tuple[int, Wait, bool]:
+        """Follow the records from this rank, which waits for a peer, to the end of the chain.
+
+        Returns the last rank that waits, its record, and whether the rank that it waits for works:
+        that one holds up all ranks of the chain.
+        """
+        me = waiter = self._session.rank
+        wait, alive, seen = self._own_record(peer, what), False, {me}
+        with contextlib.suppress(PeerLostError):
+            while (last := wait.awaits[0]) not in seen:
+                seen.add(last)
+                record = self.record_of(last)
+                if record is None or not record.awaits:
                     break
-                root = Root(root.rank, record.awaits[0], record.what, record.met)
-            if root.rank not in {me, root.waiter}:
-                silence = time.monotonic() - self._inbox.heard.get(root.rank, 0.0)
-                alive = silence < self._timeout or self._has_beaten(root.rank)
-        return root, alive
+                waiter, wait = last, record
+            if last not in {me, waiter}:
+                silence = time.monotonic() - self._inbox.heard.get(last, 0.0)
+                alive = silence < self._timeout or self._has_beaten(last)
+        return waiter, wait, alive
 
     def _has_beaten(self, rank: int) -> bool:
         """Whether a rank that sends no messages has left a new heartbeat in the store."""
