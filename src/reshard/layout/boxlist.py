@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 
 import numpy as np
 
 from reshard.layout.box import Box
-from reshard.layout.columns import contained
+from reshard.layout.columns import contained, sized_cache
 from reshard.layout.coverage import box_columns, overlapping_pairs
 from reshard.layout.grid import DimTable, Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
@@ -42,7 +41,12 @@ class Listed:
         return self.holders[self.first[box] : self.first[box + 1]]
 
 
-@lru_cache(maxsize=1024)
+def _listed_bytes(listed: Listed, layout: Layout, _: object) -> int:
+    arrays = (listed.starts, listed.stops, listed.first, listed.holders)
+    return layout.num_bytes + sum(array.nbytes for array in arrays)
+
+
+@sized_cache(64 << 20, _listed_bytes)
 def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     """All boxes of a layout; every addend of a pending reduction counts as a holder."""
     lost = layout.words.without

@@ -1,4 +1,4 @@
-"""Distinct values of integer columns, by sorting.
+"""Distinct values of integer columns, by sorting; caches of such columns, bounded in bytes.
 
 numpy's own set functions hash, which is slower on large columns of ranks, and load ``numpy.ma`` at
 the first call, which costs more than planning a whole model.
@@ -6,10 +6,26 @@ the first call, which costs more than planning a whole model.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
+from functools import wraps
+from typing import Generic, ParamSpec, TypeVar
+
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Ints", "contained", "distinct", "distinct_first", "numbered"]
+__all__ = [
+    "Ints",
+    "SizedCache",
+    "contained",
+    "distinct",
+    "distinct_first",
+    "numbered",
+    "sized_cache",
+]
+
+K = TypeVar("K", bound=Hashable)
+P = ParamSpec("P")
+V = TypeVar("V")
 
 Ints = NDArray[np.int64]
 
@@ -69,3 +85,60 @@ def _new(rising: Ints) -> NDArray[np.bool_]:
     new = np.ones(len(rising), dtype=bool)
     new[1:] = rising[1:] != rising[:-1]
     return new
+
+
+class SizedCache(Generic[K, V]):
+    """Values by key; the oldest are dropped once all of them together are too large.
+
+    Dropping the oldest, and not the least recently used, leaves a look-up as quick as that of a
+    dict, and safe in threads: a training step repeats the same few moves.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self._values: dict[K, tuple[V, int]] = {}
+        self._total = 0
+
+    def clear(self) -> None:
+        """Drop everything."""
+        self._values.clear()
+        self._total = 0
+
+    def get(self, key: K) -> V | None:
+        """The value that is kept under a key, or None."""
+        found = self._values.get(key)
+        return None if found is None else found[0]
+
+    def put(self, key: K, value: V, num_bytes: int) -> V:
+        """Keep a value of about this size, unless another thread has kept one; gives that kept."""
+        kept, size = self._values.setdefault(key, (value, num_bytes))
+        if kept is value:
+            self._total += size
+            while self._total > self.max_bytes and self._values:
+                _, dropped = self._values.pop(next(iter(self._values)))
+                self._total -= dropped
+        return kept
+
+
+def sized_cache(
+    max_bytes: int, num_bytes: Callable[..., int]
+) -> Callable[[Callable[P, V]], Callable[P, V]]:
+    """Keep the results of a function of positional arguments; ``num_bytes(result, *arguments)``.
+
+    The result None is not kept.
+    """
+
+    def decorate(compute: Callable[P, V]) -> Callable[P, V]:
+        kept: SizedCache[Hashable, V] = SizedCache(max_bytes)
+
+        @wraps(compute)
+        def call(*args: P.args, **kwargs: P.kwargs) -> V:
+            found = kept.get(args)
+            if found is not None:
+                return found
+            result = compute(*args, **kwargs)
+            return kept.put(args, result, num_bytes(result, *args))
+
+        return call
+
+    return decorate

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import TypeVar
@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from reshard.errors import LayoutError
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import Cut, Cuts, Packed, Segment, axes_of
@@ -133,7 +133,16 @@ def _columns(arrays: Sequence[Ints], count: int) -> Ints:
     return np.stack(arrays, axis=1) if arrays else np.zeros((count, 0), dtype=np.int64)
 
 
-@lru_cache(maxsize=4096)
+def _grids_bytes(grids: tuple[Grid, ...], layout: Layout, _: object) -> int:
+    """About how much memory grids take, with the tables of ranks that they make later."""
+    if grids is None:
+        return 0
+    arrays = [a for g in grids for d in g.dims for a in (d.starts, d.stops, d.parts, d.places)]
+    ranks = 32 * len(layout.ranks) * len(grids)
+    return layout.num_bytes + ranks + sum(array.nbytes for array in arrays)
+
+
+@sized_cache(64 << 20, _grids_bytes)
 def grids_of(layout: Layout, shape: tuple[int, ...]) -> tuple[Grid, ...] | None:
     """The grids that make up a regular layout, or None for a layout that must be listed.
 
@@ -285,7 +294,7 @@ def _grid(layout: Layout, dims: Sequence[DimTable]) -> Grid:
     return Grid(layout.mesh, tuple(dims), free, addends)
 
 
-@lru_cache(maxsize=1024)
+@sized_cache(16 << 20, lambda found, layout: 128 * len(found) + layout.num_bytes)
 def addend_of(layout: Layout) -> dict[int, int]:
     """Which addend of a pending reduction each rank holds; empty where nothing is pending.
 

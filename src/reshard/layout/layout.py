@@ -77,6 +77,11 @@ class Layout:
         return self.mesh.ranks
 
     @property
+    def num_bytes(self) -> int:
+        """About how much memory the layout itself takes, for caches."""
+        return 1024 + 8 * len(self.ranks)
+
+    @property
     def reduce(self) -> tuple[str, tuple[str, ...]] | None:
         """The operation and the axes of a pending reduction."""
         return self.words.reduce
@@ -232,6 +237,11 @@ class BoxLayout(Layout):
         for rank, held_boxes in self.boxes.items():
             _check_boxes(rank, held_boxes, Box.whole(self.shape))
         self.mesh = Mesh(ranks=tuple(self.boxes), rank=len(self.boxes)) if boxes else Mesh()
+
+    @property
+    def num_bytes(self) -> int:
+        """About how much memory the layout itself takes, for caches."""
+        return 1024 + 256 * sum(map(len, self.boxes.values()))
 
     @property
     def ranks(self) -> Sequence[int]:

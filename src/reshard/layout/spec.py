@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
-from functools import lru_cache
 from operator import index
 
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
-from reshard.layout.columns import Ints, distinct, distinct_first
+from reshard.layout.columns import Ints, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout, check_shape
 
@@ -63,7 +62,7 @@ class TensorSpec:
         return hash((self.shape, self.dtype, fingerprint(self.layout, self.shape)))
 
 
-@lru_cache(maxsize=4096)
+@sized_cache(16 << 20, lambda _, layout, shape: layout.num_bytes)
 def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
     """A hash that is equal for layouts that put the same elements in the same places."""
     hasher = hashlib.blake2b(digest_size=16)
@@ -77,7 +76,7 @@ def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
     return hasher.digest()
 
 
-@lru_cache(maxsize=4096)
+@sized_cache(16 << 20, lambda _, one, other, shape: one.num_bytes + other.num_bytes)
 def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     """Whether every rank that both layouts speak of holds the same by both."""
     if layout == other or layout.same_as(other, shape):
@@ -86,7 +85,7 @@ def agrees(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     return all(holds_alike(layout, other, rank, shape) for rank in layout.ranks if rank in ranks)
 
 
-@lru_cache(maxsize=4096)
+@sized_cache(16 << 20, lambda _, one, other, shape: one.num_bytes + other.num_bytes)
 def is_part_of(layout: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     """Whether every rank of a layout holds the same by another one, which may have more ranks."""
     return agrees(layout, other, shape) and (

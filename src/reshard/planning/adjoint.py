@@ -11,12 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from math import prod
 
 from reshard.dtypes import accumulator
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.notation import axes_of
 from reshard.layout.spec import TensorSpec
@@ -113,7 +114,13 @@ class SumMove:
         return _spread(self)
 
 
-@lru_cache(maxsize=1024)
+def _plan_bytes(*plans: Plan | None) -> int:
+    """About how much memory plans take: a few tables with a row per rank or box."""
+    specs = [spec for p in plans if p for side in (p.have, p.want) for spec in side.values()]
+    return 4096 + sum(8 * spec.layout.num_bytes for spec in specs)
+
+
+@sized_cache(64 << 20, lambda plan, _: _plan_bytes(plan))
 def _direct(move: SumMove) -> Plan | None:
     have = summed(move.have, move.shape)
     if have is None:
@@ -133,7 +140,7 @@ def _with_elements(layout: Layout, shape: tuple[int, ...]) -> Layout:
     return layout.without(empty) if empty else layout
 
 
-@lru_cache(maxsize=256)
+@sized_cache(64 << 20, lambda spread, _: _plan_bytes(spread.gather, spread.spread))
 def _spread(move: SumMove) -> Spread:
     holding = _holders(move.have, move.shape)
     first = holding[0] if holding else {}

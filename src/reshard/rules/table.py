@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from operator import itemgetter
 
 from reshard.errors import RulesError
@@ -61,6 +61,8 @@ class Table:
         self._numbers = {**document.model, **document.sizes(mesh)}
         self._digits = tuple(set().union(*(rule.pattern.digits() for rule in document.rules)))
         self._entries: dict[tuple[object, ...], Entry] = {}
+        self._layouts: dict[str, Layout] = {}
+        """One object for equal texts."""
 
     def layout(self, name: str, num_dims: int | None) -> Layout:
         """The layout of one tensor; ``num_dims`` is checked against the words, if given."""
@@ -211,7 +213,9 @@ class Table:
         on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
         with located(f"tensor {quoted(name)}, {entry.where}"):
             words = replace(entry.words, on=on) if on else entry.words
-            layout = _shared(self._mesh, str(words))
+            text = str(words)
+            layout = self._layouts.get(text) or Layout(self._mesh, text)
+            self._layouts[text] = layout
         entry.layouts[at] = layout
         return layout
 
@@ -236,9 +240,3 @@ def advice(document: Document, name: str) -> str:
         f"needs {name}, which is not known: give the model's config.json (beside the checkpoint, "
         f"or config=), {name}=..., or {name} under [model] of a rules file{counted}"
     )
-
-
-@lru_cache(maxsize=4096)
-def _shared(mesh: Mesh, text: str) -> Layout:
-    """One Layout object for equal texts on equal meshes."""
-    return Layout(mesh, text)

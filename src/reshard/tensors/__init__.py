@@ -9,6 +9,5 @@ dtensor/      DTensors: placements, local tensors, redistribution
 tensor_move   the move of one tensor between two layouts, with gradients
 autograd      the backward of a move
 agreement     all ranks agree, or all raise the same error
-cache         a cache that is bounded in bytes
 kinds         kinds of tensors, recognized without importing their modules
 """

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from reshard.dtypes import accumulator
 from reshard.errors import TensorError
+from reshard.layout.columns import SizedCache
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import skip_exchange
@@ -26,7 +27,6 @@ from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan
 from reshard.tensors.autograd import Backward, attach
-from reshard.tensors.cache import SizedCache
 from reshard.tensors.kinds import materialize
 from reshard.text import parse_bytes
 

@@ -20,9 +20,9 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
 from reshard.layout.box import Box
+from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.tensors.cache import SizedCache
 from reshard.tensors.dtensor.placements import acting, check_placements, nesting_of
 
 __all__ = ["BoxMove", "Placed", "box_move"]
