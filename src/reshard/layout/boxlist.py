@@ -74,7 +74,7 @@ def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
 
 
 def _merge(lists: list[Listed]) -> Listed:
-    """One list of several, in the order of the boxes, without boxes that nobody holds."""
+    """One list of several, in the order of the boxes, without boxes that no rank holds."""
     starts = np.concatenate([listed.starts for listed in lists])
     counts = np.concatenate([np.diff(listed.first) for listed in lists])
     order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(starts))
@@ -117,7 +117,7 @@ def _disjoint(held: Mapping[Box, set[int]]) -> dict[Box, set[int]]:
 def _insert(
     apart: list[tuple[Box, set[int]]], box: Box, ranks: set[int]
 ) -> list[tuple[Box, set[int]]]:
-    """Add a box to disjoint boxes, cutting both where they meet."""
+    """Add a box to disjoint boxes, splitting both where they overlap."""
     result: list[tuple[Box, set[int]]] = []
     rest = [box]
     for other, others in apart:

@@ -42,7 +42,7 @@ class Owners:
 
 
 class Layout:
-    """How a tensor is cut over the ranks of a mesh, one word per tensor dim.
+    """How a tensor is sharded over the ranks of a mesh, one word per tensor dim.
 
     >>> from reshard.layout.mesh import Mesh
     >>> str(Layout(Mesh(tp=2), "tp*128   ..."))
@@ -73,7 +73,7 @@ class Layout:
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Every rank the layout speaks of."""
+        """Every rank of the layout's mesh."""
         return self.mesh.ranks
 
     @property
@@ -151,7 +151,7 @@ class Layout:
         return owners(self, box, tuple(shape))
 
     def same_as(self, other: Layout, shape: Sequence[int]) -> bool:
-        """Whether both cut a tensor of this shape alike, whatever their words and axis names."""
+        """Whether both shard a tensor of this shape equally, in whatever words."""
         from reshard.layout.spec import fingerprint
 
         return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
@@ -245,7 +245,7 @@ class BoxLayout(Layout):
 
     @property
     def ranks(self) -> Sequence[int]:
-        """Every rank the layout speaks of."""
+        """Every rank of the layout's mesh."""
         return tuple(self.boxes)
 
     def without(self, ranks: Iterable[int]) -> BoxLayout:
@@ -382,7 +382,7 @@ def _check_boxes(rank: int, boxes: Sequence[Box], whole: Box) -> None:
     for box in boxes:
         if len(box.start) != len(whole.start) or box not in whole:
             raise LayoutError(
-                f"box {box} on rank {rank} does not lie in the tensor {whole}: "
+                f"box {box} on rank {rank} is not inside the tensor {whole}: "
                 "give boxes inside the shape"
             )
     overlap = first_overlap(boxes)

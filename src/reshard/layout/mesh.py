@@ -45,7 +45,7 @@ class Mesh:
     """
 
     axes: Mapping[str, int]
-    """How many ranks lie along each axis, in order."""
+    """The number of ranks along each axis, in order."""
     ranks: Sequence[int]
     """The ranks in row-major order; a ``range`` where they are evenly spaced."""
 
@@ -110,7 +110,7 @@ class Mesh:
         return len(self.ranks)
 
     def stride(self, axis: str) -> int:
-        """How many places apart neighbours along an axis are in ``ranks``."""
+        """The distance in ``ranks`` between consecutive ranks of an axis."""
         names = [name for name, _ in self._sizes]
         return prod(size for _, size in self._sizes[names.index(axis) + 1 :])
 

@@ -139,7 +139,7 @@ def _hash_rows(hasher: hashlib.blake2b, rows: Ints, single: bool, num_dims: int)
 
 
 def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
-    """Intervals with neighbours of one part merged, parts numbered as they appear.
+    """Intervals with adjacent ones of one part merged, parts numbered as they appear.
 
     The last array maps old part numbers to new ones; parts without elements get -1.
     """

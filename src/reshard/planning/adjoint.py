@@ -1,8 +1,8 @@
-"""The way back of gradients: sum over all who hold a value, give the sum to all who had it.
+"""The way back of gradients: the sum over all holders of a value goes to all that had it.
 
 A tensor is one logical value and the loss is the sum of all ranks' losses. So the gradient of a
 value is the sum of the gradients of all its replicas, and every rank that brought the value, as a
-replica or as an addend, gets that sum. Where replicas lie along axes of a mesh this is one move
+replica or as an addend, gets that sum. Where replicas are along axes of a mesh this is one move
 whose source has a sum pending. Elsewhere (explicit boxes, lost ranks) it is two: replicas send to
 the first holder of each box, which adds up; then the sums go where they are wanted.
 """
@@ -30,7 +30,7 @@ Boxes = dict[int, tuple[Box, ...]]
 
 
 def unreduced(layout: Layout) -> Layout:
-    """The same cut without a pending reduction: ranks that held addends hold the value.
+    """The same layout without a pending reduction: ranks that held addends hold the value.
 
     >>> from reshard.layout.mesh import Mesh
     >>> str(unreduced(Layout(Mesh(dp=2, tp=2), "tp - | sum dp")))
@@ -42,7 +42,7 @@ def unreduced(layout: Layout) -> Layout:
 
 
 def summed(layout: Layout, shape: tuple[int, ...]) -> Layout | None:
-    """The same cut, with replicas as addends of a sum; None where no words say that.
+    """The same layout with replicas as addends of a sum; None where words cannot express that.
 
     >>> from reshard.layout.mesh import Mesh
     >>> str(summed(Layout(Mesh(dp=2, tp=2), "tp -"), (4, 4)))

@@ -1,4 +1,4 @@
-"""Tensors that move alike are planned once: a stack has one more leading dim, the tensors.
+"""Tensors with equal shapes, dtypes and layouts on both sides are planned once, as one stack.
 
 A model has hundreds of tensors and about ten ways to move one. All tensors with the same shapes,
 dtypes and layouts on both sides form a stack, and whatever is worked out holds for each of them.
@@ -24,7 +24,7 @@ __all__ = ["Addends", "Fill", "Stack", "addends_of", "stacks_of"]
 
 @dataclass(frozen=True, eq=False)
 class Stack:
-    """Tensors that are cut alike on both sides, and how the one side's dims map to the other's."""
+    """Tensors with the same sharding on both sides, and how source dims map to destination dims."""
 
     have: TensorSpec
     want: TensorSpec
@@ -119,8 +119,8 @@ def _add(
     name: str,
 ) -> None:
     key = (
-        have.shape, have.dtype, _cutting(have, feed.name), want.shape, want.dtype,
-        _cutting(want, name), feed.moves, feed.have_insert, feed.want_insert,
+        have.shape, have.dtype, _placement(have, feed.name), want.shape, want.dtype,
+        _placement(want, name), feed.moves, feed.have_insert, feed.want_insert,
     )  # fmt: skip
     stack = stacks.get(key)
     if stack is None:
@@ -128,8 +128,8 @@ def _add(
     stack.names.append((feed.name, name))
 
 
-def _cutting(spec: TensorSpec, name: str) -> bytes:
-    """Who holds what, so that tensors cut alike in other words come into one stack."""
+def _placement(spec: TensorSpec, name: str) -> bytes:
+    """A fingerprint of who holds what: equal shards share a stack, in whatever words."""
     try:
         return fingerprint(spec.layout, spec.shape)
     except LayoutError as error:

@@ -57,11 +57,11 @@ MAX_KEPT = 16
 SMALL = 64 * 1024
 """Bytes below which cutting a transfer costs more than it balances."""
 
-MOST_STRAIGHT = 256 * 1024
+MAX_DIRECT = 256 * 1024
 """Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
 more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
 
-MOST_STRAIGHT_ROWS = 4096
+MAX_DIRECT_ROWS = 4096
 """Rows of a stack of which that is tried out."""
 
 ONE = "tensor"
@@ -311,30 +311,28 @@ def _flows_of(
         )
         for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
     ]
-    return flows if topology else _straightened(flows)
+    return flows if topology else _with_direct(flows)
 
 
-def _straightened(flows: list[Flow]) -> list[Flow]:
-    """Let senders serve all that want the same, where that is small or makes none busier.
+def _with_direct(flows: list[Flow]) -> list[Flow]:
+    """Let senders serve all that want the same directly, where that is small or makes none busier.
 
     Addends are passed on as a sum, which is less, unless they are two: then it is the same.
     """
-    chosen = {at: replace(flow, straight=True) for at, flow in enumerate(flows) if _has_few(flow)}
+    chosen = {at: replace(flow, direct=True) for at, flow in enumerate(flows) if _has_few(flow)}
     sent = {at: _sent(flow) for at, flow in chosen.items()}
-    small = sum(int(each.max(initial=0)) for each in sent.values()) <= MOST_STRAIGHT
+    small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
     return [
         chosen[at] if at in chosen and _is_worth(flow, sent[at], small) else flow
         for at, flow in enumerate(flows)
     ]
 
 
-def _is_worth(flow: Flow, straight: Ints, small: bool) -> bool:
+def _is_worth(flow: Flow, direct: Ints, small: bool) -> bool:
     if small and flow.geometry.num_addends == 1:
         return True
     passing = _sent(flow)
-    return bool(
-        straight.sum() <= passing.sum() and straight.max(initial=0) <= passing.max(initial=0)
-    )
+    return bool(direct.sum() <= passing.sum() and direct.max(initial=0) <= passing.max(initial=0))
 
 
 def _has_few(flow: Flow) -> bool:
@@ -343,7 +341,7 @@ def _has_few(flow: Flow) -> bool:
     if not geometry.listed or int(np.diff(geometry.wanting.first).max(initial=0)) < 2:
         return False
     rows = int(np.diff(geometry.wanting.first)[flow.parts().line].sum())
-    return rows * geometry.num_addends <= MOST_STRAIGHT_ROWS
+    return rows * geometry.num_addends <= MAX_DIRECT_ROWS
 
 
 def _sent(flow: Flow) -> Ints:

@@ -4,9 +4,9 @@ The proof looks at the rows of each rank as they are, not at how they were found
 
 1. the runs of every cell that a rank writes make up the whole cell, for all tensors of the stack
    and for every addend, without a gap and without an overlap;
-2. these cells and the boxes filled with zeros lie inside the pieces that the layout says the rank
+2. these cells and the boxes filled with zeros are inside the pieces that the layout says the rank
    wants, do not overlap, and have as many elements as the pieces; so none is missing;
-3. what is sent or copied first-hand lies inside the pieces that the sender holds, is the same
+3. what is sent or copied first-hand is inside the pieces that the sender holds, is the same
    elements in the source as in the destination, and is the addend that the sender holds;
 4. what is passed on was received one hop before;
 5. both ends of every pair of ranks list the same rows in the same order;
@@ -213,7 +213,7 @@ def _row(numbers: Sequence[int]) -> Ints:
 
 
 def _outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
-    """The first box that does not lie inside one of the pieces."""
+    """The first box that is inside none of the pieces."""
     starts, stops = box_columns(pieces, low.shape[1])
     mine, piece = overlapping_pairs(low, low + width, starts, stops)
     inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
@@ -300,7 +300,7 @@ def _check_passed_on(mine: RankPlan) -> None:
 
 
 def _all_within(rows: Ints, others: Ints) -> bool:
-    """Whether each run lies inside a run of the same cell among the others."""
+    """Whether each run is inside a run of the same cell among the others."""
     exact = {row.tobytes() for row in others}
     rest = [row for row in rows if row.tobytes() not in exact]
     by_cell: dict[bytes, list[Ints]] = {}
@@ -313,7 +313,7 @@ def _all_within(rows: Ints, others: Ints) -> bool:
 
 
 def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) -> None:
-    """Remember what a rank says it exchanges with each peer, row by row."""
+    """Record what a rank's plan exchanges with each peer, row by row."""
     for rows, source, destination in ends:
         peers = rows.transfers.destination if destination is None else rows.transfers.source
         kind = repr((rows.transfers.hop, rows.transfers.addend, rows.slot)).encode()

@@ -1,6 +1,6 @@
 """One rank's part of a plan: what it sends, receives and copies, round by round.
 
-Rows stay integer columns until somebody looks; a step is one row of one round and one tensor.
+Rows are kept as integer columns; a `Step`, one row of one round and one tensor, is made on access.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _without(box: Box, dims: Sequence[int]) -> Box:
 
 
 class Steps(Sequence[Step]):
-    """Steps that are made when looked at; ``num_rows`` says how many rows stand behind them."""
+    """Steps that are made on access; ``num_rows`` is the number of rows behind them."""
 
     def __init__(self, rows: Sequence[Rows]) -> None:
         self.rows = [one for one in rows if len(one.transfers)]

@@ -57,7 +57,7 @@ class Load:
     """What one stack makes every rank stage, if it moves in one round."""
 
     stack: Stack
-    kin: object
+    family: object
     """Equal for stacks that differ only in who holds the source, such as pipeline stages."""
     staged: Ints
     """Bytes of each rank."""
@@ -126,7 +126,7 @@ class TooTightError(Exception):
 
 
 def schedule(loads: Sequence[Load], cap: int) -> Schedule:
-    """Put stacks into rounds, kin by kin, as many as fit into each."""
+    """Put stacks into rounds, family by family, as many as fit into each."""
     open_ones = [n for n, load in enumerate(loads) if load.uses is None]
     tight = [n for n, load in enumerate(loads) if _is_tight(load, cap)]
     if tight and open_ones:
@@ -159,11 +159,11 @@ def _is_tight(load: Load, cap: int) -> bool:
 
 def _batches(loads: Sequence[Load], cap: int) -> list[list[int]]:
     """Numbers of stacks that are cut together; alone where one alone is too much for slices."""
-    kin: dict[object, list[int]] = {}
+    family: dict[object, list[int]] = {}
     for number, load in enumerate(loads):
-        kin.setdefault(load.kin, []).append(number)
+        family.setdefault(load.family, []).append(number)
     batches: list[list[int]] = []
-    for numbers in kin.values():
+    for numbers in family.values():
         tight = sum(loads[n].rows * loads[n].itemsize for n in numbers) * 4 > cap
         batches += [[number] for number in numbers] if tight else [numbers]
     return batches
@@ -240,7 +240,7 @@ def load_of(flow: Flow, world: Ints) -> Load:
     return _listed_load(flow, world)
 
 
-def _kin(stack: Stack) -> object:
+def _family_of(stack: Stack) -> object:
     """What stacks have in common that differ only in who holds the source."""
     have, want, feed = stack.have, stack.want, stack.feed
     inserted = (feed.have_insert, feed.want_insert)
@@ -254,7 +254,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
     parts = flow.parts()
     for rows in flow.first_hand(parts):
         tally.exchange(rows)
-    if not flow.straight:
+    if not flow.direct:
         tally.pass_on(parts, flow.geometry.wanting)
     for entered, lines in flow.entering(parts):
         tally.exchange(entered)
@@ -267,7 +267,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         np.add.at(count, place, _width(flow.stack, wide))
     return Load(
         flow.stack,
-        _kin(flow.stack),
+        _family_of(flow.stack),
         staged,
         int(count.max(initial=0)),
         itemsize,
@@ -367,7 +367,7 @@ def _regular_load(flow: Flow, world: Ints) -> Load:
     rows = sent * most + (wanted * senders + most) * most
     return Load(
         flow.stack,
-        _kin(flow.stack),
+        _family_of(flow.stack),
         staged,
         rows,
         itemsize,

@@ -247,7 +247,7 @@ class Runs:
     def split(self, slots: Slots, line: Ints, at: Ints, unit: Ints) -> tuple[Runs, Ints, Ints]:
         """Cut runs where slots begin; give the new runs, the old run and the slot of each.
 
-        ``line`` and ``at`` say on which line each cell lies and where. Cuts are rounded to a whole
+        ``line`` and ``at`` say on which line each cell is and where. Cuts are rounded to a whole
         ``unit`` of the cell, so that they fall between rows rather than inside one.
         """
         lines, units = line[self.cell], unit[self.cell]

@@ -1,8 +1,9 @@
 """Who sends what to whom, for one stack: cells become transfers.
 
 First-hand transfers are where a sender's slot meets a receiver's. What a rank received it passes on
-to the other ranks that want it: to one rank of each further host, and to its neighbours. Where that
-makes no sender busier, or all is small, senders serve all of these straight: one round, not two.
+to the other ranks that want it: to one rank of each further host, and to the ranks of its own line.
+Where that makes no sender busier, or all is small, senders serve all of these directly: one round,
+not two.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ class Flow:
     relaying: Slots | None
     unit: int
     """Cuts fall between whole parts of a cell of at most so many elements."""
-    straight: bool = False
-    """Whether senders serve all ranks that want a line, so that nobody passes anything on."""
+    direct: bool = False
+    """Whether senders serve all ranks that want a line, so that receivers pass nothing on."""
 
     @property
     def accumulator_itemsize(self) -> int:
@@ -115,7 +116,7 @@ class Flow:
 
     def _for_all(self, parts: Transfers) -> Transfers:
         """What every rank adds up that does: first receivers, or all that want the value."""
-        return _spread(parts, self.geometry.wanting)[0] if self.straight else parts
+        return _spread(parts, self.geometry.wanting)[0] if self.direct else parts
 
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
@@ -154,7 +155,7 @@ class Flow:
         """Rows from source ranks: one list, or one per addend."""
         if self.geometry.num_addends == 1:
             yield parts
-            if self.straight:
+            if self.direct:
                 rows, old = _spread(parts, self.geometry.wanting)
                 others = np.flatnonzero(rows.destination != parts.destination[old])
                 yield replace(rows.take(others), again=True)
@@ -165,15 +166,15 @@ class Flow:
             yield replace(wanted, source=senders, addend=addend)
 
     def _passed_on(self, rows: Transfers, rank: int | None) -> Iterator[Transfers]:
-        """First receivers to their neighbours, and to other hosts, which do the same."""
-        if self.straight:
+        """First receivers to the rest of their line, and to other hosts, which do the same."""
+        if self.direct:
             return
         if int(np.diff(self.geometry.wanting.first).max(initial=0)) > 1:
-            yield from _to_neighbours(rows, self.geometry.wanting, rank)
+            yield from _to_line(rows, self.geometry.wanting, rank)
         for entered, lines in self.entering(rows):
             mine = (entered.source == rank) | (entered.destination == rank)
             yield entered if rank is None else entered.take(np.flatnonzero(mine))
-            yield from _to_neighbours(entered, lines, rank)
+            yield from _to_line(entered, lines, rank)
 
     def entering(self, rows: Transfers) -> Iterator[tuple[Transfers, LineSet]]:
         """Rows from first receivers to ranks of other hosts, and the lines of these."""
@@ -206,7 +207,7 @@ class Flow:
         )
 
 
-def _to_neighbours(rows: Transfers, wanting: LineSet, rank: int | None) -> Iterator[Transfers]:
+def _to_line(rows: Transfers, wanting: LineSet, rank: int | None) -> Iterator[Transfers]:
     """Rows from their receivers to all other ranks of the line; of one rank only, if given."""
     if rank is not None:
         inside = rows.take(np.flatnonzero(wanting.has(rank)[rows.line]))

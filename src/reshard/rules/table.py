@@ -14,6 +14,7 @@ from functools import cached_property
 from operator import itemgetter
 
 from reshard.errors import RulesError
+from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import Words, parse
@@ -61,8 +62,6 @@ class Table:
         self._numbers = {**document.model, **document.sizes(mesh)}
         self._digits = tuple(set().union(*(rule.pattern.digits() for rule in document.rules)))
         self._entries: dict[tuple[object, ...], Entry] = {}
-        self._layouts: dict[str, Layout] = {}
-        """One object for equal texts."""
 
     def layout(self, name: str, num_dims: int | None) -> Layout:
         """The layout of one tensor; ``num_dims`` is checked against the words, if given."""
@@ -213,9 +212,7 @@ class Table:
         on = tuple((spot.place.axis, c) for spot, c in zip(entry.spots, at, strict=True))
         with located(f"tensor {quoted(name)}, {entry.where}"):
             words = replace(entry.words, on=on) if on else entry.words
-            text = str(words)
-            layout = self._layouts.get(text) or Layout(self._mesh, text)
-            self._layouts[text] = layout
+            layout = _shared(self._mesh, str(words))
         entry.layouts[at] = layout
         return layout
 
@@ -240,3 +237,9 @@ def advice(document: Document, name: str) -> str:
         f"needs {name}, which is not known: give the model's config.json (beside the checkpoint, "
         f"or config=), {name}=..., or {name} under [model] of a rules file{counted}"
     )
+
+
+@sized_cache(16 << 20, lambda layout, *_: layout.num_bytes)
+def _shared(mesh: Mesh, text: str) -> Layout:
+    """One Layout object for equal texts on equal meshes."""
+    return Layout(mesh, text)

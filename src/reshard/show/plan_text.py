@@ -141,7 +141,7 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
         rows.append(("copied", f"{format_bytes(found.copied_bytes)} stays on its rank"))
     if found.busiest_relay_bytes:
         busiest = format_bytes(found.busiest_relay_bytes)
-        whom = "rank" if any(flow.straight for flow in plan.flows) else "destination rank"
+        whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
         rows.append(("passed on", f"{busiest} at most by one {whom}"))
     return rows + _topology(plan)
 
@@ -278,7 +278,7 @@ def _fan_out(plan: Plan) -> Iterator[str]:
         if passed < first / 20:
             takers = "more than one taker in places"
         where = "is passed on between destinations"
-        if any(flow.straight for flow in plan.flows):
+        if any(flow.direct for flow in plan.flows):
             where = "are copies for further takers, sent straight where that saves a round"
         yield (
             f"A byte has {takers}, and they share the receiving: sources send "

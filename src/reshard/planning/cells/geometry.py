@@ -36,7 +36,7 @@ class Cells:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Lined:
-    """Cells, and where each lies on the line of its senders and on that of its receivers.
+    """Cells, and the position of each on the line of its senders and on that of its receivers.
 
     Positions count elements of one tensor; a stack of T tensors is T times as long.
     """

@@ -64,7 +64,7 @@ class _Side:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class DimMeet:
-    """The runs of one dim that lie in one interval of either side, in rising order."""
+    """The runs of one dim inside one interval of each side, in rising order."""
 
     have_low: Ints
     want_low: Ints

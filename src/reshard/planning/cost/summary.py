@@ -42,7 +42,7 @@ class Summary:
     between_hosts_bytes: int | None = None
     """Bytes that travel between hosts; None without a topology."""
     between_hosts_lower_bound_bytes: int | None = None
-    """Bytes that must enter a host because nobody on it holds them; None without a topology, and
+    """Bytes that must enter a host because no rank on it holds them; None without a topology, and
     where addends are added up."""
     seconds: float | None = None
     """Predicted seconds; None without a topology."""

@@ -157,7 +157,7 @@ def _streams(flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]) -> I
     parts = flow.parts()
     for rows in flow.first_hand(parts):
         yield from _one_by_one(flow, slot, rows, world)
-    if not flow.straight:
+    if not flow.direct:
         yield from _by_sender(flow, slot, parts, flow.geometry.wanting, world, known)
     for entered, lines in flow.entering(parts):
         yield from _one_by_one(flow, slot, entered, world)
