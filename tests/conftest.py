@@ -68,8 +68,7 @@ class RanksOnOneWorker(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         file = nodeid.partition("::")[0]
-        folder = file.rpartition("/")[0] + "/"
-        work = ONE_WORKER.get(folder) or ONE_WORKER.get(file)
+        work = next((one for path, one in ONE_WORKER.items() if file.startswith(path)), None)
         if work is None:
             return nodeid
         own = any(file.endswith(f"test_{name}.py") for name in OWN_RANKS)

@@ -3,8 +3,8 @@
     from torch.distributed._shard.sharding_spec import ChunkShardingSpec      # before
     from reshard.compat.sharding_spec import ChunkShardingSpec                # after
 
-The modules below this one have no files: what each of them holds is the table ``MODULES``. New code
-imports from ``reshard.sharded`` and ``reshard.nn``. docs/behaviours.md says what is not the same as
+The modules below this one have no files; the table ``MODULES`` lists their names. New code imports
+from ``reshard.sharded`` and ``reshard.nn``. docs/behaviours.md says what is not the same as
 in torch, and why.
 """
 
@@ -12,21 +12,23 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
 import torch
 
 from reshard import nn, sharded
-from reshard.sharded import enumerable, inference
-from reshard.sharded.content import Group, layout_of_shards
-from reshard.sharded.making import check_known
+from reshard.errors import ArgumentError
+from reshard.sharded.groups import Group, check_members
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
+from reshard.sharded.specs import coverage
+from reshard.sharded.specs.base import layout_of_shards
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["MODULES"]
 
-__path__: list[str] = []  # a package, to Python, so that there may be modules below it
+__path__: list[str] = []  # makes it a package for Python, with modules below it
 
 MODULES = {
     "": "_shard_tensor load_with_process_group shard_module shard_parameter",
@@ -58,36 +60,38 @@ MODULES = {
     "ShardingSpec _infer_sharding_spec_from_shards_metadata custom_sharding_spec_op",
     "sharding_spec.chunk_sharding_spec": "ChunkShardingSpec",
 }
-"""What each module of ``torch.distributed._shard`` has, by its path below that."""
+"""The names in each module of ``torch.distributed._shard``, by its path below that."""
 
 
 def narrow_tensor(whole: torch.Tensor, metadata: ShardMetadata) -> torch.Tensor:
-    """The part of a whole tensor that a shard is."""
+    """The part of a whole tensor that belongs to a shard."""
     return narrow_tensor_by_index(whole, metadata.shard_offsets, metadata.shard_sizes)
 
 
-def narrow_tensor_by_index(whole: torch.Tensor, offsets: Any, sizes: Any) -> torch.Tensor:
-    """The part of a tensor that begins at these offsets and has these sizes."""
+def narrow_tensor_by_index(
+    whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]
+) -> torch.Tensor:
+    """The part of a tensor with these offsets and sizes."""
     for dim, (start, size) in enumerate(zip(offsets, sizes, strict=True)):
         whole = whole.narrow(dim, start, size)
     return whole
 
 
-def check_tensor(shards_metadata: Any, tensor_dims: Any) -> None:
-    """Refuse shards that do not make up a tensor of this size."""
-    enumerable.check_tensor(shards_metadata, tensor_dims)
+def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """Refuse shards that do not cover a tensor of this size."""
+    coverage.check_tensor(shards_metadata, tensor_dims)
 
 
-def validate_non_overlapping_shards_metadata(shards: Any) -> None:
+def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
     """Refuse shards that have an element in common."""
     if shards:
-        enumerable.check_disjoint(shards)
+        coverage.check_disjoint(shards)
 
 
 def _create_tensor_from_params(
     *size: int, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
-    """A tensor of one shard, with values that nobody has set yet."""
+    """A tensor for one shard, with uninitialized values."""
     return torch.empty(
         *size,
         dtype=tensor_properties.dtype,
@@ -104,10 +108,10 @@ def _parse_and_validate_remote_device(
 ) -> tuple[int | None, torch.device]:
     """The rank and the device of a placement, whose rank must be in the group."""
     if remote_device is None:
-        raise ValueError("remote device is None: give a placement such as rank:0/cpu")
+        raise ArgumentError("remote device is None: give a placement such as rank:0/cpu")
     where = ShardMetadata([], [], remote_device)
-    layout_of_shards((), (where,))  # says why it names no rank
-    check_known(where.rank, pg)
+    layout_of_shards((), (where,))  # raises if it names no rank
+    check_members([where.rank], pg)
     return where.rank, torch.device(remote_device.device())
 
 
@@ -126,7 +130,7 @@ _OBJECTS: dict[str, Any] = {
     "_create_tensor_from_params": _create_tensor_from_params,
     "_get_current_process_group": nn.current_process_group,
     "_get_or_create_logger": _get_or_create_logger,
-    "_infer_sharding_spec_from_shards_metadata": inference.infer_sharding_spec,
+    "_infer_sharding_spec_from_shards_metadata": sharded.infer_sharding_spec,
     "_reshard_output": nn.reshard_output,
     "_shard_tensor": nn.shard_tensor,
     "_sharded_op_impl": sharded.custom_sharded_op_impl,

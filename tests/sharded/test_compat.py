@@ -25,8 +25,7 @@ from reshard.compat.sharded_tensor import (
 from reshard.compat.sharding_spec import ChunkShardingSpec
 from tests.ranks.pool import Pool, fresh_ranks
 from tests.ranks.rank import pool_group
-from tests.sharded.making import FOUR, chunk
-from tests.sharded.shards import check_shards, numbered
+from tests.sharded.specs_and_values import FOUR, check_shards, chunk, numbered
 
 
 @pytest.mark.parametrize("path", compat.MODULES, ids=lambda path: path or "_shard")

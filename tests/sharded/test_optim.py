@@ -22,7 +22,17 @@ from reshard.sharded import (
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.sharded.making import FOUR, boxes, check_close, check_lies_like, chunk, values, whole
+from tests.sharded.specs_and_values import (
+    FOUR,
+    boxes,
+    check_close,
+    check_lies_like,
+    chunk,
+    numbered,
+    sharded,
+    values,
+    whole,
+)
 
 F64 = torch.float64
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -264,3 +274,87 @@ def tied(rank: int) -> None:
 
 def test_B76_tied_parameters_are_stepped_once(pool: Pool) -> None:
     pool.run(tied, ranks=FOUR)
+
+
+def state_that_lies_otherwise(rank: int) -> None:
+    full = numbered(8, 6) / 10
+    whole, one = nn.Parameter(full.clone()), nn.Parameter(sharded(full, chunk(0)))
+    optimizers = [torch.optim.AdamW([p], lr=0.1, fused=True) for p in (whole, one)]
+    for step in range(4):
+        if step == 2:
+            state = optimizers[1].state[one]
+            for name in ("exp_avg", "exp_avg_sq"):
+                state[name] = state[name].resharded(chunk(1))
+        for parameter, optimizer in zip((whole, one), optimizers, strict=True):
+            optimizer.zero_grad()
+            (parameter**2).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(one.full_tensor(), whole.detach(), rtol=0, atol=1e-12)
+
+
+def test_fused_optimizers_change_state_that_lies_otherwise(pool: Pool) -> None:
+    pool.run(state_that_lies_otherwise, ranks=FOUR)
+
+
+def scaled_losses(rank: int) -> list[float]:
+    one, plain = (
+        nn.Parameter(sharded(numbered(8, 2), chunk(0))),
+        nn.Parameter(torch.ones(3).double()),
+    )
+    optimizer = torch.optim.SGD([one, plain], lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scales = []
+    for factor in (1.0, float("inf")):
+        optimizer.zero_grad()
+        # Only the last element, which one rank has, becomes infinite.
+        weight = torch.ones(8, 2, dtype=torch.float64)
+        weight[7, 1] = factor
+        scaler.scale((one * weight).sum() + plain.sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert torch.equal(one.full_tensor(), numbered(8, 2) - 0.5)
+    assert torch.equal(plain.detach(), torch.full((3,), 0.5).double())
+    return scales
+
+
+def test_loss_scaling_skips_a_step_on_all_ranks_alike(pool: Pool) -> None:
+    assert pool.run(scaled_losses, ranks=FOUR) == [[4.0, 2.0]] * 4
+
+
+def copied_optimizers(rank: int) -> None:
+    one = nn.Parameter(sharded(numbered(8, 2), chunk(0)))
+    optimizer = ShardedOptimizer({"one": one}, torch.optim.SGD, lr=0.5, momentum=0.9)
+    calls: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: calls.append(1))
+    (one * 2).sum().backward()
+    optimizer.step()
+    assert calls == [1]
+    twin = copy.deepcopy(optimizer)
+    (other,) = twin.named_params.values()
+    assert other is not one
+    twin.step()
+    assert torch.equal(one.full_tensor(), numbered(8, 2) - 1)
+    assert torch.equal(other.full_tensor(), numbered(8, 2) - 1 - 0.5 * (2 + 0.9 * 2))
+
+
+def test_an_optimizer_is_copied_with_its_parameters(pool: Pool) -> None:
+    pool.run(copied_optimizers, ranks=FOUR)
+
+
+def loaded_state(rank: int) -> None:
+    weight = nn.Parameter(sharded(torch.sin(numbered(6, 5)), chunk(0)))
+    other = nn.Parameter(sharded(torch.sin(numbered(6, 5)), chunk(1)))
+    for param in (weight, other):
+        param.grad = sharded(torch.cos(numbered(6, 5)), chunk(0))
+    first = torch.optim.AdamW([weight])
+    first.step()
+    second = ShardedOptimizer({"w": other}, torch.optim.AdamW)
+    second.load_state_dict(first.state_dict())
+    kept = second.state[other]["exp_avg"]
+    assert kept.cut == other.cut
+    assert torch.equal(kept.full_tensor(), first.state[weight]["exp_avg"].full_tensor())
+
+
+def test_loaded_state_lies_as_its_parameter(pool: Pool) -> None:
+    pool.run(loaded_state, ranks=FOUR)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import pickle
 import weakref
@@ -10,9 +11,15 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 
+from reshard import CoverageError, Layout, Mesh, OperationError
 from reshard.sharded import (
+    ChunkShardingSpec,
     EnumerableShardingSpec,
+    LayoutShardingSpec,
     ShardedTensor,
     ShardedTensorMetadata,
     ShardMetadata,
@@ -24,7 +31,15 @@ from reshard.sharded import (
 )
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.sharded.shards import FOUR, box, check_shards, chunk, numbered
+from tests.sharded.specs_and_values import (
+    FOUR,
+    box,
+    check_shards,
+    chunk,
+    group_of,
+    numbered,
+    sharded,
+)
 
 
 def one_shard(rank: int) -> None:
@@ -273,3 +288,52 @@ def test_B56_cuda_without_a_gpu_is_an_error() -> None:
     with pytest.raises((RuntimeError, AssertionError), match=r"(?i)cuda"):
         st.cuda()
     assert st.device == torch.device("cpu")
+
+
+def replicas_and_copies(rank: int) -> None:
+    spec = LayoutShardingSpec(Layout(Mesh(tp=4), "- -"))
+    one = sharded(numbered(3, 4), spec).requires_grad_()
+    for _ in range(2):
+        one.sum().backward()
+    nn.utils.clip_grad_norm_([one], 1.0)
+    assert isinstance(copy.copy(one), ShardedTensor)
+    assert copy.copy(one).requires_grad
+    if rank in (2, 3):
+        mesh = DeviceMesh.from_group(group_of(2, 3), "cpu")
+        tensor = DTensor.from_local(numbered(2, 2) + rank, mesh, [Shard(0)], run_check=False)
+        assert ShardedTensor.from_dtensor(tensor).full_tensor().shape == (4, 2)
+    moved = nn.Parameter(sharded(numbered(8, 2), chunk(0)))
+    moved.data = sharded(numbered(4, 6), chunk(1))
+    (moved * 2).sum().backward()
+    assert moved.grad.sharding_spec() == chunk(1)
+
+
+def test_replicas_copies_and_data_that_is_set(pool: Pool) -> None:
+    pool.run(replicas_and_copies, ranks=FOUR)
+
+
+def test_an_array_of_a_part_is_refused() -> None:
+    one = shard_tensor(numbered(6, 5), ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"]))
+    with pytest.raises(OperationError, match=r"take full_tensor\(\)\.numpy\(\)"):
+        one.numpy()
+    with pytest.raises(OperationError, match="of which this rank has a part"):
+        np.asarray(one)
+
+
+def test_one_process_without_a_group() -> None:
+    full = numbered(6, 5)
+    one = shard_tensor(full, ChunkShardingSpec(0, ["rank:0/cpu", "rank:0/cpu"])).requires_grad_()
+    assert [tuple(shard.tensor.shape) for shard in one.local_shards()] == [(3, 5), (3, 5)]
+    other = one.resharded(ChunkShardingSpec(1, ["rank:0/cpu", "rank:0/cpu"]))
+    assert torch.equal(other.local_shards()[1].tensor, full[:, 3:])
+    assert torch.equal(one.full_tensor(), full)
+    assert torch.equal(one.gather(), full)
+    (other.full_tensor() * full).sum().backward()
+    assert torch.equal(one.grad.full_tensor(), full)
+
+
+def test_shards_elsewhere_without_a_group() -> None:
+    spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    one = zeros(spec, 4, 4)
+    with pytest.raises(CoverageError, match="init_process_group"):
+        one.full_tensor()

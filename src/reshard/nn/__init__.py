@@ -32,8 +32,8 @@ from reshard.nn.shard.handle import ShardHandle
 from reshard.nn.shard.module import shard_module, shard_parameter
 from reshard.nn.shard.outputs import collect_local_shard, remove_output_hooks, reshard_output
 from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
-from reshard.sharded.loading import current_process_group, load_with_process_group
-from reshard.sharded.sharding import shard_tensor
+from reshard.sharded.api import shard_tensor
+from reshard.sharded.groups import current_process_group, load_with_process_group
 
 __all__ = [
     "Resharding",

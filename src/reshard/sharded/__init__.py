@@ -1,4 +1,4 @@
-"""Sharded tensors: a tensor of which every rank holds some shards, and how it is cut.
+"""Sharded tensors: tensors of which every rank holds some shards.
 
 from reshard.sharded import ChunkShardingSpec, shard_tensor
 
@@ -6,8 +6,21 @@ spec = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
 st = shard_tensor(weight, spec)              # rank 0 has the values
 st.reshard(ChunkShardingSpec(1, spec.placements))
 
-The names, and more than them, of ``torch.distributed._shard``: see the docs for what is the same
-and what is better.
+The names of ``torch.distributed._shard`` and more; docs/sharded.md says what is better.
+
+api        functions that make sharded tensors
+optim      ShardedOptimizer
+tensor     the class ShardedTensor
+protocols  its methods through which Python and torch copy, save and compute with it
+create/    contents of new sharded tensors
+ops/       operations of torch on sharded tensors
+files/     sharded tensors in files and state dicts
+move/      contents moved to other layouts, and the same operations with gradients
+specs/     how a tensor is split into shards, and which rank holds each
+content    the layout of a sharded tensor and the parts of this rank
+metadata   one shard, its metadata, and the properties of all shards
+groups     process groups
+rpc        RPC workers and references
 """
 
 from reshard.errors import needing_torch
@@ -15,36 +28,56 @@ from reshard.errors import needing_torch
 with needing_torch("reshard.sharded"):
     import torch  # noqa: F401
 
-from reshard.sharded.by_layout import LayoutShardingSpec
-from reshard.sharded.chunk import ChunkShardingSpec
-from reshard.sharded.comparing import allclose, equal
-from reshard.sharded.custom_ops import custom_sharded_op_impl, custom_sharding_spec_op
-from reshard.sharded.enumerable import EnumerableShardingSpec, RaggedShardingSpec
-from reshard.sharded.factories import empty, full, ones, rand, randn, zeros
-from reshard.sharded.from_local import init_from_local_shards
-from reshard.sharded.grid import GridShardingSpec
-from reshard.sharded.inference import infer_sharding_spec
-from reshard.sharded.loading import current_process_group, load_with_process_group
-from reshard.sharded.metadata import ShardedTensorMetadata, ShardMetadata, TensorProperties
-from reshard.sharded.optim import ShardedOptimizer, lay_out_state, named_params_with_sharded_tensor
-from reshard.sharded.pickling import rebuild_sharded_tensor
-from reshard.sharded.resharding import (
+from reshard.sharded.api import (
+    empty,
+    full,
+    init_from_local_shards,
+    ones,
+    rand,
+    randn,
+    reshard_local_shard,
+    reshuffle_local_shard,
+    shard_tensor,
+    shard_tensors,
+    zeros,
+)
+from reshard.sharded.create.scatter import ShardMismatchError
+from reshard.sharded.files.pickles import rebuild_sharded_tensor
+from reshard.sharded.files.rank_files import load_files
+from reshard.sharded.files.state_dicts import pre_load_state_dict_hook, state_dict_hook
+from reshard.sharded.groups import current_process_group, load_with_process_group
+from reshard.sharded.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from reshard.sharded.move.resharding import (
     build_reshard_metadata,
     get_idx_from_placements,
     plan_reshard,
-    reshard_local_shard,
-    reshuffle_local_shard,
 )
-from reshard.sharded.saved import load_files
-from reshard.sharded.shard import Shard
-from reshard.sharded.sharding import ShardMismatchError, shard_tensor, shard_tensors
-from reshard.sharded.sizes import (
+from reshard.sharded.ops.functions import (
+    allclose,
+    custom_sharded_op_impl,
+    custom_sharding_spec_op,
+    equal,
+)
+from reshard.sharded.optim import ShardedOptimizer, lay_out_state, named_params_with_sharded_tensor
+from reshard.sharded.specs.base import DevicePlacementSpec, PlacementSpec, ShardingSpec
+from reshard.sharded.specs.grids import (
+    ChunkShardingSpec,
+    GridShardingSpec,
+    RaggedShardingSpec,
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
 )
-from reshard.sharded.spec import DevicePlacementSpec, PlacementSpec, ShardingSpec
-from reshard.sharded.state_dicts import pre_load_state_dict_hook, state_dict_hook
+from reshard.sharded.specs.listed import (
+    EnumerableShardingSpec,
+    LayoutShardingSpec,
+    infer_sharding_spec,
+)
 from reshard.sharded.tensor import ShardedTensor
 
 __all__ = [

@@ -1,48 +1,62 @@
-"""What a rank has of a sharded tensor: the layout that all ranks share, and its own parts."""
+"""Content: the layout of a sharded tensor, which all ranks share, and the parts of this rank."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from functools import cached_property, lru_cache, wraps
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.sharded.metadata import ShardMetadata
-from reshard.sharded.shard import Shard
+from reshard.sharded.groups import Group, members
+from reshard.sharded.metadata import Shard, ShardMetadata
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-    from reshard.sharded.spec import ShardingSpec
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "Content",
-    "Group",
-    "layout_of_shards",
+    "ContentTensor",
     "materialized",
-    "members",
     "part_shapes",
+    "per_layout",
     "strides_like",
+    "wrap",
 ]
 
-Group = Any
-"""A process group, or None for the default one."""
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
-class NoRankError(ValueError, RuntimeError):
-    """A placement names no rank."""
+def per_layout(
+    function: Callable[Concatenate[Layout, P], T],
+) -> Callable[Concatenate[Layout, P], T]:
+    """Cache the results of a function of a layout for as long as that layout lives."""
+    caches: WeakKeyDictionary[Layout, dict[object, T]] = WeakKeyDictionary()
+
+    @wraps(function)
+    def cached(layout: Layout, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        results = caches.get(layout)
+        if results is None:
+            results = caches[layout] = {}
+        if args not in results:
+            results[args] = function(layout, *args, **kwargs)
+        return results[args]
+
+    return cached
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a rank has of a sharded tensor."""
+    """The layout of a sharded tensor and this rank's parts of it."""
 
     layout: Layout
     shape: tuple[int, ...]
@@ -51,27 +65,32 @@ class Content:
     """This rank's tensors: one per box of a layout of boxes, one for a layout in words."""
     device: torch.device
     group: Group = None
-    spec: ShardingSpec | None = None
-    """The spec that the layout was made from, if it was."""
+    spec: object = None
+    """The ShardingSpec that gave the layout, if one did."""
     stated: tuple[ShardMetadata, ...] | None = None
-    """All shards, as the spec or the user gave them."""
+    """The metadata of all shards, in the order of the spec or of the user."""
     mesh: DeviceMesh | None = None
     """The DeviceMesh that the layout was read from, if it was."""
     stated_stride: tuple[int, ...] | None = None
-    """The strides that the whole tensor would have, where they are not those of its rows.
+    """The strides of the whole tensor, if they are not row-major.
 
-    The same on all ranks: autograd chooses operations by them. So they do not follow from the
-    parts, of which one with a single row lies like its transpose.
+    The same on all ranks, because autograd chooses operations by them. They do not follow from the
+    parts: a part with a single row has the strides of its transpose.
     """
 
     def __post_init__(self) -> None:
-        """Parts are memory that can be moved: flags that change how torch reads it are resolved."""
+        """Resolve lazy conjugates, negatives and zeros: a move reads the memory of the parts."""
         if any(map(_is_lazy, self.parts)):
             object.__setattr__(self, "parts", tuple(map(materialized, self.parts)))
 
     @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.shape)
+
+    @property
     def local(self) -> torch.Tensor | None:
-        """This rank's parts as a move takes them: one as it is, several flattened and joined."""
+        """The local tensor of a move: one part as it is, several flattened and concatenated."""
         if len(self.parts) > 1:
             return torch.cat([part.reshape(-1) for part in self.parts])
         return self.parts[0] if self.parts else None
@@ -85,19 +104,23 @@ class Content:
     def of_kind(
         self, dtype: torch.dtype, device: torch.device, parts: tuple[torch.Tensor, ...] = ()
     ) -> Content:
-        """The same shards of another dtype or on another device, on a rank that may have none."""
+        """The same shards of another dtype or on another device; a rank may have none of them."""
         stated = self.stated
         if stated is not None and device != self.device:
             stated = tuple(shard.on(_device_on(shard.rank, device)) for shard in stated)
         return replace(self, parts=parts, dtype=dtype, device=device, stated=stated)
 
+    def without_parts(self) -> Content:
+        """The same layout without values: what autograd keeps for backward."""
+        return replace(self, parts=())
+
     def sized(self, shape: tuple[int, ...]) -> Content:
-        """As it is cut, for a tensor of another shape; still without parts."""
+        """The same layout for a tensor of another shape, without parts."""
         return replace(self, shape=shape, parts=(), spec=None, stated=None, stated_stride=None)
 
     @property
     def stride(self) -> tuple[int, ...]:
-        """The strides that the whole tensor would have."""
+        """The strides of the whole tensor."""
         return row_major(self.shape) if self.stated_stride is None else self.stated_stride
 
     def is_like(self, other: Content) -> bool:
@@ -108,49 +131,49 @@ class Content:
             return False
         return self.layout == other.layout or _is_same(self.layout, other.layout, self.shape)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Copies have copies of the parts, perhaps on another device; all else is the same."""
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Copies have copies of the parts, perhaps on another device; all else is shared."""
         names = [field.name for field in fields(self) if field.name != "parts"]
         return _rebuilt, (_Shared({name: getattr(self, name) for name in names}), self.parts)
 
     @cached_property
     def shards_metadata(self) -> tuple[ShardMetadata, ...]:
-        """All shards on all ranks; a layout with replicas has none."""
+        """The metadata of all shards on all ranks; replicas are listed once per rank."""
         if self.stated is not None:
             return self.stated
-        return tuple(
-            ShardMetadata(
-                piece.box.start,
-                piece.box.shape,
-                f"rank:{rank}/{_device_on(rank, self.device)}",
-            )
-            for rank in self.layout.ranks
-            for piece in self.layout.pieces(rank, self.shape)
-        )
+        return tuple(shard for rank in self.layout.ranks for shard in self._shards_of(rank))
+
+    def _shards_of(self, rank: int) -> list[ShardMetadata]:
+        place = f"rank:{rank}/{_device_on(rank, self.device)}"
+        boxes = [piece.box for piece in self.layout.pieces(rank, self.shape)]
+        return [ShardMetadata(box.start, box.shape, place) for box in boxes]
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """This rank's shards; views of its part where that holds several boxes."""
+        """This rank's shards; views of its part if that part consists of several boxes."""
         rank = this_rank()
-        mine = [shard for shard in self.shards_metadata if shard.rank == rank]
+        own = [shard for shard in self.shards_metadata if shard.rank == rank]
         if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
-            mine = list(self.shards_metadata)  # without a group all may be here, of any rank
-        if isinstance(self.layout, BoxLayout):
-            return tuple(Shard(part, one) for part, one in zip(self.parts, mine, strict=True))
-        return tuple(Shard(view, one) for view, one in zip(self._views(), mine, strict=True))
+            own = list(self.shards_metadata)  # without a group, all shards may be in this process
+        one_each = isinstance(self.layout, BoxLayout) or _is_one_shard(self.parts, own)
+        tensors = self.parts if one_each else self._piece_views()
+        return tuple(Shard(tensor, one) for tensor, one in zip(tensors, own, strict=True))
 
-    def _views(self) -> list[torch.Tensor]:
+    def _piece_views(self) -> tuple[torch.Tensor, ...]:
         if not self.parts:
-            return []
-        part, pieces = self.parts[0], self.layout.pieces(this_rank(), self.shape)
-        if len(pieces) == 1 and part.shape == pieces[0].box.shape:
-            return [part]
-        return [piece_view(part, piece) for piece in pieces]
+            return ()
+        pieces = self.layout.pieces(this_rank(), self.shape)
+        return tuple(piece_view(self.parts[0], piece) for piece in pieces)
+
+
+def _is_one_shard(parts: Sequence[torch.Tensor], shards: Sequence[ShardMetadata]) -> bool:
+    one = len(parts) == len(shards) == 1
+    return one and tuple(parts[0].shape) == shards[0].shard_sizes
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Shared:
-    """What a content and its copies have in common, process groups for example."""
+    """The fields that a content and its copies share, such as process groups."""
 
     fields: dict[str, Any]
 
@@ -168,13 +191,12 @@ def part_shapes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[tupl
     """The shapes of a rank's parts."""
     if isinstance(layout, BoxLayout):
         return tuple(box.shape for box in layout.boxes.get(rank, ()))
-    held = layout.holds(rank) is not None
-    return (layout.local_shape(rank, shape),) if held else ()
+    return () if layout.holds(rank) is None else (layout.local_shape(rank, shape),)
 
 
-@lru_cache(maxsize=4096)
+@per_layout
 def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether layouts are the same for all ranks; one that moved alone would wait for the others.
+    """Whether two layouts are the same on all ranks, so that no rank has to move anything.
 
     Empty tensors are the same in any layout, and their parts may still have different shapes.
     """
@@ -196,59 +218,54 @@ def materialized(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:
-    """The device of a rank, as far as this one knows: of others it knows the kind only."""
+    """The device of a rank; of other ranks only the device type is known."""
     return device if rank == this_rank() else torch.device(device.type)
 
 
 @lru_cache(maxsize=4096)
 def strides_like(shape: tuple[int, ...], strides: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a tensor without gaps whose dims lie in the order of these.
+    """Dense strides for a shape whose dims have the order of these strides.
 
     >>> strides_like((4, 6), (1, 2)), strides_like((4, 6), (6, 1))
     ((1, 4), (6, 1))
     """
     order = sorted(range(len(shape)), key=lambda dim: (strides[dim], -dim))
-    found, step = [0] * len(shape), 1
+    dense, step = [0] * len(shape), 1
     for dim in order:
-        found[dim] = step
+        dense[dim] = step
         step *= max(shape[dim], 1)
-    return tuple(found)
+    return tuple(dense)
 
 
-def _no_rank(shard: ShardMetadata) -> NoRankError:
-    from reshard.sharded.rpc import is_running
+class ContentTensor(torch.Tensor):
+    """The base class of ShardedTensor, for the modules that ShardedTensor itself imports."""
 
-    worker = None if shard.placement is None else shard.placement.worker_name()
-    where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
-    if worker is None:
-        return NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
-    if is_running():
-        return NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
-    return NoRankError(
-        f"RPC framework needs to be initialized for using worker names: {where}; call "
-        "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
+    facade: ClassVar[type[ContentTensor]]
+    """ShardedTensor: the class of every tensor that ``wrap`` makes."""
+    _content: Content
+    _hook: RemovableHandle | None = None
+    """The hook that lays gradients out like the tensor."""
+    _is_view_copy: bool = False
+    """Whether it is a view whose elements were copied: a write would not reach the tensor."""
+    _is_param: bool
+    _saved_rank: int
+    """The rank that saved the file it was loaded from."""
+
+    @classmethod
+    def prepare_torch(cls) -> None:
+        """Called before a tensor is made."""
+
+
+def wrap(content: Content) -> ContentTensor:
+    """The ShardedTensor of a content."""
+    facade = ContentTensor.facade
+    facade.prepare_torch()
+    tensor: ContentTensor = torch.Tensor._make_wrapper_subclass(
+        facade,
+        content.shape,
+        strides=content.stride,
+        dtype=content.dtype,
+        device=content.device,
     )
-
-
-@lru_cache(maxsize=4096)
-def layout_of_shards(shape: tuple[int, ...], shards: tuple[ShardMetadata, ...]) -> BoxLayout:
-    """The boxes of shards, by the ranks that hold them, in the order in which they are given."""
-    boxes: dict[int, list[Box]] = {}
-    for shard in shards:
-        rank = shard.rank
-        if rank is None:
-            raise _no_rank(shard)
-        boxes.setdefault(rank, []).append(shard.box)
-    return Layout.from_boxes(shape, boxes)
-
-
-def members(group: Group) -> tuple[int, ...]:
-    """The global ranks of a group; rank 0 alone where there is no process group."""
-    if not dist.is_initialized():
-        return (0,)
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not in the process group that was given: call this on the "
-            "ranks of the group only"
-        )
-    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    tensor._content = content
+    return tensor

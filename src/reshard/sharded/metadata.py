@@ -1,16 +1,19 @@
-"""Where the shards of a tensor lie, and what all of them have in common."""
+"""One shard of a tensor, its metadata, and the properties that all shards have in common."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch.distributed.remote_device import _remote_device
 
+from reshard.errors import ArgumentError
 from reshard.layout.box import Box
+from reshard.sharded.rpc import worker_rank
 
-__all__ = ["Placement", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]
+__all__ = ["Placement", "Shard", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]
 
 Placement = _remote_device
 """A rank, or an RPC worker, and a device: made from texts such as "rank:3/cuda:1"."""
@@ -18,7 +21,7 @@ Placement = _remote_device
 
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """One shard: where it begins, how large it is, and who holds it.
+    """The offsets, sizes and placement of one shard.
 
     >>> shard = ShardMetadata([4, 0], [2, 8], "rank:1/cpu")
     >>> shard.shard_sizes, shard.placement.rank()
@@ -37,14 +40,14 @@ class ShardMetadata:
     ) -> None:
         offsets, sizes = tuple(map(int, shard_offsets)), tuple(map(int, shard_sizes))
         if len(offsets) != len(sizes):
-            raise ValueError(
+            raise ArgumentError(
                 f"shard_offsets {offsets} and shard_sizes {sizes} should have the same number of "
                 f"elements, found {len(offsets)} and {len(sizes)}"
             )
         if any(number < 0 for number in offsets):
-            raise ValueError(f"shard_offsets should be >=0, found {offsets}")
+            raise ArgumentError(f"shard_offsets should be >=0, found {offsets}")
         if any(number < 0 for number in sizes):
-            raise ValueError(f"shard_sizes should be >= 0, found {sizes}")
+            raise ArgumentError(f"shard_sizes should be >= 0, found {sizes}")
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
         where = Placement(placement) if isinstance(placement, str) else placement
@@ -52,24 +55,25 @@ class ShardMetadata:
 
     @property
     def box(self) -> Box:
-        """The part of the tensor that it is."""
-        ends = zip(self.shard_offsets, self.shard_sizes, strict=True)
-        return Box(self.shard_offsets, tuple(at + size for at, size in ends))
+        """The shard as a box of the tensor."""
+        pairs = zip(self.shard_offsets, self.shard_sizes, strict=True)
+        return Box(self.shard_offsets, tuple(start + size for start, size in pairs))
 
     @property
     def rank(self) -> int | None:
-        """The global rank that holds it, where its placement says so; RPC knows its workers."""
+        """The global rank of the placement; RPC knows the rank of a worker."""
         if self.placement is None:
             return None
         rank, worker = self.placement.rank(), self.placement.worker_name()
-        if rank is None and worker is not None:
-            from reshard.sharded.rpc import worker_rank
+        return worker_rank(worker) if rank is None and worker is not None else rank
 
-            return worker_rank(worker)
-        return rank
+    def to_row(self) -> list[list[int] | str | None]:
+        """The shard as JSON: ``ShardMetadata(*row)`` reads it."""
+        place = None if self.placement is None else str(self.placement)
+        return [list(self.shard_offsets), list(self.shard_sizes), place]
 
     def on(self, device: torch.device) -> ShardMetadata:
-        """The same shard on another device of the rank that holds it."""
+        """The same shard on another device of the same rank."""
         if self.placement is None or self.rank is None:
             return self
         return ShardMetadata(self.shard_offsets, self.shard_sizes, f"rank:{self.rank}/{device}")
@@ -82,7 +86,7 @@ class ShardMetadata:
 
 @dataclass(frozen=True, slots=True)
 class TensorProperties:
-    """What all shards of a tensor have in common."""
+    """The properties that all shards of a tensor have in common."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -101,6 +105,19 @@ class TensorProperties:
             tensor.device.type != "meta" and tensor.is_pinned(),
         )
 
+    def check(self) -> None:
+        """Refuse sparse tensors and memory formats that shards cannot have."""
+        if self.layout is not torch.strided:
+            raise ArgumentError(
+                f"Only torch.strided layout is currently supported, found {self.layout}: make "
+                "the tensor dense"
+            )
+        if self.memory_format is not torch.contiguous_format:
+            raise ArgumentError(
+                "Only torch.contiguous_format memory_format is currently supported, found "
+                f"{self.memory_format}: call contiguous()"
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
@@ -113,3 +130,66 @@ class ShardedTensorMetadata:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shards_metadata", tuple(self.shards_metadata))
         object.__setattr__(self, "size", torch.Size(self.size))
+
+
+class Shard:
+    """One shard on this rank: a tensor and its metadata.
+
+    >>> Shard.from_tensor_and_offsets(torch.zeros(2, 8), [4, 0], rank=1).metadata.shard_sizes
+    (2, 8)
+    """
+
+    __slots__ = ("_tensor", "metadata")
+
+    metadata: ShardMetadata
+
+    def __init__(self, tensor: torch.Tensor, metadata: ShardMetadata) -> None:
+        _check(tensor, metadata)
+        self._tensor, self.metadata = tensor, metadata
+
+    @classmethod
+    def from_tensor_and_offsets(
+        cls, tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
+        """A shard of a rank, with the size and the device of its tensor."""
+        placement = f"rank:{rank}/{tensor.device}"
+        return cls(tensor, ShardMetadata(shard_offsets, tensor.size(), placement))
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values of the shard."""
+        return self._tensor
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor) -> None:
+        _check(tensor, self.metadata)
+        self._assign(tensor)
+
+    def _assign(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Shard:
+        values = self.tensor
+        clone = values.detach().clone().requires_grad_(values.requires_grad)
+        return Shard(clone, copy.deepcopy(self.metadata, memo))
+
+    def __reduce__(self) -> tuple[type[Shard], tuple[torch.Tensor, ShardMetadata]]:
+        return Shard, (self.tensor.detach(), self.metadata)
+
+    def __repr__(self) -> str:
+        return f"Shard(tensor={self.tensor}, metadata={self.metadata})"
+
+
+def _check(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
+    sizes, expected = tuple(tensor.size()), metadata.shard_sizes
+    if sizes != expected:
+        raise ArgumentError(
+            "Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size "
+            f"{list(sizes)}, metadata.shard_lengths {list(expected)}: give the tensor of this shard"
+        )
+    placement = metadata.placement
+    if placement is not None and placement.device() != tensor.device:
+        raise ArgumentError(
+            "Local shard tensor device does not match with local Shard's placement! Found "
+            f"{tensor.device} and {placement.device()}: move one to the other"
+        )

@@ -1,7 +1,7 @@
-"""Optimizers over plain and sharded parameters alike.
+"""Optimizers over plain and sharded parameters.
 
-Plain ``torch.optim`` optimizers take sharded parameters as they are; this one also takes their
-names, as that of ``torch.distributed._shard`` did, and a checkpoint of it holds these names.
+Plain ``torch.optim`` optimizers work with sharded parameters. ``ShardedOptimizer`` also takes their
+names, like that of ``torch.distributed._shard``, and keeps them in its state dict.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from reshard.sharded.moving import laid_as
-from reshard.sharded.tensor import ShardedTensor, wrap
+from reshard.errors import ArgumentError, ArgumentTypeError
+from reshard.sharded.move.engine import move_like
+from reshard.sharded.tensor import ShardedTensor, tensor_of
 
 __all__ = ["ShardedOptimizer", "lay_out_state", "named_params_with_sharded_tensor"]
+
+State = dict[str, Any]
+"""The state dict of an optimizer, or a group of its parameters."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -29,69 +33,71 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self,
         named_params: Mapping[str, torch.Tensor],
         optimizer_class: Callable[..., torch.optim.Optimizer],
-        *args: Any,
-        **kwargs: Any,
+        *args: object,
+        **kwargs: object,
     ) -> None:
         for name, param in named_params.items():
             if not isinstance(param, torch.Tensor):
                 kind = type(param).__name__
-                raise TypeError(f'parameter "{name}" is a {kind}: give tensors, by their names')
+                raise ArgumentTypeError(
+                    f'parameter "{name}" is a {kind}: give tensors, by their names'
+                )
         self.named_params = dict(named_params)
         self._optim = optimizer_class(list(self.named_params.values()), *args, **kwargs)
         self.defaults = self._optim.defaults
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[State]:  # type: ignore[override]
         """The groups of parameters and their options; changes to them count."""
         return self._optim.param_groups
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """What the optimizer keeps of each parameter; sharded as that is."""
+        """The state of each parameter, with its layout."""
         return self._optim.state
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step; ``closure`` computes the loss again where the optimizer asks for it."""
+        """One step; ``closure`` computes the loss again for optimizers that need it."""
         return self._optim.step() if closure is None else self._optim.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget all gradients, or make them 0."""
+        """Drop all gradients, or set them to 0."""
         self._optim.zero_grad(set_to_none)
 
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """More parameters, with options of their own."""
+    def add_param_group(self, param_group: State) -> None:
+        """Add parameters with options of their own."""
         self._optim.add_param_group(param_group)
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the optimizer keeps, as the wrapped one says it, with the names beside."""
+    def state_dict(self) -> State:
+        """The state dict of the wrapped optimizer, and the names of the parameters."""
         return {**self._optim.state_dict(), "names": list(self.named_params)}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what was saved, of the same parameters."""
+    def load_state_dict(self, state_dict: State) -> None:
+        """Load a state dict of the same parameters, and lay its tensors out like them."""
         names = state_dict.get("names", list(self.named_params))
         if names != list(self.named_params):
-            odd = sorted(set(names) ^ set(self.named_params)) or names
-            raise ValueError(
+            differing = sorted(set(names) ^ set(self.named_params)) or names
+            raise ArgumentError(
                 f"the saved optimizer has {len(names)} parameters and this one "
-                f"{len(self.named_params)}, which differ in {odd[:8]}: load it for the same ones, "
-                "in the same order"
+                f"{len(self.named_params)}, which differ in {differing[:8]}: load it for the same "
+                "ones, in the same order"
             )
         rest = {key: value for key, value in state_dict.items() if key != "names"}
         self._optim.load_state_dict(rest)
         lay_out_state(self._optim)
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> State:
         return vars(self).copy()
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: State) -> None:
         vars(self).update(state)
 
-    def register_step_pre_hook(self, hook: Any) -> Any:
-        """Call something before each step."""
+    def register_step_pre_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook before each step."""
         return self._optim.register_step_pre_hook(hook)
 
-    def register_step_post_hook(self, hook: Any) -> Any:
-        """Call something after each step."""
+    def register_step_post_hook(self, hook: Callable[..., Any]) -> Any:
+        """Call a hook after each step."""
         return self._optim.register_step_post_hook(hook)
 
     def __repr__(self) -> str:
@@ -99,23 +105,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def lay_out_state(optimizer: torch.optim.Optimizer) -> None:
-    """Lay what an optimizer keeps of each parameter out as that is; all ranks call this alike.
+    """Move the state of each parameter to the layout of the parameter; all ranks call this.
 
-    State from files of other ranks lies where it was read. It would be right there too, but each
-    step would move it. ``ShardedOptimizer.load_state_dict`` does this by itself.
+    State from files is on the ranks that read it. Steps would be right without this, but each would
+    move the state. ``ShardedOptimizer.load_state_dict`` calls this itself.
     """
     for group in optimizer.param_groups:
         for param in group["params"]:
             if isinstance(param, ShardedTensor):
-                kept = optimizer.state.get(param, {})
-                kept.update({key: _as_it_lies(one, param) for key, one in kept.items()})
+                state = optimizer.state.get(param, {})
+                state.update({key: _like(one, param) for key, one in state.items()})
 
 
-def _as_it_lies(value: Any, param: ShardedTensor) -> Any:
+def _like(value: Any, param: ShardedTensor) -> Any:
     if not isinstance(value, ShardedTensor) or value.shape != param.shape:
         return value
     own = param._content
-    return value if value._content.is_like(own) else wrap(laid_as(value._content, own))
+    return value if value._content.is_like(own) else tensor_of(move_like(value._content, own))
 
 
 def named_params_with_sharded_tensor(
@@ -123,7 +129,7 @@ def named_params_with_sharded_tensor(
     prefix: str = "",
     recurse: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters by name, and sharded tensors that are mere attributes; tied ones once.
+    """All parameters by name, and sharded tensors that are plain attributes; tied ones once.
 
     >>> [name for name, _ in named_params_with_sharded_tensor(nn.Linear(2, 3), "fc")]
     ['fc.weight', 'fc.bias']

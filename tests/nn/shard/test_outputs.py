@@ -18,8 +18,8 @@ from reshard.nn.shard.outputs import (
     remove_output_hooks,
     reshard_output,
 )
-from reshard.sharded.chunk import ChunkShardingSpec
-from reshard.sharded.sharding import shard_tensor
+from reshard.sharded.api import shard_tensor
+from reshard.sharded.specs.grids import ChunkShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

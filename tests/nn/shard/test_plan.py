@@ -12,8 +12,8 @@ from torch import nn
 import reshard as rs
 from reshard.nn.shard.plan import ShardingPlan, ShardingPlanner
 from reshard.nn.shard.resolve import Sharder
-from reshard.sharded.by_layout import LayoutShardingSpec
-from reshard.sharded.chunk import ChunkShardingSpec
+from reshard.sharded.specs.grids import ChunkShardingSpec
+from reshard.sharded.specs.listed import LayoutShardingSpec
 
 PLACES = [f"rank:{rank}/cpu" for rank in range(4)]
 ROWS, COLUMNS = ChunkShardingSpec(0, PLACES), ChunkShardingSpec(1, PLACES)
@@ -250,6 +250,6 @@ def test_a_plan_from_a_shipped_family() -> None:
     plan = ShardingPlan.from_rules(
         rs.Rules.load("llama", head_dim=4, kv_heads=2), model, rs.Mesh(tp=2)
     )
-    found = {name: str(spec.layout) for name, spec in plan.plan.items()}
+    found = {name: str(spec.stated) for name, spec in plan.plan.items()}
     start = "layers.0.self_attn"
     assert found == {f"{start}.q_proj.weight": "tp*4 -", f"{start}.o_proj.weight": "- tp*4"}

@@ -17,12 +17,12 @@ from reshard.nn import (
     shard_module,
     shard_parameter,
 )
-from reshard.sharded.chunk import ChunkShardingSpec
-from reshard.sharded.spec import ShardingSpec
+from reshard.sharded.specs.base import ShardingSpec
+from reshard.sharded.specs.grids import ChunkShardingSpec
 from tests.nn.shard.models import COLUMNS, FOUR, ROWS, Model, assert_rows, shard, state_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
-from tests.sharded.shards import group_of
+from tests.sharded.specs_and_values import group_of
 
 
 def run_parameter(rank: int) -> None:

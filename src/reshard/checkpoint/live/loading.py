@@ -45,7 +45,7 @@ from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError
 from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
-from reshard.sharded.content import Group
+from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
 from reshard.tensors.merging import merge_specs

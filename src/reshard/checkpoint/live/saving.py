@@ -41,7 +41,7 @@ from reshard.checkpoint.storage.durable import replace_file
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
-from reshard.sharded.content import Group
+from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
 from reshard.tensors.merging import merge_specs

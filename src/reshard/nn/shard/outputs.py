@@ -16,8 +16,8 @@ from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.by_layout import LayoutShardingSpec
-from reshard.sharded.spec import ShardingSpec
+from reshard.sharded.specs.base import ShardingSpec
+from reshard.sharded.specs.listed import LayoutShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 

@@ -13,8 +13,8 @@ from torch import nn
 from reshard.errors import ArgumentTypeError
 from reshard.layout.layout import Layout
 from reshard.nn.shard.resolve import Resolved, Sharder, resolve, warn_unmatched
-from reshard.sharded.by_layout import LayoutShardingSpec
-from reshard.sharded.spec import ShardingSpec
+from reshard.sharded.specs.base import ShardingSpec
+from reshard.sharded.specs.listed import LayoutShardingSpec
 from reshard.text import quoted
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from reshard.errors import (
     StateError,
 )
 from reshard.nn.shard.paths import find_module, find_slot, is_below, is_pattern, matching
-from reshard.sharded.spec import ShardingSpec
+from reshard.sharded.specs.base import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 

@@ -1,0 +1,226 @@
+"""Contents from shards that the ranks already have: gathered, checked and joined."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ArgumentError, ArgumentTypeError, StateError
+from reshard.sharded.content import Content
+from reshard.sharded.groups import Group
+from reshard.sharded.metadata import (
+    Shard,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from reshard.sharded.rpc import check_rrefs
+from reshard.sharded.specs.base import ShardingSpec
+from reshard.sharded.specs.coverage import check_disjoint, check_tensor
+from reshard.sharded.specs.lowering import content_for, content_of_shards, size_of
+from reshard.tensors.agreement import Agreement
+from reshard.tensors.kinds import this_rank
+
+__all__ = ["from_local_shards", "from_local_tensor", "from_metadata"]
+
+COMMON = ("dtype", "requires_grad", "pin_memory", "ndim")
+"""The properties that the shards of all ranks must have in common."""
+
+Description = dict[str, Any]
+"""The shards of a rank as JSON: their metadata, their kind, the global size."""
+
+
+def from_local_shards(
+    local_shards: Sequence[Shard],
+    global_size: Sequence[int | Sequence[int] | None],
+    group: Group,
+    init_rrefs: bool,
+) -> tuple[Content, bool]:
+    """The content with the shards of each rank, and whether it requires gradients.
+
+    With ``None`` as the size, or as its first number, shards follow each other along dim 0 in the
+    order of ranks.
+    """
+    agreement = Agreement(group, "init_from_local_shards", error=ArgumentError)
+    described = agreement.run(lambda: _describe(local_shards, global_size, init_rrefs))
+    common = _common_kind(described)
+    size = next(iter(described.values()))["size"]
+    shards = [ShardMetadata(*row) for one in described.values() for row in one["shards"]]
+    if size is None:
+        shards, size = _stacked(shards)
+    check_disjoint(shards)
+    check_tensor(shards, size)
+    dtype = getattr(torch, common["dtype"])
+    parts = [shard.tensor.detach() for shard in local_shards]
+    content = content_of_shards(tuple(shards), size, dtype, parts, group)
+    return content, common["requires_grad"]
+
+
+def _describe(
+    local_shards: Sequence[Shard], global_size: Sequence[Any], init_rrefs: bool
+) -> Description:
+    check_rrefs(init_rrefs)
+    if not isinstance(local_shards, Sequence):
+        raise ArgumentTypeError(
+            f"local_shards is of type {type(local_shards).__name__}: give a list"
+        )
+    unknown = bool(global_size) and global_size[0] is None
+    size = None if unknown else list(size_of(global_size))
+    rows = [_row(shard) for shard in local_shards]
+    kinds = {_kind(shard.tensor) for shard in local_shards}
+    if len(kinds) > 1:
+        raise ArgumentError(
+            f"the local shards of rank {this_rank()} differ in {', '.join(COMMON)}: "
+            f"{sorted(kinds)}; give shards of one kind"
+        )
+    kind = dict(zip(COMMON, kinds.pop(), strict=True)) if kinds else None
+    return {"shards": rows, "kind": kind, "size": size}
+
+
+def _check_shard(shard: object) -> None:
+    if not isinstance(shard, Shard):
+        raise ArgumentTypeError(f"a local shard is of type {type(shard).__name__}: give Shards")
+
+
+def _row(shard: Shard) -> list[list[int] | str | None]:
+    """The metadata of a shard as JSON; without a placement, the shard belongs to this rank."""
+    _check_shard(shard)
+    metadata, tensor, rank = shard.metadata, shard.tensor, this_rank()
+    if metadata.placement is not None and metadata.rank != rank:
+        raise ArgumentError(
+            f"a local shard of rank {rank} has placement {metadata.placement}: give rank:{rank}, "
+            "ranks count in the default group"
+        )
+    if tensor.layout is not torch.strided:
+        TensorProperties(tensor.dtype, tensor.layout).check()
+    offsets, sizes, place = metadata.to_row()
+    return [offsets, sizes, f"rank:{rank}/{tensor.device}" if place is None else place]
+
+
+def _kind(tensor: torch.Tensor) -> tuple[str, bool, bool, int]:
+    name = str(tensor.dtype).removeprefix("torch.")
+    return name, tensor.requires_grad, tensor.is_pinned(), tensor.ndim
+
+
+def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
+    """The kind that all ranks have; the error names two ranks that differ."""
+    holders = [(rank, one) for rank, one in described.items() if one["kind"]]
+    if not holders:
+        raise ArgumentError(
+            "have no local shards on all ranks: give at least one shard on one rank"
+        )
+    first, own = holders[0]
+    for rank, other in holders[1:]:
+        for name in COMMON:
+            one, two = own["kind"][name], other["kind"][name]
+            if one != two:
+                raise ArgumentError(
+                    f"ShardedTensor {name} property does not match from different ranks! Found "
+                    f"{name}={one} on rank:{first}, and {name}={two} on rank:{rank}: give shards "
+                    "of one kind"
+                )
+    for rank, other in described.items():
+        if other["size"] != own["size"]:
+            raise ArgumentError(
+                "ShardedTensor global_size property does not match from different ranks! Found "
+                f"global_size={own['size']} on rank:{first}, and global_size={other['size']} on "
+                f"rank:{rank}: give all ranks the same"
+            )
+    kind: dict[str, Any] = own["kind"]
+    return kind
+
+
+def _stacked(shards: Sequence[ShardMetadata]) -> tuple[list[ShardMetadata], list[int]]:
+    """Shards one after the other along dim 0, and the size of their tensor."""
+    stacked, start = [], 0
+    rests = [shard.shard_sizes[1:] for shard in shards]
+    rest = next((shard.shard_sizes[1:] for shard in shards if not shard.is_empty), None)
+    for shard in shards:
+        offsets = (start, *(0 for _ in shard.shard_sizes[1:]))
+        stacked.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
+        start += shard.shard_sizes[0] if shard.shard_sizes else 0
+    return stacked, [start, *(rests[0] if rest is None else rest)]
+
+
+def from_local_tensor(
+    local_tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    global_size: Sequence[int | Sequence[int]],
+    group: Group,
+) -> Content:
+    """The content with the one shard that a spec gives each rank; nothing is communicated."""
+    if not isinstance(local_tensor, torch.Tensor):
+        found = type(local_tensor).__name__
+        raise ArgumentTypeError(f"local_tensor is of type {found}: give a tensor")
+    size, properties = size_of(global_size), TensorProperties.create_from_tensor(local_tensor)
+    properties.check()
+    if not local_tensor.is_contiguous():
+        raise ArgumentError(
+            "local_tensor is not a contiguous Tensor. Its strides are "
+            f"{local_tensor.stride()}: call contiguous()"
+        )
+    content = content_for(sharding_spec, size, properties, group)
+    own = [shard for shard in content.shards_metadata if shard.rank == this_rank()]
+    if len(own) != 1 or own[0].shard_sizes != tuple(local_tensor.shape):
+        sizes = [list(shard.shard_sizes) for shard in own]
+        raise ArgumentError(
+            f"local tensors do not cover the entire tensor: rank {this_rank()} has "
+            f"{list(local_tensor.shape)} and the spec gives it {sizes} of {list(size)}"
+        )
+    return content.with_parts((local_tensor.detach(),))
+
+
+def from_metadata(
+    local_shards: Sequence[Shard],
+    metadata: ShardedTensorMetadata,
+    sharding_spec: ShardingSpec | None,
+    group: Group,
+) -> Content:
+    """The content with local shards and the metadata of all shards; nothing is communicated."""
+    shards, rank, properties = metadata.shards_metadata, this_rank(), metadata.tensor_properties
+    if not shards:
+        raise ArgumentError("shards_metadata must not be empty: give the metadata of all shards")
+    properties.check()
+    own = [shard for shard in shards if shard.rank in (rank, None)]
+    if not dist.is_initialized() and len(local_shards) == len(shards):
+        own = list(shards)  # without a group, all shards may be in this process
+    if len(own) != len(local_shards):
+        raise StateError(
+            f"Number of local shards ({len(local_shards)}) does not match number of local shards "
+            f"metadata in sharded_tensor_metadata ({len(own)}) on rank ({rank})"
+        )
+    for shard, one in zip(local_shards, own, strict=True):
+        _check_against(shard, one, properties)
+    check_disjoint(shards)
+    check_tensor(shards, metadata.size)
+    parts = [shard.tensor.detach() for shard in local_shards]
+    return content_of_shards(
+        tuple(shards), metadata.size, properties.dtype, parts, group, sharding_spec
+    )
+
+
+def _check_against(shard: Shard, stated: ShardMetadata, common: TensorProperties) -> None:
+    """Refuse a local shard that differs from its entry in the metadata."""
+    _check_shard(shard)
+    if shard.metadata != stated:
+        raise ArgumentError(
+            f"local shard metadata {shard.metadata} does not match with {stated} of "
+            "sharded_tensor_metadata"
+        )
+    tensor = shard.tensor
+    own = TensorProperties.create_from_tensor(tensor)
+    for name in ("layout", "dtype", "requires_grad", "pin_memory"):
+        one, two = getattr(own, name), getattr(common, name)
+        if one != two:
+            raise ArgumentError(
+                f"the {name} property of a local shard of rank {this_rank()} is {one} and that of "
+                f"the tensor is {two}: give shards of the tensor's kind"
+            )
+    if not tensor.is_contiguous():
+        raise ArgumentError(
+            f"a local shard of rank {this_rank()} with strides {tensor.stride()} is not "
+            "contiguous, and only torch.contiguous_format is supported: call contiguous()"
+        )

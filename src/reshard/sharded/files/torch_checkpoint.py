@@ -1,0 +1,256 @@
+"""Sharded tensors in ``torch.distributed.checkpoint``: the chunks that a rank writes and reads.
+
+torch's planners ask a tensor for its chunks if it has the three methods of DTensor
+(``__create_write_items__``, ``__create_chunk_list__``, ``__get_tensor_shard__``). torch writes a
+chunk that several ranks have once, and identifies chunks by the name of the tensor and their
+offsets. So all ranks must split a tensor into the same chunks:
+
+    rank 0   [0:6)                 [0:4) of rank 0
+    rank 1      [4:9)      ->      [4:6) of both, written by one of them
+                                   [6:9) of rank 1
+
+Other versions of torch read the attributes of ``CheckpointableTensor``, which say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ArgumentError, OperationError
+from reshard.layout.box import Box, row_major
+from reshard.layout.boxlist import Listed, listed_of
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.notation import Packed
+from reshard.layout.pieces import Piece
+from reshard.sharded.content import Content, ContentTensor, per_layout
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import box_view, piece_view
+from reshard.text import quoted
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
+
+__all__ = [
+    "ChunkAttribute",
+    "chunk_list",
+    "chunk_offsets",
+    "chunk_sizes",
+    "tensor_shard",
+    "write_items",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, and the piece of this rank that contains it."""
+
+    box: Box
+    part: int
+    """The number of this rank's part that contains it."""
+    piece: Piece
+
+    def view(self, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Its memory: writing there changes the tensor."""
+        outer = piece_view(parts[self.part].detach(), self.piece)
+        return outer if self.box == self.piece.box else box_view(outer, self.piece.box, self.box)
+
+
+def write_items(name: str, tensor: ContentTensor) -> list[WriteItem]:
+    """The chunks of a tensor that this rank can write."""
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        MetadataIndex,
+        TensorProperties,
+    )
+    from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+    content = tensor._content
+    _check_saved(name, content)
+    size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(tensor)
+    # A tensor without elements is written too, as one chunk: its name must not be missing.
+    boxes = [chunk.box for chunk in _chunks(content).values()] or _empty(content)
+    return [
+        WriteItem(
+            MetadataIndex(name, torch.Size(box.start)),
+            WriteItemType.SHARD,
+            tensor_data=TensorWriteData(
+                ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.shape)), common, size
+            ),
+        )
+        for box in boxes
+    ]
+
+
+def chunk_list(content: Content) -> list[ChunkStorageMetadata]:
+    """The chunks of a tensor that this rank reads."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+    try:
+        _check_values("loading it", content)
+    except OperationError as error:
+        # Not a ReshardError: torch takes a ValueError here for something else, and hides it.
+        raise RuntimeError(str(error)) from error
+    return [
+        ChunkStorageMetadata(torch.Size(chunk.box.start), torch.Size(chunk.box.shape))
+        for chunk in _chunks(content).values()
+    ]
+
+
+def tensor_shard(content: Content, index: MetadataIndex) -> torch.Tensor:
+    """The memory of the chunk that an index names, to be written to a file or read into."""
+    chunks = _chunks(content)
+    if index.offset is None and len(chunks) > 1:
+        raise ArgumentError(
+            f"Cannot lookup {quoted(index.fqn)}: this rank has {len(chunks)} chunks of it, and "
+            "no offset was provided: give the offset of one"
+        )
+    start = next(iter(chunks), ()) if index.offset is None else tuple(index.offset)
+    if start in chunks:
+        return chunks[start].view(content.parts)
+    if 0 in content.shape and not any(start):
+        return torch.empty(content.shape, dtype=content.dtype, device=content.device)
+    boxes = ", ".join(str(chunk.box) for chunk in chunks.values()) or "none"
+    raise ArgumentError(
+        f"Could not find shard of {quoted(index.fqn)} at {list(start)}: rank {this_rank()} has "
+        f"{boxes}; make a plan for the tensor as it is sharded now"
+    )
+
+
+def chunk_offsets(content: Content) -> tuple[tuple[int, ...], ...]:
+    """The offsets of the chunks of this rank in the whole tensor."""
+    return tuple(chunk.box.start for chunk in _chunks(content).values())
+
+
+def chunk_sizes(content: Content) -> tuple[tuple[int, ...], ...]:
+    """The shapes of the chunks of this rank."""
+    return tuple(chunk.box.shape for chunk in _chunks(content).values())
+
+
+@dataclass(frozen=True)
+class ChunkAttribute:
+    """An attribute of torch's protocol ``CheckpointableTensor``."""
+
+    read: Callable[[Content], tuple[object, ...]]
+
+    def __get__(self, tensor: ContentTensor | None, owner: type | None = None) -> object:
+        return self if tensor is None else self.read(tensor._content)
+
+    def __set__(self, tensor: ContentTensor, value: object) -> None:
+        """Accept the same value: torch copies attributes from a meta tensor to its replacement."""
+        current = self.read(tensor._content)
+        if value != current:
+            raise AttributeError(
+                f"the chunks of a ShardedTensor follow from its layout, they are {current} and "
+                f"cannot be set to {value}: reshard it instead"
+            )
+
+
+def _check_saved(name: str, content: Content) -> None:
+    """Refuse tensors without values of their own, or without all of them."""
+    _check_values(f"saving {quoted(name)}", content)
+    for part in content.parts:
+        if part.is_meta or part.is_conj() or part.is_neg():
+            kind = "on the meta device" if part.is_meta else "a lazy conjugate or negative"
+            raise _refused(
+                f"saving {quoted(name)}",
+                content,
+                f"it is {kind}; give a tensor with memory of its own, such as a clone()",
+            )
+    available, wanted = _num_written(content), prod(content.shape)
+    if available != wanted:
+        raise _refused(
+            f"saving {quoted(name)}",
+            content,
+            f"its shards have {available} of {wanted} elements, and the others would be missing; "
+            "reshard the tensor so that every element is on some rank of a process group",
+        )
+
+
+def _num_written(content: Content) -> int:
+    """The number of different elements on all ranks; without a process group on this one."""
+    if dist.is_initialized():
+        return _num_elements(content.layout, content.shape)
+    return sum(chunk.box.size for chunk in _chunks(content).values())
+
+
+def _check_values(what: str, content: Content) -> None:
+    if content.layout.reduce is not None:
+        raise _refused(
+            what,
+            content,
+            f"a {content.layout.reduce[0]} over its ranks is pending, and a checkpoint holds "
+            "values; reshard the tensor first",
+        )
+
+
+def _refused(what: str, content: Content, why: str) -> OperationError:
+    return OperationError(
+        f"{what} with torch.distributed.checkpoint is not supported for ShardedTensor of layout "
+        f'"{content.layout}" and shape {list(content.shape)}: {why}'
+    )
+
+
+def _empty(content: Content) -> list[Box]:
+    return [Box.whole(content.shape)] if 0 in content.shape else []
+
+
+def _chunks(content: Content) -> Mapping[tuple[int, ...], Chunk]:
+    """The chunks of this rank by offsets, which differ between the chunks of a tensor."""
+    return _chunks_on(content.layout, content.shape, this_rank())
+
+
+@per_layout
+def _chunks_on(
+    layout: Layout, shape: tuple[int, ...], rank: int
+) -> Mapping[tuple[int, ...], Chunk]:
+    pieces = {piece.box: (part, piece) for part, piece in _pieces(layout, shape, rank)}
+    boxes = pieces if _is_only_flat(layout) else _boxes_on(listed_of(layout, shape), rank)
+    chunks = {}
+    for box in boxes:
+        # Boxes of other ranks split those of this one only if they overlap without being equal.
+        outer = box if box in pieces else next(one for one in pieces if box in one)
+        chunks[box.start] = Chunk(box, *pieces[outer])
+    return chunks
+
+
+def _pieces(layout: Layout, shape: tuple[int, ...], rank: int) -> Iterator[tuple[int, Piece]]:
+    """The pieces of a rank, each with the number of the part that contains it."""
+    if isinstance(layout, BoxLayout):
+        boxes = enumerate(layout.boxes.get(rank, ()))
+        return ((part, Piece(box, 0, row_major(box.shape))) for part, box in boxes if box.size)
+    return ((0, piece) for piece in layout.pieces(rank, shape))
+
+
+def _is_only_flat(layout: Layout) -> bool:
+    """Whether ranks have ranges of a flattened tensor, which are equal or disjoint.
+
+    Listing the boxes of all ranks would take long then: there is no table of them.
+    """
+    cuts = layout.words.flat
+    packed = any(isinstance(cut, Packed) for cut in cuts)
+    return bool(cuts) and not packed and not any(layout.words.dims)
+
+
+def _boxes_on(listed: Listed, rank: int) -> Iterator[Box]:
+    """The boxes of a list that a rank holds."""
+    places = np.flatnonzero(listed.holders == rank)
+    rows = np.searchsorted(listed.first, places, side="right") - 1
+    starts, stops = listed.starts[rows].tolist(), listed.stops[rows].tolist()
+    boxes = (Box(tuple(low), tuple(high)) for low, high in zip(starts, stops, strict=True))
+    return (box for box in boxes if box.size)
+
+
+@per_layout
+def _num_elements(layout: Layout, shape: tuple[int, ...]) -> int:
+    if not isinstance(layout, BoxLayout) and not layout.words.without:
+        return prod(shape)
+    listed = listed_of(layout, shape)
+    return int((listed.stops - listed.starts).prod(axis=1).sum())

@@ -1,0 +1,119 @@
+"""Process groups: their ranks, their default device, and the group that a load uses.
+
+A file cannot hold a process group, so ``load_with_process_group`` sets the group around the load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+
+from reshard.errors import ArgumentError, ArgumentTypeError, StateError
+from reshard.live.inputs.bound import default_device
+
+__all__ = [
+    "Group",
+    "check_members",
+    "current_process_group",
+    "default_device_of",
+    "gather_numbers",
+    "is_outside",
+    "load_with_process_group",
+    "members",
+]
+
+Group = dist.ProcessGroup | None
+"""A process group, or None for the default one."""
+
+# A context variable: threads and tasks that load at the same time each have their own group.
+_group: ContextVar[dist.ProcessGroup | None] = ContextVar("reshard_process_group", default=None)
+
+
+def is_outside(group: object) -> bool:
+    """Whether this process got NON_GROUP_MEMBER from ``new_group`` in place of a group."""
+    return group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def members(group: Group) -> tuple[int, ...]:
+    """The global ranks of a group; (0,) if there is no process group."""
+    if not dist.is_initialized():
+        return (0,)
+    if is_outside(group):
+        raise ArgumentError(
+            f"rank {dist.get_rank()} is not in the process group that was given: call this on the "
+            "ranks of the group only"
+        )
+    return tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+
+
+def check_members(ranks: Iterable[int | None], group: Group) -> None:
+    """Refuse ranks that are not in the group."""
+    if not dist.is_initialized() or is_outside(group):
+        return
+    known = members(group)
+    for rank in ranks:
+        if rank not in known:
+            raise ArgumentError(
+                f"Global rank {rank} does not exist in input process group: {list(known)}; give "
+                "placements of its ranks, or the group that they are in"
+            )
+
+
+def default_device_of(group: Group) -> torch.device:
+    """The device of this rank's tensors if nothing else is known about them."""
+    if not dist.is_initialized():
+        return torch.device("cpu")
+    known = group or dist.group.WORLD
+    assert known is not None
+    return default_device(known)
+
+
+def gather_numbers(numbers: list[int], group: Group, device: torch.device) -> list[list[int]]:
+    """Equally many numbers from each rank, with one small collective."""
+    if not dist.is_initialized():
+        return [numbers]
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    return [row.tolist() for row in rows]
+
+
+@contextmanager
+def load_with_process_group(process_group: dist.ProcessGroup) -> Iterator[dist.ProcessGroup]:
+    """Use this group for the sharded tensors that are loaded inside the block.
+
+    with load_with_process_group(group):
+        model.load_state_dict(torch.load("model.pt"))
+    """
+    if not isinstance(process_group, dist.ProcessGroup) and not is_outside(process_group):
+        found = type(process_group).__name__
+        raise ArgumentTypeError(f"load_with_process_group takes a ProcessGroup, found {found}")
+    if _group.get() is not None:
+        raise StateError(
+            "the process group for loading is already set by a load_with_process_group around "
+            "this one: leave that one first"
+        )
+    token = _group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _group.reset(token)
+
+
+def current_process_group() -> dist.ProcessGroup:
+    """The group set by ``load_with_process_group``, or the default group."""
+    group = _group.get()
+    if group is not None:
+        return group
+    if not dist.is_initialized():
+        raise StateError(
+            "there is no process group: call torch.distributed.init_process_group first, or load "
+            "inside load_with_process_group"
+        )
+    default = dist.group.WORLD
+    assert default is not None
+    return default

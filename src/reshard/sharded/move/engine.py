@@ -1,0 +1,138 @@
+"""Contents moved to other layouts, along a plan of the live engine or inside one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+
+from reshard.dtypes import canonical_dtype
+from reshard.errors import CoverageError
+from reshard.layout.box import Box
+from reshard.layout.coverage import missing_boxes
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.live.failure.cleanup import with_ticket
+from reshard.live.session.session import Ticket
+from reshard.planning.plans import ONE
+from reshard.sharded.content import Content, strides_like
+from reshard.sharded.groups import Group, members
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import piece_view, whole_on
+from reshard.tensors.tensor_move import move_between
+
+__all__ = [
+    "box_slices",
+    "copy_into",
+    "local_part",
+    "move_like",
+    "move_to",
+    "replicated_content",
+    "split_parts",
+    "whole",
+]
+
+
+def move_to(content: Content, layout: Layout) -> Content:
+    """The same tensor in another layout; shares memory if nothing has to move."""
+    parts = _moved_parts(content, layout)
+    return replace(
+        content, layout=layout, parts=parts, spec=None, stated=None, mesh=None, stated_stride=None
+    )
+
+
+def move_like(content: Content, target: Content) -> Content:
+    """The same tensor in the layout and on the device of another content."""
+    parts = tuple(part.to(target.device) for part in _moved_parts(content, target.layout))
+    return replace(target, dtype=content.dtype, parts=parts, mesh=None, stated_stride=None)
+
+
+def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor | None:
+    """The whole tensor on these ranks, or on all of the group; None on the others."""
+    return _moved(content, whole_on(tuple(ranks or members(content.group))))
+
+
+def replicated_content(tensor: torch.Tensor, group: Group) -> Content:
+    """The content of a plain tensor that is the same on all ranks of a group."""
+    layout, part = whole_on(members(group)), tensor.detach()
+    shape = tuple(part.shape)
+    stride = strides_like(shape, tuple(part.stride()))
+    return Content(layout, shape, part.dtype, (part,), part.device, group, stated_stride=stride)
+
+
+def copy_into(target: Content, source: Content) -> None:
+    """Write a tensor into the parts of another one of the same shape."""
+    for part, values in zip(target.parts, move_to(source, target.layout).parts, strict=True):
+        part.copy_(values)
+
+
+def _moved_parts(content: Content, layout: Layout) -> tuple[torch.Tensor, ...]:
+    local = _moved(content, layout)
+    return () if local is None else split_parts(local, layout)
+
+
+def _moved(content: Content, want: Layout) -> torch.Tensor | None:
+    """This rank's local tensor in another layout."""
+    kind = canonical_dtype(content.dtype)
+    have, shape, group = content.layout, content.shape, content.group
+    local = content.local
+    if not dist.is_initialized():
+        return _moved_in_process(local, have, want, shape)
+
+    def move(ticket: Ticket) -> torch.Tensor | None:
+        one = move_between(have, want, shape, kind)
+        unmoved = one.unmoved(ticket, local)
+        if unmoved is not None:
+            return unmoved
+        return one.call(ticket, local, None, content.device).run().get(ONE)
+
+    return with_ticket(group, lambda: {*have.ranks, *want.ranks}, move)
+
+
+def split_parts(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
+    """A local tensor as parts: views of it, one per box of a layout of boxes."""
+    if not isinstance(layout, BoxLayout):
+        return (local,)
+    boxes = layout.boxes.get(this_rank(), ())
+    if len(boxes) == 1:
+        return (local.view(boxes[0].shape),)
+    flat = torch.split(local.reshape(-1), [box.size for box in boxes])
+    return tuple(part.view(box.shape) for part, box in zip(flat, boxes, strict=True))
+
+
+def local_part(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """This rank's local tensor, copied out of the whole one."""
+    shape = tuple(tensor.shape)
+    local = tensor.new_empty(layout.local_shape(this_rank(), shape))
+    for piece in layout.pieces(this_rank(), shape):
+        piece_view(local, piece).copy_(tensor[box_slices(piece.box)])
+    return local
+
+
+def _moved_in_process(
+    local: torch.Tensor | None, have: Layout, want: Layout, shape: tuple[int, ...]
+) -> torch.Tensor | None:
+    """A move without a process group: all elements must be in this process."""
+    if want.holds(this_rank()) is None:
+        return None
+    pieces = have.pieces(this_rank(), shape)
+    boxes = [piece.box for piece in pieces]
+    for wanted in want.pieces(this_rank(), shape):
+        missing = missing_boxes(wanted.box, boxes)
+        if missing:
+            raise CoverageError(
+                f"{missing[0]} of a tensor {list(shape)} is on another rank, and there is no "
+                "process group to ask: call torch.distributed.init_process_group first"
+            )
+    if local is None:
+        raise CoverageError(f"this process has no shard of a tensor {list(shape)}: give it one")
+    local, full = local.contiguous(), local.new_empty(shape)
+    for piece in pieces:
+        full[box_slices(piece.box)] = piece_view(local, piece)
+    return local_part(full, want)
+
+
+def box_slices(box: Box) -> tuple[slice, ...]:
+    """The index that takes a box out of a tensor."""
+    return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))

@@ -1,0 +1,239 @@
+"""Operations on sharded tensors, below autograd.
+
+An operation on single elements runs shard by shard if all operands have the same layout; other
+operands are moved to the layout of the operand with the shape of the result, or of the tensor that
+is written. Operations that write by index, or whose result size depends on values, run with whole
+tensors. Everything else goes through DTensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import torch
+
+from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.planning.adjoint import unreduced
+from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
+from reshard.sharded.move.engine import copy_into, move_to, whole
+from reshard.sharded.move.gathering import all_agree
+from reshard.sharded.ops.arguments import (
+    Args,
+    Kwargs,
+    Op,
+    Value,
+    each_value,
+    first_content,
+    map_values,
+    unsupported,
+    written,
+)
+from reshard.sharded.ops.dtensor import run_in_dtensor
+from reshard.sharded.ops.elementwise import (
+    is_elementwise,
+    is_loss,
+    result_strides,
+    run_elementwise,
+    run_loss,
+)
+from reshard.sharded.ops.lists import is_on_lists, run_on_lists
+from reshard.sharded.ops.whole import needs_whole, run_whole, write_whole
+from reshard.tensors.kinds import this_rank
+
+__all__ = ["dispatch"]
+
+aten = torch.ops.aten
+
+LAZY = [getattr(torch._C.DispatchKey, name) for name in ("Conjugate", "Negative", "ZeroTensor")]
+"""The keys that resolve lazy tensors; torch excludes them while it runs our operations."""
+
+
+def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """Run an operation of which some argument is a ShardedTensor."""
+    targets = written(func, args, kwargs)
+    _check_written(func, targets)
+    owners: dict[int, ContentTensor] = {}
+
+    def content_of(value: Value) -> Value:
+        if not isinstance(value, ContentTensor):
+            return value
+        owners[id(value._content)] = value
+        return value._content
+
+    def tensor_of(value: Value) -> Value:
+        if not isinstance(value, Content):
+            return value
+        return owners[id(value)] if id(value) in owners else wrap(value)
+
+    included = torch._C._SetExcludeDispatchKeyGuard
+    with included(LAZY[0], False), included(LAZY[1], False), included(LAZY[2], False):
+        lowered = {name: map_values(content_of, value) for name, value in kwargs.items()}
+        result = run(func, map_values(content_of, tuple(args)), lowered)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            _agree_on_random(result)
+    result = map_values(tensor_of, result)
+    if func.is_view and isinstance(args[0], ContentTensor):
+        _mark_copies(args[0], result)
+    return result
+
+
+def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """Run an operation on contents."""
+    special = SPECIAL.get(func.overloadpacket)
+    if special is not None:
+        return special(func, args, kwargs)
+    view = _copied_view(func)
+    if view is not None:
+        viewed = run(view, args, kwargs)
+        return map_values(lambda one: run(aten.clone.default, (one,), {}), viewed)
+    if is_loss(func):
+        return run_loss(func, args, kwargs, run)
+    if is_elementwise(func):
+        return run_elementwise(func, args, kwargs)
+    if is_on_lists(func):
+        return run_on_lists(func, args, kwargs, run)
+    targets = written(func, args, kwargs)
+    if targets:
+        return write_whole(func, args, kwargs, targets)
+    if needs_whole(func, args):
+        return run_whole(func, args, kwargs)
+    return run_in_dtensor(func, args, kwargs)
+
+
+@cache
+def _copied_view(func: Op) -> Op | None:
+    """The view that an operation such as ``view_copy`` copies; None for any other operation."""
+    name = func.overloadpacket.__name__
+    view = getattr(aten, name.removesuffix("_copy"), None) if name.endswith("_copy") else None
+    overload: Op | None = getattr(view, func._overloadname, None)
+    return overload if overload is not None and overload.is_view else None
+
+
+def _check_written(func: Op, targets: list[Value]) -> None:
+    """Refuse writes that would be lost, and changes of shape in place."""
+    for target in targets:
+        if not isinstance(target, ContentTensor):
+            continue
+        content, why = target._content, None
+        if target._is_view_copy:
+            why = (
+                ": it writes into a view whose elements came from other ranks, and the tensor "
+                "would not change; clone() the view first, or write with index_put_ or index_copy_"
+            )
+        elif torch.Tag.inplace_view in func.tags:
+            why = ": it changes the shape in place; use the one that makes a new tensor"
+        if why is not None:
+            raise unsupported(func, content.layout, content.shape, why)
+
+
+def _mark_copies(base: ContentTensor, result: Value) -> None:
+    """Mark views that had to be copied between ranks, so that a write into them is refused."""
+    memory = {part.untyped_storage().data_ptr() for part in base._content.parts}
+    for view in each_value([result]):
+        if isinstance(view, ContentTensor):
+            parts = [part for part in view._content.parts if part.numel()]
+            copied = any(part.untyped_storage().data_ptr() not in memory for part in parts)
+            if copied or base._is_view_copy:
+                view._is_view_copy = True
+
+
+def _agree_on_random(result: Value) -> None:
+    """Give replicas the random values of the first rank: every rank has its own generator."""
+    for content in each_value([result]):
+        if not isinstance(content, Content):
+            continue
+        repeating = _repeating_ranks(content.layout, content.shape)
+        if repeating:
+            parts = () if this_rank() in repeating else content.parts
+            with torch.no_grad():
+                first = replace(content, layout=content.layout.without(repeating), parts=parts)
+                copy_into(content, first)
+
+
+@per_layout
+def _repeating_ranks(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold exactly the boxes of an earlier rank."""
+    seen: set[tuple[Box, ...]] = set()
+    repeating = []
+    for rank in layout.ranks:
+        boxes = tuple(piece.box for piece in layout.pieces(rank, shape))
+        if boxes in seen:
+            repeating.append(rank)
+        seen.add(boxes)
+    return tuple(repeating)
+
+
+def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Content:
+    """Another dtype or device, also on ranks without parts."""
+    content: Content = args[0]
+    if content.layout.reduce is not None:
+        # Rounding each addend would change the sum.
+        content = move_to(content, unreduced(content.layout))
+    parts = [func(part, **kwargs) for part in content.parts]
+    content = replace(content, stated_stride=result_strides(content, kwargs))
+    if parts:
+        return content.with_parts(parts)
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    where = content.device if device is None else torch.device(device)
+    return content.of_kind(dtype or content.dtype, where)
+
+
+def _new_strided(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """Memory for a gradient, for which autograd wants the strides of the tensor."""
+    content, stride = args[0], tuple(args[2])
+    if tuple(args[1]) != content.shape:
+        return run_in_dtensor(func, args, kwargs)
+    content = replace(content, stated_stride=stride)
+    if any(part.ndim != len(stride) for part in content.parts) or not content.parts:
+        return _to_copy(aten._to_copy.default, (content,), kwargs)
+    return content.with_parts(
+        [
+            func(part, part.shape, strides_like(tuple(part.shape), stride), **kwargs)
+            for part in content.parts
+        ]
+    )
+
+
+def _new_alike(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """A new tensor: one of the same shape has the same layout."""
+    content = args[0]
+    if tuple(args[1]) != content.shape or content.layout.reduce is not None:
+        return run_in_dtensor(func, args, kwargs)
+    if not content.parts:
+        return _to_copy(aten._to_copy.default, args[:1], kwargs)
+    return content.with_parts(
+        [func(part, part.shape, *args[2:], **kwargs) for part in content.parts]
+    )
+
+
+def _equal(func: Op, args: Args, kwargs: Kwargs) -> bool:
+    return all_agree(args[0], args[1], torch.equal)
+
+
+def _item(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """The value of a tensor of one element, the same on all ranks."""
+    full = whole(first_content(args, kwargs))
+    assert full is not None
+    return full.item()
+
+
+def _detach(func: Op, args: Args, kwargs: Kwargs) -> Content:
+    """The same memory; a short path, because every parameter is made by it."""
+    content: Content = args[0]
+    return replace(content, parts=tuple(part.detach() for part in content.parts))
+
+
+SPECIAL: dict[object, Callable[[Op, Args, Kwargs], Value]] = {
+    aten.detach: _detach,
+    aten._to_copy: _to_copy,
+    aten.equal: _equal,
+    aten.new_empty_strided: _new_strided,
+    aten.new_empty: _new_alike,
+    aten.new_zeros: _new_alike,
+    aten.new_ones: _new_alike,
+    aten.new_full: _new_alike,
+    aten._local_scalar_dense: _item,
+}

@@ -1,0 +1,319 @@
+"""Operations that mix elements of several ranks, done by DTensor: products, norms, reductions.
+
+Every content becomes a DTensor of the same memory, a plain tensor is taken to be the same on all
+ranks, and the DTensor that the operation returns becomes a content again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from math import prod
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from reshard.errors import LiveError, OperationError, ReshardError
+from reshard.layout.layout import Layout
+from reshard.planning.adjoint import unreduced
+from reshard.sharded.content import (
+    Content,
+    ContentTensor,
+    materialized,
+    per_layout,
+    strides_like,
+    wrap,
+)
+from reshard.sharded.groups import Group, members
+from reshard.sharded.move.autograd import Context, lay_out_gradient, to_layout
+from reshard.sharded.move.engine import move_to
+from reshard.sharded.ops.arguments import (
+    Args,
+    Kwargs,
+    Op,
+    Value,
+    first_content,
+    map_values,
+    unsupported,
+)
+from reshard.tensors.dtensor.from_layout import placements_of
+from reshard.tensors.dtensor.placements import layout_from
+from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
+
+__all__ = ["fits_dtensor", "from_dtensor", "run_in_dtensor", "to_dtensor"]
+
+aten = torch.ops.aten
+
+NEED_WHOLE = {
+    aten.nll_loss_forward, aten.nll_loss_backward, aten.nll_loss2d_forward,
+    aten.nll_loss2d_backward,
+}  # fmt: skip
+"""Operations that average over ranks, and for which DTensor gives each rank the same weight."""
+SCANS = {aten.cumsum, aten.cumprod, aten.logcumsumexp, aten.cummax, aten.cummin}
+"""Operations for which DTensor takes a dim of -1 for one that is not sharded."""
+VIEW_GRADIENTS = {aten.select_backward, aten.slice_backward}
+"""The same, with the dim of the tensor that the gradient belongs to: (gradient, sizes, dim)."""
+WORKS_WITHOUT_ELEMENTS = {
+    aten.mm, aten.addmm, aten.bmm, aten.baddbmm, aten.view, aten._unsafe_view, aten.reshape,
+    aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
+}  # fmt: skip
+"""Operations that a rank without elements runs like the others; others may raise there."""
+
+_meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+
+
+def _mesh_of(content: Content) -> DeviceMesh:
+    """The DeviceMesh that the layout was read from, or the group as a mesh of one dim."""
+    if content.mesh is not None:
+        return content.mesh
+    group = content.group or dist.group.WORLD
+    assert group is not None
+    meshes = _meshes.setdefault(group, {})
+    kind = content.device.type
+    if kind not in meshes:
+        meshes[kind] = DeviceMesh.from_group(group, kind)
+    return meshes[kind]
+
+
+def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
+    """The same memory as a DTensor."""
+    placements = _placements(content.layout, mesh, content.shape)
+    if placements is None:
+        raise OperationError(
+            f'DTensor cannot say the layout "{content.layout}" of a tensor {list(content.shape)} '
+            f"on ranks {list(members(content.group))}: reshard it first, to a ChunkShardingSpec "
+            "with one placement per rank of its group, in order"
+        )
+    local = content.local
+    shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
+    if local is not None and tuple(local.shape) != shape:
+        # The same elements: several parts, or none of a tensor that could be split in other dims.
+        local = local.reshape(shape) if prod(shape) else local.new_empty(shape)
+    if local is not None:
+        local = _with_dim_order(local, content.stride)
+    return dtensor_of(
+        local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
+    )
+
+
+@per_layout
+def _local_shape(
+    layout: Layout,
+    mesh: DeviceMesh,
+    placements: tuple[Placement, ...],
+    shape: tuple[int, ...],
+    rank: int,
+) -> tuple[int, ...]:
+    """The local shape that DTensor expects, which may differ from the part's if it is empty."""
+    return layout_from(mesh, placements, shape).local_shape(rank, shape)
+
+
+def _with_dim_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    """A local tensor with its dims in the order of these strides: views then work on all ranks."""
+    if local.ndim != len(stride):
+        return local
+    wanted = strides_like(tuple(local.shape), stride)
+    dims = [dim for dim, size in enumerate(local.shape) if size > 1]
+    own = local.stride()
+    if sorted(dims, key=lambda dim: (own[dim], -dim)) == sorted(dims, key=lambda dim: wanted[dim]):
+        return local
+    ordered = torch.empty_strided(local.shape, wanted, dtype=local.dtype, device=local.device)
+    return ordered.copy_(local)
+
+
+@per_layout
+def _placements(
+    layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]
+) -> tuple[Placement, ...] | None:
+    return placements_of(layout, mesh, shape)
+
+
+def fits_dtensor(content: Content) -> bool:
+    """Whether placements of DTensor can say the layout."""
+    return _placements(content.layout, _mesh_of(content), content.shape) is not None
+
+
+def _content_of(tensor: DTensor, group: Group) -> Content:
+    """The content of a DTensor."""
+    tensor = _without_special_sums(tensor)
+    local, layout = dtensor_local(tensor), dtensor_layout(tensor)
+    parts = () if local is None else (local,)
+    shape, mesh = tuple(tensor.shape), tensor.device_mesh
+    device = torch.device(mesh.device_type) if local is None else local.device
+    stride = tuple(tensor.stride())
+    return Content(
+        layout, shape, tensor.dtype, parts, device, group, mesh=mesh, stated_stride=stride
+    )
+
+
+def _without_special_sums(tensor: DTensor) -> DTensor:
+    """The tensor without placements that only DTensor knows: of masked lookups, of norms."""
+    known = (Shard, Replicate, _StridedShard)
+    kept = [
+        one if isinstance(one, known) or type(one) is Partial else Replicate()
+        for one in tensor.placements
+    ]
+    return tensor if kept == list(tensor.placements) else tensor.redistribute(placements=kept)
+
+
+def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """Run an operation with DTensors, for contents of one group."""
+    first = first_content(args, kwargs)
+    mesh = _mesh_of(first)
+    sources: list[tuple[DTensor, Content]] = []
+
+    def lend(value: object) -> object:
+        if isinstance(value, Content):
+            dtensor = _dtensor_from(_prepared(func, value, mesh), mesh)
+            sources.append((dtensor, value))
+            return dtensor
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
+            own = materialized(value.detach())
+            return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
+        return value
+
+    def result_of(value: object) -> object:
+        if not isinstance(value, DTensor):
+            return value
+        for dtensor, content in sources:
+            if value is dtensor:
+                return content
+        return _reduced(_content_of(value, first.group))
+
+    try:
+        positional = map_values(lend, tuple(_normalized_dims(func, args)))
+        named = {name: map_values(lend, value) for name, value in kwargs.items()}
+        return map_values(result_of, func(*positional, **named))
+    except LiveError:
+        raise
+    except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
+        why = (
+            f" ({_first_line(error)}): reshard the tensor so that DTensor has it, or take "
+            "full_tensor() or local_tensor()"
+        )
+        raise unsupported(func, first.layout, first.shape, why) from error
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def _normalized_dims(func: Op, args: Args) -> Args:
+    """Arguments with dims as DTensor's rules read them: from the front, and all by number."""
+    first = args[0] if args else None
+    if func.overloadpacket in VIEW_GRADIENTS:
+        gradient, sizes, dim, *rest = args
+        return [gradient, sizes, dim % len(sizes), *rest]
+    if not isinstance(first, torch.Tensor | Content) or not first.ndim:
+        return args
+    ndim = first.ndim
+    is_scan, reduces = func.overloadpacket in SCANS, torch.Tag.reduction in func.tags
+
+    def dims(name: str, value: Value) -> Value:
+        if name != "dim":
+            return value
+        if is_scan and type(value) is int:
+            return value % ndim
+        # An empty list means all dims; DTensor would take it for none.
+        return list(range(ndim)) if reduces and isinstance(value, list) and not value else value
+
+    schema = func._schema.arguments[: len(args)]
+    return [dims(one.name, value) for one, value in zip(schema, args, strict=True)]
+
+
+def _prepared(func: Op, content: Content, mesh: DeviceMesh) -> Content:
+    """A content that DTensor can use on every rank: gathered, if its own layout does not work.
+
+    All ranks decide alike, from the layout: an error on one would leave the others waiting.
+    """
+    ranks, shape, layout = members(content.group), content.shape, content.layout
+    if _placements(layout, mesh, shape) is None:
+        # The result of a reduction is small; for other operations the user should reshard.
+        reduces = torch.Tag.reduction in func.tags
+        return move_to(content, whole_on(ranks)) if reduces else content
+    packet = func.overloadpacket
+    lacks_elements = prod(shape) > 0 and _has_empty_rank(layout, shape, ranks)
+    if (lacks_elements and packet not in WORKS_WITHOUT_ELEMENTS) or packet in NEED_WHOLE:
+        return move_to(content, whole_on(ranks))
+    return content
+
+
+@per_layout
+def _has_empty_rank(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]) -> bool:
+    return any(
+        layout.holds(rank) is None or not prod(layout.local_shape(rank, shape)) for rank in ranks
+    )
+
+
+def _reduced(content: Content) -> Content:
+    """The content without a pending sum.
+
+    The sum is done once, in the order of ranks and before anything rounds it; otherwise each
+    operation that uses the tensor would do it again.
+    """
+    if content.layout.reduce is None:
+        return content
+    return move_to(content, unreduced(content.layout))
+
+
+def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
+    """The same memory as a DTensor; gradients flow back."""
+    dtensor: DTensor = _to_dtensor(tensor, device_mesh)
+    return dtensor
+
+
+def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
+    """The ShardedTensor with the memory of a DTensor; gradients flow back."""
+    if group is None and tensor.device_mesh.ndim == 1:
+        group = tensor.device_mesh.get_group()
+    sharded: ContentTensor = _from_dtensor(tensor, group)
+    return sharded
+
+
+class DTensorContext(Context, Protocol):
+    """What the functions below save for backward."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+
+
+class _ToDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: DTensorContext, tensor: ContentTensor, device_mesh: DeviceMesh | None
+    ) -> DTensor:
+        content = tensor._content
+        ctx.content = content.without_parts()
+        return _dtensor_from(content, device_mesh or _mesh_of(content))
+
+    @staticmethod
+    def backward(ctx: DTensorContext, *gradients: DTensor) -> tuple[ContentTensor, None]:
+        gradient = from_dtensor(gradients[0], ctx.content.group)
+        return lay_out_gradient(ctx.content, gradient), None
+
+
+class _FromDTensor(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: DTensorContext, tensor: DTensor, group: Group) -> ContentTensor:
+        ctx.mesh, ctx.placements = tensor.device_mesh, tuple(tensor.placements)
+        return wrap(_content_of(tensor, group))
+
+    @staticmethod
+    def backward(ctx: DTensorContext, *gradients: ContentTensor) -> tuple[DTensor, None]:
+        (gradient,) = gradients
+        kept = tuple(Replicate() if one.is_partial() else one for one in ctx.placements)
+        layout = layout_from(ctx.mesh, kept, gradient.shape)
+        target = replace(gradient._content, layout=layout, spec=None, stated=None)
+        return to_dtensor(to_layout(gradient, target), ctx.mesh), None
+
+
+_to_dtensor: Callable[..., Value] = _ToDTensor.apply
+_from_dtensor: Callable[..., Value] = _FromDTensor.apply

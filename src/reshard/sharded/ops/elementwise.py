@@ -1,0 +1,192 @@
+"""Operations on single elements, shard by shard, and losses that reduce over elements."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from math import prod
+
+import torch
+
+from reshard.layout.layout import BoxLayout
+from reshard.sharded.content import Content
+from reshard.sharded.move.engine import (
+    box_slices,
+    local_part,
+    move_to,
+    replicated_content,
+    split_parts,
+    whole,
+)
+from reshard.sharded.ops.arguments import Args, Kwargs, Op, Run, Value, named_arguments, written
+from reshard.sharded.ops.dtensor import run_in_dtensor
+from reshard.tensors.kinds import this_rank
+
+__all__ = [
+    "as_plain",
+    "is_elementwise",
+    "is_loss",
+    "parts_like",
+    "result_strides",
+    "run_elementwise",
+    "run_loss",
+]
+
+aten = torch.ops.aten
+
+ELEMENTWISE = {
+    aten.detach, aten.alias, aten.clone, aten._to_copy, aten.copy_, aten.fill_, aten.zero_,
+    aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like,
+    aten.randn_like, aten.randint_like, aten.uniform_, aten.normal_, aten.bernoulli_,
+    aten.exponential_, aten.random_, aten.log_normal_, aten.geometric_, aten.cauchy_,
+    aten.lift_fresh, aten.contiguous, aten.lerp_, aten.lerp, aten.masked_fill_, aten.masked_fill,
+    aten.where, aten._fused_dropout, aten.native_dropout, aten.nan_to_num_, aten._conj,
+    aten._conj_physical, aten._neg_view,
+}  # fmt: skip
+"""Operations on single elements that torch does not tag as pointwise."""
+LOSSES = {
+    aten.mse_loss, aten.smooth_l1_loss, aten.huber_loss, aten.binary_cross_entropy,
+    aten.binary_cross_entropy_with_logits, aten.soft_margin_loss,
+}  # fmt: skip
+LOSS_GRADIENTS = {
+    aten.mse_loss_backward, aten.smooth_l1_loss_backward, aten.huber_loss_backward,
+    aten.binary_cross_entropy_backward, aten.soft_margin_loss_backward,
+}  # fmt: skip
+NONE, MEAN = 0, 1
+"""Numbers of torch for the reduction of a loss; 2 is the sum."""
+
+
+@cache
+def is_elementwise(func: Op) -> bool:
+    """Whether an operation is on single elements; some are tagged only in their other form."""
+    packet = func.overloadpacket
+    if torch.Tag.pointwise in func.tags or packet in ELEMENTWISE:
+        return True
+    other = getattr(aten, packet.__name__.removesuffix("_"), packet)
+    name = func._overloadname
+    return name in other.overloads() and torch.Tag.pointwise in getattr(other, name).tags
+
+
+def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
+    """Run an operation on single elements, shard by shard."""
+    values = (*args, *kwargs.values())
+    targets = written(func, args, kwargs)
+    like = targets[0] if targets else _widest(values)
+    if like is None or like.layout.reduce or (like.mesh and not _have_one_shape(values, like)):
+        return run_in_dtensor(func, args, kwargs)
+    operands = [parts_like(value, like) for value in args]
+    named = {name: parts_like(value, like) for name, value in kwargs.items()}
+    results = [
+        func(
+            *(_of_part(operand, number) for operand in operands),
+            **{name: _of_part(operand, number) for name, operand in named.items()},
+        )
+        for number in range(max(len(like.parts), 1))
+    ]
+    if targets:
+        return targets[0]
+    return _join(replace(like, stated_stride=result_strides(like, kwargs)), results)
+
+
+def _of_part(operand: Value, number: int) -> Value:
+    return operand[number] if isinstance(operand, tuple) else operand
+
+
+def result_strides(like: Content, kwargs: Kwargs) -> tuple[int, ...] | None:
+    """The strides of a result: those of the operand, unless a memory format is asked for."""
+    asked = kwargs.get("memory_format")
+    if asked is None or asked is torch.preserve_format:
+        return like.stated_stride
+    return torch.empty(like.shape, device="meta", memory_format=asked).stride()
+
+
+def _widest(values: Args) -> Content | None:
+    """The first operand with the shape of the result; None if all must be broadcast."""
+    contents = [value for value in values if isinstance(value, Content)]
+    if any(content.layout.reduce for content in contents):
+        return None
+    shapes = [value.shape for value in values if isinstance(value, torch.Tensor | Content)]
+    shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
+    return next((content for content in contents if content.shape == shape), None)
+
+
+def _have_one_shape(values: Args, like: Content) -> bool:
+    """Whether no operand has to be broadcast; DTensor broadcasts without gathering."""
+    tensors = [value for value in values if isinstance(value, torch.Tensor | Content)]
+    return {tuple(value.shape) for value in tensors} <= {like.shape, ()}
+
+
+def _join(like: Content, results: list[Value]) -> Value:
+    """The results of all parts as one content."""
+    if isinstance(results[0], tuple):
+        return tuple(_join(like, list(column)) for column in zip(*results, strict=True))
+    if not isinstance(results[0], torch.Tensor):
+        return results[0]
+    if like.parts:
+        return like.with_parts(results)
+    # The result of empty operands says only the dtype and the device.
+    return like.of_kind(results[0].dtype, results[0].device)
+
+
+def parts_like(value: Value, like: Content) -> Value:
+    """An operand for the parts of a content: a tuple with one for each, or the same for all.
+
+    A rank without parts gets a tensor without elements: results then have the same dtype there.
+    """
+    if not isinstance(value, torch.Tensor | Content):
+        return value
+    if not value.shape and like.shape:
+        return as_plain(value)
+    content = value if isinstance(value, Content) else replicated_content(value, like.group)
+    if content.shape != like.shape:
+        return _broadcast(content, like)
+    if not content.is_like(like):
+        content = move_to(content, like.layout)
+    return content.parts if like.parts else torch.empty(0, dtype=value.dtype, device=value.device)
+
+
+def as_plain(value: Value) -> Value:
+    """The whole tensor of a content; any other value as it is."""
+    return whole(value) if isinstance(value, Content) else value
+
+
+def _broadcast(content: Content, like: Content) -> Value:
+    """The elements of a smaller tensor that each part of a content needs."""
+    full = whole(content)
+    assert full is not None
+    # Every rank has the whole tensor: nothing is sent.
+    wide = full.expand(like.shape)
+    if not like.parts:
+        return wide.new_empty(0)
+    if isinstance(like.layout, BoxLayout):
+        return tuple(wide[box_slices(box)] for box in like.layout.boxes[this_rank()])
+    return split_parts(local_part(wide, like.layout), like.layout)
+
+
+def is_loss(func: Op) -> bool:
+    """Whether an operation is a loss over elements, or the gradient of one."""
+    return func.overloadpacket in LOSSES or func.overloadpacket in LOSS_GRADIENTS
+
+
+def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
+    """Run a loss without its reduction, and reduce afterwards over the elements of all ranks.
+
+    With its reduction, each rank would average over its own elements only.
+    """
+    named = named_arguments(func, args, kwargs)
+    reduction = named["reduction"]
+    named["reduction"] = NONE
+    if func.overloadpacket in LOSS_GRADIENTS and reduction == MEAN:
+        count = max(prod(named["self"].shape), 1)
+        incoming = named["grad_output"]
+        is_plain = isinstance(incoming, torch.Tensor)
+        named["grad_output"] = (
+            incoming / count if is_plain else run(aten.div.Scalar, (incoming, count), {})
+        )
+    schema = func._schema.arguments
+    by_place = [named[one.name] for one in schema if not one.kwarg_only]
+    by_name = {one.name: named[one.name] for one in schema if one.kwarg_only}
+    each = run_elementwise(func, by_place, by_name)
+    if func.overloadpacket in LOSS_GRADIENTS or reduction == NONE:
+        return each
+    return run(aten.mean.default if reduction == MEAN else aten.sum.default, (each,), {})

@@ -1,0 +1,195 @@
+"""torch's functions on sharded tensors, above autograd, and functions that users register."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar, cast
+
+import torch
+from torch.nn import functional as F
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from reshard.errors import ArgumentTypeError, OperationError
+from reshard.sharded.content import ContentTensor
+from reshard.sharded.move.autograd import gradient_hook, replicated, to_whole
+from reshard.sharded.move.gathering import all_agree
+from reshard.sharded.ops.arguments import Args, Kwargs
+from reshard.sharded.ops.attention import attend
+from reshard.sharded.ops.lookup import call_on_inputs
+
+__all__ = ["allclose", "call", "custom_sharded_op_impl", "custom_sharding_spec_op", "equal"]
+
+Function = Callable[..., Any]
+Registered = TypeVar("Registered", bound=Function)
+
+IN_PLACE = {f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow")}
+IN_PLACE |= {"__setitem__", "__iand__", "__ior__", "__ixor__"}
+"""Functions that change their first argument although their names do not end in _."""
+NO_MEMORY = "its data is not allocated"
+"""torch's message for a function that reads the memory of a tensor below the dispatcher."""
+OF_AUTOGRAD = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+"""Functions that need the very tensors that they are given, not replicas of them."""
+TAKES_INPUTS = {F.embedding, F.embedding_bag, F.linear}
+"""Functions of plain inputs, which may differ between ranks, and a weight."""
+SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+_for_all: dict[object, Function] = {}
+_for_spec: dict[type, dict[object, Function]] = {}
+
+
+def custom_sharded_op_impl(func: Function) -> Callable[[Registered], Registered]:
+    """Register ``f(types, args, kwargs, process_group)`` in place of a function of torch."""
+    return _registering(_for_all, func)
+
+
+def custom_sharding_spec_op(
+    sharding_spec_class: type, func: Function
+) -> Callable[[Registered], Registered]:
+    """Register a function for tensors of one class of specs; it precedes those for all tensors."""
+    return _registering(_for_spec.setdefault(sharding_spec_class, {}), func)
+
+
+def _registering(
+    table: dict[object, Function], func: Function
+) -> Callable[[Registered], Registered]:
+    def register(own: Registered) -> Registered:
+        if len(inspect.signature(own).parameters) != 4:
+            raise ArgumentTypeError(
+                f"the custom operation for {getattr(func, '__name__', func)} expects signature "
+                f"(types, args, kwargs, process_group), and was given {inspect.signature(own)}"
+            )
+        table[func] = own
+        return own
+
+    return register
+
+
+def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function of torch of which some argument is a ShardedTensor."""
+    if len(args) == 1 and not kwargs and getattr(func, "__name__", "") == "__get__":
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args)  # an attribute: read a dozen times in every operation
+    if _for_all or _for_spec:
+        content = next(one._content for one in _leaves(args, kwargs) if _is_sharded(one))
+        own = _for_spec.get(type(content.spec), {}).get(func) or _for_all.get(func)
+        if own is not None:
+            return own(types, args, kwargs, content.group)
+    if func is torch.allclose or func is torch.Tensor.allclose:
+        return allclose(*args, **kwargs)
+    if func == SET_DATA:
+        return _set_data(*args)
+    if func is F.scaled_dot_product_attention:
+        args, kwargs = _with_replicas(args, kwargs)
+        return attend(func, *args, **kwargs)
+    if func in TAKES_INPUTS:
+        return call_on_inputs(func, args, kwargs, lambda args, kwargs: _call(func, args, kwargs))
+    return _call(func, args, kwargs)
+
+
+def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
+    """Call a function below ``__torch_function__``."""
+    if _writes_plain(func, args, kwargs):
+        args, kwargs = tree_map(_whole, (args, kwargs))
+    elif torch.is_grad_enabled() and func not in OF_AUTOGRAD:
+        args, kwargs = _with_replicas(args, kwargs)
+    # ``requires_grad_`` of a ShardedTensor also registers the hook that lays out gradients.
+    name = getattr(func, "__name__", "")
+    is_factory = name.endswith("_like") or name.startswith("new_")
+    collects = is_factory and bool(kwargs.get("requires_grad"))
+    if collects:
+        kwargs = {**kwargs, "requires_grad": False}
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+    except RuntimeError as error:
+        if NO_MEMORY not in str(error):
+            raise
+        raise OperationError(
+            f"{name or func} reads the memory of a tensor itself, which is not "
+            "supported for ShardedTensor: take full_tensor() or local_tensor()"
+        ) from error
+    return result.requires_grad_() if collects else result
+
+
+def equal(one: object, other: object) -> bool:
+    """Whether two sharded tensors have equal elements and equal layouts, on all ranks."""
+    return all_agree(_content(one), _content(other), torch.equal)
+
+
+def allclose(one: object, other: object, *args: Any, **kwargs: Any) -> bool:
+    """Whether two sharded tensors have close elements and equal layouts, on all ranks."""
+    close = torch.allclose
+    return all_agree(_content(one), _content(other), lambda a, b: close(a, b, *args, **kwargs))
+
+
+def _content(value: object) -> object:
+    return value._content if isinstance(value, ContentTensor) else value
+
+
+def _set_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """Assign ``tensor.data``: the tensor then has the shards of the other one."""
+    if not isinstance(tensor, ContentTensor) or not isinstance(data, ContentTensor):
+        raise OperationError(
+            f"data of a {type(tensor).__name__} is set to a {type(data).__name__}, which is not "
+            "supported for ShardedTensor: give one of the same kind, or use copy_"
+        )
+    with torch._C.DisableTorchFunctionSubclass():
+        SET_DATA(tensor, data)
+    tensor._content = replace(data._content)
+    if tensor._hook is not None:
+        tensor._hook.remove()
+        tensor._hook = cast(Any, tensor).register_hook(gradient_hook(tensor._content))
+
+
+def _writes_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the result is written into a plain tensor, which then gets all elements."""
+    target = kwargs.get("out")
+    if isinstance(target, tuple | list) and target:
+        target = target[0]  # of several results, as those of max
+    name = getattr(func, "__name__", "")
+    is_in_place = name in IN_PLACE or (name.endswith("_") and not name.endswith("__"))
+    if target is None and args and is_in_place:
+        target = args[0]
+    return isinstance(target, torch.Tensor) and not isinstance(target, ContentTensor)
+
+
+def _whole(value: Any) -> Any:
+    return to_whole(value) if isinstance(value, ContentTensor) else value
+
+
+def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Arguments with plain tensors that require gradients as sharded ones, whole on every rank.
+
+    Their gradients are then plain tensors, summed over what all ranks contribute.
+    """
+    if not kwargs and not any(_may_hold_plain(arg) for arg in args):
+        return args, kwargs
+    leaves, tree = tree_flatten((args, kwargs))
+    sharded = [leaf for leaf in leaves if _is_sharded(leaf)]
+    if not sharded or not any(map(_needs_gradient, leaves)):
+        return args, kwargs
+    group = sharded[0]._content.group
+    leaves = [replicated(leaf, group) if _needs_gradient(leaf) else leaf for leaf in leaves]
+    replaced: tuple[Args, Kwargs] = tree_unflatten(leaves, tree)
+    return replaced
+
+
+def _leaves(args: Args, kwargs: Kwargs) -> list[Any]:
+    return tree_flatten((args, kwargs))[0]
+
+
+def _is_sharded(value: object) -> bool:
+    return isinstance(value, ContentTensor)
+
+
+def _may_hold_plain(arg: object) -> bool:
+    """A quick check: most calls have sharded tensors and numbers only."""
+    return not isinstance(arg, ContentTensor | int | float | str | torch.dtype | None)
+
+
+def _needs_gradient(leaf: object) -> bool:
+    """Whether a value is a plain tensor that requires gradients."""
+    kind = type(leaf) in (torch.Tensor, torch.nn.Parameter)
+    return kind and leaf.requires_grad and leaf.numel() > 0  # type: ignore[attr-defined]

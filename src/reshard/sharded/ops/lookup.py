@@ -1,0 +1,358 @@
+"""embedding, embedding_bag and linear of plain inputs on a sharded weight.
+
+Inputs that are the same on all ranks are one input: the result is a ShardedTensor, and a loss of it
+counts once. Inputs that differ are each rank's own batch, as in torch.distributed._shard: every
+rank gets the plain result for its own inputs, and the gradient of the weight is the sum of what
+all ranks' losses give it. Ranks compare hashes of their inputs to find out which it is.
+
+    table    rows 0-5 on rank 0, rows 6-11 on rank 1
+    rank 0   looks up 3, 9, 9    }  both get rows 3, 4 and 9 of the table, and each does
+    rank 1   looks up 4, 9       }  its own lookup in those rows
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from hashlib import blake2b
+from typing import Any, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from reshard.errors import OperationError
+from reshard.sharded.content import Content, ContentTensor, materialized, part_shapes, wrap
+from reshard.sharded.groups import gather_numbers, members
+from reshard.sharded.move.autograd import Context, lay_out_gradient, replicated, to_whole
+from reshard.sharded.ops.arguments import Args, Kwargs
+from reshard.sharded.ops.dtensor import fits_dtensor
+from reshard.tensors.agreement import Agreement
+from reshard.tensors.kinds import this_rank
+
+__all__ = ["call_on_inputs"]
+
+Function = Callable[..., Any]
+
+
+def call_on_inputs(
+    func: Function, args: Args, kwargs: Kwargs, call: Callable[[Args, Kwargs], Any]
+) -> Any:
+    """Call one of these functions; ``call`` calls it with inputs that are equal on all ranks."""
+    named = _named_arguments(func, args, kwargs)
+    weight, inputs = named.get("weight"), named.get("input")
+    if not isinstance(weight, ContentTensor) or weight._content.layout.reduce is not None:
+        return call(args, kwargs)
+    if isinstance(inputs, ContentTensor) and func is not F.embedding_bag:
+        return call(args, kwargs)
+    if not isinstance(inputs, torch.Tensor) or inputs.is_meta or torch.compiler.is_compiling():
+        return call(args, kwargs)  # there are no values to compare
+    lookup = _Lookup(func, {name: _plain(name, one) for name, one in named.items()}, weight)
+    needed = lookup.compare_inputs()
+    if needed.differ:
+        return lookup.on_rows(needed)
+    if func is F.linear or (func is F.embedding and lookup.suits_dtensor):
+        return call(args, kwargs)
+    return replicated(lookup.on_rows(needed), weight._content.group)
+
+
+@dataclass(frozen=True)
+class _Needed:
+    """The rows of a weight that the ranks need."""
+
+    differ: bool
+    """Whether the inputs of ranks differ."""
+    rows: torch.Tensor
+    """The rows that any rank needs, each once, in rising order."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Lookup:
+    """A call of such a function on a sharded weight."""
+
+    func: Function
+    named: Kwargs
+    weight: ContentTensor
+
+    @property
+    def is_lookup(self) -> bool:
+        return self.func is not F.linear
+
+    @property
+    def suits_dtensor(self) -> bool:
+        """Whether DTensor can look up rows in a weight of this layout."""
+        plain = not any(self.named[name] for name in ("max_norm", "scale_grad_by_freq", "sparse"))
+        return plain and fits_dtensor(self.weight._content)
+
+    def compare_inputs(self) -> _Needed:
+        """Whether the inputs of ranks differ, and the rows they need; all ranks raise, or none."""
+        content, problem, rows = self.weight._content, None, torch.empty(0, dtype=torch.int64)
+        try:
+            rows = self._checked_rows()
+        except Exception as error:
+            problem = error
+        common = repr([self.named.get(name) for name in ("max_norm", "norm_type")])
+        options = int.from_bytes(blake2b(common.encode(), digest_size=7).digest(), "big")
+        own = [self._hash(), options, int(problem is not None), len(rows)]
+        columns = [*zip(*gather_numbers(own, content.group, content.device), strict=True)]
+        hashes, all_options, failures, counts = columns
+        if any(failures):
+            self._raise_on_all(problem)
+        if len({*all_options}) > 1:
+            raise self._refusal("ranks have different max_norm or norm_type: give all the same")
+        if len({*hashes}) == 1:
+            return _Needed(False, rows)
+        return _Needed(True, _all_rows(rows, counts, content))
+
+    def _hash(self) -> int:
+        """Hash the plain inputs to 56 bits."""
+        state = blake2b(digest_size=7)
+        for name, value in sorted(self.named.items()):
+            if name in ("weight", "bias") or not isinstance(value, torch.Tensor):
+                continue
+            state.update(repr((name, value.dtype, tuple(value.shape))).encode())
+            # Bytes, because no dtype of numpy is like bfloat16.
+            flat = materialized(value.detach()).contiguous().reshape(-1).view(torch.uint8)
+            state.update(flat.cpu().numpy().data)
+        return int.from_bytes(state.digest(), "big")
+
+    def _checked_rows(self) -> torch.Tensor:
+        """The rows that this rank needs; raises where the call would fail."""
+        shape, dtype = tuple(self.weight.shape), self.weight.dtype
+        if not self.is_lookup:
+            bias = self.named["bias"]
+            like = [torch.empty(shape, dtype=dtype, device="meta")]
+            if bias is not None:
+                like.append(torch.empty(bias.shape, dtype=bias.dtype, device="meta"))
+            F.linear(self.named["input"].detach().to("meta"), *like)
+            return torch.empty(0, dtype=torch.int64)
+        index = self.named["input"]
+        rows: torch.Tensor = torch.unique(index)
+        if len(rows) and not (int(rows[0]) >= 0 and int(rows[-1]) < shape[0]):
+            wrong = int(rows[0]) if int(rows[0]) < 0 else int(rows[-1])
+            raise IndexError(f"index {wrong} is out of range: the weight has {shape[0]} rows")
+        self._look_up_in(torch.zeros(len(rows), 1, dtype=dtype, device=index.device), rows)
+        return rows.to(torch.int64)
+
+    def _raise_on_all(self, problem: Exception | None) -> None:
+        agreement = Agreement(self.weight._content.group, self.func.__name__)
+        texts = agreement.gather(None if problem is None else str(problem))
+        rank, text = next(one for one in texts.items() if one[1] is not None)
+        raise self._refusal(f"on rank {rank}: {text.splitlines()[0][:300]}") from problem
+
+    def _refusal(self, why: str) -> OperationError:
+        return OperationError(
+            f"{self.func.__name__} with a weight of shape {list(self.weight.shape)} and layout "
+            f'"{self.weight._content.layout}" cannot be done on any rank: {why}'
+        )
+
+    def on_rows(self, needed: _Needed) -> torch.Tensor:
+        """The result for this rank's inputs, computed with the needed rows."""
+        if not self.is_lookup:
+            bias = self.named["bias"]
+            if isinstance(bias, ContentTensor):
+                bias = rows_of(bias, None, needed.differ)
+            table = rows_of(self.weight, None, needed.differ)
+            return F.linear(self.named["input"], table, bias)
+        if self.named["max_norm"] is not None:
+            self._renormalize(needed.rows)
+        return self._look_up_in(rows_of(self.weight, needed.rows, needed.differ), needed.rows)
+
+    def _renormalize(self, rows: torch.Tensor) -> None:
+        """Scale down the rows that any rank looks up to ``max_norm``, as the functions do."""
+        content = self.weight._content
+        with torch.no_grad():
+            table = _fetched(content, rows)
+            every = torch.arange(len(rows), device=table.device)
+            torch.embedding_renorm_(
+                table, every, float(self.named["max_norm"]), float(self.named["norm_type"])
+            )
+            _put(content, rows, table)
+
+    def _look_up_in(self, table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        """The result of the function with a table of these rows only."""
+        index = self.named["input"]
+        places = torch.searchsorted(rows, index.to(rows.dtype)).to(index.dtype)
+        padding = self._padding(rows)
+        named = {**self.named, "input": places, "weight": table, "padding_idx": padding}
+        return cast(torch.Tensor, self.func(**{**named, "max_norm": None}))
+
+    def _padding(self, rows: torch.Tensor) -> int | None:
+        """The position of the padding row among the rows; None if no rank looks it up."""
+        padding, count = self.named["padding_idx"], self.weight.shape[0]
+        if padding is None:
+            return None
+        if not -count <= padding < count:
+            raise IndexError(f"padding_idx {padding} is out of range: the weight has {count} rows")
+        at = (rows == padding % count).nonzero()
+        return int(at[0]) if len(at) else None
+
+
+@cache
+def _signature(func: Function) -> inspect.Signature:
+    if func is F.linear:  # a builtin, which has no signature
+        return inspect.signature(lambda input, weight, bias=None: None)
+    return inspect.signature(func)
+
+
+def _named_arguments(func: Function, args: Args, kwargs: Kwargs) -> Kwargs:
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return dict(bound.arguments)
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A sharded input as a whole tensor; weights stay sharded."""
+    if name in ("weight", "bias") or not isinstance(value, ContentTensor):
+        return value
+    return to_whole(value)
+
+
+def _all_rows(rows: torch.Tensor, counts: tuple[int, ...], content: Content) -> torch.Tensor:
+    """The rows that any rank needs."""
+    padded = torch.zeros(max(counts), dtype=torch.int64, device=content.device)
+    padded[: len(rows)] = rows
+    gathered = [torch.empty_like(padded) for _ in counts]
+    dist.all_gather(gathered, padded, group=content.group)
+    needed = [one[:count] for one, count in zip(gathered, counts, strict=True)]
+    union: torch.Tensor = torch.unique(torch.cat(needed))
+    return union.to(rows.device)
+
+
+def rows_of(weight: ContentTensor, rows: torch.Tensor | None, differ: bool) -> torch.Tensor:
+    """Some rows of a sharded tensor on all ranks, or all of them; gradients flow back.
+
+    Gradients that ``differ`` between ranks are summed; otherwise they are taken to be the same.
+    """
+    table: torch.Tensor = _rows_of(weight, rows, differ)
+    return table
+
+
+class LookupContext(Context, Protocol):
+    """What the functions below save for backward."""
+
+    rows: torch.Tensor | None
+    differ: bool
+
+
+class _RowsOf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: LookupContext, weight: ContentTensor, rows: torch.Tensor | None, differ: bool
+    ) -> torch.Tensor:
+        ctx.content, ctx.rows, ctx.differ = weight._content.without_parts(), rows, differ
+        return _fetched(weight._content, rows)
+
+    @staticmethod
+    def backward(ctx: LookupContext, *gradients: torch.Tensor) -> tuple[ContentTensor, None, None]:
+        return _gradient_of(gradients[0], ctx.content, ctx.rows, ctx.differ), None, None
+
+
+class _GradientOf(torch.autograd.Function):
+    """The gradient of a tensor from the gradient of some of its rows; 0 elsewhere."""
+
+    @staticmethod
+    def forward(
+        ctx: LookupContext,
+        gradient: torch.Tensor,
+        content: Content,
+        rows: torch.Tensor | None,
+        differ: bool,
+    ) -> ContentTensor:
+        ctx.content, ctx.rows, ctx.differ = content, rows, differ
+        total = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        if differ:
+            total = total.clone(memory_format=torch.contiguous_format)
+            dist.all_reduce(total, group=content.group)
+        shapes = part_shapes(content.layout, this_rank(), content.shape)
+        parts = [torch.zeros(one, dtype=total.dtype, device=content.device) for one in shapes]
+        gradients = content.with_parts(parts)
+        _put(gradients, rows, total)
+        return wrap(gradients)
+
+    @staticmethod
+    def backward(
+        ctx: LookupContext, *gradients: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None, None]:
+        laid_out = lay_out_gradient(ctx.content, gradients[0])
+        return rows_of(laid_out, ctx.rows, ctx.differ), None, None, None
+
+
+_rows_of: Function = _RowsOf.apply
+_gradient_of: Function = _GradientOf.apply
+
+
+def _fetched(content: Content, rows: torch.Tensor | None) -> torch.Tensor:
+    """Some rows of a tensor on all ranks; each sends its part of them, in one collective."""
+    count = content.shape[0] if rows is None else len(rows)
+    table = torch.empty(count, *content.shape[1:], dtype=content.dtype, device=content.device)
+    regions = _table_regions(content, rows)
+    pairs = zip(content.shards, regions.get(this_rank(), []), strict=True)
+    own = [_rows_in_shard(one.tensor, one.metadata.shard_offsets[0], at, rows) for one, at in pairs]
+    flat = torch.cat([one.reshape(-1) for one in own]) if own else table.new_empty(0)
+    for rank, values in _exchange(content, flat, regions, table).items():
+        begin = 0
+        for region in regions.get(rank, []):
+            part = table[region]
+            part.copy_(values[begin : begin + part.numel()].view(part.shape))
+            begin += part.numel()
+    return table
+
+
+def _exchange(
+    content: Content, flat: torch.Tensor, regions: Regions, table: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """The values of every rank, by rank; sent as bytes, since backends do not know all dtypes."""
+    ranks = members(content.group)
+    if not dist.is_initialized() or len(ranks) == 1:
+        return {ranks[0]: flat}
+    sizes = [sum(table[one].numel() for one in regions.get(rank, [])) for rank in ranks]
+    padded = flat.new_zeros(max(sizes))
+    padded[: len(flat)] = flat
+    own = padded.view(torch.uint8)
+    gathered = [torch.empty_like(own) for _ in ranks]
+    dist.all_gather(gathered, own, group=content.group)
+    return {rank: one.view(flat.dtype) for rank, one in zip(ranks, gathered, strict=True)}
+
+
+Regions = dict[int, list[tuple[slice, ...]]]
+"""For each rank, the regions of a table that its shards have."""
+
+
+def _table_regions(content: Content, rows: torch.Tensor | None) -> Regions:
+    """The regions of the shards of every rank in a table of some rows."""
+    regions: Regions = {}
+    shards = content.shards_metadata
+    ends = [(one.shard_offsets[0], one.shard_offsets[0] + one.shard_sizes[0]) for one in shards]
+    if rows is not None:
+        edges = torch.tensor(ends, dtype=torch.int64, device=rows.device).reshape(-1, 2)
+        ends = [(a, b) for a, b in torch.searchsorted(rows, edges).tolist()]
+    for shard, (start, stop) in zip(shards, ends, strict=True):
+        assert shard.rank is not None
+        others = zip(shard.shard_offsets[1:], shard.shard_sizes[1:], strict=True)
+        region = (slice(start, stop), *(slice(one, one + size) for one, size in others))
+        regions.setdefault(shard.rank, []).append(region)
+    return regions
+
+
+def _rows_in_shard(
+    shard: torch.Tensor, offset: int, region: tuple[slice, ...], rows: torch.Tensor | None
+) -> torch.Tensor:
+    """The elements of a shard in some rows."""
+    if rows is None:
+        return shard
+    return shard.index_select(0, rows[region[0]].to(shard.device) - offset)
+
+
+def _put(content: Content, rows: torch.Tensor | None, table: torch.Tensor) -> None:
+    """Write rows of a table into this rank's shards."""
+    regions = _table_regions(content, rows).get(this_rank(), [])
+    for shard, region in zip(content.shards, regions, strict=True):
+        values = table[region].to(shard.tensor.device)
+        if rows is None:
+            shard.tensor.copy_(values)
+        else:
+            places = rows[region[0]].to(shard.tensor.device) - shard.metadata.shard_offsets[0]
+            shard.tensor.index_copy_(0, places, values)

@@ -1,0 +1,190 @@
+"""ShardingSpec, the base class of all specs, and checks of placements and dims."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.sharded.metadata import (
+    Placement,
+    ShardedTensorMetadata,
+    ShardMetadata,
+    TensorProperties,
+)
+from reshard.sharded.rpc import is_running
+from reshard.sharded.specs.coverage import check_disjoint, check_tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+__all__ = [
+    "AnyPlacement",
+    "DevicePlacementSpec",
+    "NoRankError",
+    "PlacementSpec",
+    "ShardingSpec",
+    "check_dim",
+    "check_placements",
+    "dim_of",
+    "layout_of_shards",
+]
+
+AnyPlacement = str | torch.device | Placement
+"""What a placement may be given as: a text such as "rank:3/cuda:1", a device, or a placement."""
+
+
+class NoRankError(ArgumentError, RuntimeError):
+    """A placement names no rank."""
+
+
+class NamedDimError(ArgumentError, NotImplementedError):
+    """A sharding dim is given by name."""
+
+
+class PlacementSpec(ABC):  # noqa: B024 - a name to derive from, as in torch
+    """Says where something is placed; open to classes of your own."""
+
+
+@dataclass(frozen=True)
+class DevicePlacementSpec(PlacementSpec):
+    """One device of one rank or worker.
+
+    >>> DevicePlacementSpec("rank:1/cuda:0").device.rank()
+    1
+    """
+
+    device: Placement
+
+    def __init__(self, device: AnyPlacement) -> None:
+        (placement,) = check_placements([device])
+        object.__setattr__(self, "device", placement)
+
+
+# No slots in the specs: in a class derived from a frozen one with slots, Python 3.11 can set no
+# attribute of its own.
+class ShardingSpec(ABC):
+    """How a tensor is split into shards, and the rank of each; open to classes of your own.
+
+    A class of your own needs ``build_metadata`` only: everything else follows from the shards. It
+    may also have its own ``shard``, or derive from one of the specs here.
+
+    >>> class OnOneRank(ShardingSpec):
+    ...     def build_metadata(self, tensor_sizes, tensor_properties):
+    ...         whole = ShardMetadata([0] * len(tensor_sizes), tensor_sizes, "rank:0/cpu")
+    ...         return ShardedTensorMetadata((whole,), tensor_sizes, tensor_properties)
+    >>> OnOneRank().layout((3, 4)).boxes
+    {0: (Box((0, 0), (3, 4)),)}
+    """
+
+    @abstractmethod
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The metadata of all shards of a tensor of this size; needs no communication."""
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The layout of a tensor of this shape: words on a mesh if they can say it, else boxes."""
+        size = torch.Size(shape)
+        shards = tuple(self.build_metadata(size, TensorProperties()).shards_metadata)
+        check_disjoint(shards)
+        check_tensor(shards, size)
+        return layout_of_shards(size, shards)
+
+    def shard(
+        self,
+        tensor: torch.Tensor,
+        src_rank: int = 0,
+        process_group: ProcessGroup | None = None,
+    ) -> Any:
+        """The ShardedTensor of the tensor of ``src_rank``.
+
+        All ranks of the group call it, each with a tensor of the same size and dtype.
+        """
+        # Loaded by name: a spec is below the tensors that it describes.
+        api = import_module("reshard.sharded.api")
+        return api.shard_by_spec(self, tensor, src_rank, process_group)
+
+
+def layout_of_shards(shape: Sequence[int], shards: Iterable[ShardMetadata]) -> BoxLayout:
+    """The boxes of shards by rank, in the order of the shards."""
+    boxes: dict[int, list[Box]] = {}
+    for shard in shards:
+        rank = shard.rank
+        if rank is None:
+            raise _no_rank(shard)
+        boxes.setdefault(rank, []).append(shard.box)
+    return Layout.from_boxes(shape, boxes)
+
+
+def _no_rank(shard: ShardMetadata) -> NoRankError:
+    worker = None if shard.placement is None else shard.placement.worker_name()
+    where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
+    if worker is None:
+        return NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
+    if is_running():
+        return NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
+    return NoRankError(
+        f"RPC framework needs to be initialized for using worker names: {where}; call "
+        "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
+    )
+
+
+def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...]:
+    """The placements of a spec as a tuple of its own, which the caller cannot change.
+
+    >>> check_placements(["rank:0/cpu", torch.device("cpu")])
+    (rank:0/cpu, cpu)
+    """
+    if isinstance(placements, str):
+        # Each letter of it would pass as the name of a worker.
+        raise ArgumentError(f'placements is the text "{placements}": give a list, ["{placements}"]')
+    listed = tuple(placements)
+    if not listed:
+        raise ArgumentError("placements is empty: give at least 1, one for each shard")
+    return tuple(map(_placement, range(len(listed)), listed))
+
+
+def _placement(index: int, given: AnyPlacement) -> Placement:
+    if isinstance(given, Placement):
+        return given
+    if isinstance(given, str | torch.device):
+        return Placement(given)
+    raise ArgumentError(
+        f"placement {index} is {given!r}, of type {type(given).__name__}: "
+        'give a text such as "rank:0/cpu"'
+    )
+
+
+def check_dim(dim: object) -> int:
+    """The dim of a spec: any whole number, since the tensor is not known yet."""
+    if isinstance(dim, str):
+        raise NamedDimError(
+            f'a ShardingSpec does not support named dimension "{dim}": give the number of the dim'
+        )
+    if not isinstance(dim, int | np.integer) or isinstance(dim, bool):
+        raise ArgumentError(
+            f"sharding dim needs to be an integer, found {dim!r} of type {type(dim).__name__}: "
+            "give the number of a dim, such as 0 or -1"
+        )
+    return int(dim)
+
+
+def dim_of(dim: int, ndim: int) -> int:
+    """The dim of a tensor with ``ndim`` dims, counted from the front.
+
+    >>> dim_of(-1, 3)
+    2
+    """
+    if not -ndim <= dim < ndim:
+        wanted = f"give one from {-ndim} to {ndim - 1}" if ndim else "a scalar cannot be cut"
+        raise ArgumentError(f"Invalid sharding dim {dim} for a tensor of {ndim} dims: {wanted}")
+    return dim % ndim

@@ -1,0 +1,141 @@
+"""Operations in place on sharded tensors: the tensor changes, or an error says that it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from reshard import Layout, Mesh, OperationError
+from reshard.sharded import LayoutShardingSpec
+from tests.ranks.pool import Pool
+from tests.ranks.rank import pool_group
+from tests.sharded.specs_and_values import (
+    FOUR,
+    check_close,
+    check_lies_like,
+    chunk,
+    numbered,
+    sharded,
+    specs,
+    values,
+)
+
+Op = Callable[..., Any]
+F64 = torch.float64
+
+ONE, IDX = torch.ones(2, 9, dtype=F64), torch.tensor([0, 3])
+IN_PLACE: dict[str, Op] = {
+    "zero_": lambda x, y: x.zero_(),
+    "fill_": lambda x, y: x.fill_(3),
+    "abs_": lambda x, y: x.abs_(),
+    "lerp_": lambda x, y: x.lerp_(y, 0.3),
+    "iadd": lambda x, y: x.__iadd__(y),
+    "mul_ by itself": lambda x, y: x.mul_(x),
+    "add a row": lambda x, y: x.add_(torch.arange(9.0, dtype=F64)),
+    "add a column": lambda x, y: x.mul_(torch.arange(7.0, dtype=F64)[:, None]),
+    "add integers": lambda x, y: x.add_(torch.ones(7, 9, dtype=torch.int64)),
+    "copy_": lambda x, y: x.copy_(y),
+    "copy_ a row": lambda x, y: x.copy_(torch.ones(9, dtype=F64)),
+    "copy_ float": lambda x, y: x.copy_(y.float()),
+    "all of it": lambda x, y: x.__setitem__(slice(None), y),
+    "by mask": lambda x, y: x.__setitem__(x > 0, 0.0),
+    "by index": lambda x, y: x.__setitem__(IDX, 0.0),
+    "index_add_": lambda x, y: x.index_add_(0, IDX, ONE),
+    "index_copy_": lambda x, y: x.index_copy_(0, IDX, ONE),
+    "scatter_": lambda x, y: x.scatter_(0, torch.zeros(1, 9, dtype=torch.int64), 3.0),
+    "masked_scatter_": lambda x, y: x.masked_scatter_(x > 0, values(7, 9, seed=2)),
+    "triu_": lambda x, y: x.triu_(),
+    "cumsum_": lambda x, y: x.cumsum_(0),
+    "addmm_": lambda x, y: x.addmm_(torch.ones(7, 2, dtype=F64), ONE),
+    "eye_": lambda x, y: torch.nn.init.eye_(x),
+    "add out": lambda x, y: torch.add(y, 1, out=x),
+    "mm out": lambda x, y: torch.mm(torch.ones(7, 2, dtype=F64), ONE, out=x),
+    "data": lambda x, y: setattr(x, "data", x.data * 2),
+}
+
+
+def in_place(rank: int) -> None:
+    A, B = values(7, 9), values(7, 9, seed=1)
+    for op in IN_PLACE.values():
+        wanted = A.clone()
+        op(wanted, B)
+        for spec in specs(7, 9).values():
+            x, before = sharded(A, spec), sharded(A, spec)
+            op(x, sharded(B, chunk(1)))
+            check_lies_like(x, before)
+            check_close(x, wanted)
+
+
+def test_B72_D18_in_place_changes_the_tensor_itself(pool: Pool) -> None:
+    pool.run(in_place, ranks=FOUR)
+
+
+def drawn(rank: int) -> None:
+    torch.manual_seed(rank)
+    for spec in (
+        LayoutShardingSpec(Layout(Mesh(dp=2, tp=2), "tp -")),
+        LayoutShardingSpec(Layout(Mesh(dp=4), "- -")),
+    ):
+        tensor = sharded(values(6, 4), spec)
+        for made in (
+            F.dropout(tensor, 0.5),
+            torch.rand_like(tensor),
+            tensor.clone().normal_(),
+            tensor.bernoulli_(0.5),
+        ):
+            told = [torch.empty(6, 4, dtype=F64) for _ in FOUR]
+            mine = torch.zeros(6, 4, dtype=F64)
+            for shard in made.local_shards():
+                at = shard.metadata.shard_offsets[0]
+                mine[at : at + shard.metadata.shard_sizes[0]] = shard.tensor
+            torch.distributed.all_gather(told, mine, group=pool_group(4))
+            assert torch.equal(told[0], told[2])
+            assert torch.equal(told[1], told[3])
+
+
+def test_random_numbers_are_the_same_in_all_replicas(pool: Pool) -> None:
+    pool.run(drawn, ranks=FOUR)
+
+
+def views(rank: int) -> None:
+    full = values(8, 8)
+    x = sharded(full, chunk(0))
+    x.view(8, 2, 4).add_(1)
+    x.t().mul_(2)
+    x[:, 3].zero_()
+    wanted = (full + 1) * 2
+    wanted[:, 3] = 0
+    check_close(x, wanted)
+    for write in (
+        lambda: x[0].zero_(),
+        lambda: x.__setitem__(0, 1.0),
+        lambda: x.chunk(2)[0].detach().fill_(1),
+        lambda: x.diagonal().zero_(),
+        lambda: x.t_(),
+        lambda: x.unsqueeze_(0),
+    ):
+        with pytest.raises(OperationError, match=r"layout .* and shape"):
+            write()
+    check_close(x, wanted)
+    check_close(x[0].clone().zero_(), torch.zeros(8, dtype=F64))
+
+
+def test_writing_into_a_view_is_never_lost(pool: Pool) -> None:
+    pool.run(views, ranks=FOUR)
+
+
+def several_results_into_plain_tensors(rank: int) -> None:
+    full = torch.sin(numbered(6, 5))
+    values, indices = torch.empty(5, dtype=full.dtype), torch.empty(5, dtype=torch.int64)
+    torch.max(sharded(full, chunk(0)), 0, out=(values, indices))
+    expected = full.max(0)
+    assert torch.equal(values, expected.values)
+    assert torch.equal(indices, expected.indices)
+
+
+def test_several_results_go_into_plain_tensors(pool: Pool) -> None:
+    pool.run(several_results_into_plain_tensors, ranks=FOUR)
