@@ -33,6 +33,12 @@ MAX_KEPT = 4
 MAX_ARRAYS = 1024
 """Tables of more strided blocks keep arrays for the last base addresses only."""
 
+FEW_BLOCKS = 64
+"""Up to so many blocks are copied in a loop over plain numbers, without arrays of addresses."""
+
+_Block = tuple[Any, ...]
+"""Base and offset of destination and source, bytes, shape, element, strides of both."""
+
 Copy = tuple[Any, Any]
 """Destination and source of a strided block: two arrays, or two tensors where elements are cast."""
 
@@ -47,8 +53,12 @@ class Bases(Protocol):
     """Tensors by base number."""
 
     tensors: dict[int, torch.Tensor]
-    table: Ints
+    addresses: list[int]
     """The base addresses; the staging buffer's is last."""
+
+    @property
+    def table(self) -> Ints:
+        """The base addresses as an array."""
 
     @property
     def is_host(self) -> bool:
@@ -60,6 +70,10 @@ class HostCopies:
 
     def __init__(self, tables: Sequence[CopyBlocks]) -> None:
         self._parts: list[_ContiguousBlocks | _StridedBlocks] = []
+        self._blocks: list[_Block] | None = None
+        if sum(map(len, tables)) <= FEW_BLOCKS and all(one.cast is None for one in tables):
+            self._blocks = [block for table in tables for block in _blocks(table)]
+            return
         for table in tables:
             contiguous = _contiguous(table)
             if contiguous.any():
@@ -69,10 +83,35 @@ class HostCopies:
 
     def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
         """Copy; the staging buffer has this address and so many bytes."""
-        bases = tensors.table
-        bases[-1] = staging
-        for part in self._parts:
-            part.run(bases)
+        if self._blocks is None:
+            bases = tensors.table
+            bases[-1] = staging
+            for part in self._parts:
+                part.run(bases)
+            return
+        at = tensors.addresses
+        at[-1] = staging
+        for to, to_offset, by, offset, num_bytes, shape, kind, to_strides, strides in self._blocks:
+            if num_bytes:
+                ctypes.memmove(at[to] + to_offset, at[by] + offset, num_bytes)
+            else:
+                target = array_at(at[to] + to_offset, shape, kind, to_strides)
+                target[...] = array_at(at[by] + offset, shape, kind, strides)
+
+
+def _blocks(table: CopyBlocks) -> Iterator[_Block]:
+    """Each block by itself; bytes are 0 for one that is not contiguous."""
+    size = table.itemsize
+    num_bytes = np.where(_contiguous(table), np.prod(table.widths, axis=1) * size, 0)
+    columns = (
+        *(table.destination, table.destination_offset, table.source, table.source_offset),
+        *(num_bytes, table.widths),
+        *(table.destination_strides * size[:, None], table.source_strides * size[:, None], size),
+    )
+    for *places, count, shape, to_strides, strides, item in zip(
+        *(column.tolist() for column in columns), strict=True
+    ):
+        yield *places, count, shape, RAW[item], to_strides, strides
 
 
 def _contiguous(table: CopyBlocks) -> Any:

@@ -112,7 +112,7 @@ class OrderedSum:
         """
         if staging is None and tensors.is_host:
             if self._blocks is not None:
-                return self._add_blocks(self._blocks, tensors.table.tolist(), arrived)
+                return self._add_blocks(self._blocks, tensors.addresses, arrived)
             total = self._total(tensors, arrived, None, torch.device("cpu"))
             self._on_host = self._on_host or HostCopies(self._tables())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)

@@ -10,6 +10,7 @@ tensors too.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,8 +97,9 @@ class BoundTensors:
         """``staging`` is the number of the staging buffer, after all tensors."""
         self.staging = staging
         self.tensors: dict[int, torch.Tensor] = {}
-        self.table = np.zeros(staging + 1, dtype=np.int64)
+        self.addresses = [0] * (staging + 1)
         """The base addresses, on any device; 0 for tensors that this rank does not have."""
+        self._table: Ints | None = None
         self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Shape and strides of tensors that are not contiguous."""
         self.on_devices: list[int] = []
@@ -107,7 +109,8 @@ class BoundTensors:
     def add(self, number: int, tensor: torch.Tensor) -> None:
         """Add a tensor that was checked."""
         self.tensors[number] = tensor
-        self.table[number] = tensor.data_ptr()
+        self.addresses[number] = tensor.data_ptr()
+        self._table = None
         if not tensor.is_cpu:
             self.on_devices.append(number)
         if not tensor.is_contiguous():
@@ -119,6 +122,13 @@ class BoundTensors:
         for number, tensor in self.tensors.items():
             found.add(number, tensor)
         return found
+
+    @property
+    def table(self) -> Ints:
+        """The base addresses as an array."""
+        if self._table is None:
+            self._table = np.array(self.addresses, dtype=np.int64)
+        return self._table
 
     @property
     def devices(self) -> set[torch.device]:
@@ -136,16 +146,17 @@ class BoundTensors:
         return not (self.strides or self.on_devices)
 
     @property
-    def published(self) -> Ints:
+    def published(self) -> array[int]:
         """The addresses that peers may access; 0 for the others."""
-        found: Ints = self.table[:-1].copy()
-        found[[*self.strides, *self.on_devices]] = 0
+        found = array("q", self.addresses)
+        for number in (*self.strides, *self.on_devices):
+            found[number] = 0
         return found
 
     @property
     def identity(self) -> tuple[object, ...]:
         """Where the tensors are and how they are strided."""
-        return self.table[:-1].tobytes(), self.strides, tuple(self.on_devices)
+        return tuple(self.addresses[:-1]), self.strides, tuple(self.on_devices)
 
     def bind(self, specs: list[LocalSpec], given: Tensors, rank: int, role: str) -> None:
         """Check the given tensors of one side against the plan, and add them."""

@@ -99,10 +99,15 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> SharedBuffer:
         """Take the smallest buffer of at least this size, or a new one, for one call."""
+        idle, best = [], None
         with self._lock:
-            idle = [buffer for buffer in self._free if self._is_idle(buffer)]
-            fitting = (buffer for buffer in idle if buffer.num_bytes >= num_bytes)
-            best = min(fitting, key=lambda buffer: buffer.num_bytes, default=None)
+            for buffer in self._free:
+                if not self._is_idle(buffer):
+                    continue
+                idle.append(buffer)
+                fits = buffer.num_bytes >= num_bytes
+                if fits and (best is None or buffer.num_bytes < best.num_bytes):
+                    best = buffer
             taken = idle if best is None else [best]
             self._free = [buffer for buffer in self._free if buffer not in taken]
         if best is not None:

@@ -8,6 +8,7 @@ sends a Hello, so a rank that has all Hellos has all data and does not wait a se
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,7 +23,7 @@ from reshard.live.program.copies import CopyList
 from reshard.live.program.modes import HOST, Message, Mode, Policy, message_of
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.program.runs import IovecPlan, Runs, runs_of
-from reshard.live.session.control import Ready, Released
+from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Transport
 from reshard.live.transport.peer_memory import PeerMemory
@@ -68,12 +69,14 @@ class _HostRound:
     """Peers that must have read their messages before the round ends."""
     eager: dict[int, _HostMessage]
     """The messages that go with the Hello, in the first round."""
+    accessed: Sequence[int]
+    """Peers whose tensors this rank reads or writes."""
 
 
 class HostTransport(Transport):
     """Exchanges messages with the ranks of this host in one call."""
 
-    _published: Ints | None = None
+    _published: array[int] | None = None
     """The base addresses of this rank's tensors, which peers read from its memory."""
     _eager: Mapping[int, _HostMessage] = MappingProxyType({})
     """The messages that went with the Hellos."""
@@ -107,6 +110,9 @@ class HostTransport(Transport):
         """Peers that may read staged messages after this call has returned."""
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that were compiled with the Hellos of all peers."""
+        own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
+        self._key = ("host", option, self._direct, bound.is_host, own)
+        """What a compiled round depends on, besides the tensors of peers."""
         watch.written = bound
 
     @cached_property
@@ -124,17 +130,17 @@ class HostTransport(Transport):
             self._eager = first.eager
             self._stage(self._eager.values(), first.end)
         published = self._published = bound.published
-        at = published.ctypes.data
-        hello = self.watch.hello(strided=int(not bound.is_plain), table_at=at)
+        strided, at = int(not bound.is_plain), published.buffer_info()[0]
+        hello = self.watch.hello(strided=strided, table_at=at)[:-3]
         for peer in self.peers:
             send = self._eager.get(peer)
             if send is None:
-                mailbox.send(peer, hello)
+                mailbox.send(peer, Hello(*hello))
             elif not send.message.staged_bytes:
-                mailbox.send(peer, hello._replace(eager=1))
+                mailbox.send(peer, Hello(*hello, 1))
             else:
                 buffer = self._buffers[-1]
-                eager = hello._replace(eager=1, buffer=buffer.number, offset=send.offset)
+                eager = Hello(*hello, 1, buffer.number, send.offset)
                 mailbox.send(peer, eager, buffer.fd_for(peer))
 
     def begin(self, round_: Round) -> int:
@@ -231,24 +237,19 @@ class HostTransport(Transport):
             found = self._compiled(round_, ())
             hellos, count = self.watch.inbox.hellos, self.bound.staging
             # Only these peers are sure to be in the call still: they wait for this rank.
-            accessed = {one.message.peer for one in found.sends if one.message.writes}
-            accessed |= {peer for peer, one in found.receives.items() if one.message.reads}
-            masks = tuple(
-                (peer, (self._memory.table(peer, count) == 0).tobytes())
-                for peer in sorted(accessed)
-                if hellos[peer].strided
-            )
-            if masks:
-                found = self._compiled(round_, masks)
+            strided = [peer for peer in found.accessed if hellos[peer].strided]
+            if strided:
+                masks = [
+                    (peer, (self._memory.table(peer, count) == 0).tobytes()) for peer in strided
+                ]
+                found = self._compiled(round_, tuple(masks))
+                self._needs_buffer = not round_.number
             self._rounds[round_.number] = found
-            self._needs_buffer = bool(masks) and not round_.number
         return found
 
     def _compiled(self, round_: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
         """The compiled round; ``masks`` say which tensors of which peers must not be touched."""
-        bound = self.bound
-        own = b"" if bound.is_plain else (bound.published == 0).tobytes()
-        key = ("host", self._policy, self._direct, bound.is_host, own, masks)
+        key = (*self._key, masks)
         found: _HostRound | None = round_.kept.get(key)
         if found is None:
             others = [one for one in round_.kept if isinstance(one, tuple) and one[0] == "host"]
@@ -276,7 +277,9 @@ class HostTransport(Transport):
         }
         awaited = frozenset(send.message.peer for send in sends if send.awaited)
         eager = {send.message.peer: send for send in sends if send.eager and not round_.number}
-        return _HostRound(sends, receives, at, at - start, awaited, eager)
+        accessed = {send.message.peer for send in sends if send.message.writes}
+        accessed |= {peer for peer, one in receives.items() if one.message.reads}
+        return _HostRound(sends, receives, at, at - start, awaited, eager, sorted(accessed))
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
@@ -300,7 +303,8 @@ class HostTransport(Transport):
     def _may_touch(self, peer: int, base: Ints, masked: bool, own: bool) -> bool:
         """Whether the tensors that another process would read or write are plain memory."""
         if own:
-            return self.bound.is_plain or bool(self.bound.published[base].all())
+            published = self.bound.published
+            return self.bound.is_plain or all(published[number] for number in base.tolist())
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
 
     def _compile_message(self, message: Message, sending: bool, offset: int = 0) -> _HostMessage:
