@@ -20,7 +20,7 @@ from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
     Checker,
     Checksums,
-    Chunk,
+    ChunkSum,
     FileSums,
     Recorder,
 )
@@ -260,7 +260,7 @@ def test_load(tmp_path: Path) -> None:
 def test_chunks_that_a_range_touches() -> None:
     sums = FileSums((10, 20, 30), bytes(48))
     assert sums.size == 30
-    assert sums.chunk(1) == Chunk(10, 20, bytes(16))
+    assert sums.chunk(1) == ChunkSum(10, 20, bytes(16))
     assert list(sums.touching(0, 10)) == [0]
     assert list(sums.touching(9, 11)) == [0, 1]
     assert list(sums.touching(10, 30)) == [1, 2]

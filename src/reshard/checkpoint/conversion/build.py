@@ -12,7 +12,7 @@ from reshard.checkpoint.conversion.request import Request
 from reshard.checkpoint.conversion.source import Stamp
 from reshard.checkpoint.formats.output import Literal
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, Chunk, Recorder
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, ChunkSum, Recorder
 from reshard.checkpoint.integrity.crcs import Crcs, crcs_of
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
@@ -286,7 +286,7 @@ class Builder:
     def _record(self, sums: Iterable[tuple[int, int, int, str]]) -> None:
         for file, start, stop, text in sums:
             path = self.plan.output.files[file].path
-            self.recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
+            self.recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])
 
     def _read(self, path: str, start: int, size: int) -> Iterator[tuple[int, bytes]]:
         """A range of a source file in blocks, each with its offset in the range."""

@@ -19,7 +19,7 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
     Checksums,
-    Chunk,
+    ChunkSum,
     checksum,
     damage,
     sum_of,
@@ -90,7 +90,7 @@ def _check_size(storage: Storage, path: str, size: int, found: int | None) -> No
         )
 
 
-def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, Chunk]]:
+def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
     """The chunks without a byte of a tensor."""
     spans = _spans(catalog)
     for path, file in sums.files.items():
@@ -115,9 +115,9 @@ def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
     return spans
 
 
-def _batches(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[list[tuple[str, Chunk]]]:
+def _batches(chunks: Iterable[tuple[str, ChunkSum]]) -> Iterator[list[tuple[str, ChunkSum]]]:
     """Chunks in groups of a few MiB; a chunk that is longer is alone."""
-    some, size = list[tuple[str, Chunk]](), 0
+    some, size = list[tuple[str, ChunkSum]](), 0
     for path, chunk in chunks:
         length = chunk.stop - chunk.start
         if some and (len(some) == AT_ONCE or size + length > MOST_BYTES):
@@ -129,7 +129,7 @@ def _batches(chunks: Iterable[tuple[str, Chunk]]) -> Iterator[list[tuple[str, Ch
         yield some
 
 
-def _sums_of(storage: Storage, chunks: list[tuple[str, Chunk]]) -> list[bytes]:
+def _sums_of(storage: Storage, chunks: list[tuple[str, ChunkSum]]) -> list[bytes]:
     """The present checksums of chunks."""
     path, first = chunks[0]
     if first.stop - first.start > MOST_BYTES:

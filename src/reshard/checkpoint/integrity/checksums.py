@@ -28,25 +28,16 @@ from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from reshard.checkpoint.storage.base import check_path
+from reshard.checkpoint.storage.base import Storage, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-if TYPE_CHECKING:
-    from reshard.checkpoint.storage.base import Storage
-
 __all__ = [
-    "CHUNK",
-    "SIDECAR",
-    "Checker",
-    "Checksums",
-    "Chunk",
-    "FileSums",
-    "Recorder",
+    "CHUNK", "SIDECAR", "Checker", "Checksums", "ChunkSum", "FileSums", "Recorder",
     "load_checksums",
-]
+]  # fmt: skip
 
 SIDECAR = "reshard-checksums.json"
 VERSION = 2
@@ -67,7 +58,7 @@ Bytes = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class ChunkSum:
     """A range of a file with one checksum."""
 
     start: int
@@ -89,10 +80,10 @@ class FileSums:
         """The size of the file."""
         return self.ends[-1] if self.ends else 0
 
-    def chunk(self, index: int) -> Chunk:
+    def chunk(self, index: int) -> ChunkSum:
         """One chunk, counted from 0."""
         start = self.ends[index - 1] if index else 0
-        return Chunk(start, self.ends[index], self.sums[index * WIDTH : (index + 1) * WIDTH])
+        return ChunkSum(start, self.ends[index], self.sums[index * WIDTH : (index + 1) * WIDTH])
 
     def touching(self, start: int, stop: int) -> range:
         """The indices of the chunks that overlap a range."""
@@ -189,19 +180,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._chunks: dict[str, list[Chunk]] = defaultdict(list)
+        self._chunks: dict[str, list[ChunkSum]] = defaultdict(list)
 
     def add(self, path: str, offset: int, data: Bytes) -> None:
         """Record bytes that are written at an offset."""
         view = memoryview(data).cast("B")
         chunks = [
-            Chunk(offset + at, offset + at + len(piece), checksum(piece))
+            ChunkSum(offset + at, offset + at + len(piece), checksum(piece))
             for at in range(0, len(view), CHUNK)
             for piece in [view[at : at + CHUNK]]
         ]
         self.put(path, chunks)
 
-    def put(self, path: str, chunks: list[Chunk]) -> None:
+    def put(self, path: str, chunks: list[ChunkSum]) -> None:
         """Record chunks whose checksums are known, such as those of a journal."""
         with self._lock:
             self._chunks[path] += chunks
@@ -211,9 +202,9 @@ class Recorder:
         return {path: _joined(path, self._chunks[path], size) for path, size in sizes.items()}
 
 
-def _joined(path: str, chunks: list[Chunk], size: int) -> FileSums:
+def _joined(path: str, chunks: list[ChunkSum], size: int) -> FileSums:
     rising, at = sorted(chunks, key=lambda chunk: chunk.start), 0
-    for chunk in [*rising, Chunk(size, size, b"")]:
+    for chunk in [*rising, ChunkSum(size, size, b"")]:
         if chunk.start != at:
             kind = "twice" if chunk.start < at else "never"
             low, high = sorted((at, chunk.start))
@@ -243,7 +234,7 @@ class Checker:
 
     def __init__(self, checksums: Checksums | None, root: str) -> None:
         self.root = root
-        self._found: Callable[[str, Chunk, bytes], None] | None = None
+        self._found: Callable[[str, ChunkSum, bytes], None] | None = None
         self._files = checksums.files if checksums is not None else {}
         self._lock = threading.Lock()
         self._partial: dict[tuple[str, int], _Partial] = {}
@@ -251,7 +242,7 @@ class Checker:
         self._done: set[tuple[str, int]] = set()
         self._bad: set[tuple[str, int]] = set()
 
-    def report_to(self, found: Callable[[str, Chunk, bytes], None]) -> None:
+    def report_to(self, found: Callable[[str, ChunkSum, bytes], None]) -> None:
         """Report damage (path, chunk, its checksum) to a function instead of raising it."""
         self._found = found
 
@@ -300,7 +291,7 @@ class Checker:
         return count
 
     def _check_part(
-        self, path: str, index: int, chunk: Chunk, start: int, part: memoryview
+        self, path: str, index: int, chunk: ChunkSum, start: int, part: memoryview
     ) -> None:
         key = (path, index)
         with self._lock:
@@ -320,7 +311,7 @@ class Checker:
             if partial.next == chunk.stop:
                 self._judge(path, index, chunk, partial.hasher.digest())
 
-    def _judge(self, path: str, index: int, chunk: Chunk, found: bytes) -> None:
+    def _judge(self, path: str, index: int, chunk: ChunkSum, found: bytes) -> None:
         key, is_right = (path, index), found == chunk.sum
         with self._lock:
             is_known = is_right or key in self._bad
@@ -335,7 +326,7 @@ class Checker:
             self._found(path, chunk, found)
 
 
-def damage(where: str, chunk: Chunk, found: bytes) -> str:
+def damage(where: str, chunk: ChunkSum, found: bytes) -> str:
     """The error message for a chunk that has changed."""
     return (
         f"{where}: bytes {chunk.start} to {chunk.stop} changed since they were written: their "

@@ -24,16 +24,13 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from functools import lru_cache
-from typing import TYPE_CHECKING
 
 from reshard.checkpoint.catalog import Catalog, Crc
 from reshard.checkpoint.formats.torch.archive import archive_crcs
+from reshard.checkpoint.integrity.checksums import Bytes, Checksums
+from reshard.checkpoint.storage.base import Storage
 from reshard.errors import CheckpointError
 from reshard.text import quoted
-
-if TYPE_CHECKING:
-    from reshard.checkpoint.integrity.checksums import Bytes, Checksums
-    from reshard.checkpoint.storage.base import Storage
 
 __all__ = ["Crcs", "Part", "changed", "combine", "crc_of", "crcs_of", "tensors_of"]
 

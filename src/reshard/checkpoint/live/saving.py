@@ -25,7 +25,7 @@ from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.formats.output import Wanted, count_tensor_files
 from reshard.checkpoint.formats.writer import plan_output
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, Recorder
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder
 from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
 from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.write_shares import (
@@ -343,7 +343,7 @@ def _sidecar(place: Workplace, plan: SavePlan, ranks: tuple[int, ...]) -> Checks
         record = json.loads((place.folder / f"sums.{rank}").read_bytes())
         for file, start, stop, text in record["sums"]:
             path = plan.output.files[file].path
-            recorder.put(path, [Chunk(start, stop, bytes.fromhex(text))])
+            recorder.put(path, [ChunkSum(start, stop, bytes.fromhex(text))])
         for name, text in record["parts"].items():
             values[name] += int(text, 16)
     digests = {

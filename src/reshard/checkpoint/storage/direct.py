@@ -1,6 +1,6 @@
 """Direct writes: from our memory to the disk, without a copy in the page cache.
 
-They save a third of the CPU time of a conversion of 3 GB and 10 to 30 % of its time
+They save a third of the CPU time of a conversion of 3 GB and about 15 % of its time
 (``benchmarks/reports/convert.md``). A direct write takes whole blocks only, in the file and in
 memory, so the middle of a range is written directly and its two short ends through the cache:
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, Chunk, damage
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, damage
 from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
 from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Buffers, bits_differ
@@ -70,7 +70,7 @@ def examine(
 
     ``is_known`` is false if the catalog could not be read completely.
     """
-    damaged: list[tuple[str, Chunk, bytes]] = []
+    damaged: list[tuple[str, ChunkSum, bytes]] = []
     source.checker.report_to(lambda *chunk: damaged.append(chunk))
     tensors = _complete(source, found)
     for name, result in digests_of(source, tensors, budget, progress, found.add):
@@ -326,7 +326,7 @@ def _changed(
 
 def _damage(
     source: Source,
-    damaged: list[tuple[str, Chunk, bytes]],
+    damaged: list[tuple[str, ChunkSum, bytes]],
     changed: Mapping[str, object],
 ) -> Iterator[Problem]:
     """Changed chunks, with the tensors that have bytes in them."""
@@ -343,7 +343,7 @@ def _damage(
         yield Problem("damage", text + what, name, path, (chunk.start, chunk.stop))
 
 
-def tensors_at(catalog: Catalog, damaged: list[tuple[str, Chunk, bytes]]) -> list[list[str]]:
+def tensors_at(catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]) -> list[list[str]]:
     """The names of the tensors with bytes in each of these chunks, which are sorted."""
     names: list[list[str]] = [[] for _ in damaged]
     ends = [(path, chunk.stop) for path, chunk, _ in damaged]

@@ -87,9 +87,8 @@ def read_sharded(
             for entry in one.header.entries:
                 with findings.noting():
                     _gather(gathered, entry, number, one, offsets)
-        for name, tensor in (one.own.tensors if one.own else {}).items():
-            if tensor.layout is not None:
-                layouts[name] = tensor.layout
+        own = one.own.tensors if one.own else {}
+        layouts |= {name: tensor.layout for name, tensor in own.items() if tensor.layout}
     tensors = {}
     for name, found in gathered.items():
         with findings.noting():

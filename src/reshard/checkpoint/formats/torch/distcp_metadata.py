@@ -81,18 +81,14 @@ def read_metadata(
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, StoredObject] = {}
     chunks: list[_Chunk] = []
-    left = most = storage.size(path) // CHUNK_BYTES
+    count, most = 0, storage.size(path) // CHUNK_BYTES
     for name, entry in _dict(metadata, "state_dict_metadata", where).items():
         with findings.noting():
             found = _entry(name, entry, placed, where)
             if isinstance(found, StoredTensor):
                 tensors[name] = found
-                left -= _num_chunks(entry)
-                if left < 0:
-                    raise UnsupportedError(
-                        f"{where}: up to {quoted(name)} its tensors have {most - left} chunks, and "
-                        f"so many bytes have at most {most}: many share one list"
-                    )
+                count += _num_chunks(entry)
+                _check_num_chunks(count, most, f"{where}: up to {quoted(name)}")
                 chunks += _chunks(found, entry, placed, where)
             elif found[0] in numbers:
                 objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
@@ -230,6 +226,14 @@ def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTen
 def _num_chunks(entry: object) -> int:
     chunks = entry.field("chunks") if isinstance(entry, Record) else None
     return len(chunks) if isinstance(chunks, list) else 0
+
+
+def _check_num_chunks(count: int, most: int, where: str) -> None:
+    if count > most:
+        raise UnsupportedError(
+            f"{where} its tensors have {count} chunks, and so many bytes have at most {most}: many "
+            "share one list"
+        )
 
 
 def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> Iterator[_Chunk]:
