@@ -4,8 +4,19 @@
     >>> report = checkpoint.inspect("ckpt")                      # doctest: +SKIP
     >>> print(report)                                            # doctest: +SKIP
 
-Names load when first used, and none of them loads torch but ``load`` and ``save``, which are for
-tensors in a job.
+    catalog, piece_table  what a checkpoint holds: tensors, and where their boxes are in files
+    storage/       files, local and remote
+    integrity/     checksums, digests and CRCs
+    formats/       readers and writers, by format
+    transfer/      copy boxes between files under a cap of memory
+    conversion/    request, source, plan, build
+    publish/       a destination that appears when it is complete; resuming
+    inspection/    what a checkpoint holds, from its headers
+    verification/  is it sound, are two the same, where do they differ
+    live/          load and save in a job
+
+Names load when first used, and only ``load`` and ``save``, which are for tensors in a job, load
+torch.
 """
 
 from __future__ import annotations

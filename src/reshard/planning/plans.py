@@ -247,7 +247,7 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``)."""
-        _module("show.save").save(self, path)
+        _module("show.page").save(self, path)
 
     def __str__(self) -> str:
         text: str = _module("show.plan_text").describe(self)

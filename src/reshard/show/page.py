@@ -1,4 +1,4 @@
-"""A plan as one HTML page that opens anywhere: no scripts, no fonts, nothing from elsewhere.
+"""A plan as one HTML page without scripts, fonts or requests; and a plan as a file of any kind.
 
 >>> from reshard.layout.layout import Layout
 >>> from reshard.layout.mesh import Mesh
@@ -15,8 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from reshard.errors import FormatError
 from reshard.layout.layout import Layout
 from reshard.show.holdings import holdings
 from reshard.show.ink import hues
@@ -25,6 +27,7 @@ from reshard.show.picture import Picture, picture_of
 from reshard.show.plan_text import StackRow, headline, reasons, stack_rows
 from reshard.show.svg import Drawing, bars_of, drawing_of, matrix_of
 from reshard.show.terminal import table
+from reshard.show.trace import to_trace
 from reshard.text import format_bytes, shorten
 
 if TYPE_CHECKING:
@@ -32,8 +35,9 @@ if TYPE_CHECKING:
 
     from reshard.planning.plans import Plan
 
-__all__ = ["render"]
+__all__ = ["render", "save"]
 
+KINDS = (".html", ".json", ".trace")
 MAX_GROUPS = 16
 MAX_CELLS = (32, 24)
 """Rows and columns of a drawing; more are merged."""
@@ -176,3 +180,23 @@ def _side(
     if picture is not None:
         return Side(mesh, text, drawing_of(picture, colours), (), picture.is_merged)
     return Side(mesh, text, None, table(holdings(layout, shape, 12), 64), False)
+
+
+def save(plan: Plan, path: str | Path) -> None:
+    """Write a plan as a page (.html), as data (.json) or as a timeline (.trace).
+
+    >>> save(None, "move.pdf")
+    Traceback (most recent call last):
+    reshard.errors.FormatError: cannot save a plan as "move.pdf": the suffix must be .html, .json \
+or .trace
+    """
+    path = Path(path)
+    if path.suffix not in KINDS:
+        raise FormatError(
+            f'cannot save a plan as "{path}": the suffix must be .html, .json or .trace'
+        )
+    if path.suffix == ".json":
+        text = plan.to_json(indent=1)
+    else:
+        text = render(plan) if path.suffix == ".html" else to_trace(plan)
+    path.write_text(text, encoding="utf-8")

@@ -1,7 +1,7 @@
-"""Text to the words of a layout, and back: what does ``(tp dp) - | on pp=2`` say?
+"""The layout notation: text such as ``(tp dp) - | on pp=2`` to words, and back.
 
-A layout text is one word per tensor dim, then suffixes. This module knows the grammar and
-nothing of meshes or shapes; ``layout`` gives the words their meaning.
+``words`` are the values, ``parser`` reads them from text. A layout text is one word per tensor dim,
+then suffixes. Neither knows meshes or shapes; ``layout.layout`` gives the words their meaning.
 
     layout   = dims { "|" suffix }               suffixes in this order, each at most once:
     suffix   = "on" at { at }                      at = axis "=" ints
