@@ -176,8 +176,11 @@ class OrderedSum:
             total.logical_or_(addend)
         elif total.is_cpu and total.dtype == addend.dtype:
             array = total.numpy()  # torch lacks sums of some dtypes
+            # Not addend.numpy(): that would keep the user's tensor from being resized, and freed.
+            strides = [stride * addend.itemsize for stride in addend.stride()]
+            other = array_at(addend.data_ptr(), addend.shape, array.dtype, strides)
             with np.errstate(all="ignore"):
-                OPS[self._op](array, addend.numpy(), out=array)
+                OPS[self._op](array, other, out=array)
         else:
             # torch widens halves as it adds, but knows no sum of a float8 and a float32.
             TORCH_OPS[self._op](total, addend.to(total.dtype) if addend.itemsize == 1 else addend)
