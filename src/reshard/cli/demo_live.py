@@ -101,7 +101,12 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:
-        host.start()
+        # The host inherits it: Ctrl-C is for the demo, which then ends its processes.
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            host.start()
+        finally:
+            signal.signal(signal.SIGINT, handler)
         far.close()
         found = {rank: _answer(pipe, host.sentinel) for rank in plan.ranks}
     finally:
@@ -200,6 +205,5 @@ def _rank(
 
 
 def _die_with_parent() -> None:
-    """Ignore Ctrl-C, which is for the demo, and be killed when the parent process ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Be killed when the parent process ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -111,11 +111,11 @@ class GlooGroups:
     def _make(self, watch: Watch, key: str) -> GlooGroup:
         connections = self._connections
         used = meet(watch, key, lambda peer: f"it to make a connection for {watch.what}")
-        store = PrefixStore(key, clone_of(connections.store))
         index, size = connections.ranks.index(connections.rank), len(connections.ranks)
 
         def connect() -> GlooGroup:
             try:
+                store = PrefixStore(key, clone_of(connections.store))
                 return GlooGroup(store, index, size, watch.timeout)
             finally:
                 connections.mailbox.wake()

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from operator import mul
 
 from reshard.checkpoint.catalog import StoredPiece, StoredTensor
@@ -193,8 +192,9 @@ def _global_shape(
         dims = layout.dims(example)
     except ReshardError as error:
         raise CheckpointError(f"tensor {quoted(name)}: {error}") from None
+    holders = [rank for rank in ranks if layout.holds(rank) is not None]
     return tuple(
-        _length(name, dim, cuts, layout, {r: shape[dim] for r, shape in locals_.items()}, ranks)
+        _length(name, dim, cuts, layout, holders, {r: one[dim] for r, one in locals_.items()})
         for dim, cuts in enumerate(dims)
     )
 
@@ -204,31 +204,31 @@ def _length(
     dim: int,
     cuts: Cuts,
     layout: Layout,
+    ranks: Sequence[int],
     lengths: Mapping[int, int],
-    ranks: Mapping[int, str],
 ) -> int:
-    """The length of a dim: the sum of its parts over the coordinates of the axes that cut it."""
+    """The length of a dim: the sum of its parts over the coordinates of the first axis.
+
+    ``ranks`` are those at one place of the axes to the left; each part is found the same way.
+    """
     match cuts[:1]:
         case ():
-            return next(iter(lengths.values()))
+            return next((lengths[rank] for rank in ranks if rank in lengths), 0)
         case (Packed(segments=segments),):
             return sum(segment.size for segment in segments)
         case (Ragged(sizes=sizes),):
             return sum(sizes)
-    mesh, axes = layout.mesh, axes_of(cuts)
-    parts: dict[tuple[int, ...], int] = {}
-    for rank in ranks:
-        if layout.holds(rank) is not None:
-            at = tuple(mesh.coords(rank)[axis] for axis in axes)
-            parts[at] = max(parts.get(at, 0), lengths.get(rank, 0))
-    for at in product(*(range(mesh.axes[axis]) for axis in axes)):
-        if at not in parts:
-            place = " ".join(f"{axis}={i}" for axis, i in zip(axes, at, strict=True))
+    (axis,), mesh = axes_of(cuts[:1]), layout.mesh
+    total = 0
+    for at in range(mesh.axes[axis]):
+        part = [rank for rank in ranks if mesh.coords(rank)[axis] == at]
+        if not part:
             raise DamageError(
                 f'tensor {quoted(name)} is cut by "{layout}" on mesh {mesh}, and no file holds its '
-                f"part at {place} of dim {dim}: a rank's file is missing"
+                f"part at {axis}={at} of dim {dim}: a rank's file is missing"
             )
-    return sum(parts.values())
+        total += _length(name, dim, cuts[1:], layout, part, lengths)
+    return total
 
 
 def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
