@@ -108,7 +108,7 @@ def test_many_ranks_are_merged_into_few_cells() -> None:
     ("mesh", "layout", "shape", "said"),
     [
         ("dp=2 tp=2", "dp tp -", (8, 4, 2), "3      dp=1 tp=1  4x2x2        [4:8, 2:4, 0:2]"),
-        ("tp=4", "tp -", (0, 4), "nobody holds any element"),
+        ("tp=4", "tp -", (0, 4), "no rank holds any element"),
         ("tp=4", "...", (), "1 part, each on 4 ranks"),
         ("x=4 y=4", "x:1 y:1", (8192, 4096), "[0:1+4:5+...2,048 runs, 0:1+4:5+...1,024 runs]"),
         ("dp=2", "- | sum dp", (8,), "with a pending sum over dp"),
@@ -120,12 +120,12 @@ def test_tables(mesh: str, layout: str, shape: tuple[int, ...], said: str) -> No
     assert said in drawn(mesh, layout, shape, width=120)
 
 
-def test_a_hole_is_held_by_nobody() -> None:
+def test_a_hole_is_held_by_no_rank() -> None:
     layout = rs.Layout.from_boxes(
         (8, 4), {3: [rs.Box((0, 0), (4, 4))], 5: [rs.Box((6, 0), (8, 4))]}
     )
     text = plain(draw(layout, (8, 4), width=60))
-    assert "nobody" in text
+    assert "none" in text
     assert text.startswith("2 boxes on ranks 3,5, shape 8x4: 2 parts, each on 1 rank")
 
 

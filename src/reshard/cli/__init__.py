@@ -45,7 +45,7 @@ _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
 @click.option("--version", is_flag=True, help="Print the version and leave.")
 @click.pass_context
 def cli(context: click.Context, version: bool) -> None:
-    """Say how a tensor is cut over ranks, say how you want it cut, and see how it would move."""
+    """Plan, inspect and convert sharded tensors and checkpoints."""
     if version:
         import reshard
 
@@ -107,7 +107,7 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _ours(error: Exception) -> str:
-    """What to say of an error that nobody foresaw; where it came from only if that is asked for."""
+    """The message for an internal error; prints its traceback if the environment asks for it."""
     if os.environ.get(TRACEBACK):
         import traceback
 
@@ -117,7 +117,7 @@ def _ours(error: Exception) -> str:
 
 
 def _protect(argument: str) -> str:
-    """A layout such as ``- tp`` is no option, though it begins like one."""
+    """Keep click from taking a layout such as ``- tp`` for an option."""
     return f" {argument}" if _LAYOUT.match(argument) else argument
 
 

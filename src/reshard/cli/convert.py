@@ -1,4 +1,4 @@
-"""``reshard convert``: write a checkpoint again, cut another way or in another format."""
+"""``reshard convert``: write a checkpoint in another layout or format."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ UNFINISHED = 3
 @click.command()
 @click.argument("src")
 @click.argument("dst")
-@click.option("--mesh", help='The mesh to cut for, such as "tp=2" or "dp=2 tp=4".')
+@click.option("--mesh", help='The mesh of the destination, such as "tp=2" or "dp=2 tp=4".')
 @click.option("--rules", help="A family such as llama, or a TOML file; else by config.json.")
 @click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
     "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated, the first that "
     "matches counts; patterns leave 0-d tensors whole."
 ))  # fmt: skip
-@click.option("--fsdp", metavar="AXES", help="Axes of the mesh that cut dim 0 further.")
+@click.option("--fsdp", metavar="AXES", help="Axes of the mesh that shard dim 0 further (FSDP).")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
     "An axis of the mesh along which the rules replicate everything, on purpose; may be repeated."
 ))  # fmt: skip
@@ -40,12 +40,14 @@ UNFINISHED = 3
     "--drop", multiple=True, metavar="NAME",
     help="Tensors, by name or pattern, to leave out as far as no name takes them.",
 )  # fmt: skip
-@click.option("--from-rules", help="How files of ranks were cut: a family, or a TOML file.")
+@click.option(
+    "--from-rules", help="Rules of the source's per-rank files: a family, or a TOML file."
+)
 @click.option("--from-mesh", help="The mesh of the source, where its files do not say.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help=(
     "The maximum size of one file with --format full."
 ))  # fmt: skip
-@click.option("--memory", default="256MiB", show_default=True, help="The most memory for buffers.")
+@click.option("--memory", default="256MiB", show_default=True, help="Maximum memory for buffers.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads; 4 if not given.")
 @click.option(
     "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
@@ -53,7 +55,9 @@ UNFINISHED = 3
 @click.option("--compare/--no-compare", default=True, help="Compare what is stored several times.")
 @click.option("--resume", is_flag=True, help="Go on where an earlier run stopped.")
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
-@click.option("--dry-run", is_flag=True, help="Say what would be read, written and needed.")
+@click.option(
+    "--dry-run", is_flag=True, help="Report what would be read, written and needed; write nothing."
+)
 @click.option(
     "--ranks/--no-ranks", default=True, help="Share the work with torchrun's or Slurm's ranks."
 )
@@ -65,7 +69,7 @@ UNFINISHED = 3
 def convert(
     src: str, dst: str, ranks: bool, timeout: float, quiet: bool, as_json: bool, **words: Any
 ) -> int:
-    """Write a checkpoint again: cut for another mesh, or in another format.
+    """Write a checkpoint for another mesh, or in another format.
 
     \b
     reshard convert ckpt out --mesh "tp=2" --rules llama      sharded for two ranks

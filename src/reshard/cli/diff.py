@@ -16,7 +16,7 @@ __all__ = ["diff"]
 @click.argument("b")
 @with_options
 def diff(**words: Any) -> int:
-    """Say how two checkpoints differ, or that they hold the same values cut differently.
+    """Report how two checkpoints differ, or that they hold the same values in other layouts.
 
     \b
     reshard diff ckpt-1000 ckpt-2000    exit code 0 if equal, 1 if not

@@ -1,4 +1,4 @@
-"""``reshard inspect``: what is in a checkpoint, how is it cut, and is it whole?"""
+"""``reshard inspect``: what a checkpoint holds, its layouts, and its damage."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["inspect"]
 @click.command()
 @click.argument("path")
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
-@click.option("--rules", help="How per-rank files are cut: a family such as llama, or a TOML file.")
+@click.option("--rules", help="Rules of per-rank files: a family such as llama, or a TOML file.")
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -24,12 +24,12 @@ def inspect(
     replicate: tuple[str, ...],
     as_json: bool,
 ) -> int:
-    """Say what a checkpoint holds, from its headers alone.
+    """Report what a checkpoint holds, from its headers alone.
 
     Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
 
     \b
-    reshard inspect ckpt                            tensors, cuts, files, damage
+    reshard inspect ckpt                            tensors, layouts, files, damage
     reshard inspect ckpt --tree                     as a tree of names
     reshard inspect shards --rules llama --mesh "tp=4"
     """

@@ -1,4 +1,4 @@
-"""What ``verify`` and ``diff`` have in common: how two checkpoints are named, read and told of."""
+"""Options that several commands take, and how ``verify`` and ``diff`` report."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ C = TypeVar("C", bound=Callable[..., int])
 
 _OPTIONS = (
     click.option(
-        "--memory", default="256MiB", show_default=True, help="The most memory for buffers."
+        "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
     ),
-    click.option("--rules", help="How files of ranks of A are cut: a family, or a TOML file."),
-    click.option("--mesh", help='The mesh of files of ranks of A, such as "tp=4".'),
-    click.option("--b-rules", help="How files of ranks of B are cut."),
-    click.option("--b-mesh", help="The mesh of files of ranks of B."),
+    click.option("--rules", help="Rules of the per-rank files of A: a family, or a TOML file."),
+    click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
+    click.option("--b-rules", help="Rules of the per-rank files of B."),
+    click.option("--b-mesh", help="The mesh of the per-rank files of B."),
     click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
     click.option("--quiet", is_flag=True, help="No progress bar."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),

@@ -1,4 +1,4 @@
-"""``reshard plan``: what would move, what would it cost, and why?"""
+"""``reshard plan``: what moves, what it costs, and why."""
 
 from __future__ import annotations
 
@@ -49,14 +49,14 @@ class Request:
 @click.option("--model", help="A whole model: llama-3-8b, ... or a config.json.")
 @click.option("--dtype", help="The dtype; if not given float32, or the model's.")
 @click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
-@click.option("--memory", help="The most that a rank may stage; 256MiB if not given.")
+@click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option("--topology", metavar="FILE", help="Hosts and links, as TOML: predicts seconds.")
 @click.option("--without", metavar="RANKS", help="Source ranks that are lost, such as 3,7.")
 @click.option("--rules", help="With --model: a family such as llama, or a TOML file.")
 @click.option("--from-rules", help="Rules for the source alone.")
 @click.option("--to-rules", help="Rules for the destination alone.")
-@click.option("--from-fsdp", metavar="AXES", help="Axes that cut dim 0 of the source further.")
-@click.option("--to-fsdp", metavar="AXES", help="Axes that cut dim 0 of the destination further.")
+@click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
+@click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
     "An axis along which the rules replicate everything, on purpose; may be repeated."
 ))  # fmt: skip
@@ -80,7 +80,7 @@ def plan(
     reshard plan --shape 8192,4096 --from "dp=2 tp=4: (dp tp) -" --to "tp=2 @ 8-9: - tp"
     reshard plan --model llama-3-8b --from "dp=2 tp=4" --from-fsdp dp --to "tp=4 @ 8-11"
 
-    With --model, every axis of a mesh must cut something, by the rules or by --from-fsdp and
+    With --model, every axis of a mesh must shard something, by the rules or by --from-fsdp and
     --to-fsdp; replicas along an axis are asked for with --replicate.
     """
     words["from_rules"] = words["from_rules"] or rules
@@ -233,7 +233,7 @@ def _noted(notes: Sequence[str]) -> list[str]:
 
 
 def _wrapped(sentences: Sequence[str]) -> list[str]:
-    """Sentences broken into lines where somebody watches a terminal."""
+    """Sentences, wrapped to the width of the terminal if the output is one."""
     import sys
     from textwrap import wrap
 

@@ -1,4 +1,4 @@
-"""``reshard show``: who holds what?"""
+"""``reshard show``: which rank holds which part of a tensor."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MAX_PIECES = 1_000_000
 @click.option("--rank", type=int, help="Only what this rank holds, box by box.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(layout: str, mesh: str, shape: str, rank: int | None, as_json: bool) -> None:
-    """Draw who holds what of a tensor.
+    """Draw which rank holds which part of a tensor.
 
     \b
     reshard show "(dp tp) -" --mesh "dp=2 tp=4" --shape 8192,4096

@@ -71,7 +71,7 @@ def _rich(line: Line) -> Text:
 
 
 def wants_colour(file: TextIO, environment: Mapping[str, str]) -> bool:
-    """Whether somebody is watching a terminal that has colours, and did not ask for none.
+    """Whether the output is a terminal with colours, and the user has not disabled them.
 
     >>> import io
     >>> wants_colour(io.StringIO(), {})

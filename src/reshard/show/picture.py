@@ -42,16 +42,16 @@ class Cell:
     num_parts: int = 1
     """1 where every rank holds all of it; more where neighbours were merged."""
     whole: bool = True
-    """False where some of it is held by nobody."""
+    """False where no rank holds some of it."""
 
     def text(self, most: int) -> str:
         """The ranks in at most so many characters, if that is possible.
 
         >>> Cell((0, 4, 8, 12)).text(8), Cell((0, 4, 8, 12)).text(5), Cell(()).text(9)
-        ('0,4,8,12', '0+3', 'nobody')
+        ('0,4,8,12', '0+3', 'none')
         """
         if not self.ranks:
-            return "nobody" if most >= 6 else "?"
+            return "none" if most >= 6 else "?"
         first, last, more = self.ranks[0], self.ranks[-1], len(self.ranks) - 1
         if self.num_parts > 1 and more:
             return f"{first}..{last}" if len(f"{first}..{last}") <= most else f"{first}.."

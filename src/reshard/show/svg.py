@@ -120,7 +120,7 @@ def _cell_title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
     if len(picture.shape) == 2:
         box = f"{picture.rows[row]}:{picture.rows[row + 1]}, {box}"
     if not cell.ranks:
-        return f"[{box}] is held by nobody"
+        return f"[{box}] is held by no rank"
     ranks = shorten(format_ranks(cell.ranks), 60)
     what = f"{cell.num_parts:,} parts on ranks" if cell.num_parts > 1 else "on ranks"
     return f"[{box}] {what} {ranks}{'' if cell.whole else ', not all of it'}"

@@ -52,7 +52,7 @@ def draw(
 def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
     """The layout, its mesh and how often everything is held, in a sentence."""
     where = "" if isinstance(layout, BoxLayout) else f" on mesh {layout.mesh}"
-    what = "nobody holds any element"
+    what = "no rank holds any element"
     if found.num_different:
         each, rest = divmod(found.num_ranks, found.num_different)
         ranks = found.num_ranks if rest else each

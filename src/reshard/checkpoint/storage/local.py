@@ -127,7 +127,7 @@ class LocalStorage(Storage):
                 if count == 0:
                     raise DamageError(
                         f"{self.where(path)}: ends at byte {at} and {len(left)} more are wanted: "
-                        f"it had {file.size} bytes when it was opened; is somebody writing to it?"
+                        f"it had {file.size} bytes when it was opened; is it being written?"
                     )
                 left, at = left[count:], at + count
 
