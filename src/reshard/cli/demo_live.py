@@ -36,8 +36,14 @@ NUM_CALLS = 2
 """The first call connects the ranks, compares and compiles; the second only moves."""
 ANSWER_WITHIN = 60.0
 PR_SET_PDEATHSIG = 1
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-"""Many ranks share few cores, and a process with threads is not safe to fork."""
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+}
+"""Many ranks share few cores, a process with threads is not safe to fork, and torch would warn when
+the rank that serves a store ends before the others."""
 
 
 @dataclass(frozen=True, slots=True)
