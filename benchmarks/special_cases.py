@@ -176,6 +176,9 @@ def small(num: int, quick: bool) -> Iterator[Case]:
 
     off = patched(host.HostTransport, "_compile", later)
     yield case_of("eager messages with the Hello: 16 KiB", make, tensors, None, off, 50)
+    off = patched(host_copy, "FEW_BLOCKS", 0)
+    name = "few blocks copied in a loop over plain numbers: 16 KiB"
+    yield case_of(name, make, tensors, None, off, 50)
     off = patched(host, "HOST", Policy(eager_bytes=-1))
     yield case_of("eager messages instead of rendezvous: 16 KiB", make, tensors, None, off, 50)
 
