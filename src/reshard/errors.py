@@ -25,7 +25,7 @@
         +-- MoveTimeoutError          a rank that made no progress in time (also a TimeoutError)
         +-- TensorError               a tensor given to a move that does not fit
     +-- OperationError                an operation that a sharded tensor lacks in its layout
-                                      (also a RuntimeError and a TypeError)
+                                      (also a RuntimeError)
     +-- CheckpointError               a checkpoint that cannot be read or written (also an OSError)
         +-- DamageError               files that are truncated, changed or inconsistent
         +-- UnsupportedError          valid files that are not read (also a NotImplementedError)

@@ -1,7 +1,6 @@
 """`reshard demo` starts processes, moves between them, and leaves none behind.
 
-Always in a process of its own: ranks of a demo are forked from a server, of which a process has but
-one, and that of the tests is another.
+Always in a process of its own: it is interrupted, and all of its processes must be gone afterwards.
 """
 
 import json
@@ -13,6 +12,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 SECONDS = 100.0
 
@@ -112,12 +113,15 @@ def test_demo(tmp_path: Path) -> None:
     assert {event["pid"] for event in events} == set(range(12))
 
 
-def test_small_moves(tmp_path: Path) -> None:
-    script = tmp_path / "moves.py"
+def test_small_moves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, temporary = tmp_path / "moves.py", tmp_path / "temporary"
     script.write_text(SMALL_MOVES + OUTCOMES)
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     with running(sys.executable, str(script)) as process:
         assert process.communicate(timeout=SECONDS) == ("", "")
     assert process.returncode == 0
+    assert not list(temporary.glob("reshard-demo-*")), "a folder is left behind"
 
 
 def test_an_interrupt_leaves_nothing(tmp_path: Path) -> None:

@@ -100,10 +100,18 @@ class LiveRun:
 
 def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
     """Start a process per rank, move the given arrays live, and compare with the expected ones."""
+    # Made and removed here: the host is killed, and could not clean up.
+    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
+        return _move_in(f"file://{folder}/store", plan, given, expected)
+
+
+def _move_in(address: str, plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
+    """The same, with a store at an address for the ranks to meet."""
     began = time.perf_counter()
     context = multiprocessing.get_context("spawn")
     pipe, far = context.Pipe()
-    host = context.Process(target=_host, args=(far, plan, given, expected), name="reshard-demo")
+    arguments = (far, address, plan, given, expected)
+    host = context.Process(target=_host, args=arguments, name="reshard-demo")
     missing = {name: value for name, value in ENVIRONMENT.items() if name not in os.environ}
     os.environ.update(missing)
     try:
@@ -114,7 +122,7 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
         finally:
             signal.signal(signal.SIGINT, handler)
         far.close()
-        found = {rank: _answer(pipe, host.sentinel) for rank in plan.ranks}
+        answers = dict(_answer(pipe, host.sentinel) for _ in plan.ranks)
     finally:
         for name in missing:
             del os.environ[name]
@@ -122,7 +130,6 @@ def move_live(plan: Plan, given: Arrays, expected: Arrays) -> LiveRun:
             host.kill()
             host.join()
         pipe.close()
-    answers = dict(found.values())
     reports = tuple(zip(*(answers[rank][0] for rank in plan.ranks), strict=True))
     equal = all(equal for _, equal, _ in answers.values())
     connected = max(at for _, _, at in answers.values())
@@ -145,26 +152,24 @@ def _answer(pipe: Connection, host: int) -> tuple[int, tuple[list[RunReport], bo
     return rank, outcome
 
 
-def _host(pipe: Connection, plan: Plan, given: Arrays, expected: Arrays) -> None:
+def _host(pipe: Connection, address: str, plan: Plan, given: Arrays, expected: Arrays) -> None:
     """Import torch, fork one process per rank, and live until the demo ends this process."""
     _die_with_parent()
     from reshard.live import api  # noqa: F401 - imported once, before the ranks are forked
 
     context = multiprocessing.get_context("fork")
     lock = context.Lock()
-    with tempfile.TemporaryDirectory(prefix="reshard-demo-") as folder:
-        address = f"file://{folder}/store"
-        ranks = [
-            context.Process(
-                target=_rank,
-                args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
-            )
-            for rank in plan.ranks
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join()
+    ranks = [
+        context.Process(
+            target=_rank,
+            args=(rank, address, plan, given.get(rank, {}), expected.get(rank, {}), pipe, lock),
+        )
+        for rank in plan.ranks
+    ]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
 
 
 def _rank(

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import told, with_options
+from reshard.cli.options import compare_and_report, with_options
 
 __all__ = ["diff"]
 
@@ -23,4 +23,4 @@ def diff(**words: Any) -> int:
     """
     from reshard.checkpoint.verification.differences import diff as compare
 
-    return 0 if told("diff", compare, words).equal else 1
+    return 0 if compare_and_report("diff", compare, words).equal else 1

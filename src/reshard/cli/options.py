@@ -10,7 +10,7 @@ import click
 if TYPE_CHECKING:
     from reshard.rules import Rules
 
-__all__ = ["REPLICATE", "told", "with_options", "with_replicas"]
+__all__ = ["REPLICATE", "compare_and_report", "with_options", "with_replicas"]
 
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 
@@ -61,8 +61,8 @@ def with_replicas(
     ]
 
 
-def told(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
-    """Call what compares with the words of the command line, and print what it reports."""
+def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
+    """Compare two checkpoints as the command line asks, and print the report."""
     from reshard.cli.output import byte_meter, print_json
 
     given = dict(words)

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from reshard.cli.options import told, with_options
+from reshard.cli.options import compare_and_report, with_options
 from reshard.cli.output import code_of
 
 __all__ = ["verify"]
@@ -32,5 +32,5 @@ def verify(names: str | None, **words: Any) -> int:
     from reshard.planning.names.tables import read_names
 
     words["names"] = None if names is None else read_names(names)
-    report = told("verify", check, words)
+    report = compare_and_report("verify", check, words)
     return code_of(report.ok, report.is_unsupported)
