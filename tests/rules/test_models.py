@@ -23,6 +23,15 @@ from reshard.rules import models
         ("gemma-7b", 254, 8_537_680_896),
         ("gpt-neox-20b", 532, 20_554_567_680),
         ("bert-base", 206, 110_106_428),
+        ("gemma-3-1b", 340, 999_885_952),
+        ("gemma-3-4b", 444, 3_880_263_168),  # the text part
+        ("phi-3-mini", 195, 3_821_079_552),
+        ("phi-4", 243, 14_659_507_200),
+        ("gpt-oss-20b", 411, 20_914_757_184),
+        ("gpt-oss-120b", 615, 116_829_156_672),
+        ("qwen3-next-80b-a3b", 74_391, 79_674_391_296),
+        ("llama-4-scout", 579, 107_769_861_120),  # the text part
+        ("deepseek-v3", 45_395, 671_026_419_200),
     ],
 )
 def test_presets_have_the_published_sizes(name: str, num_tensors: int, num_elements: int) -> None:
@@ -59,6 +68,14 @@ def test_every_preset_is_tested() -> None:
         ("gemma-2b", "model.layers.0.self_attn.k_proj.weight", (256, 2048), "bfloat16"),
         ("gpt-neox-20b", "gpt_neox.layers.0.attention.query_key_value.bias", (18432,), "float16"),
         ("bert-base", "bert.embeddings.token_type_embeddings.weight", (2, 768), "float32"),
+        (
+            "gemma-3-4b",
+            "language_model.model.layers.33.self_attn.k_proj.weight",
+            (1024, 2560),
+            None,
+        ),
+        ("deepseek-v3", "model.layers.60.self_attn.kv_b_proj.weight", (32768, 512), None),
+        ("gpt-oss-20b", "model.layers.23.mlp.experts.gate_up_proj", (32, 2880, 5760), None),
     ],
 )
 def test_shapes(name: str, tensor: str, shape: tuple[int, ...], dtype: str | None) -> None:
@@ -90,6 +107,8 @@ def test_dtype_is_read_in_either_spelling() -> None:
         ({"num_hidden_layers": -1}, '"num_hidden_layers" in the config is -1'),
         ({"num_hidden_layers": 10**10}, "10000000000 layers of 1 experts are too many"),
         ({"model_type": "mixtral"}, '"num_experts" in the config is None'),
+        ({"model_type": "gemma3"}, "model_type 'gemma3' has no \"text_config\""),
+        ({"model_type": "llama4", "text_config": 3}, 'has no "text_config"'),
     ],
 )
 def test_wrong_configs_are_named(change: dict[str, Any], message: str) -> None:

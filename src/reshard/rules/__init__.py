@@ -6,6 +6,7 @@ formula   integer formulas, and layouts with formulas
 document  rules files
 table     the layouts of one document on one mesh
 axes      which axes layouts name, and what a mesh does with them
+configs   the numbers of config.json that rules use, and configs of published models
 models    tensor names and shapes of known models
 families/ the shipped rules files
 """

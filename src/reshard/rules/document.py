@@ -23,8 +23,8 @@ from typing import Any
 from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
 from reshard.layout.notation import Words, axes_of, parse
+from reshard.rules.configs import NUMBERS
 from reshard.rules.formula import Place, Template, parse_places
-from reshard.rules.models import NUMBERS
 from reshard.rules.pattern import Pattern
 from reshard.text import quoted
 

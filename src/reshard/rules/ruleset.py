@@ -20,6 +20,7 @@ from reshard.errors import RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
+from reshard.rules.configs import family_of, numbers_of
 from reshard.rules.document import (
     MAX_BYTES,
     Document,
@@ -29,7 +30,6 @@ from reshard.rules.document import (
     read,
     read_family,
 )
-from reshard.rules.models import family_of, numbers_of
 from reshard.rules.table import Table, UnmatchedError
 from reshard.text import quoted
 

@@ -1,0 +1,349 @@
+"""Configs of models: the numbers that rules need, for published models and from config.json.
+
+    >>> numbers_of(preset("llama-3-70b"))["num_layers"]
+    80
+
+The config of a multimodal model holds the one of its text part, which is what is read here.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from reshard.errors import RulesError
+
+__all__ = [
+    "MULTIMODAL",
+    "NUMBERS",
+    "PRESETS",
+    "Config",
+    "complete_numbers",
+    "family_of",
+    "number",
+    "numbers_of",
+    "preset",
+    "text_config",
+]
+
+Config = Mapping[str, Any]
+
+_FAMILIES = MappingProxyType(
+    {
+        "llama": "llama",
+        "mistral": "mistral",
+        "qwen2": "qwen2",
+        "qwen3": "qwen3",
+        "gemma": "gemma",
+        "gemma2": "gemma",
+        "gemma3_text": "gemma",
+        "gemma3": "gemma3",
+        "gpt_neox": "gpt_neox",
+        "mixtral": "mixtral",
+        "qwen3_moe": "qwen3_moe",
+        "qwen3_next": "qwen3_next",
+        "phi3": "phi3",
+        "gpt_oss": "gpt_oss",
+        "llama4_text": "llama4",
+        "llama4": "llama4",
+        "deepseek_v3": "deepseek_v3",
+        "bert": "bert",
+    }
+)
+"""The family of rules for each ``model_type``."""
+
+MULTIMODAL = MappingProxyType({"gemma3": "gemma3_text", "llama4": "llama4_text"})
+"""The model type of the text part of each model type that has other parts."""
+
+_OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")
+"""What the config of a multimodal model may say of its text part as well."""
+
+_TIED = frozenset({"gemma", "gemma2", "gemma3_text", "bert"})
+"""Model types whose output layer is the embedding unless the config says otherwise."""
+
+_DEFAULTS: Mapping[str, Config] = MappingProxyType(
+    {
+        "qwen3": {"head_dim": 128},
+        "gemma": {"head_dim": 256},
+        "gemma2": {"head_dim": 256},
+        # Published configs of gemma3 leave out everything that is as in transformers.
+        "gemma3_text": {
+            "head_dim": 256,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 4,
+            "vocab_size": 262208,
+        },
+        "gpt_oss": {"head_dim": 64},
+        "qwen3_next": {"head_dim": 256},
+    }
+)
+"""What transformers assumes where a config leaves it out, as far as rules and shapes need it."""
+
+_KEYS = MappingProxyType(
+    {
+        "heads": ("num_attention_heads",),
+        "num_layers": ("num_hidden_layers",),
+        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+        "mlp_size": ("intermediate_size",),
+        "qk_nope_head_dim": ("qk_nope_head_dim",),
+        "qk_rope_head_dim": ("qk_rope_head_dim",),
+        "v_head_dim": ("v_head_dim",),
+        "linear_k_heads": ("linear_num_key_heads",),
+        "linear_k_dim": ("linear_key_head_dim",),
+        "linear_v_dim": ("linear_value_head_dim",),
+    }
+)
+"""Where a config has the numbers that it simply states; the first of these keys that is there."""
+
+_EXPERT_SIZE = MappingProxyType(
+    {
+        "mixtral": "intermediate_size",
+        "qwen3_moe": "moe_intermediate_size",
+        "qwen3_next": "moe_intermediate_size",
+        "gpt_oss": "intermediate_size",
+        "llama4_text": "intermediate_size",
+        "deepseek_v3": "moe_intermediate_size",
+    }
+)
+"""Where a config with experts has the rows of their first matrices."""
+
+NUMBERS = (
+    "heads", "kv_heads", "head_dim", "num_layers", "tied", "num_experts", "expert_size", "mlp_size",
+    "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "linear_k_heads", "linear_group", "linear_k_dim", "linear_v_dim",
+)  # fmt: skip
+"""The names that rules have for numbers of a config."""
+
+
+def _llama(hidden: int, ffn: int, layers: int, heads: int, vocab: int) -> dict[str, Any]:
+    return {
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": 8,
+        "vocab_size": vocab,
+        "torch_dtype": "bfloat16",
+    }
+
+
+PRESETS: Mapping[str, Config] = MappingProxyType(
+    {
+        "llama-3-8b": _llama(4096, 14336, 32, 32, 128256),
+        "llama-3-70b": _llama(8192, 28672, 80, 64, 128256),
+        "llama-3.2-1b": _llama(2048, 8192, 16, 32, 128256) | {"tie_word_embeddings": True},
+        "llama-4-scout": {
+            "model_type": "llama4",
+            "text_config": _llama(5120, 8192, 48, 40, 202048)
+            | {
+                "model_type": "llama4_text",
+                "head_dim": 128,
+                "intermediate_size_mlp": 16384,
+                "num_local_experts": 16,
+                "interleave_moe_layer_step": 1,
+            },
+        },
+        "mistral-7b": _llama(4096, 14336, 32, 32, 32000) | {"model_type": "mistral"},
+        "mixtral-8x7b": _llama(4096, 14336, 32, 32, 32000)
+        | {"model_type": "mixtral", "num_local_experts": 8},
+        "deepseek-v3": _llama(7168, 18432, 61, 128, 129280)
+        | {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 128,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 128,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 128,
+        },
+        "gpt-oss-20b": _llama(2880, 2880, 24, 64, 201088)
+        | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 32},
+        "gpt-oss-120b": _llama(2880, 2880, 36, 64, 201088)
+        | {"model_type": "gpt_oss", "head_dim": 64, "num_local_experts": 128},
+        "phi-3-mini": _llama(3072, 8192, 32, 32, 32064)
+        | {"model_type": "phi3", "num_key_value_heads": 32},
+        "phi-4": _llama(5120, 17920, 40, 40, 100352)
+        | {"model_type": "phi3", "num_key_value_heads": 10},
+        "qwen2-7b": _llama(3584, 18944, 28, 28, 152064)
+        | {"model_type": "qwen2", "num_key_value_heads": 4},
+        "qwen3-8b": _llama(4096, 12288, 36, 32, 151936) | {"model_type": "qwen3", "head_dim": 128},
+        "qwen3-30b-a3b": _llama(2048, 6144, 48, 32, 151936)
+        | {
+            "model_type": "qwen3_moe",
+            "head_dim": 128,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "moe_intermediate_size": 768,
+        },
+        "qwen3-next-80b-a3b": _llama(2048, 5120, 48, 16, 151936)
+        | {
+            "model_type": "qwen3_next",
+            "head_dim": 256,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "full_attention_interval": 4,
+            "linear_conv_kernel_dim": 4,
+            "linear_num_key_heads": 16,
+            "linear_num_value_heads": 32,
+            "linear_key_head_dim": 128,
+            "linear_value_head_dim": 128,
+        },
+        "gemma-2b": _llama(2048, 16384, 18, 8, 256000)
+        | {"model_type": "gemma", "head_dim": 256, "num_key_value_heads": 1},
+        "gemma-7b": _llama(3072, 24576, 28, 16, 256000)
+        | {"model_type": "gemma", "head_dim": 256, "num_key_value_heads": 16},
+        "gemma-3-1b": _llama(1152, 6912, 26, 4, 262144)
+        | {"model_type": "gemma3_text", "head_dim": 256, "num_key_value_heads": 1},
+        "gemma-3-4b": {
+            "model_type": "gemma3",
+            "text_config": {
+                "model_type": "gemma3_text",
+                "hidden_size": 2560,
+                "intermediate_size": 10240,
+                "num_hidden_layers": 34,
+            },
+            "torch_dtype": "bfloat16",
+        },
+        "gpt-neox-20b": _llama(6144, 24576, 44, 64, 50432)
+        | {"model_type": "gpt_neox", "num_key_value_heads": 64, "torch_dtype": "float16"},
+        "bert-base": _llama(768, 3072, 12, 12, 30522)
+        | {
+            "model_type": "bert",
+            "num_key_value_heads": 12,
+            "max_position_embeddings": 512,
+            "type_vocab_size": 2,
+            "torch_dtype": "float32",
+        },
+    }
+)
+"""The configs of some published models."""
+
+
+def preset(name: str) -> Config:
+    """The config of a published model.
+
+    >>> preset("llama-3-70b")["num_hidden_layers"]
+    80
+    """
+    if name not in PRESETS:
+        near = difflib.get_close_matches(name, PRESETS, n=3) or list(PRESETS)
+        raise RulesError(f'there is no model "{name}": try {", ".join(near)}')
+    return PRESETS[name]
+
+
+def family_of(config: Config) -> str:
+    """The family of rules for a config.
+
+    >>> family_of({"model_type": "qwen3_moe"})
+    'qwen3_moe'
+    """
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str) or model_type not in _FAMILIES:
+        raise RulesError(
+            f"a config of model_type {str(model_type)[:60]!r} is not known: the types are "
+            f"{', '.join(_FAMILIES)}; write a rules file for others"
+        )
+    return _FAMILIES[model_type]
+
+
+def text_config(config: Config) -> Config:
+    """The config of the text part, with what transformers assumes where it says nothing.
+
+    >>> text_config(preset("gemma-3-4b"))["num_key_value_heads"]
+    4
+    """
+    kind = str(config.get("model_type"))
+    if kind in MULTIMODAL:
+        inner = config.get("text_config")
+        if not isinstance(inner, Mapping):
+            raise RulesError(f'a config of model_type {kind!r} has no "text_config": add it')
+        own = {key: value for key, value in inner.items() if value is not None}
+        kind = MULTIMODAL[kind]
+        outer = {key: config[key] for key in _OUTER if config.get(key) is not None}
+        config = {**outer, **own, "model_type": kind}
+    given = {key: value for key, value in config.items() if value is not None}
+    return {**_DEFAULTS.get(kind, {}), **given}
+
+
+def numbers_of(config: Config, names: Collection[str] = NUMBERS) -> dict[str, int]:
+    """The numbers of a config that rules use, under their names there.
+
+    A number that the config does not give is left out. Defaults of transformers are used only for
+    a ``model_type`` that is known here.
+
+    >>> numbers_of(preset("qwen3-30b-a3b"))["kv_heads"]
+    4
+    >>> numbers_of({"model_type": "phi9", "num_attention_heads": 8})
+    {'heads': 8}
+    """
+    config = text_config(config)
+    numbers = {name: _number_of(config, name) for name in NUMBERS if name in names}
+    return {name: number for name, number in numbers.items() if number is not None}
+
+
+def _number_of(config: Config, name: str) -> int | None:
+    """One number of a config; None where the config does not give it."""
+    kind = str(config.get("model_type"))
+    match name:
+        case "kv_heads":
+            default = _number_of(config, "heads") if kind in _FAMILIES else None
+            return _optional(config, "num_key_value_heads", default)
+        case "head_dim":
+            return _optional(config, "head_dim", _even_head_dim(config))
+        case "expert_size":
+            return _optional(config, _EXPERT_SIZE[kind]) if kind in _EXPERT_SIZE else None
+        case "linear_group":
+            keys = _optional(config, "linear_num_key_heads")
+            values = _optional(config, "linear_num_value_heads")
+            return values // keys if keys and values else None
+        case "tied":
+            tied = config.get("tie_word_embeddings")
+            if tied is None:
+                return int(kind in _TIED) if kind in _FAMILIES else None
+            return int(bool(tied))
+    present = (key for key in _KEYS[name] if config.get(key) is not None)
+    return _optional(config, next(present, _KEYS[name][0]))
+
+
+def _even_head_dim(config: Config) -> int | None:
+    heads = _optional(config, "num_attention_heads")
+    hidden = _optional(config, "hidden_size")
+    return hidden // heads if hidden and heads and hidden % heads == 0 else None
+
+
+def complete_numbers(config: Config) -> dict[str, int]:
+    """The numbers that the state dict of a known model follows from; a missing one is an error."""
+    for key in ("num_attention_heads", "hidden_size", "num_hidden_layers"):
+        number(config, key)
+    numbers, kind = numbers_of(config), config["model_type"]
+    if kind in _EXPERT_SIZE:
+        number(numbers, "num_experts")
+        number(config, _EXPERT_SIZE[kind])
+    if "head_dim" not in numbers and kind != "deepseek_v3":
+        raise RulesError(
+            f'"hidden_size" in the config is {config["hidden_size"]} and "num_attention_heads" is '
+            f'{config["num_attention_heads"]}, which does not divide it: give "head_dim"'
+        )
+    return numbers
+
+
+def _optional(config: Config, key: str, default: int | None = None) -> int | None:
+    return default if config.get(key) is None else number(config, key)
+
+
+def number(config: Config, key: str, default: int | None = None) -> int:
+    """A whole number of a config; what is missing or something else is an error that names it."""
+    value = config.get(key)
+    value = default if value is None else value
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 1 << 40:
+        raise RulesError(f'"{key}" in the config is {str(value)[:40]}: expected a whole number')
+    return value
