@@ -7,7 +7,9 @@ from collections.abc import Collection, Sequence
 
 from reshard.errors import SizeError
 
-__all__ = ["align", "and_more", "count", "format_bytes", "parse_bytes", "quoted", "shorten"]
+__all__ = [
+    "align", "and_more", "count", "format_bytes", "name_list", "parse_bytes", "quoted", "shorten",
+]  # fmt: skip
 
 MAX_QUOTED = 160
 
@@ -81,6 +83,15 @@ def and_more(items: Sequence[object], most: int = 1, what: str = "") -> str:
     if len(items) <= most:
         return shown
     return f"{shown} and {len(items) - most:,} more{f' {what}' if what else ''}"
+
+
+def name_list(names: Sequence[str], most: int = 5) -> str:
+    """The first names of a list, printable and on one line, and how many follow.
+
+    >>> name_list(["a", "b" + chr(10), "c"], 2)
+    'a, b\\\\n and 1 more'
+    """
+    return and_more([quoted(name)[1:-1] for name in names], most)
 
 
 def shorten(text: str, most: int) -> str:

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 from safetensors import safe_open
 
-from reshard.checkpoint.transfer.workers import Budget
+from reshard.checkpoint.transfer.windows import Budget
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh

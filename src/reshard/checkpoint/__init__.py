@@ -11,7 +11,7 @@
     transfer/      copy boxes between files under a cap of memory
     conversion/    request, source, plan, build
     publish/       a destination that appears when it is complete; resuming
-    inspection/    what a checkpoint holds, from its headers
+    inspection     what a checkpoint holds, from its headers
     verification/  is it sound, are two the same, where do they differ
     live/          load and save in a job
 
@@ -24,17 +24,17 @@ from __future__ import annotations
 from importlib import import_module
 
 _HOMES = {
-    "ConvertReport": "conversion.report",
+    "ConvertReport": "conversion.stages",
     "DiffReport": "verification.differences",
-    "InspectedTensor": "inspection.inspecting",
-    "Inspection": "inspection.inspecting",
-    "LoadReport": "live.reports",
-    "SaveReport": "live.reports",
+    "InspectedTensor": "inspection",
+    "Inspection": "inspection",
+    "LoadReport": "live.loading",
+    "SaveReport": "live.saving",
     "TensorDiff": "verification.differences",
     "VerifyReport": "verification.soundness",
     "convert": "conversion.stages",
     "diff": "verification.differences",
-    "inspect": "inspection.inspecting",
+    "inspect": "inspection",
     "load": "live.loading",
     "save": "live.saving",
     "verify": "verification.soundness",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.conversion.processes import Team
+    from reshard.checkpoint.publish.journal import Team
     from reshard.errors import ReshardError
 
 __all__ = ["convert"]
@@ -79,7 +79,7 @@ def convert(
 
     DST appears when it is complete. What was interrupted goes on with --resume.
     """
-    from reshard.checkpoint.conversion.processes import Team, team_of
+    from reshard.checkpoint.publish.journal import Team, team_of
     from reshard.errors import UnfinishedError
 
     team = team_of(timeout=timeout) if ranks else Team()

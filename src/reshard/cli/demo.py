@@ -254,7 +254,7 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
 def _convert_files() -> Converted:
     """Write a small model as four shards into a temporary folder, convert it to two, compare."""
     from reshard.checkpoint.conversion.stages import convert
-    from reshard.checkpoint.inspection.inspecting import inspect
+    from reshard.checkpoint.inspection import inspect
     from reshard.checkpoint.verification.soundness import verify
 
     with TemporaryDirectory(prefix="reshard-demo-") as folder:

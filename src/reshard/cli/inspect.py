@@ -33,7 +33,7 @@ def inspect(
     reshard inspect ckpt --tree                     as a tree of names
     reshard inspect shards --rules llama --mesh "tp=4"
     """
-    from reshard.checkpoint.inspection.inspecting import inspect as look
+    from reshard.checkpoint.inspection import inspect as look
 
     [given] = with_replicas(replicate, [(rules, mesh)])
     report = look(path, given, mesh)

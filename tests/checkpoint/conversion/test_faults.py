@@ -276,7 +276,7 @@ def test_a_target_within_the_source_is_refused(source: Source, target: str) -> N
 SLOWLY = """
 import sys, time
 from reshard.checkpoint.transfer import copying
-from reshard.checkpoint.transfer.workers import Budget
+from reshard.checkpoint.transfer.windows import Budget
 Budget.of = classmethod(lambda cls, *_: Budget(2, 4096))
 real = copying.Copier.copy
 copying.Copier.copy = lambda self, *args: (real(self, *args), time.sleep(0.002))[0]

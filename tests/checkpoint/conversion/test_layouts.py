@@ -15,8 +15,7 @@ from safetensors.numpy import load_file, save_file
 from reshard import checkpoint
 from reshard.checkpoint.conversion.layouts import LayoutRequest, wanted_of
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_rules
+from reshard.checkpoint.formats.reader import as_rules, open_storage
 from reshard.cli import run
 from reshard.errors import LayoutError, MeshError, ReshardError, RulesError, TargetError
 from reshard.layout.layout import Layout

@@ -14,7 +14,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from reshard.checkpoint import convert, inspect, save, verify
-from reshard.checkpoint.conversion import build, source
+from reshard.checkpoint.conversion import build
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.publish import journal, workplace
 from reshard.checkpoint.publish.journal import Journal, read_journals
@@ -193,11 +193,11 @@ def changed(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(data.replace(old, new))
 
 
-@pytest.mark.parametrize("at_once", [1, source.MOST_BYTES])
+@pytest.mark.parametrize("at_once", [1, build.MOST_BYTES])
 def test_changes_beside_tensors_are_not_carried_on(
     ours: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    monkeypatch.setattr(source, "MOST_BYTES", at_once)
+    monkeypatch.setattr(build, "MOST_BYTES", at_once)
     changed(ours / "config.json", b"32000", b"32008")
     with pytest.raises(DamageError, match=r"config\.json: bytes 0 to 21 changed"):
         convert(ours, tmp_path / "again")

@@ -30,17 +30,16 @@ from typing import Any
 import fsspec
 
 from reshard import Mesh, Rules
-from reshard.checkpoint.formats.reader import survey_catalog
-from reshard.checkpoint.formats.safetensors.header import build_header
-from reshard.checkpoint.formats.safetensors.own_metadata import (
+from reshard.checkpoint.formats.distcp import object_texts
+from reshard.checkpoint.formats.reader import open_storage, survey_catalog
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,
     OwnTensor,
+    build_header,
 )
-from reshard.checkpoint.formats.torch.plain_values import object_texts
-from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.local import open_storage
+from reshard.checkpoint.inspection import inspect
 from reshard.errors import DamageError, ReshardError
 
 SLOW = 2.0

@@ -19,10 +19,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.checkpoint.formats.torch.unpickler import allow_none, unpickle
-from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.local import open_storage
+from reshard.checkpoint.inspection import inspect
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.storage.test_reading_files import serving
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_distcp
@@ -361,7 +360,7 @@ def test_compressed_members_and_lazy_conjugates_are_refused(tmp_path: Path) -> N
 
 def test_reading_loads_neither_torch_nor_numpy(written: Path) -> None:
     code = (
-        "import sys; from reshard.checkpoint.inspection.inspecting import inspect;"
+        "import sys; from reshard.checkpoint.inspection import inspect;"
         f"r = inspect({str(written)!r});"
         "str(r), r.tree(), r.to_json();"
         "print(r.ok, sorted({'torch', 'numpy', 'fsspec', 'rich'} & set(sys.modules)))"

@@ -21,11 +21,10 @@ from safetensors.torch import save_file
 
 from reshard import Layout, Mesh, Rules
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.file_names import rank_of
-from reshard.checkpoint.formats.reader import read_catalog
-from reshard.checkpoint.formats.safetensors.own_metadata import KEY, OwnMetadata, OwnTensor
-from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.local import open_storage
+from reshard.checkpoint.formats.checks import rank_of
+from reshard.checkpoint.formats.reader import open_storage, read_catalog
+from reshard.checkpoint.formats.safetensors.header import KEY, OwnMetadata, OwnTensor
+from reshard.checkpoint.inspection import inspect
 from reshard.errors import CheckpointError, DamageError, RulesError, UnsupportedError
 from tests import strategies
 from tests.cases import Side

@@ -18,21 +18,18 @@ from safetensors.torch import save, save_file
 
 from reshard.checkpoint import convert
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.checkpoint.formats.safetensors.header import (
     DTYPES,
-    build_header,
-    header_length,
-    parse_header,
-)
-from reshard.checkpoint.formats.safetensors.own_metadata import (
     KEY,
     SHARDING,
     OwnMetadata,
     OwnTensor,
+    build_header,
+    header_length,
+    parse_header,
 )
-from reshard.checkpoint.inspection.inspecting import inspect
-from reshard.checkpoint.storage.local import open_storage
+from reshard.checkpoint.inspection import inspect
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.checkpoint.torch_writers import bytes_of, gathered, write_sharded_hf

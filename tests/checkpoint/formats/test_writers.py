@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.output import Wanted
-from reshard.checkpoint.formats.torch.archive_writer import BIG, TensorArchive
-from reshard.checkpoint.formats.torch.pickler import pickled
-from reshard.checkpoint.formats.writer import plan_output
+from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
+from reshard.checkpoint.formats.torch.archive_writer import BIG, TensorArchive, pickled
+from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
@@ -67,13 +67,13 @@ def layouts(texts: dict[str, str], **axes: int) -> dict[str, Wanted]:
 
 def test_replicas_are_written_once_and_by_turns() -> None:
     wanted = layouts({f"w{i}": "- -" for i in range(4)}, dp=4)
-    output = plan_output("sharded", wanted, metadata={}, mesh="dp=4")
+    output = sharded(wanted, {}, "dp=4")
     assert [len(tensor.pieces) for tensor in output.tensors.values()] == [1] * 4
     assert sorted(int(t.pieces.table().files[0]) for t in output.tensors.values()) == [0, 1, 2, 3]
 
 
 def test_several_boxes_of_a_rank_are_several_files() -> None:
-    output = plan_output("sharded", layouts({"w": "tp{4,4} -"}, tp=2), metadata={}, mesh="tp=2")
+    output = sharded(layouts({"w": "tp{4,4} -"}, tp=2), {}, "tp=2")
     assert [file.path for file in output.files] == [
         f"shard-0000{rank}-model-0000{part}-of-00002.safetensors"
         for rank in (1, 2)
@@ -81,11 +81,11 @@ def test_several_boxes_of_a_rank_are_several_files() -> None:
     ]
     many = {"w": Wanted((1000,), "uint8", Layout(Mesh(tp=2), "tp:1"))}
     with pytest.raises(TargetError, match="separate boxes"):
-        plan_output("sharded", many, metadata={}, mesh="tp=2")
+        sharded(many, {}, "tp=2")
 
 
 def test_files_of_ranks_hold_local_tensors() -> None:
-    output = plan_output("ranks", layouts({"w": "tp{4,4} -", "n": "- -"}, tp=2), metadata={})
+    output = ranks(layouts({"w": "tp{4,4} -", "n": "- -"}, tp=2), {})
     assert [file.path for file in output.files] == [
         "model-rank-0-part-0.safetensors",
         "model-rank-1-part-0.safetensors",
@@ -96,7 +96,7 @@ def test_files_of_ranks_hold_local_tensors() -> None:
 
 def test_wide_elements_come_first() -> None:
     wanted = {"a": Wanted((3,), "uint8"), "b": Wanted((2,), "float64"), "c": Wanted((1,), "int16")}
-    output = plan_output("full", wanted, metadata={"format": "pt"})
+    output = full(wanted, {"format": "pt"}, 10**9)
     starts = {
         name: int(tensor.pieces.table().offsets[0]) for name, tensor in output.tensors.items()
     }
@@ -108,10 +108,12 @@ def test_what_a_layout_would_lose_is_an_error() -> None:
     from reshard.layout.box import Box
 
     boxes = Layout.from_boxes((8, 6), {0: [Box((0, 0), (8, 3))]})
-    for format in ("sharded", "distcp"):
-        with pytest.raises(CoverageError, match="24 of the 48"):
-            plan_output(format, {"w": Wanted((8, 6), "float32", boxes)}, metadata={})
+    wanted = {"w": Wanted((8, 6), "float32", boxes)}
+    with pytest.raises(CoverageError, match="24 of the 48"):
+        sharded(wanted, {}, None)
+    with pytest.raises(CoverageError, match="24 of the 48"):
+        distcp(wanted)
     with pytest.raises(LayoutError, match="one mesh"):
-        plan_output("ranks", {"w": Wanted((8, 6), "float32", boxes)}, metadata={})
+        ranks(wanted, {})
     with pytest.raises(CheckpointError, match="complex128"):
-        plan_output("full", {"w": Wanted((8,), "complex128")}, metadata={})
+        full({"w": Wanted((8,), "complex128")}, {}, 10**9)

@@ -13,12 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from reshard import checkpoint
-from reshard.checkpoint.formats.safetensors.header import build_header
-from reshard.checkpoint.formats.safetensors.own_metadata import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,
     OwnTensor,
+    build_header,
 )
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums
 from reshard.cli import run

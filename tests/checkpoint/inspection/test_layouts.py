@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard import Box, Layout, Mesh
-from reshard.checkpoint.inspection.layouts import recovered
+from reshard.checkpoint.inspection import recovered
 from tests.soak import cases
 
 

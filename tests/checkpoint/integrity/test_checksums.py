@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from reshard.checkpoint import convert, verify
+from reshard.checkpoint.formats.reader import open_storage
 from reshard.checkpoint.integrity import checksums
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
@@ -24,7 +25,6 @@ from reshard.checkpoint.integrity.checksums import (
     FileSums,
     Recorder,
 )
-from reshard.checkpoint.storage.local import open_storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from tests.soak import cases
 

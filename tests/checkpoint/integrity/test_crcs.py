@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 
 from reshard import checkpoint
 from reshard.checkpoint.catalog import Crc
-from reshard.checkpoint.conversion.processes import Team
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.crcs import Crcs, combine
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.publish.journal import Team
 from reshard.errors import CheckpointError, DamageError
 from tests.checkpoint.converting import small_windows
 

@@ -13,10 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from reshard.checkpoint.storage import direct
-from reshard.checkpoint.storage.base import StoredFile
-from reshard.checkpoint.storage.direct import BLOCK, aligned, whole_blocks
-from reshard.checkpoint.storage.output_files import OutputFiles
+from reshard.checkpoint.storage import output_files
+from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage.output_files import BLOCK, OutputFiles, aligned, whole_blocks
 from reshard.errors import UnfinishedError
 from tests.soak import cases
 
@@ -78,25 +77,25 @@ def test_ranges_in_any_order_make_the_file(
         files.write(0, start, in_memory(data[start:stop], place))
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(direct, "MIN_BYTES", 1)
-        patch.setattr(direct, "MAX_COPY", most_copied)
+        patch.setattr(output_files, "MIN_DIRECT", 1)
+        patch.setattr(output_files, "MAX_COPY", most_copied)
         list(pool.map(write, ranges))
         assert written(files) == data
 
 
 def test_what_is_large_goes_past_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = new_files(tmp_path)
-    if direct.open_direct(tmp_path / "a.bin") is None:
+    if output_files.open_direct(tmp_path / "a.bin") is None:
         pytest.skip("the file system of the temporary folder is neither ext4 nor xfs")
     sizes = list[int]()
-    write = direct.write
+    write = output_files.write_direct
 
     def counted(descriptor: int, offset: int, data: memoryview) -> int:
         sizes.append(write(descriptor, offset, data))
         return sizes[-1]
 
-    monkeypatch.setattr(direct, "write", counted)
-    monkeypatch.setattr(direct, "MIN_BYTES", 4 * BLOCK)
+    monkeypatch.setattr(output_files, "write_direct", counted)
+    monkeypatch.setattr(output_files, "MIN_DIRECT", 4 * BLOCK)
     data = os.urandom(SIZE)
     files.write(0, 0, memoryview(data)[:1000])
     files.write(0, 1000, memoryview(data)[1000:])
@@ -113,9 +112,9 @@ def test_what_the_system_does_not_take_is_written_otherwise(
             raise OSError(errno.EINVAL, "no")
         return os.pwrite(descriptor, data.tobytes()[:taken], offset)
 
-    monkeypatch.setattr(direct, "_write", some)
-    monkeypatch.setattr(direct, "MIN_BYTES", BLOCK)
-    monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    monkeypatch.setattr(output_files, "_write_blocks", some)
+    monkeypatch.setattr(output_files, "MIN_DIRECT", BLOCK)
+    monkeypatch.setattr(output_files, "open_direct", lambda path: os.open(path, os.O_WRONLY))
     files, data = new_files(tmp_path), os.urandom(SIZE)
     files.write(0, 0, memoryview(data))
     assert written(files) == data
@@ -125,9 +124,9 @@ def test_a_disk_that_fails_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def broken(descriptor: int, offset: int, data: np.ndarray) -> int:
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(direct, "_write", broken)
-    monkeypatch.setattr(direct, "MIN_BYTES", BLOCK)
-    monkeypatch.setattr(direct, "open_direct", lambda path: os.open(path, os.O_WRONLY))
+    monkeypatch.setattr(output_files, "_write_blocks", broken)
+    monkeypatch.setattr(output_files, "MIN_DIRECT", BLOCK)
+    monkeypatch.setattr(output_files, "open_direct", lambda path: os.open(path, os.O_WRONLY))
     files = new_files(tmp_path)
     with pytest.raises(UnfinishedError, match=rf"a\.bin: bytes 0 to {SIZE} .*--resume goes on"):
         files.write(0, 0, memoryview(bytes(SIZE)))
@@ -138,5 +137,5 @@ def test_other_file_systems_are_left_to_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a").write_bytes(b"a")
-    monkeypatch.setattr(direct, "FILE_SYSTEMS", frozenset())
-    assert direct.open_direct(tmp_path / "a") is None
+    monkeypatch.setattr(output_files, "FILE_SYSTEMS", frozenset())
+    assert output_files.open_direct(tmp_path / "a") is None

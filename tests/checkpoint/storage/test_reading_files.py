@@ -15,9 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.storage import open_files
-from reshard.checkpoint.storage.base import StoredFile, check_path
-from reshard.checkpoint.storage.local import LocalStorage, open_storage
+from reshard.checkpoint.formats.reader import open_storage
+from reshard.checkpoint.storage import local
+from reshard.checkpoint.storage.local import LocalStorage, StoredFile, check_path
 from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 
@@ -164,7 +164,7 @@ def test_a_single_file_is_a_root_of_one(folder: Path) -> None:
 def test_few_descriptors_serve_many_files_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(open_files, "MAX_OPEN", 4)
+    monkeypatch.setattr(local, "MAX_OPEN", 4)
     for number in range(40):
         (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * 1000)
     with LocalStorage(str(tmp_path)) as store, ThreadPoolExecutor(8) as pool:

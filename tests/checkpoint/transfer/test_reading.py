@@ -14,12 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.formats.reader import open_storage
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
-from reshard.checkpoint.storage.base import StoredFile
-from reshard.checkpoint.storage.local import open_storage
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.checkpoint.transfer.source import Source, StoredReader
-from reshard.checkpoint.transfer.windows import Buffers, bits_differ
-from reshard.checkpoint.transfer.workers import Budget, in_order
+from reshard.checkpoint.transfer.windows import Budget, Buffers, bits_differ, in_order
 from reshard.checkpoint.verification.examination import digests_of
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint import diff
-from reshard.checkpoint.verification.comparison import between
+from reshard.checkpoint.verification.differences import between
 from reshard.cli import run
 from reshard.errors import CheckpointError, DamageError
 from reshard.layout.box import Box

@@ -19,9 +19,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from reshard.checkpoint import convert
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.storage.local import open_storage
 from reshard.checkpoint.verification.soundness import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError

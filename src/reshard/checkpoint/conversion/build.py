@@ -1,4 +1,4 @@
-"""Stage 4 of a conversion, the build: prepare files, copy chunks, check and seal the output."""
+"""The build of a conversion: check the source, copy chunks, check and seal the output."""
 
 from __future__ import annotations
 
@@ -7,26 +7,122 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from reshard.checkpoint.conversion.plan import ConversionPlan
-from reshard.checkpoint.conversion.request import Request
-from reshard.checkpoint.conversion.source import Stamp
+import numpy as np
+
+from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.conversion.plan import ConversionPlan, Request, Stamp
 from reshard.checkpoint.formats.output import Literal
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, ChunkSum, Recorder
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checker,
+    Checksums,
+    ChunkSum,
+    Recorder,
+    checksum,
+    damage,
+    sum_of,
+)
 from reshard.checkpoint.integrity.crcs import Crcs, crcs_of
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.storage.durable import replace_file
-from reshard.checkpoint.storage.output_files import OutputFiles
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
 from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of
 from reshard.checkpoint.transfer.source import Source
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer, chunks_of
-from reshard.checkpoint.transfer.workers import Budget, collector_paused
+from reshard.checkpoint.transfer.windows import Budget, collector_paused
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.text import quoted
 
-__all__ = ["Builder", "begin"]
+__all__ = ["Builder", "begin", "check_outside_tensors"]
+
+AT_ONCE = 256
+"""The most chunks that are read at the same time."""
+MOST_BYTES = 8 << 20
+"""The most bytes of these chunks."""
+
+Ints = np.ndarray[Any, Any]
+
+
+def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
+    """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
+    present = {file.path: file.size for file in storage.list()}
+    if SIDECAR not in present:  # a single file was opened, not its folder
+        return
+    for name in sums.digests:
+        if name not in catalog.tensors:
+            raise DamageError(
+                f"{storage.root}: tensor {quoted(name)} was written and is in no file"
+            )
+    for path, file in sums.files.items():
+        _check_size(storage, path, file.size, present.get(path))
+    for some in _batches(_chunks(catalog, sums)):
+        for (path, chunk), found in zip(some, _sums_of(storage, some), strict=True):
+            if found != chunk.sum:
+                raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
+
+
+def _check_size(storage: Storage, path: str, size: int, found: int | None) -> None:
+    if found is None:
+        raise DamageError(
+            f"{storage.root}/{path} is missing: it was written with {size} bytes; "
+            f"if it is not wanted, delete {SIDECAR}"
+        )
+    if found != size:
+        raise DamageError(
+            f"{storage.root}/{path} has {found} bytes and was written with {size}: "
+            "restore it from a copy"
+        )
+
+
+def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:
+    """The chunks without a byte of a tensor."""
+    spans = _spans(catalog)
+    for path, file in sums.files.items():
+        starts, furthest = spans.get(path, (np.empty(0), np.empty(0)))
+        for index in range(len(file.ends)):
+            chunk = file.chunk(index)
+            last = int(np.searchsorted(starts, chunk.stop)) - 1
+            if last < 0 or furthest[last] <= chunk.start:
+                yield path, chunk
+
+
+def _spans(catalog: Catalog) -> dict[str, tuple[Ints, Ints]]:
+    """For each file the starts of pieces in order, and the furthest end of each and all before."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for tensor in catalog.tensors.values():
+        for piece in tensor.pieces:
+            found.setdefault(piece.file, []).append(piece.span(tensor.dtype))
+    spans = {}
+    for file, pairs in found.items():
+        table = np.array(sorted(pairs), dtype=np.int64)
+        spans[catalog.files[file].path] = table[:, 0], np.maximum.accumulate(table[:, 1])
+    return spans
+
+
+def _batches(chunks: Iterable[tuple[str, ChunkSum]]) -> Iterator[list[tuple[str, ChunkSum]]]:
+    """Chunks in groups of a few MiB; a chunk that is longer is alone."""
+    some, size = list[tuple[str, ChunkSum]](), 0
+    for path, chunk in chunks:
+        length = chunk.stop - chunk.start
+        if some and (len(some) == AT_ONCE or size + length > MOST_BYTES):
+            yield some
+            some, size = [], 0
+        some.append((path, chunk))
+        size += length
+    if some:
+        yield some
+
+
+def _sums_of(storage: Storage, chunks: list[tuple[str, ChunkSum]]) -> list[bytes]:
+    """The present checksums of chunks."""
+    path, first = chunks[0]
+    if first.stop - first.start > MOST_BYTES:
+        return [sum_of(storage, path, first.start, first.stop)]
+    ranges = [(path, chunk.start, chunk.stop - chunk.start) for path, chunk in chunks]
+    return [checksum(data) for data in storage.read_many(ranges)]
+
 
 BLOCK = 1 << 20
 SYNC_EVERY = 2 << 30

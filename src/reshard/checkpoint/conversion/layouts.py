@@ -27,8 +27,8 @@ from pathlib import Path
 
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.output import Wanted
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.formats.reader import as_mesh, as_rules
+from reshard.checkpoint.storage.local import Storage
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout

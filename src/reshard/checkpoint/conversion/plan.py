@@ -1,4 +1,4 @@
-"""Stage 3 of a conversion, the plan: all that is to be done, checked before a byte is copied.
+"""The request and the plan of a conversion: all that is done, checked before a byte is copied.
 
 >>> base_of(["adapter_model.safetensors"], ()), base_of(["shard-1-model.safetensors"], ())
 ('adapter_model', 'model')
@@ -11,29 +11,140 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Collection, Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.layouts import LayoutRequest, notes_of, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
-from reshard.checkpoint.conversion.request import Request
-from reshard.checkpoint.conversion.source import Stamp
-from reshard.checkpoint.formats.completeness import config_of
-from reshard.checkpoint.formats.file_names import is_distcp
+from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.output import Output, Wanted, count_tensor_files
-from reshard.checkpoint.formats.torch.plain_values import object_texts
-from reshard.checkpoint.formats.writer import FORMATS, plan_output, unknown_format
+from reshard.checkpoint.formats.reader import config_of
+from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.storage.base import COMMITTED, TENSOR_FILES, Storage, StoredFile
+from reshard.checkpoint.publish.journal import ALONE, Team
+from reshard.checkpoint.publish.workplace import Workplace, check_places
+from reshard.checkpoint.storage.local import (
+    COMMITTED,
+    TENSOR_FILES,
+    Storage,
+    StoredFile,
+    plain_path,
+)
+from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, transfer_of
+from reshard.checkpoint.transfer.windows import Budget
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names
 from reshard.planning.names.tables import names_of
-from reshard.text import parse_bytes
+from reshard.text import parse_bytes, quoted
 
-__all__ = ["ConversionPlan", "plan_conversion"]
+if TYPE_CHECKING:
+    from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
+    from reshard.planning.names import Names
+    from reshard.rules import Rules
+
+__all__ = ["ConversionPlan", "Request", "Stamp", "plan_conversion"]
+
+FORMATS = ("full", "sharded", "distcp", "ranks")
+COPIERS = 4
+"""Copying threads, on any number of cores: some wait for the disk while others compute."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """The arguments of ``convert``, under the same names."""
+
+    src: Any
+    dst: Any
+    mesh: Mesh | str | None = None
+    rules: Rules | str | Path | None = None
+    layouts: Mapping[str, str | Layout] | None = None
+    fsdp: str | None = None
+    replicate: str | None = None
+    format: str | None = None
+    dtype: object = None
+    names: Names | None = None
+    drop: Sequence[str] = ()
+    source_mesh: Mesh | str | None = None
+    source_rules: Rules | str | Path | None = None
+    memory: int | str = "256MiB"
+    workers: int | None = None
+    checksums: bool = True
+    compare_replicas: bool = True
+    max_shard_size: int | str = "5GB"
+    resume: bool = False
+    overwrite: bool = False
+    dry_run: bool = False
+    progress: Callable[[int, int], None] | None = None
+    team: Team = ALONE
+
+    def __post_init__(self) -> None:
+        for name in ("src", "dst"):
+            object.__setattr__(self, name, plain_path(getattr(self, name)))
+
+    def layout_request(self) -> LayoutRequest:
+        """How the output tensors are sharded and cast."""
+        return LayoutRequest.of(
+            self.mesh, self.rules, self.layouts, self.dtype, self.fsdp, self.replicate
+        )
+
+    def budget(self, storage: Storage) -> Budget:
+        """The workers and windows that fit into the memory."""
+        if self.workers is None and not storage.is_local:
+            return Budget.for_reading(self.memory, storage)
+        return Budget.of(self.memory, self.workers or COPIERS)
+
+    @property
+    def remote(self) -> RemoteTarget | None:
+        """The destination, if it is reached through fsspec."""
+        return RemoteTarget(self.dst) if "://" in self.dst else None
+
+    def place(self) -> Workplace:
+        """The folder in which the output is built: beside a local destination.
+
+        That of a remote one is in the temporary folder, the same for each attempt.
+        """
+        path = Path(self.dst)
+        if "://" in self.dst:
+            name = hashlib.blake2b(self.dst.rstrip("/").encode(), digest_size=8).hexdigest()
+            path = Path(tempfile.gettempdir()) / f"reshard-{name}"
+        return Workplace.beside(path)
+
+    def check_destination(self, place: Workplace, files: Sequence[str]) -> tuple[str, ...]:
+        """Refuse a destination that cannot be written; the names of other files there, kept."""
+        remote = self.remote
+        if remote is not None:
+            remote.check_absent(self.src, self.overwrite or self.resume)
+            return ()
+        check_places(self.src, place.target)
+        return place.check_target(self.overwrite, files).kept
+
+
+@dataclass(frozen=True, slots=True)
+class Stamp:
+    """The state of a source's files at one time."""
+
+    text: str
+    """A hash of the source's path and of the names, sizes and versions of its files."""
+    is_sure: bool
+    """Whether every file has a version, so that every change of it shows."""
+
+    @classmethod
+    def of(cls, catalog: Catalog, storage: Storage) -> Stamp:
+        """The present state of a source."""
+        root = str(Path(catalog.root).resolve()) if storage.is_local else catalog.root
+        hasher = hashlib.blake2b(root.encode(), digest_size=16)
+        files = (*catalog.files, *catalog.others)
+        versions = storage.versions([file.path for file in files])
+        for file, version in zip(files, versions, strict=True):
+            hasher.update(json.dumps([file.path, file.size, version]).encode())
+        return cls(hasher.hexdigest(), None not in versions)
+
 
 _BASES = {
     "adapter_model": "adapter_model",  # PEFT
@@ -115,7 +226,7 @@ def plan_conversion(
     """Plan a conversion; missing parts, misfits and unknown names raise errors here."""
     format = request.format or ("sharded" if layouts.has_mesh else "full")
     if format not in FORMATS:
-        raise CheckpointError(unknown_format(format))
+        raise CheckpointError(f"{quoted(format)} is no format: use {', '.join(FORMATS)}")
     is_whole = format == "full" or (format == "distcp" and not layouts.has_mesh)
     if is_whole:
         layouts.check_whole(format)
@@ -159,20 +270,52 @@ def _output(
         raise SizeError(
             f"max_shard_size is {size} bytes: give the most bytes of one file, such as 5GB"
         )
-    texts = {} if format == "distcp" else object_texts(storage, catalog)
+    if format == "distcp":
+        return _distcp(wanted, catalog)
+    texts: Mapping[str, str] = {}
+    if catalog.objects:
+        from reshard.checkpoint.formats.distcp import object_texts
+
+        texts = object_texts(storage, catalog)
+    metadata = {**catalog.metadata, **texts}
+    match format:
+        case "full":
+            output = full(wanted, metadata, size, _base(catalog, storage))
+        case "sharded":
+            meshes = (str(one.layout.mesh) for one in wanted.values() if one.layout)
+            output = sharded(wanted, metadata, next(meshes, None))
+        case _:
+            output = ranks(wanted, metadata)
+    lost = [name for name in (*catalog.objects, *catalog.values) if name not in metadata]
+    return replace(output, left_out=(*lost, *catalog.extras))
+
+
+def _distcp(wanted: Mapping[str, Wanted], catalog: Catalog) -> Output:
+    """The files of a .distcp; it has no place for metadata that are strings."""
+    from reshard.checkpoint.formats.torch.distcp_writer import distcp
+
+    extras = {
+        key: {name: one for name, one in extra.items() if name in wanted}
+        for key, extra in catalog.extras.items()
+    }
+    output = distcp(wanted, [*catalog.objects.values()], catalog.nesting, catalog.values, extras)
+    lost = [
+        key
+        for key, text in catalog.metadata.items()  # "format: pt" is written again from a .distcp
+        if key not in catalog.values and (key, text) != ("format", "pt")
+    ]
+    lost += [
+        f"{key} of {name}"
+        for key, extra in catalog.extras.items()
+        for name, one in extra.items()
+        if one and name not in wanted
+    ]
+    return replace(output, left_out=tuple(lost))
+
+
+def _base(catalog: Catalog, storage: Storage) -> str:
     files, others = ([file.path for file in some] for some in (catalog.files, catalog.others))
-    return plan_output(
-        format,
-        wanted,
-        metadata={**catalog.metadata, **texts},
-        objects=[entry for name, entry in catalog.objects.items() if name not in texts],
-        nesting=catalog.nesting,
-        values=catalog.values,
-        extras=catalog.extras,
-        mesh=next((str(w.layout.mesh) for w in wanted.values() if w.layout), None),
-        max_shard_size=size,
-        base=base_of(files, others, config_of(storage) if "config.json" in others else None),
-    )
+    return base_of(files, others, config_of(storage) if "config.json" in others else None)
 
 
 def base_of(

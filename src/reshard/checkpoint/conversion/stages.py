@@ -9,29 +9,23 @@ An output is published only when it is complete; ``resume=True`` continues an in
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.conversion.build import Builder, begin
-from reshard.checkpoint.conversion.plan import ConversionPlan, plan_conversion
-from reshard.checkpoint.conversion.processes import ALONE, Team
-from reshard.checkpoint.conversion.report import ConvertReport
-from reshard.checkpoint.conversion.request import Request
-from reshard.checkpoint.conversion.source import check_outside_tensors
-from reshard.checkpoint.formats.reader import read_catalog
-from reshard.checkpoint.integrity.checksums import load_checksums
+from reshard.checkpoint.conversion.build import Builder, begin, check_outside_tensors
+from reshard.checkpoint.conversion.plan import ConversionPlan, Request, plan_conversion
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
+from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
+from reshard.checkpoint.publish.journal import ALONE, Team
 from reshard.checkpoint.publish.workplace import Workplace, free_bytes
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.storage.direct import MAX_COPY
-from reshard.checkpoint.storage.durable import named
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
-from reshard.checkpoint.transfer.windows import buffer_bytes
-from reshard.checkpoint.transfer.workers import Budget, collector_paused
+from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage.output_files import MAX_COPY, named
+from reshard.checkpoint.transfer.windows import Budget, buffer_bytes, collector_paused
 from reshard.errors import (
     CheckpointError,
     DamageError,
@@ -40,7 +34,7 @@ from reshard.errors import (
     UnfinishedError,
     UnsupportedError,
 )
-from reshard.text import parse_bytes
+from reshard.text import count, format_bytes, name_list, parse_bytes
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -48,7 +42,111 @@ if TYPE_CHECKING:
     from reshard.planning.names import Names
     from reshard.rules import Rules
 
-__all__ = ["convert"]
+__all__ = ["ConvertReport", "convert"]
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertReport:
+    """The figures of a conversion, or of its dry run."""
+
+    source: str
+    target: str
+    format: str
+    dry_run: bool
+    num_tensors: int
+    num_files: int
+    """Files that hold tensors, as ``inspect`` counts them."""
+    num_others: int
+    """Files that are copied unchanged: a config, a tokenizer."""
+    unique_bytes: int
+    """Bytes of all source tensors that are used, each element once."""
+    bytes_read: int
+    bytes_written: int
+    bytes_resumed: int
+    """Bytes that an earlier run had already written."""
+    memory: int
+    """The most bytes of all buffers."""
+    workers: int
+    disk_needed: int
+    disk_free: int | None
+    seconds: float | None
+    """Duration; None for a dry run."""
+    checksums: bool
+    was_complete: bool = False
+    """Whether an earlier run of the same request had written all of it."""
+    left_out: tuple[str, ...] = ()
+    """Entries and values that the format cannot hold, parts of tensors that no name takes, and
+    files of other tensors in the source folder.
+    """
+    left_alone: tuple[str, ...] = ()
+    """Files and folders at the destination that were not part of the replaced checkpoint."""
+    notes: tuple[str, ...] = ()
+    """Remarks on the source and the layouts."""
+    rank: int = 0
+    num_ranks: int = 1
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read per byte needed."""
+        return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
+
+    @property
+    def gb_per_second(self) -> float | None:
+        """Gigabytes written per second."""
+        return self.bytes_written / self.seconds / 1e9 if self.seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        rate = self.gb_per_second
+        extra = {"amplification": round(self.amplification, 4), "gb_per_second": rate}
+        names = ("left_out", "left_alone", "notes")
+        lists = {name: list(getattr(self, name)) for name in names}
+        return {**asdict(self), **lists, **extra}
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def _lines(self) -> list[str]:
+        tensors = count(self.num_tensors, "tensor")
+        if self.was_complete:
+            return [f"already complete: {self.target} has {tensors}, written by an earlier run"]
+        verb = "would write" if self.dry_run else "wrote"
+        lines = [
+            f"{verb} {tensors} to {self.target}",
+            f"  format   {self.format}, {self._files()}",
+            f"  read     {format_bytes(self.bytes_read)}, {self.amplification:.2f} x the tensors",
+            f"  written  {format_bytes(self.bytes_written)}{self._resumed()}",
+            f"  memory   {format_bytes(self.memory)} in buffers, workers: {self.workers}",
+        ]
+        if self.dry_run:
+            free = "unknown" if self.disk_free is None else format_bytes(self.disk_free)
+            lines.append(f"  disk     {format_bytes(self.disk_needed)} needed, {free} free")
+        lines += self._time()
+        if self.left_out:
+            reason = "no place in this format, taken by no name, or no part of the source"
+            lines.append(f"  left out {name_list(self.left_out)}: {reason}")
+        if self.left_alone:
+            reason = "no part of the checkpoint that is replaced"
+            lines.append(f"  kept     {name_list(self.left_alone)}: {reason}")
+        return lines + [f"  note     {note}" for note in self.notes[:5]]
+
+    def _files(self) -> str:
+        others = f", {self.num_others} copied that hold no tensors" if self.num_others else ""
+        return count(self.num_files, "file") + others
+
+    def _resumed(self) -> str:
+        resumed = format_bytes(self.bytes_resumed)
+        return f", and {resumed} by the run before" if self.bytes_resumed else ""
+
+    def _time(self) -> list[str]:
+        if self.seconds is None:
+            return []
+        rate = f", {self.gb_per_second:.2f} GB/s" if self.gb_per_second else ""
+        return [f"  time     {self.seconds:.1f} s{rate}"]
 
 
 def convert(
@@ -190,7 +288,9 @@ def _steps(builder: Builder) -> tuple[str, ...]:
         team.wait_for_all(place, builder.num_chunks())
     builder.seal()
     if remote is not None:
-        remote.upload(place, builder.plan.output.files, builder.identity)
+        sidecar = [SIDECAR] if (place.data / SIDECAR).exists() else []
+        remote.upload(place.data, [*builder.plan.paths, *sidecar], builder.identity)
+        place.finish()
         return ()
     return place.publish(builder.request.overwrite, builder.plan.paths)
 

@@ -1,13 +1,10 @@
 """Checkpoint formats: every reader produces a Catalog, every writer plans an Output.
 
-reader        recognises the format and reads it into a catalog
-writer        plans the files of an output in any format
+reader        opens a checkpoint, recognises its format and reads it into a catalog
 output        the plan of an output: its files, and the place of every box
-findings      problems found while reading, collected
-checks        checks of numbers that come from files
-file_names    meaning of file names
-completeness  files and tensors that should be there
+checks        checks of values from files, problems found, meaning of file names
+ranks         files with the local tensors of one rank each
+distcp        folders of torch.distributed.checkpoint
 safetensors   whole tensors, boxes, or tensors of one rank
 torch         torch.save and torch.distributed.checkpoint, without torch
-ranks         files with the local tensors of one rank each
 """

@@ -14,7 +14,7 @@ import numpy as np
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.base import TENSOR_FILES, StoredFile
+from reshard.checkpoint.storage.local import TENSOR_FILES, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CoverageError, LayoutError
 from reshard.layout.boxlist import listed_of
@@ -23,15 +23,9 @@ from reshard.layout.layout import Layout
 from reshard.text import quoted
 
 __all__ = [
-    "Literal",
-    "ObjectCopy",
-    "Output",
-    "OutputTensor",
-    "Owned",
-    "Wanted",
-    "count_tensor_files",
+    "Literal", "ObjectCopy", "Output", "OutputTensor", "Owned", "Wanted", "count_tensor_files",
     "owned_boxes",
-]
+]  # fmt: skip
 
 
 def count_tensor_files(files: Iterable[StoredFile]) -> int:

@@ -1,4 +1,4 @@
-"""Recognises the format of a checkpoint and reads it into a catalog.
+"""Opens a checkpoint, recognises its format and reads it into a catalog.
 
 .metadata                               torch's distributed checkpoint
 __0.metadata, __1.metadata, ...         the same, written by ranks without collectives
@@ -15,23 +15,160 @@ any other name                          one of the two above, recognised by its 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.completeness import check_committed, check_expected
-from reshard.checkpoint.formats.file_names import is_distcp
-from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.storage.base import TENSOR_FILES, Storage, StoredFile
-from reshard.errors import CheckpointError
+from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.formats.checks import Findings, is_distcp
+from reshard.checkpoint.storage.local import (
+    COMMITTED,
+    TENSOR_FILES,
+    LocalStorage,
+    Storage,
+    StoredFile,
+    plain_path,
+)
+from reshard.checkpoint.storage.remote import RemoteStorage
+from reshard.errors import CheckpointError, DamageError, MeshError, ReshardError, RulesError
 from reshard.text import and_more, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["read_catalog", "survey_catalog"]
+__all__ = [
+    "as_mesh", "as_rules", "check_committed", "check_expected", "config_of", "open_storage",
+    "read_catalog", "survey_catalog",
+]  # fmt: skip
+
+MAX_COMMITTED = 1 << 28
+MAX_CONFIG = 1 << 20
+
+
+def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Findings) -> None:
+    """Note files that are missing or have another size than when they were uploaded.
+
+    The file that ends an upload lists all others; it also shows that a local copy is complete.
+    """
+    present = {file.path: file.size for file in listed}
+    if COMMITTED not in present:
+        return
+    for path, size in _uploaded_sizes(storage, present[COMMITTED]).items():
+        found = present.get(path)
+        if found is None:
+            findings.found(
+                f"{storage.where(path)} is missing: {COMMITTED} says that it was uploaded with "
+                f"{size} bytes"
+            )
+        elif found != size:
+            findings.found(
+                f"{storage.where(path)} has {found} byte{'s' * (found != 1)} and {COMMITTED} says "
+                f"that it was uploaded with {size}: restore it from a copy"
+            )
+
+
+def _uploaded_sizes(storage: Storage, size: int) -> dict[str, int]:
+    where = storage.where(COMMITTED)
+    if size > MAX_COMMITTED:
+        raise DamageError(f"{where} has {size} bytes, at most {MAX_COMMITTED} are read")
+    try:
+        data = json.loads(storage.read(COMMITTED, 0, size))
+    except (ValueError, RecursionError):
+        data = None
+    files = data.get("files") if isinstance(data, dict) else None
+    if not isinstance(files, dict) or any(type(one) is not int for one in files.values()):
+        raise DamageError(
+            f"{where} is not what reshard writes: restore it from a copy, or delete it"
+        )
+    return files
+
+
+def config_of(storage: Storage) -> Mapping[str, Any] | None:
+    """The ``config.json`` of a folder; None if it is absent or cannot be read."""
+    try:
+        size = storage.size("config.json")
+        config = json.loads(storage.read("config.json", 0, min(size, MAX_CONFIG)))
+    except (ReshardError, ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None
+
+
+def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> None:
+    """Note tensors that are shorter than config.json says.
+
+    Torch's sharded files do not have the global shapes, so without its last shard a tensor looks
+    like one of a smaller model. For known models the config has the shapes.
+    """
+    if not any(file.path == "config.json" for file in catalog.others):
+        return
+    from reshard.rules.models import tensors
+
+    try:
+        known = tensors(config_of(storage) or {})
+    except ReshardError:  # an unknown model
+        return
+    for name, tensor in catalog.tensors.items():
+        shape = known[name][0] if name in known else tensor.shape
+        if len(shape) == len(tensor.shape) and _is_cut_off(tensor, shape):
+            findings.found(
+                f"{storage.root}: tensor {quoted(name)} reaches to {tensor.shape} and config.json "
+                f"says {tuple(shape)}: the last shard is missing"
+            )
+
+
+def _is_cut_off(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
+    """Whether the tensor is shorter in exactly one dim, and is split along that dim."""
+    differ = [dim for dim, size in enumerate(shape) if size != tensor.shape[dim]]
+    if len(differ) != 1 or shape[differ[0]] < tensor.shape[differ[0]]:
+        return False
+    whole = tensor.shape[differ[0]]
+    return any(piece.box.shape[differ[0]] < whole for piece in tensor.pieces)
+
+
+def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
+    """A mesh, or its text such as ``tp=4``."""
+    if mesh is None:
+        return None
+    from reshard.layout.mesh import Mesh
+
+    if isinstance(mesh, str):
+        return Mesh.parse(mesh)
+    if not isinstance(mesh, Mesh):
+        raise MeshError(f'mesh is {mesh!r:.60}: give a Mesh, or a text such as "dp=2 tp=4"')
+    return mesh
+
+
+def as_rules(
+    rules: Rules | str | Path | None,
+    storage: Storage,
+    *,
+    fsdp: str | None = None,
+    replicate: str | None = None,
+    by_config: bool = False,
+) -> Rules | None:
+    """Rules, or the name of a family or file; sizes they lack come from the config.json.
+
+    Without rules, ``by_config`` takes those of the family in the config.json.
+    """
+    if rules is None and not by_config:
+        return None
+    from reshard.rules import Rules
+
+    config = config_of(storage)
+    if isinstance(rules, Rules):
+        return rules.given(config=config, fsdp=fsdp, replicate=replicate)
+    if rules is not None and not isinstance(rules, str | Path):
+        raise RulesError(f"rules is {rules!r:.60}: give Rules, a family such as llama, or a file")
+    if rules is None and config is None:
+        raise RulesError(
+            f"{storage.root} has no config.json that names its model: give --rules (rules=) with a "
+            "family such as llama or a TOML file, or layouts"
+        )
+    return Rules.load(rules, config=config, fsdp=fsdp, replicate=replicate)
+
 
 HEAD = 64
 MAX_OPENED = 256
@@ -86,11 +223,11 @@ def _read(
             raise CheckpointError(
                 f"{storage.root} is one file of a .distcp folder: name the folder"
             )
-        from reshard.checkpoint.formats.ranks.distcp import read_distcp_folder
+        from reshard.checkpoint.formats.distcp import read_distcp_folder
 
         return read_distcp_folder(storage, listed, findings, rules, mesh)
     if rules is not None:
-        from reshard.checkpoint.formats.ranks.by_rules import read_by_rules
+        from reshard.checkpoint.formats.ranks import read_by_rules
 
         return read_by_rules(storage, listed, findings, rules, mesh)
     if kind == "torch" and mesh is not None:
@@ -115,15 +252,19 @@ def _read_safetensors(
     mesh: Mesh | None,
 ) -> Catalog:
     """The catalog of safetensors files, whose metadata shows which kind they are."""
-    from reshard.checkpoint.formats.safetensors.own_metadata import SHARDING
-    from reshard.checkpoint.formats.safetensors.reader import read_headed, read_whole
-    from reshard.checkpoint.formats.safetensors.sharded import check_counts, read_sharded
+    from reshard.checkpoint.formats.safetensors.header import SHARDING
+    from reshard.checkpoint.formats.safetensors.reader import (
+        check_counts,
+        read_headed,
+        read_sharded,
+        read_whole,
+    )
 
     files, headed = read_headed(storage, listed, named, findings)
     check_counts(storage.root, files, headed, mesh, findings)
     own = [one.own for one in headed if one.own is not None]
     if any(file.rank is not None and file.mesh is not None for file in own):
-        from reshard.checkpoint.formats.ranks.by_rules import read_own_ranks
+        from reshard.checkpoint.formats.ranks import read_own_ranks
 
         return read_own_ranks(storage, listed, headed, findings)
     if any(SHARDING in one.header.metadata for one in headed):
@@ -206,3 +347,12 @@ def _no_checkpoint(root: str, paths: Sequence[str]) -> CheckpointError:
         f"{root} is no checkpoint: it holds {shown}, and no .safetensors, .metadata with "
         ".distcp, .pt, .pth, .bin or .ckpt"
     )
+
+
+def open_storage(root: str | Path) -> Storage:
+    """A folder, a single file, or the address of either, to be read by byte ranges.
+
+    What has no ``://`` is local. Raises if the root does not exist; no file is opened yet.
+    """
+    text = plain_path(root)
+    return RemoteStorage(text) if "://" in text else LocalStorage(text)

@@ -29,7 +29,7 @@ from reshard.checkpoint.live.read_shares import ReadRequest
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.checkpoint.transfer.source import Source
-from reshard.checkpoint.transfer.workers import in_order
+from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError
 from reshard.layout.box import Box

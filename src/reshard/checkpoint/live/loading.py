@@ -8,38 +8,35 @@ The ranks share the reading of the rest, and send each other what they have read
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
 from reshard.checkpoint.live.direct_reads import DirectReader, split_requests
 from reshard.checkpoint.live.entries import Entries, Memory, entries_of
-from reshard.checkpoint.live.match import Match, Strict, check_strict, match_tensors
+from reshard.checkpoint.live.match import CatalogSummary, Match, Strict, check_strict, match_tensors
 from reshard.checkpoint.live.read_shares import Batch, Limits, ReadRequest, batches_of
-from reshard.checkpoint.live.reports import LoadReport
-from reshard.checkpoint.live.scatter import Scatter
 from reshard.checkpoint.live.shared_reads import (
     CrcRecords,
+    Scatter,
     ShareData,
     ShareReader,
     are_small,
     copy_small,
     read_small,
 )
-from reshard.checkpoint.live.summary import CatalogSummary
 from reshard.checkpoint.publish.journal import boot_id
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.source import Source
 from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source_of
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError
@@ -49,15 +46,69 @@ from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
 from reshard.tensors.merging import merge_specs
-from reshard.text import format_bytes, parse_bytes
+from reshard.text import count, format_bytes, name_list, parse_bytes
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["load"]
+__all__ = ["LoadReport", "load"]
 
 SMALLEST_MEMORY = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The figures of a load; bytes are those of all ranks together."""
+
+    source: str
+    format: str
+    num_tensors: int
+    unique_bytes: int
+    """Bytes of the stored tensors that any rank needs, each once."""
+    bytes_read: int
+    bytes_moved: int
+    """Bytes that were sent from the rank that read them to another."""
+    seconds: float
+    checked: bool
+    """Whether there were digests, which were compared."""
+    num_ranks: int = 1
+    missing: tuple[str, ...] = ()
+    """Names that the checkpoint lacks (``strict=False``): these tensors are unchanged."""
+    tied: tuple[str, ...] = ()
+    """Names whose memory was loaded under another name, to which they are tied."""
+    unexpected: tuple[str, ...] = ()
+    """Names that only the checkpoint has."""
+    left_alone: tuple[str, ...] = ()
+    """Entries of the state dict that are not tensors."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read per byte needed."""
+        return self.bytes_read / self.unique_bytes if self.unique_bytes else 1.0
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps({**asdict(self), "amplification": round(self.amplification, 4)})
+
+    def __str__(self) -> str:
+        read = f"{format_bytes(self.bytes_read)}, {self.amplification:.2f} x what is needed"
+        lines = [
+            f"loaded {count(self.num_tensors, 'tensor')} from {self.source}",
+            f"  format   {self.format}{', checked' * self.checked}",
+            f"  read     {read}, by {count(self.num_ranks, 'rank')}",
+            f"  moved    {format_bytes(self.bytes_moved)} between ranks",
+            f"  time     {self.seconds:.1f} s",
+        ]
+        for word, names in (
+            ("missing", self.missing),
+            ("tied", self.tied),
+            ("unused", self.unexpected),
+            ("no tensor", self.left_alone),
+        ):
+            lines += [f"  {word:<8} {name_list(names)}"] if names else []
+        return "\n".join([*lines, *(f"  note     {note}" for note in self.notes[:5])])
 
 
 def load(

@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +23,11 @@ import torch
 
 from reshard.checkpoint.catalog import StoredObject
 from reshard.checkpoint.formats.output import Wanted, count_tensor_files
-from reshard.checkpoint.formats.writer import plan_output
+from reshard.checkpoint.formats.safetensors.writer import sharded
+from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder
 from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
-from reshard.checkpoint.live.reports import SaveReport
 from reshard.checkpoint.live.write_shares import (
     SavePlan,
     Writer,
@@ -37,21 +37,62 @@ from reshard.checkpoint.live.write_shares import (
     writers_of,
 )
 from reshard.checkpoint.publish.workplace import Workplace
-from reshard.checkpoint.storage.durable import replace_file
-from reshard.checkpoint.storage.output_files import OutputFiles
+from reshard.checkpoint.storage.output_files import OutputFiles, replace_file
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
 from reshard.tensors.merging import merge_specs
-from reshard.text import quoted
+from reshard.text import count, format_bytes, name_list, quoted
 
-__all__ = ["save"]
+__all__ = ["SaveReport", "save"]
 
 FORMATS = ("sharded", "distcp")
 SEEN_WITHIN = 10.0
 """Seconds in which a new folder becomes visible to other ranks, on a slow file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveReport:
+    """The figures of a save; bytes are those of all ranks together."""
+
+    target: str
+    format: str
+    num_tensors: int
+    num_files: int
+    """Files that hold tensors."""
+    unique_bytes: int
+    """Bytes of all tensors, each once."""
+    bytes_written: int
+    """Bytes of all files."""
+    busiest_bytes: int
+    """The most bytes that one rank has written."""
+    seconds: float
+    checksums: bool
+    num_ranks: int = 1
+    left_out: tuple[str, ...] = ()
+    """Entries that are not tensors and that the format cannot hold."""
+    left_alone: tuple[str, ...] = ()
+    """Files and folders at the destination that were not part of the replaced checkpoint."""
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        files = count(self.num_files, "file")
+        ranks = f"by {count(self.num_ranks, 'rank')}"
+        busiest = f"at most {format_bytes(self.busiest_bytes)} by one"
+        lines = [
+            f"saved {count(self.num_tensors, 'tensor')} to {self.target}",
+            f"  format   {self.format}, {files}{', with checksums' * self.checksums}",
+            f"  written  {format_bytes(self.bytes_written)} {ranks}, {busiest}",
+            f"  time     {self.seconds:.1f} s",
+        ]
+        lines += [f"  left out {name_list(self.left_out)}"] if self.left_out else []
+        lines += [f"  kept     {name_list(self.left_alone)}"] if self.left_alone else []
+        return "\n".join(lines)
 
 
 def save(
@@ -87,7 +128,7 @@ def save(
         seconds=time.monotonic() - began,
         checksums=checksums,
         num_ranks=len(agreement.ranks),
-        left_out=plan.output.left_out if format == "distcp" else tuple(saved.others),
+        left_out=() if format == "distcp" else tuple(saved.others),
         left_alone=kept,
     )
 
@@ -234,11 +275,11 @@ def _planned(saved: _Saved, format: str, agreement: Agreement) -> SavePlan:
         name: Wanted(spec.shape, spec.dtype, spec.layout, owned[name])
         for name, spec in specs.items()
     }
-    keeps = format == "distcp"
-    objects = [StoredObject(name, 0, 0, size) for name, (_, size) in saved.others.items() if keeps]
-    output = plan_output(
-        format, wanted, metadata={}, objects=objects, nesting=saved.keys, mesh=mesh
-    )
+    if format == "distcp":
+        objects = [StoredObject(name, 0, 0, size) for name, (_, size) in saved.others.items()]
+        output = distcp(wanted, objects, saved.keys)
+    else:
+        output = sharded(wanted, {}, mesh)
     writers = writers_of(output, owned, agreement.ranks[0])
     return SavePlan(
         specs, owned, output, writers, {n: rank for n, (rank, _) in saved.others.items()}

@@ -1,5 +1,7 @@
 """Reads tensors that several ranks need: every rank reads its share of a batch, each byte once.
 
+What the ranks have read goes to the ranks that need it with one move for each batch.
+
 Where there is no digest, a rank also reads and compares the elements that are stored a second time;
 they are part of one share as well. Small replicated tensors, such as norms and biases of tensor
 parallel models, are read by the first rank and sent with the last agreement of the load: a move for
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 from base64 import b64decode, b64encode
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,16 +21,21 @@ import torch
 
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
-from reshard.checkpoint.live.entries import View, part_of
+from reshard.checkpoint.live.entries import RankBoxes, View, part_of
 from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
 from reshard.checkpoint.piece_table import PieceTable, slabs
 from reshard.checkpoint.transfer.source import Source, SourceReads
 from reshard.checkpoint.transfer.transfers import Transfer
-from reshard.checkpoint.transfer.windows import Buffers, compare, fill, within
-from reshard.checkpoint.transfer.workers import in_order
+from reshard.checkpoint.transfer.windows import Buffers, compare, fill, in_order, within
 from reshard.layout.box import Box
+from reshard.layout.layout import Layout
+from reshard.layout.spec import TensorSpec
+from reshard.planning.plans import plan
+from reshard.tensors.agreement import Agreement
 
-__all__ = ["CrcRecords", "ShareData", "ShareReader", "are_small", "copy_small", "read_small"]
+__all__ = [
+    "CrcRecords", "Scatter", "ShareData", "ShareReader", "are_small", "copy_small", "read_small",
+]  # fmt: skip
 
 LOCAL_WORKERS = 2
 REMOTE_WORKERS = 16
@@ -183,3 +190,109 @@ def copy_small(
         tensor = torch.from_numpy(data).view(kind).reshape(transfer.shape)
         for view in views.get(name, ()):
             view[1].copy_(part_of((Box.whole(transfer.shape), tensor), view[0]))
+
+
+class Scatter:
+    """Writes what the ranks have read into the tensors of a state dict."""
+
+    def __init__(
+        self,
+        agreement: Agreement,
+        requests: Mapping[str, ReadRequest],
+        specs: Mapping[str, TensorSpec],
+        tensors: Mapping[str, torch.Tensor],
+        memory: int,
+    ) -> None:
+        self.bytes_moved = 0
+        self._boxes = RankBoxes()
+        self._agreement, self._requests, self._specs, self._memory = (
+            agreement,
+            requests,
+            specs,
+            memory,
+        )
+        self.views: Mapping[str, Sequence[View]] = {
+            name: self._boxes.views(tensors[name], spec.shape, agreement.rank)
+            for name, spec in specs.items()
+            if name in tensors
+        }
+
+    def move(self, batch: Batch, read: Sequence[ShareData]) -> None:
+        """Write a batch into the tensors of all ranks."""
+        if len(self._agreement.ranks) == 1:
+            for one in read:
+                _copy(one, self.views.get(one.share.name, []))
+            return
+        have: dict[str, TensorSpec] = {}
+        want: dict[str, TensorSpec] = {}
+        given: dict[str, torch.Tensor] = {}
+        into: dict[str, torch.Tensor] = {}
+        mine = {(one.share.name, one.share.window): one for one in read}
+        for share in batch.shares:
+            source = self._source(share, is_first=not have)
+            here = mine.get((share.name, share.window))
+            for number, destination in self._destinations(share):
+                name = f"{share.name} {share.window}" + f" part {number}" * (number > 0)
+                have[name], want[name] = source, destination
+                if here is not None:
+                    given[name] = _local(here)
+                into |= self._destination(name, share, number)
+        if have:
+            scatter = plan(have, want, memory=self._memory)
+            self.bytes_moved += scatter.summary().wire_bytes
+            scatter.run(
+                given,
+                into=into,
+                group=self._agreement.group,
+                timeout=self._agreement.timeout,
+                progress=False,
+                sync=True,
+            )
+
+    def _source(self, share: Share, is_first: bool) -> TensorSpec:
+        """The boxes that ranks have read; the first tensor lists all ranks: each move has these."""
+        transfer = self._requests[share.name].transfer
+        ranks = self._agreement.ranks if is_first else share.boxes
+        boxes = {rank: share.boxes.get(rank, ()) for rank in ranks}
+        return TensorSpec(transfer.shape, transfer.have, Layout.from_boxes(transfer.shape, boxes))
+
+    def _destinations(self, share: Share) -> Iterator[tuple[int, TensorSpec]]:
+        """The parts of a window on the ranks: their first boxes in it, their second, and so on.
+
+        A rank has at most one box in each, so that the box is a view of its tensor.
+        """
+        spec = self._specs[share.name]
+        inside = {
+            rank: [box & share.window for box in boxes]
+            for rank, boxes in self._boxes.of(spec.layout, spec.shape).items()
+        }
+        for number in range(max(map(len, inside.values()), default=0)):
+            boxes = {
+                rank: (held[number],)
+                for rank, held in inside.items()
+                if number < len(held) and held[number].size
+            }
+            if boxes:
+                layout = Layout.from_boxes(spec.shape, boxes)
+                yield number, TensorSpec(spec.shape, spec.dtype, layout)
+
+    def _destination(self, name: str, share: Share, number: int) -> dict[str, torch.Tensor]:
+        """The memory of this rank for a destination, if it has any."""
+        views = self.views.get(share.name, [])
+        if number >= len(views) or not (views[number][0] & share.window).size:
+            return {}
+        return {name: part_of(views[number], share.window)}
+
+
+def _local(one: ShareData) -> torch.Tensor:
+    """The data in the shape of a local tensor with a layout of boxes."""
+    return one.local.view(one.boxes[0].shape) if len(one.boxes) == 1 else one.local
+
+
+def _copy(one: ShareData, views: Sequence[View]) -> None:
+    """Copy what a single process has read into its own tensors."""
+    for box, part in one.parts():
+        for view in views:
+            common: Box = view[0] & box
+            if common.size:
+                part_of(view, box).copy_(part_of((box, part), common))

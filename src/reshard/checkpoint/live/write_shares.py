@@ -17,7 +17,7 @@ from reshard.checkpoint.live.entries import RankBoxes, View, part_of
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import sums_of
-from reshard.checkpoint.transfer.workers import in_order
+from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of

@@ -1,11 +1,12 @@
-"""Local folders and files, read with ``pread``; and the choice between local and remote.
+"""Files below one root, read by byte ranges: the interface of a storage, and local files.
 
-Files are not mapped into memory, because mapped pages count as memory of the process.
+Local files are read with ``pread`` and not mapped, because mapped pages count as memory of the
+process.
 
 >>> import tempfile
 >>> folder = tempfile.mkdtemp()
 >>> _ = Path(folder, "a.bin").write_bytes(b"0123456789")
->>> with open_storage(folder) as store:
+>>> with LocalStorage(folder) as store:
 ...     store.list(), bytes(store.read("a.bin", 2, 3))
 ((StoredFile(path='a.bin', size=10),), b'234')
 """
@@ -14,26 +15,197 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, suppress
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
+from typing import Generic, Self, TypeVar
 
-from reshard.checkpoint.storage.base import (
-    MAX_FILES,
-    OURS,
-    Range,
-    Storage,
-    StoredFile,
-    check_path,
-    plain_path,
-)
-from reshard.checkpoint.storage.open_files import OpenFile, OpenFiles
-from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.text import quoted
 
-__all__ = ["LocalStorage", "open_storage"]
+__all__ = [
+    "COMMITTED", "MAX_FILES", "OURS", "REQUEST", "TENSOR_FILES", "LocalStorage", "OpenFile",
+    "OpenFiles", "Range", "Storage", "StoredFile", "check_path", "plain_path",
+]  # fmt: skip
+
+OURS = ".reshard"
+"""Prefix of our own files (locks, journals), which are never part of a checkpoint."""
+REQUEST = f"{OURS}-request.json"
+"""Names the conversion that wrote a folder without checksums."""
+COMMITTED = "_RESHARD_COMMITTED"
+"""Written last where folders cannot be renamed."""
+TENSOR_FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".pth.tar")
+"""Suffixes of files that hold tensors."""
+MAX_FILES = 1 << 20
+
+Range = tuple[str, int, int]
+"""A path, the first byte, and the number of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """A file of a checkpoint: its path below the root, with ``/`` between parts, and its size."""
+
+    path: str
+    size: int
+
+
+def plain_path(address: str | Path) -> str:
+    """The path of a local address; any other address unchanged.
+
+    >>> plain_path("file:///ckpt"), plain_path("s3://bucket/ckpt")
+    ('/ckpt', 's3://bucket/ckpt')
+    """
+    return str(address).removeprefix("file://").removeprefix("local://")
+
+
+def check_path(path: str) -> str:
+    """Refuse a path that is absolute or leaves the root.
+
+    >>> check_path("mp_rank_00/model.pt")
+    'mp_rank_00/model.pt'
+    """
+    parts = path.split("/")
+    bad = not path or "\0" in path or "\\" in path or any(p in ("", ".", "..") for p in parts)
+    if bad:
+        raise UnsupportedError(
+            f"the path {quoted(path)} leaves its checkpoint or is none: "
+            "only plain paths below the checkpoint's folder are read"
+        )
+    return path
+
+
+class Storage(ABC):
+    """Files below one root, read by byte ranges; safe to use from several threads."""
+
+    root: str
+    """The path or address that was opened."""
+    is_local: bool
+    is_file: bool
+    """Whether the root is a single file."""
+
+    @abstractmethod
+    def list(self) -> tuple[StoredFile, ...]:
+        """All regular files below the root, sorted, without hidden folders and our own files."""
+
+    @abstractmethod
+    def size(self, path: str) -> int:
+        """The size of a file in bytes."""
+
+    @abstractmethod
+    def versions(self, paths: Sequence[str]) -> Sequence[str | None]:
+        """A text per file that changes when the file is rewritten; None where the store has none.
+
+        Reads the current state, not what was known before.
+        """
+
+    @abstractmethod
+    def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file; DamageError if the file ends before."""
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Bytes of a file; DamageError, before anything is allocated, if it does not have them."""
+        self._check_range(path, offset, length)
+        buffer = bytearray(length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        """Many small ranges; those of a remote storage are requested concurrently."""
+        return [self.read(*wanted) for wanted in ranges]
+
+    def where(self, path: str) -> str:
+        """The full path or address of a file, for errors."""
+        return self.root if self.is_file else f"{self.root}/{path}"
+
+    def close(self) -> None:
+        """Close all open files."""
+        return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _check_range(self, path: str, offset: int, length: int) -> None:
+        size = self.size(path)
+        if not (0 <= offset <= size and 0 <= length <= size - offset):
+            raise DamageError(
+                f"{self.where(path)}: bytes {offset} to {offset + length} are wanted and the file "
+                f"has {size}: it is cut short, or what points into it is wrong"
+            )
+
+
+MAX_OPEN = 128
+"""Files that stay open while no thread uses them."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(slots=True)
+class OpenFile:
+    """An open file, and the number of threads that use it."""
+
+    descriptor: int
+    size: int
+    direct: int | None = None
+    """A second descriptor for direct writes, where the file system supports them."""
+    users: int = 0
+
+    def close(self) -> None:
+        """Close both descriptors."""
+        os.close(self.descriptor)
+        if self.direct is not None:
+            os.close(self.direct)
+
+
+class OpenFiles(Generic[Key]):
+    """Open files by key, opened when first used; safe to use from several threads."""
+
+    def __init__(self, open_file: Callable[[Key], OpenFile]) -> None:
+        self._open_file = open_file
+        self._lock = threading.Lock()
+        self._files: OrderedDict[Key, OpenFile] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @contextmanager
+    def using(self, key: Key) -> Iterator[OpenFile]:
+        """A file that stays open inside the ``with`` block."""
+        with self._lock:
+            file = self._files.get(key)
+            if file is None:
+                self._close_idle()
+                file = self._files[key] = self._open_file(key)
+            self._files.move_to_end(key)
+            file.users += 1
+        try:
+            yield file
+        finally:
+            with self._lock:
+                file.users -= 1
+
+    def close(self) -> None:
+        """Close all files."""
+        with self._lock:
+            for file in self._files.values():
+                file.close()
+            self._files.clear()
+
+    def _close_idle(self) -> None:
+        """Make room for one more file; files in use stay open."""
+        idle = [key for key, file in self._files.items() if not file.users]
+        for key in idle[: max(len(self._files) + 1 - MAX_OPEN, 0)]:
+            self._files.pop(key).close()
+
 
 MAX_DEPTH = 32
 SHORT = 1 << 20
@@ -41,15 +213,6 @@ SHORT = 1 << 20
 
 Identity = tuple[int, int, int, int, int]
 """Device, inode, size, and the times of the last write and the last change of a file."""
-
-
-def open_storage(root: str | Path) -> Storage:
-    """A folder, a single file, or the address of either, to be read by byte ranges.
-
-    What has no ``://`` is local. Raises if the root does not exist; no file is opened yet.
-    """
-    text = plain_path(root)
-    return RemoteStorage(text) if "://" in text else LocalStorage(text)
 
 
 class LocalStorage(Storage):

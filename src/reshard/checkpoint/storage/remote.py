@@ -1,12 +1,15 @@
-"""Files behind an fsspec address (s3, gcs, http, memory and others), read by byte ranges."""
+"""Files behind an fsspec address (s3, gcs, http, memory): read by byte ranges, and uploaded."""
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from reshard.checkpoint.storage.base import (
+from reshard.checkpoint.storage.local import (
+    COMMITTED,
     MAX_FILES,
     OURS,
     TENSOR_FILES,
@@ -15,9 +18,9 @@ from reshard.checkpoint.storage.base import (
     StoredFile,
     check_path,
 )
-from reshard.errors import CheckpointError, DamageError
+from reshard.errors import CheckpointError, DamageError, TargetError, UnfinishedError
 
-__all__ = ["RemoteStorage"]
+__all__ = ["RemoteStorage", "RemoteTarget"]
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -40,7 +43,7 @@ class RemoteStorage(Storage):
         self.root = root.rstrip("/")
         self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
-        self._files, self._base = self._connect(root)
+        self._files, self._base = _connect(root)
         self._only: str | None = None
         self.is_file = False
         info = self._call(self.root, "info", self._base)
@@ -136,15 +139,6 @@ class RemoteStorage(Storage):
             self._sizes[path] = size
         return size
 
-    def _connect(self, root: str) -> tuple[Any, str]:
-        try:
-            from fsspec.core import url_to_fs
-
-            files, base = url_to_fs(root)
-        except (ImportError, ValueError) as error:
-            raise CheckpointError(f"{root} cannot be reached: {_one_line(error)}") from None
-        return files, str(base).rstrip("/")
-
     def _call(self, where: str, method: str, *arguments: object, **options: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""
         try:
@@ -154,6 +148,94 @@ class RemoteStorage(Storage):
         except Exception as error:
             kind = type(error).__name__
             raise CheckpointError(f"{where}: {method} failed: {kind}: {_one_line(error)}") from None
+
+
+class RemoteTarget:
+    """An address to write a checkpoint to: uploaded file by file, then committed.
+
+    An object store cannot rename a folder. The file ``_RESHARD_COMMITTED``, which is written last
+    and lists every file with its size, tells readers that the checkpoint is complete.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address.rstrip("/")
+        self._files, self._base = _connect(self.address)
+
+    def check_absent(self, source: str, overwrite: bool) -> None:
+        """Refuse the source's address, or one at which something is: it cannot be replaced."""
+        mine, other = f"{self.address}/", f"{source.rstrip('/')}/"
+        if mine.startswith(other) or other.startswith(mine):
+            raise TargetError(
+                f"the destination {self.address} and the source {source} are the same or contain "
+                "each other: choose a destination outside of the source"
+            )
+        if not self._ask("exists", self._base) or not self._ask("find", self._base):
+            return
+        advice = "remove it first, or choose another address"
+        if self._ask("exists", f"{self._base}/{COMMITTED}") or not overwrite:
+            raise TargetError(
+                f"{self.address} exists, and an object store cannot exchange it in one step: "
+                f"{advice}"
+            )
+
+    def is_result(self, request: Mapping[str, Any]) -> bool:
+        """Whether the address holds the result of this very conversion."""
+        marker = f"{self._base}/{COMMITTED}"
+        if not self._ask("exists", marker):
+            return False
+        try:
+            found = json.loads(self._ask("cat_file", marker))
+        except ValueError:
+            return False
+        return isinstance(found, dict) and found.get("request") == request
+
+    def upload(self, folder: Path, paths: Sequence[str], request: Mapping[str, Any]) -> None:
+        """Upload these files of a folder, compare their sizes, and commit."""
+        sizes = {path: (folder / path).stat().st_size for path in paths}
+        self._check_strangers(paths)
+        for path, size in sizes.items():
+            self._ask("put_file", str(folder / path), f"{self._base}/{path}")
+            found = self._ask("size", f"{self._base}/{path}")
+            if found != size:
+                raise UnfinishedError(
+                    f"{self.address}/{path} has {found} bytes and {size} were sent; "
+                    "--resume sends it again"
+                )
+        text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
+        self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
+
+    def _check_strangers(self, paths: Sequence[str]) -> None:
+        """Refuse files at the address that would be read together with ours."""
+        found = self._ask("find", self._base) if self._ask("exists", self._base) else []
+        names = {str(name).removeprefix(self._base).lstrip("/") for name in found}
+        if strange := sorted(names - {*paths, COMMITTED}):
+            raise UnfinishedError(
+                f"{self.address}/{strange[0]} is there and not of this checkpoint: remove it and "
+                "give --resume"
+            )
+
+    def _ask(self, method: str, *arguments: object) -> Any:
+        """Call fsspec, whose implementations raise whatever their client library raises."""
+        try:
+            return getattr(self._files, method)(*arguments)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {_one_line(error)}"
+            if method in ("exists", "find"):  # asked before anything is done
+                raise TargetError(f"{self.address} cannot be written: {reason}") from None
+            raise UnfinishedError(
+                f"{self.address}: {method} failed: {reason}; --resume tries again"
+            ) from None
+
+
+def _connect(address: str) -> tuple[Any, str]:
+    """The file system of an address, and the path of the address in it."""
+    try:
+        from fsspec.core import url_to_fs
+
+        files, base = url_to_fs(address)
+    except (ImportError, ValueError) as error:
+        raise CheckpointError(f"{address} cannot be reached: {_one_line(error)}") from None
+    return files, str(base).rstrip("/")
 
 
 def _version(info: Mapping[str, Any]) -> str | None:

@@ -22,9 +22,7 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity import digest
 from reshard.layout.box import Box, row_major
 
-__all__ = [
-    "CELLS", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles",
-]  # fmt: skip
+__all__ = ["CELLS", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles"]
 
 SMALL = 64 << 10
 """Bytes of the largest tensor that is packed."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
-from reshard.checkpoint.formats.reader import read_catalog
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
     Checker,
@@ -29,9 +29,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source_of
 from reshard.checkpoint.transfer.windows import Buffers, Replica, fill, replicas_of
 from reshard.dtypes import itemsize

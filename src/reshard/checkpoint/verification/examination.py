@@ -15,8 +15,7 @@ from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, damage
 from reshard.checkpoint.transfer.packing import SMALL, Pack, Packed, tiles
 from reshard.checkpoint.transfer.source import Source, StoredReader
-from reshard.checkpoint.transfer.windows import Buffers, bits_differ
-from reshard.checkpoint.transfer.workers import Budget, in_order
+from reshard.checkpoint.transfer.windows import Budget, Buffers, bits_differ, in_order
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError
 from reshard.layout.box import Box

@@ -18,16 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import Outline, left_over, rename_tensors
-from reshard.checkpoint.formats.findings import Findings
-from reshard.checkpoint.formats.reader import survey_catalog
+from reshard.checkpoint.formats.checks import Findings
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
-from reshard.checkpoint.storage.base import Storage
-from reshard.checkpoint.storage.local import open_storage
-from reshard.checkpoint.transfer.arguments import as_mesh, as_rules
+from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.source import Source, StoredReader
-from reshard.checkpoint.transfer.workers import Budget, Meter, collector_paused
-from reshard.checkpoint.verification.comparison import Difference, difference, differing_objects
+from reshard.checkpoint.transfer.windows import Budget, Meter, collector_paused
+from reshard.checkpoint.verification.differences import Difference, difference, differing_objects
 from reshard.checkpoint.verification.examination import Examination, Problem, examine
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError

@@ -9,16 +9,16 @@ from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.formats.output import Literal, Output, OutputTensor, Wanted, owned_boxes
-from reshard.checkpoint.formats.safetensors.header import build_header
-from reshard.checkpoint.formats.safetensors.own_metadata import (
+from reshard.checkpoint.formats.safetensors.header import (
     KEY,
     SHARDING,
     OwnMetadata,
     OwnTensor,
+    build_header,
     offsets_text,
 )
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.base import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, row_major

@@ -14,10 +14,8 @@ from operator import add, gt
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
-from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.formats.checks import Findings, checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.torch.archive import Archive, read_archives
-from reshard.checkpoint.formats.torch.plain_values import Visits, is_plain
 from reshard.checkpoint.formats.torch.tensors import (
     View,
     allow_tensors,
@@ -25,8 +23,8 @@ from reshard.checkpoint.formats.torch.tensors import (
     is_tensor,
     view_of,
 )
-from reshard.checkpoint.formats.torch.unpickler import Record, unpickle
-from reshard.checkpoint.storage.base import Range, Storage, StoredFile, check_path
+from reshard.checkpoint.formats.torch.unpickler import Record, Visits, is_plain, unpickle
+from reshard.checkpoint.storage.local import Range, Storage, StoredFile, check_path
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted

@@ -19,18 +19,20 @@ from reshard.checkpoint.formats.output import (
     Wanted,
     owned_boxes,
 )
-from reshard.checkpoint.formats.torch.archive_writer import ALIGNMENT, TensorArchive, value_archive
-from reshard.checkpoint.formats.torch.pickler import (
+from reshard.checkpoint.formats.torch.archive_writer import (
+    ALIGNMENT,
     Call,
     Fields,
-    Global,
     Instance,
     Pairs,
     Shared,
+    TensorArchive,
     pickled,
+    value_archive,
 )
+from reshard.checkpoint.formats.torch.unpickler import Global
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.base import StoredFile
+from reshard.checkpoint.storage.local import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 

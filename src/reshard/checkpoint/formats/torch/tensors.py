@@ -10,23 +10,16 @@ from typing import Any
 
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.torch.archive import Archive
-from reshard.checkpoint.formats.torch.pickler import Global
-from reshard.checkpoint.formats.torch.unpickler import Record
+from reshard.checkpoint.formats.torch.unpickler import Global, Record
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES",
-    "LocalTensor",
-    "View",
-    "allow_tensors",
-    "dtype_of",
-    "is_tensor",
-    "tensor_of",
+    "STORAGE_DTYPES", "LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of",
     "view_of",
-]
+]  # fmt: skip
 
 STORAGE_DTYPES = {
     "BoolStorage": "bool", "ByteStorage": "uint8", "CharStorage": "int8", "ShortStorage": "int16",

@@ -12,21 +12,31 @@ proportional to the size of the input.
 >>> unpickle(pickle.dumps(datetime.date(2026, 1, 2)), allow_none, "a.pkl")
 Traceback (most recent call last):
 reshard.errors.UnsupportedError: a.pkl: names datetime.date, which is not read: nothing was run
+
+Plain values are numbers, strings, bytes, and lists, tuples and dicts of them. Values that nest
+without end, or that refer to one list in thousands of places, are not plain: each visit of a value
+is counted, so that its text and its pickle are bounded by the size of the file.
+
+>>> is_plain([0.9, (1, None)], Visits(100)), is_plain([object()], Visits(100))
+(True, False)
+>>> as_json((0.9, 0.999)), as_json(b"raw")
+('[0.9, 0.999]', None)
 """
 
 from __future__ import annotations
 
 import io
+import json
 import pickle
 import struct
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from reshard.checkpoint.formats.torch.pickler import Global
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Record", "allow_none", "unpickle"]
+__all__ = ["Global", "Record", "Visits", "allow_none", "as_json", "is_plain", "unpickle"]
 
 MAX_NAME = 1 << 10
 """Characters of the name of a module, and of a name in it."""
@@ -39,6 +49,19 @@ MAX_TUPLE_KEYS = 1 << 13
 
 Allowed = Callable[[str, str], bool]
 """Whether a pickle may name this (module, name)."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Global:
+    """The name of a class or function in a module."""
+
+    module: str
+    name: str
+
+    @property
+    def path(self) -> str:
+        """Module and name, joined by a dot."""
+        return f"{self.module}.{self.name}"
 
 
 class Record:
@@ -295,3 +318,47 @@ def _steps() -> list[Callable[[Any], None]]:
 
 
 _STEPS = _steps()
+
+
+MAX_DEPTH = 32
+MAX_TEXT = 1 << 20
+"""Characters and bytes of all strings of one value."""
+
+_PLAIN = (str, bytes, int, float, type(None))  # bool is an int
+
+
+class Visits:
+    """The number of values that may still be visited."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+
+def is_plain(value: Any, visits: Visits) -> bool:
+    """Whether a value is plain and within the limits of one value."""
+    pending, text = [(value, 0)], 0
+    while pending:
+        found, depth = pending.pop()
+        visits.left -= 1
+        if isinstance(found, str | bytes):
+            text += len(found)
+        elif isinstance(found, list | tuple | dict):
+            inside = [*found, *found.values()] if isinstance(found, dict) else found
+            if depth >= MAX_DEPTH or len(inside) > visits.left:
+                return False
+            pending += [(one, depth + 1) for one in inside]
+        elif not isinstance(found, _PLAIN):
+            return False
+        if text > MAX_TEXT or visits.left < 0:
+            return False
+    return True
+
+
+def as_json(value: Any) -> str | None:
+    """A plain value as JSON; None if JSON cannot represent it, as with bytes or infinity."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return None

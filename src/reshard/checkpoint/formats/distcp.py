@@ -8,23 +8,25 @@ share names, rules give the layouts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.file_names import RANK_METADATA
-from reshard.checkpoint.formats.findings import Findings
+from reshard.checkpoint.catalog import Catalog, StoredObject
+from reshard.checkpoint.formats.checks import RANK_METADATA, Findings
+from reshard.checkpoint.formats.torch.archive import archive_crcs, read_archives
 from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
-from reshard.checkpoint.storage.base import Storage, StoredFile
-from reshard.errors import CheckpointError
+from reshard.checkpoint.formats.torch.tensors import allow_tensors
+from reshard.checkpoint.formats.torch.unpickler import Visits, as_json, is_plain, unpickle
+from reshard.checkpoint.storage.local import Range, Storage, StoredFile
+from reshard.errors import CheckpointError, DamageError
 from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["read_distcp_folder"]
+__all__ = ["object_texts", "read_distcp_folder"]
 
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
 
@@ -43,7 +45,7 @@ def read_distcp_folder(
     catalogs = [read_metadata(storage, listed, path, findings) for path in paths]
     catalog = _joined(catalogs)
     if ranks and rules is not None:
-        from reshard.checkpoint.formats.ranks.by_rules import join_by_rules
+        from reshard.checkpoint.formats.ranks import join_by_rules
 
         by_rank = dict(zip(ranks, catalogs, strict=True))
         catalog = join_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
@@ -141,3 +143,51 @@ def _others(
 
 def _is_stale(path: str) -> bool:
     return path.endswith(".distcp") or RANK_METADATA.match(path) is not None
+
+
+MAX_OBJECT = 1 << 16
+"""Bytes of an object that is read; larger ones are copied unread."""
+
+OBJECTS = 1024
+
+
+def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
+    """The objects of a ``.distcp`` that are plain values, as JSON.
+
+    Formats such as safetensors hold strings only, so they keep a step or a learning rate as text.
+    """
+    small = [entry for entry in catalog.objects.values() if entry.size <= MAX_OBJECT]
+    texts: dict[str, str] = {}
+    for first in range(0, len(small), OBJECTS):
+        texts |= _texts(storage, catalog, small[first : first + OBJECTS])
+    return texts
+
+
+def _texts(storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]) -> dict[str, str]:
+    """The texts of a batch of objects; one by one if an archive among them cannot be read."""
+    ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in entries]
+    texts: dict[str, str] = {}
+    try:
+        archives = read_archives(storage, ranges, MAX_OBJECT)
+        for entry, archive in zip(entries, archives, strict=True):
+            value = unpickle(archive.pickle, allow_tensors, archive.where)
+            text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
+            if text is not None:
+                texts[entry.name] = text
+    except CheckpointError as error:
+        if len(entries) == 1:
+            if isinstance(error, DamageError) and _is_archive(storage, ranges[0]):
+                raise
+            return {}  # not a plain value
+        for entry in entries:
+            texts |= _texts(storage, catalog, [entry])
+    return texts
+
+
+def _is_archive(storage: Storage, place: Range) -> bool:
+    """Whether a range of a file is an archive of ``torch.save``; no member is read."""
+    try:
+        archive_crcs(storage, place, 0)
+    except CheckpointError:
+        return False
+    return True

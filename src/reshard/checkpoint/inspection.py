@@ -1,0 +1,446 @@
+"""``inspect``: the tensors of a checkpoint with their layouts, its files and damage.
+
+    >>> report = inspect("ckpt")                                         # doctest: +SKIP
+    >>> report.num_tensors, report.num_bytes, report.damage              # doctest: +SKIP
+    (111, 2231111680, ())
+
+Only headers are read, and nothing slow is imported.
+
+Most files record boxes and not layouts, so the layout that the boxes of a tensor follow is
+recovered. Its axes are called x, y, z and so on; ``rep`` is an axis of replicas.
+
+    >>> recovered((8, 4), [Box((0, 0), (4, 4)), Box((4, 0), (8, 4))])
+    'x=2: x -'
+    >>> recovered((8, 4), [Box((0, 0), (3, 4)), Box((3, 0), (8, 4))])
+    'x=2: x[3,5] -'
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
+from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
+from reshard.checkpoint.storage.local import Storage, StoredFile
+from reshard.layout.box import Box
+from reshard.layout.coverage import grid_edges
+from reshard.text import align, and_more, count, format_bytes, quoted, shorten
+
+if TYPE_CHECKING:
+    from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
+
+__all__ = ["InspectedTensor", "Inspection", "inspect", "recovered", "table", "tree"]
+
+WHOLE = "whole"
+AXES = "xyzuvwabcdefghijklmnopqrst"
+MAX_SIZES = 16
+"""The most sizes of an uneven dim that are written out."""
+
+
+def recovered(shape: Sequence[int], boxes: Iterable[Box]) -> str:
+    """A mesh and a layout with these boxes, ``whole``, or else the number of boxes."""
+    held = Counter(box for box in boxes if box.size)
+    if not held:
+        return WHOLE if 0 in shape else "0 boxes"
+    copies = set(held.values())
+    edges = grid_edges(held)
+    if len(copies) > 1 or edges is None or len(edges) > len(AXES):
+        return f"{held.total()} boxes"
+    axes: dict[str, int] = {}
+    words: list[str] = []
+    for length, dim in zip(shape, edges, strict=True):
+        sizes = [stop - start for start, stop in pairwise(dim)]
+        if len(sizes) == 1 and sizes[0] == length:
+            words.append("-")
+            continue
+        axis = AXES[len(axes)]
+        axes[axis] = len(sizes)
+        word = _word(axis, length, dim[0], sizes)
+        if word is None:
+            return f"{held.total()} boxes"
+        words.append(word)
+    if copies != {1}:
+        axes["rep"] = copies.pop()
+    mesh = " ".join(f"{axis}={size}" for axis, size in axes.items())
+    return f"{mesh}: {' '.join(words) if axes.keys() - {'rep'} else '...'}" if mesh else WHOLE
+
+
+def _word(axis: str, length: int, start: int, sizes: Sequence[int]) -> str | None:
+    """The word for one dim; None if its parts do not cover it or are too many to write out."""
+    if start != 0 or sum(sizes) != length:
+        return None
+    chunk = -(-length // len(sizes))
+    if all(size == chunk for size in sizes[:-1]) and sizes[-1] <= chunk:
+        return axis
+    return f"{axis}[{','.join(map(str, sizes))}]" if len(sizes) <= MAX_SIZES else None
+
+
+MAX_ROWS = 60
+MAX_LINES = 20
+MAX_NAME = 64
+MAX_LAYOUT = 48
+MAX_TREE = 2000
+
+_NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])")
+
+
+def table(report: Inspection) -> str:
+    """Everything on a page: tensors that differ only in numbers of their names share a line."""
+    lines = [_headline(report), ""]
+    groups: dict[tuple[object, ...], list[InspectedTensor]] = {}
+    for tensor in report.tensors:
+        pattern = _NUMBER.sub("#", tensor.name)
+        groups.setdefault((pattern, tensor.shape, tensor.dtype, tensor.layout), []).append(tensor)
+    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "layout", "size")]
+    rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
+    lines += align(rows, right={4}) if report.tensors else []
+    if len(groups) > MAX_ROWS:
+        lines.append(f"and {len(groups) - MAX_ROWS} more kinds of tensors; --json lists all")
+    lines += [*_facts(report), *_findings(report)]
+    return "\n".join(lines)
+
+
+def tree(report: Inspection) -> str:
+    """The names as a tree, with the bytes and the number of tensors below each branch."""
+    top = _Branch()
+    for tensor in report.tensors:
+        top.add(tensor.name.split("."), tensor)
+    lines = [_headline(report), "", *_drawn(top, "")]
+    more = [f"and {len(lines) - MAX_TREE} more lines; --json lists all"]
+    lines = lines if len(lines) <= MAX_TREE else lines[:MAX_TREE] + more
+    return "\n".join([*lines, *_findings(report)])
+
+
+def _headline(report: Inspection) -> str:
+    state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
+    return (
+        f"{report.path}: {report.format}, {count(report.num_tensors, 'tensor')} of "
+        f"{format_bytes(report.num_bytes)} in {count(len(report.files), 'file')}, {state}"
+    )
+
+
+def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
+    first = group[0]
+    size = format_bytes(sum(tensor.num_bytes for tensor in group))
+    layout = shorten(_plain(first.layout), MAX_LAYOUT)
+    return _plain(_joined([t.name for t in group])), _dims(first.shape), first.dtype, layout, size
+
+
+def _joined(names: Sequence[str]) -> str:
+    """One name for many that differ in their numbers.
+
+    >>> _joined(["layers.0.w", "layers.1.w", "layers.2.w"])
+    'layers.{0-2}.w'
+    """
+    if len(names) == 1:
+        return shorten(names[0], MAX_NAME)
+    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
+    ranges = iter([_range(sorted({int(number) for number in column})) for column in columns])
+    return shorten(_NUMBER.sub(lambda _: next(ranges), names[0]), MAX_NAME)
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """A number, or several in braces: ``{0-31}`` or ``{0,2,5}``."""
+    if len(numbers) == 1:
+        return str(numbers[0])
+    if numbers[-1] - numbers[0] == len(numbers) - 1:
+        return f"{{{numbers[0]}-{numbers[-1]}}}"
+    shown = ",".join(map(str, numbers[:4]))
+    return f"{{{shown}{',...' if len(numbers) > 4 else ''}}}"
+
+
+def _facts(report: Inspection) -> Iterator[str]:
+    yield ""
+    if report.objects:
+        size = format_bytes(sum(report.objects.values()))
+        yield f"objects  {len(report.objects)} that are no tensors, {size}: {_few(report.objects)}"
+    if report.files:
+        sizes = [file.size for file in report.files]
+        least, most = format_bytes(min(sizes)), format_bytes(max(sizes))
+        each = f", each {least}" if least == most else f", from {least} to {most}"
+        yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
+    if report.others:
+        paths = [file.path for file in report.others]
+        what = "hold no tensors" if report.files else "were not read"
+        yield f"others   {len(paths)} that {what}: {_few(paths)}"
+    if report.checksums is not None:
+        covered = count(report.checksums.num_chunks, "chunk")
+        tensors = count(report.checksums.num_digests, "tensor")
+        yield f"checksums: yes ({covered}, digests of {tensors})"
+    if report.metadata:
+        pairs = [f"{key}={shorten(text, 40)}" for key, text in report.metadata.items()]
+        yield f"says     {_few(pairs)}"
+
+
+def _findings(report: Inspection) -> Iterator[str]:
+    lists = (
+        ("damage", report.damage),
+        ("unsupported", report.unsupported),
+        ("notes", report.notes),
+    )
+    for title, found in lists:
+        if found:
+            yield ""
+            yield title
+            yield from (f"  {_plain(line)}" for line in found[:MAX_LINES])
+        if len(found) > MAX_LINES:
+            yield f"  and {len(found) - MAX_LINES} more; --json lists all"
+
+
+@dataclass(slots=True)
+class _Branch:
+    """A part of dotted names: its children, and the tensor with this name."""
+
+    children: dict[str, _Branch] = field(default_factory=dict)
+    tensor: InspectedTensor | None = None
+    num_bytes: int = 0
+    num_tensors: int = 0
+
+    def add(self, parts: Sequence[str], tensor: InspectedTensor) -> None:
+        """Add a tensor below."""
+        branch = self
+        for part in parts:
+            branch.num_bytes += tensor.num_bytes
+            branch.num_tensors += 1
+            branch = branch.children.setdefault(part, _Branch())
+        branch.tensor = tensor
+        branch.num_bytes += tensor.num_bytes
+        branch.num_tensors += 1
+
+
+def _drawn(top: _Branch, indent: str) -> Iterator[str]:
+    """The lines of a tree; without recursion, because names may be nested deeply."""
+    pending = [*reversed([(name, child, indent) for name, child in _folded(top)])]
+    while pending:
+        name, branch, indent = pending.pop()
+        yield f"{indent}{_plain(shorten(name, MAX_NAME))}  {_about(branch)}"
+        below = [(part, child, indent + "  ") for part, child in _folded(branch)]
+        pending += reversed(below)
+
+
+def _about(branch: _Branch) -> str:
+    tensor = branch.tensor
+    if tensor is None or branch.children:
+        return f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
+    layout = shorten(_plain(tensor.layout), MAX_LAYOUT)
+    return f"{_dims(tensor.shape)} {tensor.dtype}, {layout}, {format_bytes(tensor.num_bytes)}"
+
+
+def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
+    """The children; a child with a single child is joined with it: ``self_attn.q_proj``."""
+    for name, child in branch.children.items():
+        while len(child.children) == 1 and child.tensor is None:
+            [(part, child)] = child.children.items()
+            name = f"{name}.{part}"
+        yield name, child
+
+
+def _few(names: Iterable[str]) -> str:
+    return and_more([shorten(_plain(name), MAX_NAME) for name in names], 5)
+
+
+def _plain(text: str) -> str:
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _dims(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "0-d"
+
+
+VERSION = 1
+SHOWN_HOLES = 3
+
+Boxes = tuple[tuple[int, ...], tuple[Box, ...]]
+"""A shape and the boxes of its pieces."""
+
+
+@dataclass(frozen=True, slots=True)
+class Coverage:
+    """The layout that the boxes of a tensor follow, missing boxes, and boxes stored twice."""
+
+    layout: str
+    holes: tuple[Box, ...]
+    doubled: tuple[Box, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class InspectedTensor:
+    """One tensor of a checkpoint."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    num_bytes: int
+    """Bytes of the whole tensor, once."""
+    num_pieces: int
+    layout: str
+    """The mesh and layout that the files record, or one that the boxes follow."""
+    complete: bool
+    replicated: bool
+    """Whether some of it is stored more than once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sidecar:
+    """What the checksums of a checkpoint cover."""
+
+    num_chunks: int
+    """Ranges of files that have a checksum each."""
+    num_digests: int
+    """Tensors that have a digest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """What a checkpoint holds, and its damage; printed, it is a table."""
+
+    path: str
+    format: str
+    tensors: tuple[InspectedTensor, ...]
+    objects: Mapping[str, int]
+    """Entries that are not tensors, and their bytes."""
+    files: tuple[StoredFile, ...]
+    others: tuple[StoredFile, ...]
+    """Files that hold no tensors."""
+    checksums: Sidecar | None
+    """None if the checkpoint has no checksums."""
+    metadata: Mapping[str, str]
+    damage: tuple[str, ...]
+    notes: tuple[str, ...]
+    unsupported: tuple[str, ...] = ()
+    """Parts that seem sound but are of a kind that is not supported."""
+
+    @property
+    def num_tensors(self) -> int:
+        """The number of tensors."""
+        return len(self.tensors)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors, each element once."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
+
+    @property
+    def ok(self) -> bool:
+        """Whether all of it can be read: nothing is damaged, missing or unsupported."""
+        return not self.damage and not self.unsupported
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return {
+            "version": VERSION,
+            "path": self.path,
+            "format": self.format,
+            "ok": self.ok,
+            "num_tensors": self.num_tensors,
+            "num_bytes": self.num_bytes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+            "objects": dict(self.objects),
+            "files": [asdict(file) for file in self.files],
+            "others": [asdict(file) for file in self.others],
+            "checksums": None if self.checksums is None else asdict(self.checksums),
+            "metadata": dict(self.metadata),
+            "damage": list(self.damage),
+            "unsupported": list(self.unsupported),
+            "notes": list(self.notes),
+        }
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def tree(self) -> str:
+        """The tensors as a tree of their dotted names, with the bytes below each branch."""
+        from reshard.checkpoint.inspection import tree
+
+        return tree(self)
+
+    def __str__(self) -> str:
+        from reshard.checkpoint.inspection import table
+
+        return table(self)
+
+
+def inspect(
+    path: str | Path, rules: Rules | str | Path | None = None, mesh: Mesh | str | None = None
+) -> Inspection:
+    """Describe the checkpoint in a folder, a file or at an address.
+
+    Rules (a family such as ``llama``, or a TOML file) and a mesh describe rank files that do not
+    record their layout. Damage and unsupported parts do not raise errors: they are listed in the
+    report. A path that is not a checkpoint raises CheckpointError.
+    """
+    with open_storage(path) as storage:
+        catalog, findings = survey_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
+        checksums = None
+        with findings.noting():
+            checksums = _sidecar(storage)
+    known: dict[Boxes, Coverage] = {}
+    tensors, damage = [], [*findings.damage]
+    for tensor in catalog.tensors.values():
+        boxes = tensor.shape, tuple(piece.box for piece in tensor.pieces)
+        coverage = known.get(boxes)
+        if coverage is None:  # the layers of a model have equal layouts
+            coverage = known[boxes] = Coverage(
+                recovered(*boxes), tensor.missing(), tensor.repeated()
+            )
+        tensors.append(_inspected(tensor, catalog, coverage))
+        damage += _missing(catalog, tensor, coverage.holes)
+    return Inspection(
+        catalog.root,
+        catalog.format,
+        tuple(tensors),
+        {name: found.size for name, found in catalog.objects.items()},
+        catalog.files,
+        tuple(file for file in catalog.others if file.path != SIDECAR),
+        checksums,
+        catalog.metadata,
+        tuple(damage),
+        catalog.notes,
+        tuple(findings.unsupported),
+    )
+
+
+def _sidecar(storage: Storage) -> Sidecar | None:
+    """The size of the checksums; no file is compared with them."""
+    found = load_checksums(storage)
+    if found is None:
+        return None
+    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests))
+
+
+def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:
+    layout = coverage.layout
+    if catalog.mesh is not None and tensor.name in catalog.layouts:
+        layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
+    return InspectedTensor(
+        tensor.name,
+        tensor.shape,
+        tensor.dtype,
+        tensor.num_bytes,
+        len(tensor.pieces),
+        layout,
+        complete=not coverage.holes,
+        replicated=bool(coverage.doubled),
+    )
+
+
+def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> Iterator[str]:
+    """One line about the missing boxes of a tensor, if there are any."""
+    if not holes:
+        return
+    shown = ", ".join(map(str, holes[:SHOWN_HOLES]))
+    more = f" and {len(holes) - SHOWN_HOLES} more" if len(holes) > SHOWN_HOLES else ""
+    yield (
+        f"{catalog.root}: no file holds {shown}{more} of tensor {quoted(tensor.name)} of shape "
+        f"{tensor.shape}: a shard is missing"
+    )
