@@ -9,7 +9,7 @@ HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
     *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
     *("rules", "rules.models", "planning.plans", "simulation", "show", "cli"),
-    *("checkpoint", "checkpoint.inspection.inspecting", "checkpoint.formats.reader"),
+    *("checkpoint", "checkpoint.inspection", "checkpoint.formats.reader"),
     *("checkpoint.conversion.stages", "checkpoint.verification.soundness"),
 ]
 MAX_CPU_SECONDS = 0.15
