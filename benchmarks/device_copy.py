@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from reshard.live.copy.gpu import CopyTable, TensorTable
-from reshard.live.program.copies import CopyBlocks
+from reshard.live.program.blocks import CopyBlocks
 
 GIB = 1 << 30
 

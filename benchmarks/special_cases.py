@@ -25,9 +25,9 @@ from side_by_side import arguments, run_ranks, tell
 import reshard as rs
 from reshard.live.copy import host as host_copy
 from reshard.live.copy import reduce
-from reshard.live.inputs import bound, huge_pages
-from reshard.live.program import modes, rounds
-from reshard.live.program.modes import Policy
+from reshard.live.inputs import bound
+from reshard.live.program import messages, rounds
+from reshard.live.program.messages import Policy
 from reshard.live.transport import gloo, host
 
 GAIN = 1.1
@@ -151,7 +151,7 @@ def many(num: int, count: int) -> tuple[Callable[[], rs.Plan], dict[str, Any], d
 
 def large(num: int, quick: bool) -> Iterator[Case]:
     side = 1024 if quick else 4096
-    off = patched(huge_pages, "_are_on_request", lambda: False)
+    off = patched(bound, "_are_on_request", lambda: False)
     yield case_of("huge pages: 64 MiB into=", *square(num, side), off, 4)
     rows, columns = rs.Layout(rs.Mesh(x=num), "x -"), rs.Layout(rs.Mesh(x=num), "x~ -")
 
@@ -203,7 +203,7 @@ def tiny_runs(num: int, quick: bool) -> Iterator[Case]:
         return rs.plan(rows, columns, shape=shape, dtype="float32")
 
     tensors, into = {"tensor": torch.randn(side // num, num)}, {"tensor": torch.empty(side, 1)}
-    off = patched(modes, "NS_PER_LOOPED_RUN", 1 << 30)
+    off = patched(messages, "NS_PER_LOOPED_RUN", 1 << 30)
     yield case_of("runs of 4 bytes staged instead of read: 64 MiB", make, tensors, into, off, 2)
 
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import reshard as rs
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
-from reshard.live.options import options_from
+from reshard.live.inputs.request import options_from
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, soak, state_cases

@@ -12,7 +12,7 @@ from reshard.errors import PlanError
 from reshard.live.copy import gpu as gpu_copy
 from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.copy.gpu_table import Cast, LaunchTable, compile_table, merged_blocks
-from reshard.live.program.copies import CopyBlocks
+from reshard.live.program.blocks import CopyBlocks
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 E4M3 = torch.float8_e4m3fn

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from reshard.live.copy.gpu import compile_copies
+from reshard.live.copy.host import compile_copies
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import Message, Mode, message_of
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import Message, Mode, message_of
 from reshard.live.program.rounds import Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.mailbox import Inbox

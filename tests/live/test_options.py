@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from reshard.errors import LiveError
-from reshard.live.options import Options, options_from
+from reshard.live.inputs.request import Options, options_from
 
 
 def test_what_was_given_is_kept() -> None:

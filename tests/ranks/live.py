@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.program import runs
-from reshard.live.program.modes import Policy
+from reshard.live.program import messages
+from reshard.live.program.messages import Policy
 from reshard.live.transport import gloo, host
 from tests import checks, generate, moves, state_cases
 from tests.cases import Case
@@ -190,8 +190,8 @@ def limits_of(transport: str) -> Iterator[str]:
         if transport in ("large", "many runs"):
             patch.setattr(host, "HOST", Policy(eager_bytes=0))
         if transport == "many runs":
-            patch.setattr(runs, "MAX_PIECES", 4)
-            patch.setattr(runs, "MAX_BYTES", 50)
+            patch.setattr(messages, "MAX_PIECES", 4)
+            patch.setattr(messages, "MAX_BYTES", 50)
         if transport == "straight":
             patch.setattr(gloo, "GLOO", Policy(block_bytes=1))
         yield {"large": "auto", "many runs": "peer", "straight": "network"}.get(

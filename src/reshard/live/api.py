@@ -16,8 +16,8 @@ from reshard.live.call import Call
 from reshard.live.compiled import CompiledPlan
 from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
 from reshard.live.inputs.bound import Tensors
+from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
-from reshard.live.options import Options, options_from
 from reshard.live.session.session import Ticket, all_connections, session_of
 from reshard.live.transport.nccl import NcclGroups
 from reshard.planning.plans import Plan

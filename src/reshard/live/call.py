@@ -32,15 +32,13 @@ from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import (
     GPU,
     BoundTensors,
-    Request,
     Tensors,
     all_on_gpus,
-    check_request,
     device_of,
     placement_of,
 )
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.options import Options
+from reshard.live.inputs.request import Options, Request, check_request
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.mailbox import Inbox

@@ -13,7 +13,7 @@ __all__ = ["Handle", "RunOptions"]
 class RunOptions(TypedDict, total=False):
     """The keyword options of `Plan.run`, `Plan.start` and `rs.move`.
 
-    ``reshard/live/options.py`` says what each of them means.
+    ``reshard/live/inputs/request.py`` says what each of them means.
     """
 
     group: torch.distributed.ProcessGroup | None

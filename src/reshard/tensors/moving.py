@@ -212,6 +212,8 @@ class Request(NamedTuple):
 
     def check_dtypes(self, is_on_own_mesh: bool) -> None:
         """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
+        if self.forward_dtype is None and self.backward_dtype is None:
+            return
         kinds = {"forward_dtype": self.forward_dtype, "backward_dtype": self.backward_dtype}
         for name, kind in kinds.items():
             if kind is None:

@@ -17,7 +17,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.live.api import Handle, release, start_call
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
-from reshard.live.options import options_from
+from reshard.live.inputs.request import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import Plan
 from reshard.tensors.kinds import not_compiled, this_rank

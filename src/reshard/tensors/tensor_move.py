@@ -22,7 +22,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
 from reshard.live.api import skip_exchange
 from reshard.live.call import Call
-from reshard.live.options import options_from
+from reshard.live.inputs.request import options_from
 from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan

@@ -14,7 +14,7 @@ import torch
 import reshard as rs
 from reshard.dtypes import reduce_in_order
 from reshard.live.copy import reduce
-from reshard.live.program.modes import Policy
+from reshard.live.program.messages import Policy
 from reshard.live.transport import host
 from reshard.tensors.tensor_move import _kept
 from tests.ranks.live import local_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import reshard as rs
-from reshard.live.program.modes import Policy
+from reshard.live.program.messages import Policy
 from reshard.live.transport import host
 from tests.ranks.live import local_of, numbered
 from tests.ranks.outcome import Died

@@ -23,11 +23,10 @@ import torch
 from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
-from reshard.live.copy.host import Bases, HostCopies
-from reshard.live.program.copies import CopyBlocks, CopyList
-from reshard.live.program.runs import RAW, array_at
+from reshard.live.copy.host import RAW, Bases, array_at
+from reshard.live.program.blocks import CopyBlocks
 
-__all__ = ["WORDS", "Copies", "CopyTable", "TensorTable", "TorchCopies", "compile_copies"]
+__all__ = ["WORDS", "CopyTable", "TensorTable", "TorchCopies"]
 
 MAX_KEPT = 8
 """Launch tables that are kept for tensors that are aligned differently."""
@@ -126,14 +125,6 @@ class TorchCopies:
         table = TensorTable.of(tensors, staging)
         for one in self._tables:
             one.launch(table)
-
-
-Copies = HostCopies | TorchCopies
-
-
-def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
-    """Compile copies for the devices that the tensors of a call are on."""
-    return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.copies import CopyBlocks
+from reshard.live.program.blocks import CopyBlocks
 
 __all__ = ["FIELDS", "Cast", "LaunchTable", "Strided", "compile_table", "merged_blocks"]
 

@@ -22,10 +22,35 @@ import torch
 
 from reshard.dtypes import ITEMSIZE
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.copies import CopyBlocks
-from reshard.live.program.runs import RAW, Array, IovecCall, array_at, run_lengths
+from reshard.live.program.blocks import CopyBlocks, CopyList
+from reshard.live.program.messages import IovecCall, run_lengths
 
-__all__ = ["Bases", "HostCopies", "allow_access", "as_tensor", "read_memory", "write_memory"]
+__all__ = [
+    "RAW", "Array", "Bases", "Copies", "HostCopies", "allow_access", "array_at", "as_tensor",
+    "compile_copies", "read_memory", "write_memory",
+]  # fmt: skip
+
+Array = np.ndarray[Any, Any]
+
+RAW = {
+    size: np.dtype(kind)
+    for size, kind in zip((1, 2, 4, 8, 16), ("u1", "u2", "u4", "u8", "c16"), strict=True)
+}
+"""The numpy dtype of elements of so many bytes that are copied without a cast."""
+
+FIRST_PAGE = 4096
+"""Nothing is mapped below this address, and numpy treats a buffer at address 0 as missing."""
+
+MEMORY: Any = (ctypes.c_char * ((1 << 62) - FIRST_PAGE)).from_address(FIRST_PAGE)
+"""The whole address space as one buffer, so that an array can be placed at any address."""
+
+
+def array_at(
+    address: int, shape: Sequence[int], dtype: np.dtype[Any], strides: Sequence[int]
+) -> Array:
+    """The array at an address; strides are in bytes. The caller keeps the memory alive."""
+    return np.ndarray(shape, dtype, MEMORY, address - FIRST_PAGE, strides)
+
 
 MAX_KEPT = 4
 """Sets of base addresses for which arrays are kept: deferred eager messages of 3 calls, and 1."""
@@ -65,6 +90,22 @@ class Bases(Protocol):
         """Whether all tensors are in the memory of the host."""
 
 
+class Copies(Protocol):
+    """Tables of copies, compiled for the devices of the tensors; they run for any addresses."""
+
+    def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
+        """Copy; the staging buffer has this address of the host and so many bytes."""
+
+
+def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
+    """Compile copies for the devices that the tensors of a call are on."""
+    if tensors.is_host:
+        return HostCopies(copies.tables())
+    from reshard.live.copy.gpu import TorchCopies  # only calls with GPU tensors need it
+
+    return TorchCopies(copies.tables())
+
+
 class HostCopies:
     """Tables of copies, compiled for the host; they run for any base addresses."""
 
@@ -89,22 +130,24 @@ class HostCopies:
             for part in self._parts:
                 part.run(bases)
             return
-        at = tensors.addresses
+        at, array = tensors.addresses, np.ndarray
         at[-1] = staging
         for to, to_offset, by, offset, num_bytes, shape, kind, to_strides, strides in self._blocks:
             if num_bytes:
                 ctypes.memmove(at[to] + to_offset, at[by] + offset, num_bytes)
-            else:
-                target = array_at(at[to] + to_offset, shape, kind, to_strides)
-                target[...] = array_at(at[by] + offset, shape, kind, strides)
+            else:  # `array_at`, without two calls per block; the offsets count from `MEMORY`
+                target = array(shape, kind, MEMORY, at[to] + to_offset, to_strides)
+                target[...] = array(shape, kind, MEMORY, at[by] + offset, strides)
 
 
 def _blocks(table: CopyBlocks) -> Iterator[_Block]:
     """Each block by itself; bytes are 0 for one that is not contiguous."""
     size = table.itemsize
     num_bytes = np.where(_contiguous(table), np.prod(table.widths, axis=1) * size, 0)
+    shift = np.where(num_bytes, 0, FIRST_PAGE)
     columns = (
-        *(table.destination, table.destination_offset, table.source, table.source_offset),
+        *(table.destination, table.destination_offset - shift),
+        *(table.source, table.source_offset - shift),
         *(num_bytes, table.widths),
         *(table.destination_strides * size[:, None], table.source_strides * size[:, None], size),
     )

@@ -21,10 +21,9 @@ import torch
 from reshard.dtypes import accumulator, storage_dtype
 from reshard.layout.columns import Ints
 from reshard.live.copy.gpu import WORDS, TorchCopies
-from reshard.live.copy.host import Bases, HostCopies, as_tensor
-from reshard.live.program.copies import CopyBlocks, CopyList, Place
+from reshard.live.copy.host import RAW, Array, Bases, HostCopies, array_at, as_tensor
+from reshard.live.program.blocks import CopyBlocks, CopyList, Place
 from reshard.live.program.rounds import Transfer
-from reshard.live.program.runs import RAW, Array, array_at
 
 __all__ = ["OrderedSum", "add_up", "sums_of"]
 

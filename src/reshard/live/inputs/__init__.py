@@ -1,8 +1,8 @@
-"""The tensors that a rank gives to a call, checked and bound to base addresses.
+"""The arguments of a call: options, and tensors that are checked and bound to base addresses.
 
-huge_pages  for large tensors that are moved repeatedly
-overlap     refuse destinations that overlap
-bound       the request of a call, its tensors by base number, and where they are
-finish      zeros in padding, the release of donated sources
-streams     side streams of a move that runs in a thread
+request  the arguments of one call: options and tensors
+bound    its tensors by base number, and where they are
+overlap  refuse destinations that overlap
+finish   zeros in padding, the release of donated sources
+streams  side streams of a move that runs in a thread
 """

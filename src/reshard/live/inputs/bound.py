@@ -1,50 +1,45 @@
 """The tensors of one call on one rank: checked against the plan, and bound to base addresses.
 
-All errors about tensors are raised here, before anything moves.
+All errors about tensors are raised before anything moves.
 
 Each rank announces where its tensors are when plans are compared. If every rank has all of its
 tensors on one GPU, and the caller's process group has NCCL, data goes from GPU to GPU. Otherwise,
 on a gloo group or where some tensors are on the host, data goes by way of the hosts, that of GPU
 tensors too.
+
+Large tensors that are moved repeatedly get huge pages. The kernel copies between two processes page
+by page: with pages of 2 MiB instead of 4 KiB a move of 64 MiB takes a third less time
+(``benchmarks/reports/special_cases.md``). They are not requested where the system gives huge pages
+to every process or to none, nor for new memory, where a huge page may take long to get.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from array import array
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LiveError, TensorError
+from reshard.errors import TensorError
 from reshard.layout.columns import Ints
-from reshard.live.inputs.huge_pages import RepeatedTensors
-from reshard.live.inputs.overlap import check_overlaps
-from reshard.live.options import Options
 from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
 __all__ = [
-    "GPU",
-    "BoundTensors",
-    "Locals",
-    "Request",
-    "Tensors",
-    "all_on_gpus",
-    "check_request",
-    "default_device",
-    "device_of",
-    "placement_of",
-    "with_index",
-]
+    "GPU", "BoundTensors", "LocalSpec", "Locals", "Tensors", "all_on_gpus", "default_device",
+    "device_of", "placement_of", "with_index",
+]  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor | None]
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
-_ROLES = ("to move", "to move into")
 
 
 class LocalSpec(NamedTuple):
@@ -214,97 +209,6 @@ def _is_wrapper(tensor: torch.Tensor) -> bool:
         return True
 
 
-def _check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
-    """Refuse names that the plan does not have."""
-    if not given.keys() <= names.keys():
-        unknown = [name for name in given if name not in names]
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise TensorError(
-            f'rank {rank} was given "{unknown[0]}"{more} {role}, which the plan does not have: '
-            "give only what was planned"
-        )
-
-
-def check_request(tensors: object, into: object, group: object) -> None:
-    """Refuse arguments of the wrong type."""
-    for what, given in (("to move", tensors), ("into=", into)):
-        if given is not None and not isinstance(given, Mapping):
-            raise TensorError(
-                f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
-                "tensors by name; rs.move takes one tensor"
-            )
-    usual = group is None or isinstance(group, dist.ProcessGroup)
-    # new_group returns this to ranks that are not in the group: they may call, without a part.
-    if not usual and group != dist.GroupMember.NON_GROUP_MEMBER:
-        raise LiveError(
-            f"group= is {group!r}: give a process group of torch.distributed, as new_group makes"
-        )
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Request:
-    """The arguments of one call on one rank."""
-
-    tensors: Tensors
-    into: Tensors | None
-    group: dist.ProcessGroup
-    options: Options
-
-    def all_tensors(self) -> list[torch.Tensor]:
-        """The tensors of both sides."""
-        both = [*self.tensors.values(), *(self.into or {}).values()]
-        return [tensor for tensor in both if tensor is not None]
-
-    def gpus(self) -> set[torch.device]:
-        """The GPUs that this call accesses."""
-        found = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
-        if self.options.device is not None or not found:
-            found |= {gpu for gpu in [self._home()] if gpu.type == GPU}
-        return found
-
-    def bind(self, locals_: Locals) -> BoundTensors:
-        """Check this rank's tensors and create missing destinations."""
-        bound = BoundTensors(locals_.staging)
-        self._bind_side(bound, locals_, HAVE, self.tensors)
-        if self.into is not None:
-            # For an atomic call they are only checked: it writes new tensors and copies at the end.
-            checked = bound.copy() if self.options.atomic else bound
-            self._bind_side(checked, locals_, WANT, self.into)
-            places = checked.identity
-            if locals_.disjoint != places:
-                check_overlaps(checked.tensors, locals_.names, locals_.rank)
-                locals_.disjoint = places
-        if self.into is None or self.options.atomic:
-            self._create_destinations(bound, locals_.sides[WANT])
-        else:
-            bound.result = {n: tensor for n, tensor in self.into.items() if tensor is not None}
-        return bound
-
-    def _bind_side(self, bound: BoundTensors, locals_: Locals, side: int, given: Tensors) -> None:
-        _check_names(given, locals_.names[side], locals_.rank, _ROLES[side])
-        bound.bind(locals_.sides[side], given, locals_.rank, _ROLES[side])
-        locals_.repeated[side].note(bound.tensors)
-
-    def _create_destinations(self, bound: BoundTensors, wanted: list[LocalSpec]) -> None:
-        """Create each on the device of options, of the source of its name, or of any source."""
-        given = [tensor for tensor in self.tensors.values() if tensor is not None]
-        fixed = self.options.device is not None or not bound.tensors
-        device = self._home() if fixed else given[0].device
-        for local in wanted:
-            near = None if fixed else self.tensors.get(local.name)
-            tensor = torch.empty(
-                local.shape, dtype=local.dtype, device=device if near is None else near.device
-            )
-            bound.add(local.number, tensor)
-            bound.result[local.name] = tensor
-
-    def _home(self) -> torch.device:
-        """The device of new tensors that no source determines."""
-        if self.options.device is None:
-            return default_device(self.group)
-        return with_index(torch.device(self.options.device))
-
-
 GPU, NOWHERE = "cuda", "none"
 
 
@@ -350,3 +254,55 @@ def _backends(group: dist.ProcessGroup) -> dict[str, str]:
     """The backend of a group for each kind of device."""
     parts = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in parts}
+
+
+MIN_HUGE_BYTES = 4 << 20
+"""Smaller tensors are left alone; numpy requests huge pages from the same size on."""
+
+MADV_COLLAPSE = 25
+"""Not in Python's mmap: since Linux 6.1."""
+
+
+class RepeatedTensors:
+    """Detects large tensors that are given again at the same addresses."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """``sizes`` are the base numbers of tensors, and their bytes."""
+        self._large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
+        self._last: list[int] = []
+        self._times = 0
+
+    def note(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Note a call; in the second one with the same tensors these get huge pages."""
+        if not self._large:
+            return
+        large = [tensors[number] for number in self._large if number in tensors]
+        places = [tensor.data_ptr() for tensor in large]
+        self._times = self._times + 1 if places == self._last else 0
+        self._last = places
+        if self._times == 1 and _are_on_request():
+            for tensor in large:
+                _collapse(tensor)
+
+
+def _collapse(tensor: torch.Tensor) -> None:
+    """Move a tensor that is in use to huge pages; its values and its address stay.
+
+    Costs about as much as to copy it. Where memory is short the kernel leaves it as it is.
+    """
+    if tensor.is_cpu and tensor.is_contiguous():
+        page, start = mmap.PAGESIZE, tensor.data_ptr()
+        first, last = -(-start // page) * page, (start + tensor.nbytes) // page * page
+        call = ctypes.CDLL(None).madvise
+        call.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+        call(first, last - first, MADV_COLLAPSE)
+
+
+@lru_cache(maxsize=1)
+def _are_on_request() -> bool:
+    """Whether this system gives huge pages to processes that request them."""
+    try:
+        setting = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
+    except OSError:
+        return False
+    return "[madvise]" in setting

@@ -9,7 +9,7 @@ import torch
 
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
-from reshard.live.program.runs import array_at
+from reshard.live.copy.host import array_at
 
 __all__ = ["check_overlaps"]
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.blocks import FindOffsets, blocks_of, local_offsets
-from reshard.live.program.copies import Place
+from reshard.live.program.blocks import FindOffsets, Place, blocks_of, local_offsets
 from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
 from reshard.planning.rank import Rows

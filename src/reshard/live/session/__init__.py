@@ -8,6 +8,5 @@ mailbox        control messages over unix sockets
 control        the control messages themselves
 cause          why a call failed; tags of calls
 shared_memory  buffers that two processes map; abort flags
-store          the session's store, and a client whose requests time out
-worker         worker threads, and a lock that an exception cannot leave locked
+store          the session's store, worker threads, and a lock that survives exceptions
 """

@@ -18,7 +18,7 @@ sequence of a move.
 from __future__ import annotations
 
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from reshard.live.session.cause import MAX_CHARACTERS, MAX_RANKS
 
@@ -100,26 +100,25 @@ class Retired(NamedTuple):
 Control = Hello | Ready | Released | Abort | Alive | Waiting | Retired
 
 _MAGIC = b"rsh3"
-_HEAD = "<4sIQ"
-_FORMS: dict[type, struct.Struct] = {
-    Hello: struct.Struct(_HEAD + "16sQQQQQQQQQ"),
-    Ready: struct.Struct(_HEAD + "QQQ"),
-    Released: struct.Struct(_HEAD + "Q"),
-    Retired: struct.Struct(_HEAD + "Q"),
-    Alive: struct.Struct(_HEAD),
-    Abort: struct.Struct(_HEAD),
-    Waiting: struct.Struct(_HEAD),
+_FIELDS: dict[type, str] = {
+    Hello: "Q16sQQQQQQQQQ",
+    Ready: "QQQQ",
+    Released: "QQ",
+    Retired: "QQ",
+    Alive: "Q",
+    Abort: "Q",
+    Waiting: "Q",
 }
 """The fields of each kind in their order; some have a text as their last field."""
-_KINDS = dict(enumerate(_FORMS, 1))
-_NUMBERS = {kind: number for number, kind in _KINDS.items()}
-_HEADS = {struct.pack("<4sI", _MAGIC, number): kind for number, kind in _KINDS.items()}
+_HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
+_PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
+_KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
 _WITH_TEXT: set[type] = {Abort, Waiting}
 
 MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
 """Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
 
-MAX_MESSAGE = _FORMS[Hello].size + MAX_TEXT
+MAX_MESSAGE = _PACKED[Hello].size + MAX_TEXT
 """No message is longer."""
 
 
@@ -132,19 +131,19 @@ def encode(message: Control) -> bytes:
     kind = type(message)
     if kind in _WITH_TEXT:
         *numbers, text = message
-        data = _FORMS[kind].pack(_MAGIC, _NUMBERS[kind], *numbers)
-        return data + text[:MAX_TEXT]  # type: ignore[index]
-    return _FORMS[kind].pack(_MAGIC, _NUMBERS[kind], *message)
+        return _PACKED[kind].pack(_HEADS[kind], *numbers) + text[:MAX_TEXT]  # type: ignore[index]
+    return _PACKED[kind].pack(_HEADS[kind], *message)
 
 
 def decode(data: bytes) -> Control | None:
     """Decode a message; None for bytes that ``encode`` did not write."""
-    kind = _HEADS.get(data[:8])
-    if kind is None or len(data) > MAX_MESSAGE:
+    found = _KINDS.get(data[:8])
+    if found is None:
         return None
-    form, text = _FORMS[kind], data[_FORMS[kind].size :]
-    if len(data) < form.size or (text and kind not in _WITH_TEXT):
+    kind, form = found
+    size, message = form.size, cast(Any, kind)
+    if len(data) == size and kind not in _WITH_TEXT:
+        return cast(Control, tuple.__new__(message, form.unpack(data)))
+    if kind not in _WITH_TEXT or not size <= len(data) <= MAX_MESSAGE:
         return None
-    numbers = form.unpack_from(data)[2:]
-    message: Control = kind(*numbers, text) if kind in _WITH_TEXT else kind(*numbers)
-    return message
+    return cast(Control, message(*form.unpack_from(data), data[size:]))

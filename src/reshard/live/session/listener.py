@@ -26,7 +26,7 @@ from pathlib import Path
 
 from reshard.errors import LiveError, PeerLostError
 from reshard.live.copy.host import allow_access, read_memory
-from reshard.live.program.runs import IovecCall
+from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 
 __all__ = ["HostPeer", "Listener", "closed_by", "host_identity"]

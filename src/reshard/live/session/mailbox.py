@@ -22,7 +22,7 @@ from reshard.errors import LiveError
 from reshard.live.session import control
 from reshard.live.session.control import Abort, Control, Hello, Ready, Released, Retired, Waiting
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.session.worker import OwnedLock
+from reshard.live.session.store import OwnedLock
 
 __all__ = ["MAX_AHEAD", "Inbox", "Mailbox"]
 
@@ -40,8 +40,8 @@ class Inbox:
 
     def __init__(self) -> None:
         self.hellos: dict[int, Hello] = {}
-        self.ready: dict[tuple[int, int], Ready] = {}
-        """Messages that peers have made ready, by peer and round."""
+        self.ready: dict[tuple[int, int], Ready | Hello] = {}
+        """Messages that peers have made ready, by peer and round: a Hello, if eager."""
         self.released: set[tuple[int, int]] = set()
         """Messages of this rank that peers have read, by peer and round."""
         self.abort: Abort | None = None
@@ -59,7 +59,7 @@ class Inbox:
         if kind is Hello:
             self.hellos[peer] = message
             if message.eager:
-                self.ready[peer, 0] = Ready(message.call, 0, message.buffer, message.offset)
+                self.ready[peer, 0] = message
         elif kind is Ready:
             self.ready[peer, message.round] = message
         elif kind is Released:
@@ -253,8 +253,9 @@ class Mailbox:
             self.finished_by[peer] = message.finished
         inbox = self._inboxes.get(message.call) or self._open_early(message.call)
         if inbox is not None:
-            if number and (peer, number) in self.buffers:
-                inbox.buffers[peer, number] = self.buffers[peer, number]
+            buffer = self.buffers.get((peer, number)) if number else None
+            if buffer is not None:
+                inbox.buffers[peer, number] = buffer
             inbox.put(peer, message)
 
     def _open_early(self, call: int) -> Inbox | None:

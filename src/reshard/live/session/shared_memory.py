@@ -7,6 +7,7 @@ has ended, however it ended.
 
 from __future__ import annotations
 
+import _thread
 import ctypes
 import fcntl
 import mmap
@@ -14,10 +15,7 @@ import os
 from collections.abc import Callable
 from itertools import count
 
-import numpy as np
-
-from reshard.live.program.runs import array_at
-from reshard.live.session.worker import OwnedLock
+from reshard.live.session.store import OwnedLock
 
 __all__ = ["AbortFlags", "BufferPool", "SharedBuffer"]
 
@@ -99,17 +97,15 @@ class BufferPool:
 
     def take(self, num_bytes: int) -> SharedBuffer:
         """Take the smallest buffer of at least this size, or a new one, for one call."""
-        idle, best = [], None
         with self._lock:
+            best = None
             for buffer in self._free:
-                if not self._is_idle(buffer):
-                    continue
-                idle.append(buffer)
-                fits = buffer.num_bytes >= num_bytes
-                if fits and (best is None or buffer.num_bytes < best.num_bytes):
-                    best = buffer
-            taken = idle if best is None else [best]
-            self._free = [buffer for buffer in self._free if buffer not in taken]
+                if num_bytes <= buffer.num_bytes and (
+                    best is None or buffer.num_bytes < best.num_bytes
+                ):
+                    best = buffer if self._is_idle(buffer) else best
+            idle = [one for one in self._free if self._is_idle(one)] if best is None else [best]
+            self._free = [buffer for buffer in self._free if buffer not in idle]
         if best is not None:
             return best
         for buffer in idle:
@@ -139,6 +135,14 @@ SLOTS = 64
 FLAG_BYTES = 2 * SLOTS * 8
 
 
+def _fence() -> None:
+    """Make earlier writes to shared memory visible before later reads: processors reorder them.
+
+    Acquiring a lock that is free is an atomic instruction, which is a full fence.
+    """
+    _thread.allocate_lock().acquire(False)
+
+
 class AbortFlags:
     """A shared page on which a rank marks its failed calls, and the calls in which it writes.
 
@@ -152,8 +156,8 @@ class AbortFlags:
         if page.num_bytes < FLAG_BYTES:
             raise ValueError(f"abort flags of {page.num_bytes} bytes instead of {FLAG_BYTES}")
         self.page = page
-        table = array_at(page.address, (2, SLOTS), np.dtype(np.uint64), (8 * SLOTS, 8))
-        self._failed, self._writing = table[0], table[1]
+        table = (ctypes.c_uint64 * SLOTS * 2).from_address(page.address)
+        self._failed, self._writing = table
 
     @classmethod
     def create(cls) -> AbortFlags:
@@ -163,14 +167,16 @@ class AbortFlags:
     def mark_failed(self, call: int) -> None:
         """Mark a call as failed on this rank."""
         self._failed[call % SLOTS] = call + 1
+        _fence()
 
     def has_failed(self, call: int) -> bool:
         """Whether a call has failed on the rank that owns the page."""
-        return int(self._failed[call % SLOTS]) == call + 1
+        return self._failed[call % SLOTS] == call + 1
 
     def begin_writing(self, call: int) -> None:
         """Mark that this rank writes into the memory of peers."""
         self._writing[call % SLOTS] = call + 1
+        _fence()
 
     def end_writing(self, call: int) -> None:
         """Mark that this rank has stopped writing."""
@@ -178,4 +184,4 @@ class AbortFlags:
 
     def is_writing(self, call: int) -> bool:
         """Whether the rank that owns the page writes into the memory of peers."""
-        return int(self._writing[call % SLOTS]) == call + 1
+        return self._writing[call % SLOTS] == call + 1

@@ -2,8 +2,7 @@
 
 base         the interface of a transport: read this first
 exchange     the executor: the rounds of a call
-host         ranks of one host, through memory
-peer_memory  read and write the tensors of other processes
+host         ranks of one host, through shared memory and the memory of the other process
 gloo         ranks of different hosts
 gloo_group   a gloo group of the session's own
 nccl         GPUs

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from reshard.live.copy.gpu import Copies, compile_copies
+from reshard.live.copy.host import Copies, compile_copies
 from reshard.live.copy.reduce import OrderedSum, sums_of
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.copies import CopyList
+from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.base import Transport

@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from reshard.live.copy.gpu import Copies, compile_copies
+from reshard.live.copy.host import Copies, compile_copies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import GLOO, Message
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, decode, encode

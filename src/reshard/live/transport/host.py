@@ -8,33 +8,109 @@ sends a Hello, so a rank that has all Hellos has all data and does not wait a se
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import MappingProxyType
+
+import numpy as np
 
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints
-from reshard.live.copy.gpu import Copies, compile_copies
+from reshard.live.copy.host import Copies, compile_copies, read_memory, write_memory
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import HOST, Message, Mode, Policy, message_of
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import (
+    HOST,
+    IovecCall,
+    IovecPlan,
+    Message,
+    Mode,
+    Policy,
+    message_of,
+)
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.program.runs import IovecPlan, Runs, runs_of
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Transport
-from reshard.live.transport.peer_memory import PeerMemory
 
-__all__ = ["HostTransport"]
+__all__ = ["HostTransport", "PeerMemory"]
 
 MAX_KEPT = 4
 """Compiled forms of a round, for tensors of peers that are or are not contiguous."""
 
 DIRECT = Policy(eager_bytes=-1)
 """``transport="peer"``: whatever can go directly between tensors does, however small."""
+
+
+HEARTBEAT_EVERY = 0.02
+"""Seconds of copying after which the watch is asked whether a heartbeat is due."""
+
+
+class PeerMemory:
+    """Copies between the tensors of two processes; the error names a peer that has failed."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._peers, self._flags = watch.connections.peers, watch.connections.flags
+        self._heartbeat_at = 0.0
+        self._tables: dict[int, Ints] = {}
+
+    def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy into a peer's tensors, unless the call has failed there.
+
+        The write fence: this rank marks that it writes before it checks whether the peer has
+        aborted.
+        """
+        call, there, failed = self._watch.call, self._peers[peer], False
+        error: OSError | None = None
+        for one in calls:
+            self._heartbeat()
+            self._flags.begin_writing(call)
+            try:
+                failed = there.flags.has_failed(call)
+                if not failed:
+                    write_memory(there.pid, one)
+            except OSError as raised:
+                error = raised
+            finally:
+                self._flags.end_writing(call)
+            if failed or error is not None:
+                self._watch.fail_because_of(peer, f'it to take its part of "{name}"', error)
+
+    def read(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy out of a peer's tensors; fails if the peer may have freed them meanwhile."""
+        call, there = self._watch.call, self._peers[peer]
+        error: OSError | None = None
+        for one in calls:
+            self._heartbeat()
+            try:
+                read_memory(there.pid, one)
+            except OSError as raised:
+                error = raised
+            if error is not None or there.flags.has_failed(call):
+                self._watch.fail_because_of(peer, f'its part of "{name}"', error)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now > self._heartbeat_at:
+            if self._heartbeat_at:
+                self._watch.heartbeat()
+            self._heartbeat_at = now + HEARTBEAT_EVERY
+
+    def table(self, peer: int, count: int) -> Ints:
+        """The base addresses of a peer's tensors; 0 for those that must not be touched."""
+        found = self._tables.get(peer)
+        if found is None:
+            found = np.zeros(count, dtype=np.int64)
+            at = self._watch.inbox.hellos[peer].table_at
+            own = found.__array_interface__["data"][0]
+            call = IovecCall.single(own, at, found.nbytes)
+            self.read(peer, [call], "the move")
+            self._tables[peer] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -44,22 +120,35 @@ class _HostMessage:
     message: Message
     offset: int
     """Where it begins in the sender's shared buffer; 0 on the receiver."""
-    copies: Copies | None
-    """Packs what is staged, or unpacks what is not an addend."""
+    unpack: Copies | None
+    """On the receiver, copies what is staged and is not an addend."""
+    addends: Sequence[tuple[Transfer, int]]
     iovecs: IovecPlan | None
     """Writes into the receiver's tensors, or reads from the sender's."""
-    addends: Sequence[tuple[Transfer, int]]
-    eager: bool
-    """Whether it can be sent without the addresses of the peer's tensors."""
     awaited: bool
     """Whether the sender waits until it is read."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Batch:
+    """Messages of one round that this rank sends together."""
+
+    messages: Mapping[int, _HostMessage]
+    """By peer."""
+    pack: Copies | None = None
+    """Packs all of them."""
+    unread: frozenset[int] = frozenset()
+    """Peers that may read staged messages after the call has returned."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _HostRound:
     """The messages between this rank and the peers of its host in one round, compiled."""
 
-    sends: Sequence[_HostMessage]
+    eager: _Batch
+    """What goes with the Hellos: messages of the first round that need no address of the peer's
+    tensors."""
+    later: _Batch
     receives: dict[int, _HostMessage]
     end: int
     """Where messages end in the shared buffer."""
@@ -67,8 +156,6 @@ class _HostRound:
     """Bytes that are staged."""
     awaited: frozenset[int]
     """Peers that must have read their messages before the round ends."""
-    eager: dict[int, _HostMessage]
-    """The messages that go with the Hello, in the first round."""
     accessed: Sequence[int]
     """Peers whose tensors this rank reads or writes."""
 
@@ -78,8 +165,8 @@ class HostTransport(Transport):
 
     _published: array[int] | None = None
     """The base addresses of this rank's tensors, which peers read from its memory."""
-    _eager: Mapping[int, _HostMessage] = MappingProxyType({})
-    """The messages that went with the Hellos."""
+    _unread_by: frozenset[int] = frozenset()
+    """Peers that may read staged messages after this call has returned."""
     _needs_buffer = False
     """Whether the eager messages occupy the buffer, because peers have strided tensors and the
     round was compiled again with another layout."""
@@ -106,8 +193,6 @@ class HostTransport(Transport):
             )
         self._buffers: list[SharedBuffer] = []
         """Shared buffers of this call, the one in use last."""
-        self._unread_by: set[int] = set()
-        """Peers that may read staged messages after this call has returned."""
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that were compiled with the Hellos of all peers."""
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
@@ -125,64 +210,60 @@ class HostTransport(Transport):
     def send_hellos(self) -> None:
         """Send Hellos with the address of this rank's table of tensors, and eager messages."""
         bound, mailbox = self.bound, self.watch.mailbox
+        messages: Mapping[int, _HostMessage] = {}
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
-            self._eager = first.eager
-            self._stage(self._eager.values(), first.end)
+            messages = first.eager.messages
+            self._stage(first.eager, first.end)
         published = self._published = bound.published
         strided, at = int(not bound.is_plain), published.buffer_info()[0]
-        hello = self.watch.hello(strided=strided, table_at=at)[:-3]
+        hello = self.watch.hello(strided=strided, table_at=at)
+        plain, announced = hello[:-3], mailbox.send
         for peer in self.peers:
-            send = self._eager.get(peer)
+            send = messages.get(peer)
             if send is None:
-                mailbox.send(peer, Hello(*hello))
+                announced(peer, hello)
             elif not send.message.staged_bytes:
-                mailbox.send(peer, Hello(*hello, 1))
+                announced(peer, Hello(*plain, 1))
             else:
                 buffer = self._buffers[-1]
-                eager = Hello(*hello, 1, buffer.number, send.offset)
-                mailbox.send(peer, eager, buffer.fd_for(peer))
+                eager = Hello(*plain, 1, buffer.number, send.offset)
+                announced(peer, eager, buffer.fd_for(peer))
 
     def begin(self, round_: Round) -> int:
-        """Write into tensors of peers, stage, and announce the messages."""
+        """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
         compiled = self._round(round_)
-        if round_.number or len(self._eager) < len(compiled.sends):
+        if compiled.later.messages:
             self._begin_rendezvous(round_, compiled)
         return compiled.staged
 
     def _begin_rendezvous(self, round_: Round, compiled: _HostRound) -> None:
-        """Send the messages that did not go with the Hello."""
-        bound, sends = self.bound, compiled.sends
-        if not round_.number:
-            sends = [one for one in sends if one.message.peer not in self._eager]
-        self._stage(sends, compiled.end)
-        for send in sends:
+        bound, sends = self.bound, compiled.later.messages
+        self._stage(compiled.later, compiled.end)
+        for peer, send in sends.items():
             if send.iovecs is not None:
-                peer = send.message.peer
                 theirs = self._memory.table(peer, bound.staging)
                 self._memory.write(peer, send.iovecs.calls(bound.table, theirs), send.message.name)
         # In a row: between copies, which empty the caches, a message costs twice as much.
-        for send in sends:
-            peer, number, fd = send.message.peer, 0, None
+        for peer, send in sends.items():
+            number, fd = 0, None
             if send.message.staged_bytes:
                 number, fd = self._buffers[-1].number, self._buffers[-1].fd_for(peer)
             ready = Ready(self.watch.call, round_.number, number, send.offset)
             self.watch.mailbox.send(peer, ready, fd)
 
-    def _stage(self, sends: Iterable[_HostMessage], end: int) -> None:
-        """Pack the staged parts of messages, which end there in the shared buffer."""
-        for send in sends:
-            if send.copies is None:
-                continue
-            if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
-                self._needs_buffer = False
-                rounds = self.program.num_rounds if self.program.defers_release else 1
-                size = max(end, rounds * self.program.peak_bytes)
-                self._buffers.append(self._connections.buffers.take(size))
-            if not send.awaited:
-                self._unread_by.add(send.message.peer)
-            buffer = self._buffers[-1]
-            send.copies.run(self.bound, buffer.address, buffer.num_bytes)
+    def _stage(self, batch: _Batch, end: int) -> None:
+        """Pack messages into the shared buffer, in which those of the round end there."""
+        if batch.pack is None:
+            return
+        if self._needs_buffer or not self._buffers or self._buffers[-1].num_bytes < end:
+            self._needs_buffer = False
+            rounds = self.program.num_rounds if self.program.defers_release else 1
+            size = max(end, rounds * self.program.peak_bytes)
+            self._buffers.append(self._connections.buffers.take(size))
+        self._unread_by |= batch.unread
+        buffer = self._buffers[-1]
+        batch.pack.run(self.bound, buffer.address, buffer.num_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
@@ -192,8 +273,8 @@ class HostTransport(Transport):
             size, address = receive.message.staged_bytes, 0
             if size:
                 address = self.watch.inbox.address_of(peer, round_.number, size)
-            if receive.copies is not None:
-                receive.copies.run(self.bound, address, size)
+            if receive.unpack is not None:
+                receive.unpack.run(self.bound, address, size)
             for transfer, offset in receive.addends:
                 arrived[id(transfer)] = address + offset
             if receive.iovecs is not None:
@@ -259,27 +340,40 @@ class HostTransport(Transport):
         return found
 
     def _compile(self, round_: Round, masked: bool) -> _HostRound:
-        start = 0
-        if self.program.defers_release and round_.number:
-            start = self._round(self.program.round(round_.number - 1)).end
-        sends, at = [], start
+        """Compile a round; what went with the Hellos does not depend on the tensors of peers."""
+        number, staging, start = round_.number, self.bound.staging, 0
+        if self.program.defers_release and number:
+            start = self._round(self.program.round(number - 1)).end
+        sent = self._compiled(round_, ()).eager.messages if masked and not number else None
+        batches: tuple[dict[int, _HostMessage], ...] = ({}, {})
+        lists, at = (CopyList(), CopyList()), start
         # Each rank begins with another peer: several that write to one slow each other down.
         for peer in sorted(round_.sends, key=lambda peer: (peer < self.program.rank, peer)):
             if peer in self.peers:
                 message = self._message(peer, round_.sends[peer], True, masked)
+                eager = not number and (message.is_eager if sent is None else peer in sent)
                 at += -at % message.alignment
-                sends.append(self._compile_message(message, True, at))
+                message.pack(lists[eager], at, staging)
+                iovecs, awaited = IovecPlan.of(message.writes, True), self._is_awaited(message)
+                batches[eager][peer] = _HostMessage(message, at, None, (), iovecs, awaited)
                 at += message.staged_bytes
         receives = {
-            peer: self._compile_message(self._message(peer, transfers, False, masked), False)
+            peer: self._compile_receive(self._message(peer, transfers, False, masked))
             for peer, transfers in round_.receives.items()
             if peer in self.peers
         }
-        awaited = frozenset(send.message.peer for send in sends if send.awaited)
-        eager = {send.message.peer: send for send in sends if send.eager and not round_.number}
-        accessed = {send.message.peer for send in sends if send.message.writes}
+        later, eagerly = map(self._batch, batches, lists)
+        sends = {**later.messages, **eagerly.messages}
+        waits = frozenset(peer for peer, send in sends.items() if send.awaited)
+        accessed = {peer for peer, send in sends.items() if send.message.writes}
         accessed |= {peer for peer, one in receives.items() if one.message.reads}
-        return _HostRound(sends, receives, at, at - start, awaited, eager, sorted(accessed))
+        return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed))
+
+    def _batch(self, messages: dict[int, _HostMessage], copies: CopyList) -> _Batch:
+        staged = {peer: one for peer, one in messages.items() if one.message.staged}
+        pack = compile_copies(copies, self.bound) if staged else None
+        unread = frozenset(peer for peer, one in staged.items() if not one.awaited)
+        return _Batch(messages, pack, unread)
 
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
@@ -307,20 +401,14 @@ class HostTransport(Transport):
             return self.bound.is_plain or all(published[number] for number in base.tolist())
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
 
-    def _compile_message(self, message: Message, sending: bool, offset: int = 0) -> _HostMessage:
-        copies, addends = CopyList(), list[tuple[Transfer, int]]()
-        if sending:
-            message.pack(copies, offset, self.bound.staging)
-        else:
-            addends = message.unpack(copies, offset, self.bound.staging)
-        compiled = None
+    def _compile_receive(self, message: Message) -> _HostMessage:
+        copies = CopyList()
+        addends = message.unpack(copies, 0, self.bound.staging)
+        unpack = None
         if len(addends) < len(message.staged):
-            compiled = compile_copies(copies, self.bound)
-        iovecs = _iovecs(message.writes if sending else message.reads, sending)
-        transfers = (*(transfer for transfer, _ in message.staged), *message.reads)
-        eager = not message.writes and all(transfer.hop == 0 for transfer in transfers)
-        awaited = self._is_awaited(message)
-        return _HostMessage(message, offset, compiled, iovecs, addends, eager, awaited)
+            unpack = compile_copies(copies, self.bound)
+        iovecs = IovecPlan.of(message.reads, False)
+        return _HostMessage(message, 0, unpack, addends, iovecs, self._is_awaited(message))
 
     def _is_awaited(self, message: Message) -> bool:
         """Whether the sender waits until the message is read: one that is eager may be read later.
@@ -330,18 +418,3 @@ class HostTransport(Transport):
         """
         deferred = self.program.defers_release and message.num_bytes <= self._policy.eager_bytes
         return bool(message.reads) or (bool(message.staged) and not deferred)
-
-
-def _iovecs(transfers: Sequence[Transfer], writing: bool) -> IovecPlan | None:
-    """The system calls that copy transfers between this process and a peer's."""
-    if not transfers:
-        return None
-    sides = []
-    for own in (True, False):
-        places = [one.source if own == writing else one.destination for one in transfers]
-        parts = [
-            runs_of(place.base, place.offset, one.width, place.strides, one.itemsize)
-            for one, place in zip(transfers, places, strict=True)
-        ]
-        sides.append(Runs.join(parts))
-    return IovecPlan(*sides)

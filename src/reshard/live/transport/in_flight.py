@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.cause import Cause
-from reshard.live.session.worker import Worker
+from reshard.live.session.store import Worker
 from reshard.live.transport.nccl_group import NcclGroup, NcclWork
 
 __all__ = ["InFlight", "InFlightCall"]

@@ -27,15 +27,14 @@ from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.copies import CopyList
-from reshard.live.program.modes import NCCL, Message
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.messages import NCCL, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Ready
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Ticket
-from reshard.live.session.store import PrefixStore, clone_of
-from reshard.live.session.worker import Task
+from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch
