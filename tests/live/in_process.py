@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from reshard.live.copy.host import compile_copies
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import Message, Mode, message_of
@@ -15,6 +14,7 @@ from reshard.live.program.rounds import Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.base import Transport
+from reshard.live.transport.exchange import compile_copies
 
 CALL = 0
 

@@ -22,12 +22,12 @@ import torch
 
 from reshard.dtypes import ITEMSIZE
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.blocks import CopyBlocks, CopyList
+from reshard.live.program.blocks import CopyBlocks
 from reshard.live.program.messages import IovecCall, run_lengths
 
 __all__ = [
-    "RAW", "Array", "Bases", "Copies", "HostCopies", "allow_access", "array_at", "as_tensor",
-    "compile_copies", "read_memory", "write_memory",
+    "RAW", "Array", "Bases", "HostCopies", "allow_access", "array_at", "as_tensor", "read_memory",
+    "write_memory",
 ]  # fmt: skip
 
 Array = np.ndarray[Any, Any]
@@ -88,22 +88,6 @@ class Bases(Protocol):
     @property
     def is_host(self) -> bool:
         """Whether all tensors are in the memory of the host."""
-
-
-class Copies(Protocol):
-    """Tables of copies, compiled for the devices of the tensors; they run for any addresses."""
-
-    def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
-        """Copy; the staging buffer has this address of the host and so many bytes."""
-
-
-def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
-    """Compile copies for the devices that the tensors of a call are on."""
-    if tensors.is_host:
-        return HostCopies(copies.tables())
-    from reshard.live.copy.gpu import TorchCopies  # only calls with GPU tensors need it
-
-    return TorchCopies(copies.tables())
 
 
 class HostCopies:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
 
-from reshard.live.copy.host import Copies, compile_copies
+from reshard.live.copy.gpu import TorchCopies
+from reshard.live.copy.host import Bases, HostCopies
 from reshard.live.copy.reduce import OrderedSum, sums_of
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -19,10 +20,18 @@ from reshard.live.transport.base import Transport
 from reshard.show.run_report import RoundReport, RunReport
 from reshard.text import format_bytes
 
-__all__ = ["Exchange", "Wait"]
+__all__ = ["Copies", "Exchange", "Wait", "compile_copies"]
 
 Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
 """Waits until no peer is missing; the second function says what a peer is waited for."""
+
+
+Copies = HostCopies | TorchCopies
+
+
+def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
+    """Compile copies for the devices that the tensors of a call are on."""
+    return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
 
 
 class Exchange:

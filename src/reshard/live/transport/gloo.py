@@ -14,7 +14,6 @@ from functools import partial
 
 import torch
 
-from reshard.live.copy.host import Copies, compile_copies
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -23,6 +22,7 @@ from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, decode, encode
 from reshard.live.transport.base import Transport
+from reshard.live.transport.exchange import Copies, compile_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]

@@ -18,7 +18,7 @@ import numpy as np
 
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints
-from reshard.live.copy.host import Copies, compile_copies, read_memory, write_memory
+from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -35,6 +35,7 @@ from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Transport
+from reshard.live.transport.exchange import Copies, compile_copies
 
 __all__ = ["HostTransport", "PeerMemory"]
 
