@@ -45,6 +45,7 @@ check: $(READY) ## style, types and layers
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(PY) -m pyright
 	$(BIN)/lint-imports --no-logo
 
 docs-check: $(READY) ## run every snippet of README.md and docs/

@@ -15,8 +15,41 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # type checkers see here what `__getattr__` loads
-    from reshard.errors import *  # noqa: F403
+if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
+    from reshard import checkpoint as checkpoint
+    from reshard import nn as nn
+    from reshard import rules as rules
+    from reshard import sharded as sharded
+    from reshard.errors import ArgumentError as ArgumentError
+    from reshard.errors import ArgumentTypeError as ArgumentTypeError
+    from reshard.errors import BoxError as BoxError
+    from reshard.errors import CheckpointError as CheckpointError
+    from reshard.errors import CoverageError as CoverageError
+    from reshard.errors import DamageError as DamageError
+    from reshard.errors import DisagreementError as DisagreementError
+    from reshard.errors import DtypeError as DtypeError
+    from reshard.errors import FormatError as FormatError
+    from reshard.errors import LayoutError as LayoutError
+    from reshard.errors import LiveError as LiveError
+    from reshard.errors import MemoryCapError as MemoryCapError
+    from reshard.errors import MeshError as MeshError
+    from reshard.errors import MoveTimeoutError as MoveTimeoutError
+    from reshard.errors import NamesError as NamesError
+    from reshard.errors import NotationError as NotationError
+    from reshard.errors import OperationError as OperationError
+    from reshard.errors import PathError as PathError
+    from reshard.errors import PeerLostError as PeerLostError
+    from reshard.errors import PlanError as PlanError
+    from reshard.errors import ProofError as ProofError
+    from reshard.errors import ReshardError as ReshardError
+    from reshard.errors import RulesError as RulesError
+    from reshard.errors import SizeError as SizeError
+    from reshard.errors import StateError as StateError
+    from reshard.errors import TargetError as TargetError
+    from reshard.errors import TensorError as TensorError
+    from reshard.errors import TopologyError as TopologyError
+    from reshard.errors import UnfinishedError as UnfinishedError
+    from reshard.errors import UnsupportedError as UnsupportedError
     from reshard.layout.box import Box as Box
     from reshard.layout.bucket import flat_bucket as flat_bucket
     from reshard.layout.layout import Layout as Layout
@@ -39,6 +72,8 @@ if TYPE_CHECKING:  # type checkers see here what `__getattr__` loads
     from reshard.tensors.moving import backward as backward
     from reshard.tensors.moving import move as move
     from reshard.tensors.state_dicts import describe as describe
+
+    __version__: str
 
 _HOMES = {
     "Box": "layout.box",
@@ -73,37 +108,108 @@ _ERRORS = (
     "UnfinishedError", "UnsupportedError",
 )  # fmt: skip
 _HOMES |= dict.fromkeys(_ERRORS, "errors")
+_PACKAGES = ("checkpoint", "nn", "rules", "sharded")
+"""Packages of users, which load when first named, as `rs.checkpoint` does."""
 
-__all__ = [*sorted(_HOMES)]
+__all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
+    "Box",
+    "BoxError",
+    "CheckpointError",
+    "CoverageError",
+    "DamageError",
+    "DisagreementError",
+    "DtypeError",
+    "FormatError",
+    "Layout",
+    "LayoutError",
+    "LiveError",
+    "MemoryCapError",
+    "Mesh",
+    "MeshError",
+    "MoveTimeoutError",
+    "NamesError",
+    "NotationError",
+    "OperationError",
+    "PathError",
+    "PeerLostError",
+    "Plan",
+    "PlanError",
+    "ProofError",
+    "ReshardError",
+    "Rules",
+    "RulesError",
+    "RunReport",
+    "SimulationReport",
+    "SizeError",
+    "StateError",
+    "Summary",
+    "TargetError",
+    "TensorError",
+    "TensorSpec",
+    "Topology",
+    "TopologyError",
+    "UnfinishedError",
+    "UnsupportedError",
+    "backward",
+    "check",
+    "describe",
+    "exchange",
+    "flat_bucket",
+    "join",
+    "layout_of",
+    "move",
+    "plan",
+    "simulate",
+    "stack",
+    "take",
+]
 
 
 _MOVED = {"models": "rules.models"}
 """Modules under their old names, each for one minor version."""
 
 
-def __getattr__(name: str) -> object:
-    if name == "__version__":
-        return _version()
-    if name in _MOVED:
-        import warnings
+if not TYPE_CHECKING:  # else every misspelt name would pass as one that is loaded here
 
-        warnings.warn(
-            f"reshard.{name} is reshard.{_MOVED[name]} now; the old name goes with version 0.3",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-        return import_module(f"reshard.{_MOVED[name]}")
-    if name not in _HOMES:
-        raise AttributeError(f"module 'reshard' has no attribute '{name}'")
-    try:
+    def __getattr__(name: str) -> object:
+        if name == "__version__":
+            return _version()
+        if name in _PACKAGES:
+            return import_module(f"reshard.{name}")
+        if name in _MOVED:
+            return _moved(name)
+        if name not in _HOMES:
+            raise AttributeError(_unknown(name))
+        return _load(name)
+
+
+def _load(name: str) -> object:
+    from reshard.errors import needing_torch
+
+    with needing_torch(f"reshard.{name}"):
         value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
-    except ModuleNotFoundError:
-        from reshard.errors import needing_torch
-
-        with needing_torch(f"reshard.{name}"):
-            raise
     globals()[name] = value
     return value
+
+
+def _moved(name: str) -> object:
+    import warnings
+
+    warnings.warn(
+        f"reshard.{name} is reshard.{_MOVED[name]} now; the old name goes with version 0.3",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return import_module(f"reshard.{_MOVED[name]}")
+
+
+def _unknown(name: str) -> str:
+    import difflib
+
+    near = difflib.get_close_matches(name, __dir__(), n=1)
+    return f"module 'reshard' has no attribute '{name}'" + (f": try {near[0]}" if near else "")
 
 
 def _version() -> str:
@@ -116,4 +222,4 @@ def _version() -> str:
 
 
 def __dir__() -> list[str]:
-    return [*__all__, "__version__"]
+    return [*__all__, *_PACKAGES, "__version__"]

@@ -8,8 +8,8 @@ ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 NOT_IMPORTED = {
-    "aiohttp", "expecttest", "furo", "import-linter", "mypy", "myst-parser", "pytest-timeout",
-    "ruff", "sphinx",
+    "aiohttp", "expecttest", "furo", "import-linter", "jedi", "mypy", "myst-parser", "pyright",
+    "pytest-timeout", "ruff", "sphinx",
 }  # fmt: skip
 """Tools that are started, and what others import."""
 MODULES = {"pytest-xdist": "xdist"}

@@ -22,6 +22,23 @@ torch.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
+    from reshard.checkpoint.conversion.report import ConvertReport as ConvertReport
+    from reshard.checkpoint.conversion.stages import convert as convert
+    from reshard.checkpoint.inspection.inspecting import InspectedTensor as InspectedTensor
+    from reshard.checkpoint.inspection.inspecting import Inspection as Inspection
+    from reshard.checkpoint.inspection.inspecting import inspect as inspect
+    from reshard.checkpoint.live.loading import load as load
+    from reshard.checkpoint.live.reports import LoadReport as LoadReport
+    from reshard.checkpoint.live.reports import SaveReport as SaveReport
+    from reshard.checkpoint.live.saving import save as save
+    from reshard.checkpoint.verification.differences import DiffReport as DiffReport
+    from reshard.checkpoint.verification.differences import TensorDiff as TensorDiff
+    from reshard.checkpoint.verification.differences import diff as diff
+    from reshard.checkpoint.verification.soundness import VerifyReport as VerifyReport
+    from reshard.checkpoint.verification.soundness import verify as verify
 
 _HOMES = {
     "ConvertReport": "conversion.stages",
@@ -40,18 +57,34 @@ _HOMES = {
     "verify": "verification.soundness",
 }
 
-__all__ = [*sorted(_HOMES)]
+__all__ = [
+    "ConvertReport",
+    "DiffReport",
+    "InspectedTensor",
+    "Inspection",
+    "LoadReport",
+    "SaveReport",
+    "TensorDiff",
+    "VerifyReport",
+    "convert",
+    "diff",
+    "inspect",
+    "load",
+    "save",
+    "verify",
+]
 
+if not TYPE_CHECKING:  # else every misspelt name would pass as one that is loaded here
 
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'reshard.checkpoint' has no attribute '{name}'")
-    from reshard.errors import needing_torch
+    def __getattr__(name: str) -> object:
+        if name not in _HOMES:
+            raise AttributeError(f"module 'reshard.checkpoint' has no attribute '{name}'")
+        from reshard.errors import needing_torch
 
-    with needing_torch(f"reshard.checkpoint.{name}"):
-        value = getattr(import_module(f"reshard.checkpoint.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
+        with needing_torch(f"reshard.checkpoint.{name}"):
+            value = getattr(import_module(f"reshard.checkpoint.{_HOMES[name]}"), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

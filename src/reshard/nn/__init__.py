@@ -64,3 +64,7 @@ _collect_local_shard = collect_local_shard
 _get_current_process_group = current_process_group
 _pack_hook_tp = pack_activation
 _unpack_hook_tp = unpack_activation
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

@@ -11,6 +11,11 @@ models    tensor names and shapes of known models
 families/ the shipped rules files
 """
 
+from reshard.rules import models as models
 from reshard.rules.ruleset import Rules
 
 __all__ = ["Rules"]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "models"]

@@ -127,3 +127,7 @@ __all__ = [
     "state_dict_hook",
     "zeros",
 ]
+
+
+def __dir__() -> list[str]:
+    return [*__all__]

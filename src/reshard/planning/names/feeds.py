@@ -22,7 +22,6 @@ from reshard.planning.names.sources import (
     Source,
     Stacked,
     Take,
-    take,
 )
 from reshard.planning.names.templates import fill_in, placeholders, template_regex
 from reshard.text import and_more, quoted
@@ -47,7 +46,7 @@ def feeds_of(
         case Stacked():
             needed = list(_stacked_names(source, want, captured))
         case str() | Take():
-            source = take(source) if isinstance(source, str) else source
+            source = Take(source) if isinstance(source, str) else source
             needed = [fill_in(source.name, captured)]
         case _:
             raise PlanError(f'names["{name}"] is {source!r}: give a name, take, join or stack')

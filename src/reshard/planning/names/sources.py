@@ -54,6 +54,7 @@ class Stacked:
 
 
 Source: TypeAlias = str | Take | Join | Stacked
+"""What take, join and stack return: a dict of several of them is then one that `plan` takes."""
 Names: TypeAlias = Mapping[str, Source]
 
 
@@ -63,7 +64,7 @@ def take(
     crop: Mapping[int, tuple[int, int]] | None = None,
     index: Mapping[int, int] | None = None,
     pad: Mapping[int, int] | None = None,
-) -> Take:
+) -> Source:
     """A source tensor, cropped, indexed or padded on its way.
 
     >>> take("embed", pad={0: 128512})
@@ -77,7 +78,7 @@ def _items(mapping: Mapping[int, int] | None) -> tuple[tuple[int, int], ...]:
     return tuple(sorted((mapping or {}).items()))
 
 
-def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Join:
+def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Source:
     """Sources joined along a dim, or interleaved in groups of so many rows of each.
 
     >>> join("q", "k", dim=0)
@@ -94,7 +95,7 @@ def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Join
     return Join(tuple(source.replace("{part}", part) for part in rows), dim, tuple(rows.values()))
 
 
-def stack(*names: str, dim: int = 0) -> Stacked:
+def stack(*names: str, dim: int = 0) -> Source:
     """Equal sources stacked along a new dim; one name with a free ``{e}`` counts from 0."""
     return Stacked(names, dim)
 
