@@ -21,8 +21,13 @@ import torch
 from reshard import nn, sharded
 from reshard.errors import ArgumentError
 from reshard.sharded.groups import Group, check_members
-from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
-from reshard.sharded.specs import coverage
+from reshard.sharded.metadata import (
+    Placement,
+    ShardMetadata,
+    TensorProperties,
+    check_disjoint,
+    check_tensor,
+)
 from reshard.sharded.specs.base import layout_of_shards
 from reshard.sharded.tensor import ShardedTensor
 
@@ -77,17 +82,6 @@ def narrow_tensor_by_index(
     return whole
 
 
-def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
-    """Refuse shards that do not cover a tensor of this size."""
-    coverage.check_tensor(shards_metadata, tensor_dims)
-
-
-def validate_non_overlapping_shards_metadata(shards: Sequence[ShardMetadata]) -> None:
-    """Refuse shards that have an element in common."""
-    if shards:
-        coverage.check_disjoint(shards)
-
-
 def _create_tensor_from_params(
     *size: int, local_device: torch.device, tensor_properties: TensorProperties
 ) -> torch.Tensor:
@@ -138,7 +132,7 @@ _OBJECTS: dict[str, Any] = {
     "check_tensor": check_tensor,
     "narrow_tensor": narrow_tensor,
     "narrow_tensor_by_index": narrow_tensor_by_index,
-    "validate_non_overlapping_shards_metadata": validate_non_overlapping_shards_metadata,
+    "validate_non_overlapping_shards_metadata": check_disjoint,
 }
 
 

@@ -8,19 +8,17 @@ st.reshard(ChunkShardingSpec(1, spec.placements))
 
 The names of ``torch.distributed._shard`` and more; docs/sharded.md says what is better.
 
-api        functions that make sharded tensors
-optim      ShardedOptimizer
-tensor     the class ShardedTensor
-protocols  its methods through which Python and torch copy, save and compute with it
-create/    contents of new sharded tensors
-ops/       operations of torch on sharded tensors
-files/     sharded tensors in files and state dicts
-move/      contents moved to other layouts, and the same operations with gradients
-specs/     how a tensor is split into shards, and which rank holds each
-content    the layout of a sharded tensor and the parts of this rank
-metadata   one shard, its metadata, and the properties of all shards
-groups     process groups
-rpc        RPC workers and references
+api           functions that make sharded tensors
+optim         ShardedOptimizer
+tensor        the class ShardedTensor
+local_shards  contents from shards that the ranks already have
+ops/          operations of torch on sharded tensors
+files/        sharded tensors in files and state dicts
+move/         contents moved to other layouts, and the same operations with gradients
+specs/        how a tensor is split into shards, and which rank holds each
+content       the layout of a sharded tensor and the parts of this rank
+metadata      one shard, its metadata, the properties of all shards, and checks of lists of shards
+groups        process groups, RPC workers and references
 """
 
 from reshard.errors import needing_torch
@@ -29,6 +27,7 @@ with needing_torch("reshard.sharded"):
     import torch  # noqa: F401
 
 from reshard.sharded.api import (
+    ShardMismatchError,
     empty,
     full,
     init_from_local_shards,
@@ -41,9 +40,7 @@ from reshard.sharded.api import (
     shard_tensors,
     zeros,
 )
-from reshard.sharded.create.scatter import ShardMismatchError
-from reshard.sharded.files.pickles import rebuild_sharded_tensor
-from reshard.sharded.files.rank_files import load_files
+from reshard.sharded.files.pickles import load_files, rebuild_sharded_tensor
 from reshard.sharded.files.state_dicts import pre_load_state_dict_hook, state_dict_hook
 from reshard.sharded.groups import current_process_group, load_with_process_group
 from reshard.sharded.metadata import (

@@ -1,24 +1,38 @@
-"""Functions that make sharded tensors: factories, sharding of plain tensors, local shards."""
+"""Functions that make sharded tensors: factories, sharding of plain tensors, local shards.
+
+To shard plain tensors, ranks first compare what they were given, all tensors together, with one
+small exchange; then all tensors move along one plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TypedDict, Unpack, cast
+from hashlib import blake2b
+from typing import Literal, Unpack, cast, get_args
 
 import torch
 import torch.distributed as dist
 
-from reshard.sharded.create.factories import Fill, Size
-from reshard.sharded.create.scatter import Check, scatter_tensors
-from reshard.sharded.groups import Group
+from reshard.dtypes import canonical_dtype
+from reshard.errors import ArgumentError, ArgumentTypeError
+from reshard.layout.spec import TensorSpec
+from reshard.planning.plans import plan
+from reshard.sharded.content import Content, ContentTensor, materialized
+from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata, TensorProperties
 from reshard.sharded.move.autograd import from_local
+from reshard.sharded.move.engine import local_part, split_parts
 from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.lowering import content_for
-from reshard.sharded.tensor import ShardedTensor, filled_tensor, tensor_of
+from reshard.sharded.specs.listed import content_for
+from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
+from reshard.tensors.agreement import Agreement
+from reshard.tensors.kinds import this_rank
+from reshard.tensors.local import whole_on
 
 __all__ = [
+    "ShardMismatchError",
+    "digest",
     "empty",
     "full",
     "init_from_local_shards",
@@ -27,58 +41,151 @@ __all__ = [
     "randn",
     "reshard_local_shard",
     "reshuffle_local_shard",
-    "shard_by_spec",
     "shard_tensor",
     "shard_tensors",
     "zeros",
 ]
 
+Check = Literal["fingerprint", "none"]
+
+
+class ShardMismatchError(ArgumentError):
+    """Ranks were given different tensors, specs or source ranks."""
+
+
+def _content_for(name: str, tensor: torch.Tensor, spec: ShardingSpec, group: Group) -> Content:
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentTypeError(f'"{name}" is of type {type(tensor).__name__}: give a tensor')
+    if isinstance(tensor, ContentTensor) or hasattr(tensor, "device_mesh"):
+        raise ArgumentTypeError(
+            f'"{name}" is a {type(tensor).__name__}, which is sharded already: use its reshard(), '
+            "or ShardedTensor.from_dtensor(tensor).resharded()"
+        )
+    return content_for(spec, tensor.shape, TensorProperties(tensor.dtype, tensor.layout), group)
+
+
+def _source(src_rank: object, ranks: tuple[int, ...]) -> int:
+    if isinstance(src_rank, int) and 0 <= src_rank < len(ranks):
+        return src_rank
+    raise ArgumentError(
+        f"src_rank={src_rank!r} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
+    )
+
+
+Fingerprint = dict[str, int | str | None]
+
+
+def _fingerprint(
+    tensors: Mapping[str, torch.Tensor],
+    contents: Mapping[str, Content],
+    src_rank: object,
+    problem: Exception | None,
+) -> Fingerprint:
+    """What this rank was given, in a form that ranks can compare."""
+    if problem is not None:
+        return {"source": repr(src_rank), "kind": type(problem).__name__, "problem": str(problem)}
+    kinds = [
+        (name, content.shape, str(content.dtype), tensors[name].requires_grad)
+        for name, content in contents.items()
+    ]
+    shards = [repr(content.stated or content.layout) for content in contents.values()]
+    return {
+        "source": repr(src_rank),
+        "kind": None,
+        "tensors": digest(repr(kinds)),
+        "specs": digest("".join(shards)),
+    }
+
+
+def _compare(own: Fingerprint, group: Group, problem: Exception | None) -> None:
+    """Raise on every rank alike if ranks were not given the same."""
+    found: dict[int, Fingerprint] = Agreement(group, "sharding tensors").gather(own)
+    sources = [one["source"] for one in found.values()]
+    _check_equal(
+        found, "source", f"src_rank of the other ranks: they are [{', '.join(map(str, sources))}]"
+    )
+    if len({one["kind"] for one in found.values()}) > 1:
+        refusing = [rank for rank, one in found.items() if one["kind"] is not None]
+        raise ShardMismatchError(
+            f"ranks {refusing} of {list(found)} refused what they were given, rank {refusing[0]} "
+            f"because: {found[refusing[0]]['problem']}"
+        ) from problem
+    if problem is None:
+        what = "the names, sizes, dtypes or requires_grad of the tensors of other ranks"
+        _check_equal(found, "tensors", what)
+        _check_equal(found, "specs", "sharding_spec of the other ranks")
+
+
+def _check_equal(found: Mapping[int, Fingerprint], key: str, what: str) -> None:
+    values = [one[key] for one in found.values()]
+    if len(set(values)) == 1:
+        return
+    usual = max(values, key=lambda value: (values.count(value), -values.index(value)))
+    differing = [rank for rank, one in found.items() if one[key] != usual]
+    raise ShardMismatchError(
+        f"what ranks {differing} were given does not match with {what}; give all ranks the same"
+    )
+
+
+def digest(text: str) -> int:
+    """Hash a text to 56 bits."""
+    return int.from_bytes(blake2b(text.encode(), digest_size=7).digest(), "big")
+
+
+def _move(
+    tensors: Mapping[str, torch.Tensor],
+    contents: Mapping[str, Content],
+    owners: tuple[int, ...],
+    group: Group,
+) -> dict[str, torch.Tensor]:
+    """This rank's local tensors of all contents."""
+    have, want, sources = {}, {}, {}
+    for name, content in contents.items():
+        kind = canonical_dtype(content.dtype)
+        have[name] = TensorSpec(content.shape, kind, whole_on(owners))
+        want[name] = TensorSpec(content.shape, kind, content.layout)
+        if this_rank() in owners:
+            sources[name] = materialized(tensors[name].detach())
+    if not dist.is_initialized():
+        return {name: local_part(one, contents[name].layout) for name, one in sources.items()}
+    device = next(iter(contents.values())).device if contents else None
+    # If every rank takes shards of its own tensor nothing is sent, and a rank may call alone.
+    check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
+    local: dict[str, torch.Tensor] = plan(have, want).run(
+        sources, group=group, device=device, check=check
+    )
+    return local
+
+
+def _with_local(content: Content, local: torch.Tensor | None, source: torch.Tensor) -> Content:
+    """The content with its parts, in memory that is not the source's."""
+    parts = () if local is None else split_parts(local, content.layout)
+    memory = source.untyped_storage().data_ptr()
+    shared = [part.untyped_storage().data_ptr() == memory for part in parts]
+    return content.with_parts(
+        [
+            (part.clone() if is_shared else part).to(content.device)
+            for part, is_shared in zip(parts, shared, strict=True)
+        ]
+    )
+
+
 ONE = "tensor"
-
-
-class Options(TypedDict, total=False):
-    """The keyword arguments of all factories."""
-
-    dtype: torch.dtype | None
-    layout: torch.layout
-    requires_grad: bool
-    pin_memory: bool
-    memory_format: torch.memory_format
-    process_group: Group
-    init_rrefs: bool
-
-
-def _new(
-    fill: Fill,
-    spec: ShardingSpec,
-    size: Sequence[Size],
-    *,
-    dtype: torch.dtype | None = None,
-    layout: torch.layout = torch.strided,
-    requires_grad: bool = False,
-    pin_memory: bool = False,
-    memory_format: torch.memory_format = torch.contiguous_format,
-    process_group: Group = None,
-    init_rrefs: bool = False,
-) -> ShardedTensor:
-    kind = torch.get_default_dtype() if dtype is None else dtype
-    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
-    return filled_tensor(fill, spec, size, properties, process_group, init_rrefs)
 
 
 def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor with uninitialized values."""
-    return _new(torch.empty, sharding_spec, size, **options)
+    return filled_tensor(torch.empty, sharding_spec, size, **options)
 
 
 def zeros(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor of zeros."""
-    return _new(torch.zeros, sharding_spec, size, **options)
+    return filled_tensor(torch.zeros, sharding_spec, size, **options)
 
 
 def ones(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
     """A sharded tensor of ones."""
-    return _new(torch.ones, sharding_spec, size, **options)
+    return filled_tensor(torch.ones, sharding_spec, size, **options)
 
 
 def full(
@@ -91,17 +198,17 @@ def full(
     if options.get("dtype") is None:
         options["dtype"] = torch.full((), fill_value).dtype
     fill = partial(torch.full, fill_value=fill_value)
-    return _new(fill, sharding_spec, [size], **options)
+    return filled_tensor(fill, sharding_spec, [size], **options)
 
 
 def rand(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
     """Uniform random numbers, which each rank draws from its own generator."""
-    return _new(torch.rand, sharding_spec, size, **options)
+    return filled_tensor(torch.rand, sharding_spec, size, **options)
 
 
 def randn(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
     """Normal random numbers, which each rank draws from its own generator."""
-    return _new(torch.randn, sharding_spec, size, **options)
+    return filled_tensor(torch.randn, sharding_spec, size, **options)
 
 
 def shard_tensor(
@@ -125,13 +232,6 @@ def shard_tensor(
     return shard_tensors(tensors, specs, src_rank, process_group, check, scatter)[ONE]
 
 
-def shard_by_spec(
-    spec: ShardingSpec, tensor: torch.Tensor, src_rank: int | None, process_group: Group
-) -> ShardedTensor:
-    """``spec.shard`` of the specs that do not override it."""
-    return shard_tensors({ONE: tensor}, {ONE: spec}, src_rank, process_group)[ONE]
-
-
 def shard_tensors(
     tensors: Mapping[str, torch.Tensor],
     specs: Mapping[str, ShardingSpec],
@@ -141,8 +241,34 @@ def shard_tensors(
     scatter: bool = True,
 ) -> dict[str, ShardedTensor]:
     """Shard many tensors, with one comparison between ranks and along one plan."""
-    contents = scatter_tensors(tensors, specs, src_rank, process_group, check, scatter)
-    return {name: tensor_of(one, tensors[name].requires_grad) for name, one in contents.items()}
+    ranks = members(process_group)
+    scatter = scatter and src_rank is not None
+    contents: dict[str, Content] = {}
+    problem = None
+    try:
+        if check not in get_args(Check):
+            raise ArgumentError(
+                f'check="{check}" is no way to compare ranks: give one of {get_args(Check)}'
+            )
+        owners = (ranks[_source(src_rank, ranks)],) if scatter else ranks
+        contents = {
+            name: _content_for(name, tensor, specs[name], process_group)
+            for name, tensor in tensors.items()
+        }
+    except Exception as error:
+        problem = error
+    if scatter and check != "none" and len(ranks) > 1:
+        # Also with a problem: the other ranks would otherwise wait for this one.
+        _compare(_fingerprint(tensors, contents, src_rank, problem), process_group, problem)
+    if problem is not None:
+        raise problem
+    local = _move(tensors, contents, owners, process_group)
+    return {
+        name: tensor_of(
+            _with_local(content, local.get(name), tensors[name]), tensors[name].requires_grad
+        )
+        for name, content in contents.items()
+    }
 
 
 def init_from_local_shards(

@@ -1,19 +1,29 @@
-"""One shard of a tensor, its metadata, and the properties that all shards have in common."""
+"""Shards of a tensor: their metadata, their common properties, and checks of lists of shards."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch.distributed.remote_device import _remote_device
 
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
-from reshard.sharded.rpc import worker_rank
+from reshard.layout.coverage import first_overlap, one_missing_box
+from reshard.sharded.groups import worker_rank
 
-__all__ = ["Placement", "Shard", "ShardMetadata", "ShardedTensorMetadata", "TensorProperties"]
+__all__ = [
+    "Placement",
+    "Shard",
+    "ShardMetadata",
+    "ShardedTensorMetadata",
+    "TensorProperties",
+    "check_disjoint",
+    "check_tensor",
+]
 
 Placement = _remote_device
 """A rank, or an RPC worker, and a device: made from texts such as "rank:3/cuda:1"."""
@@ -193,3 +203,53 @@ def _check(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
             "Local shard tensor device does not match with local Shard's placement! Found "
             f"{tensor.device} and {placement.device()}: move one to the other"
         )
+
+
+def check_disjoint(shards: Sequence[ShardMetadata]) -> None:
+    """Refuse shards that have an element in common; a shard without elements overlaps nothing."""
+    boxes = [shard.box for shard in shards]
+    for box in boxes:
+        if len(box.shape) != len(boxes[0].shape):
+            raise ArgumentError(
+                f"Found inconsistent ranks for shards: {box} has {len(box.shape)} "
+                f"dims and {boxes[0]} has {len(boxes[0].shape)}; give shards of one tensor"
+            )
+    overlap = first_overlap(boxes)
+    if overlap is not None:
+        one, other = overlap
+        raise ArgumentError(
+            f"Shards {_named(shards[one])} and {_named(shards[other])} overlap in "
+            f"{boxes[one] & boxes[other]}: cut one of them, every element is in one shard"
+        )
+
+
+def check_tensor(shards_metadata: Sequence[ShardMetadata], tensor_dims: Sequence[int]) -> None:
+    """Refuse disjoint shards that are not exactly a tensor of this size."""
+    shards, size = shards_metadata, tuple(tensor_dims)
+    for shard in shards:
+        if len(shard.shard_sizes) != len(size):
+            raise ArgumentError(
+                f"Rank of tensor is {len(size)}, but shards rank is {len(shard.shard_sizes)}: give "
+                f"shard {_named(shard)} one offset and one size per dim of {list(size)}"
+            )
+        for dim, (stop, length) in enumerate(zip(shard.box.stop, size, strict=True)):
+            if stop > length:
+                raise ArgumentError(
+                    f"shard {_named(shard)} exceeds tensor dim {dim}: it ends at {stop} and the "
+                    f"dim has {length}, give shards inside {list(size)}"
+                )
+    covered = sum(prod(shard.shard_sizes) for shard in shards)
+    if covered == prod(size):
+        return
+    why = "some overlap, every element is in one shard"
+    if covered < prod(size):
+        missing = one_missing_box(Box.whole(size), [shard.box for shard in shards])
+        why = f"they do not cover the entire tensor, add a shard for {missing}"
+    raise ArgumentError(
+        f"the {len(shards)} shards have {covered} elements, which does not match tensor volume "
+        f"{prod(size)} of size {list(size)}: {why}"
+    )
+
+
+def _named(shard: ShardMetadata) -> str:
+    return f"{shard.box}" if shard.placement is None else f"{shard.box} on {shard.placement}"

@@ -11,27 +11,30 @@ torch.nn.functional.linear(x, st)            # through DTensor, if it can say th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from functools import cache
+from typing import TYPE_CHECKING, Any, NoReturn, Self, TypedDict, Unpack, cast
 
 import torch
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
-from reshard.sharded.content import Content, ContentTensor, wrap
-from reshard.sharded.create.factories import Fill, Size, filled
-from reshard.sharded.create.local_shards import (
-    from_local_shards,
-    from_local_tensor,
-    from_metadata,
+from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
+from reshard.sharded.files.pickles import reduce
+from reshard.sharded.files.state_dicts import install
+from reshard.sharded.files.torch_checkpoint import (
+    ChunkAttribute,
+    chunk_list,
+    chunk_offsets,
+    chunk_sizes,
+    tensor_shard,
+    write_items,
 )
-from reshard.sharded.groups import Group
-from reshard.sharded.metadata import (
-    Shard,
-    ShardedTensorMetadata,
-    TensorProperties,
-)
+from reshard.sharded.groups import Group, check_rrefs, exchange_rrefs
+from reshard.sharded.local_shards import from_local_shards, from_local_tensor, from_metadata
+from reshard.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from reshard.sharded.move.autograd import (
     OwnedShard,
     gradient_hook,
@@ -41,51 +44,56 @@ from reshard.sharded.move.autograd import (
     to_move_input,
     to_whole,
 )
-from reshard.sharded.move.engine import move_like
-from reshard.sharded.move.gathering import gather_to
+from reshard.sharded.move.engine import gather_to, move_like
 from reshard.sharded.move.resharding import check_in_place, reshard_target
+from reshard.sharded.ops.arguments import Args, Kwargs, Op
+from reshard.sharded.ops.dispatch import dispatch
 from reshard.sharded.ops.dtensor import from_dtensor, to_dtensor
-from reshard.sharded.protocols import TorchProtocols
-from reshard.sharded.rpc import check_rrefs, exchange_rrefs
+from reshard.sharded.ops.functions import call
 from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import LayoutShardingSpec
+from reshard.sharded.specs.listed import LayoutShardingSpec, content_for, size_of
+from reshard.tensors.kinds import this_rank
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
-__all__ = ["ShardedTensor", "filled_tensor", "tensor_of"]
+__all__ = ["Fill", "Options", "ShardedTensor", "Size", "filled_tensor", "tensor_of"]
+
+Size = int | Sequence[int]
+Fill = Callable[..., torch.Tensor]
+"""A factory of torch such as ``torch.zeros``."""
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments of all factories."""
+
+    dtype: torch.dtype | None
+    layout: torch.layout
+    requires_grad: bool
+    pin_memory: bool
+    memory_format: torch.memory_format
+    process_group: Group
+    init_rrefs: bool
 
 
 class SeveralShardsError(OperationError, NotImplementedError):
     """A rank has several shards, or none, where one is needed."""
 
 
-class ShardedTensor(TorchProtocols):
+class ShardedTensor(ContentTensor):
     """One tensor of which every rank holds some shards."""
 
     _remote: dict[int, list[Any]] | None = None
     """RPC references to the shards of other ranks, if they were asked for."""
 
     def __new__(
-        cls,
-        sharding_spec: ShardingSpec,
-        *size: int | Sequence[int],
-        dtype: torch.dtype | None = None,
-        layout: torch.layout = torch.strided,
-        requires_grad: bool = False,
-        pin_memory: bool = False,
-        memory_format: torch.memory_format = torch.contiguous_format,
-        process_group: Group = None,
-        init_rrefs: bool = False,
+        cls, sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]
     ) -> ShardedTensor:
         """Shards with uninitialized values."""
-        properties = TensorProperties(
-            dtype or torch.get_default_dtype(), layout, requires_grad, memory_format, pin_memory
-        )
-        return filled_tensor(
-            torch.empty, sharding_spec, size, properties, process_group, init_rrefs
-        )
+        return filled_tensor(torch.empty, sharding_spec, size, **options)
 
     def __init__(self, *_: object, **__: object) -> None:
         """``__new__`` does everything."""
@@ -112,9 +120,8 @@ class ShardedTensor(TorchProtocols):
             )
         return to_local(self)
 
-    def _for_move(self) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """This rank's local tensor for ``rs.move``; if it has none, a leaf for gradients."""
-        return to_move_input(self)
+    _for_move = to_move_input
+    """This rank's local tensor for ``rs.move``; if it has none, a leaf for gradients."""
 
     def metadata(self) -> ShardedTensorMetadata:
         """All shards on all ranks, and their common properties."""
@@ -136,26 +143,17 @@ class ShardedTensor(TorchProtocols):
         object.__setattr__(metadata, "shards_metadata", list(metadata.shards_metadata))
         return metadata
 
-    @property
-    def _local_shards(self) -> list[Shard]:
-        return self.local_shards()
-
-    @property
-    def _process_group(self) -> Group:
-        return self._content.group
-
-    @property
-    def _sharding_spec(self) -> ShardingSpec:
-        return self.sharding_spec()
-
-    @_sharding_spec.setter
-    def _sharding_spec(self, spec: ShardingSpec) -> None:
+    def _set_spec(self, spec: ShardingSpec) -> None:
         self._content = replace(self._content, spec=spec)
 
     @property
     def process_group(self) -> Group:
         """The group of the ranks that hold shards; None is the default one."""
         return self._content.group
+
+    _process_group = process_group
+    _local_shards = property(local_shards)
+    _sharding_spec = property(sharding_spec, _set_spec)
 
     def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same values in the layout of another spec; the tensor itself if nothing changes."""
@@ -328,6 +326,90 @@ class ShardedTensor(TorchProtocols):
     def __array__(self, dtype: object = None, copy: bool | None = None) -> NoReturn:
         self.numpy()
 
+    # What Python and torch call to copy, save and compute with the tensor.
+
+    global_shape = ChunkAttribute(lambda content: content.shape)
+    global_offsets = ChunkAttribute(chunk_offsets)
+    # Offsets in the tensor itself, whose size is that of the whole tensor.
+    local_offsets = ChunkAttribute(chunk_offsets)
+    local_sizes = ChunkAttribute(chunk_sizes)
+
+    @classmethod
+    @cache
+    def prepare_torch(cls) -> None:
+        """Let torch's functions on state dicts know ShardedTensors, once there is one."""
+        install()
+
+    def __copy__(self) -> Self:
+        # A content of its own: an operation finds the tensor of a content by its identity.
+        twin = cast(Self, wrap(replace(self._content)))
+        twin.requires_grad_(self.requires_grad)
+        return self._mark_parameter(twin)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        if id(self) in memo:
+            return cast(Self, memo[id(self)])
+        with torch.no_grad():
+            clone = cast(Self, self.detach().clone())
+            clone.requires_grad_(self.requires_grad)
+            twin = self._mark_parameter(clone)
+        if self.grad is not None:
+            twin.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = twin
+        return twin
+
+    def _mark_parameter(self, twin: Self) -> Self:
+        if getattr(self, "_is_param", False):
+            twin._is_param = True
+        return twin
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        content = self._content
+        where = f'"{content.layout}"'
+        return f"ShardedTensor({list(content.shape)}, {content.dtype}, {where}, {content.parts})"
+
+    def __reduce_ex__(self, protocol: object) -> Any:
+        return reduce(self)
+
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
+        return write_items(fqn, self)
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return chunk_list(self._content)
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
+        return tensor_shard(self._content, index)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Content]:
+        names = [f"_part{number}" for number in range(len(self._content.parts))]
+        return names, self._content
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> torch.Tensor:
+            number = name.removeprefix("_part")
+            if number != name and number.isdecimal():
+                return self._content.parts[int(number)]
+            raise AttributeError(f"a ShardedTensor has no attribute {name}")
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], content: Content, size: object, stride: object
+    ) -> ContentTensor:
+        return wrap(content.with_parts(tuple(inner.values())))
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        return call(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Op, types: object, args: Args = (), kwargs: Kwargs | None = None
+    ) -> Any:
+        return dispatch(func, args, kwargs or {})
+
 
 ContentTensor.facade = ShardedTensor
 
@@ -342,11 +424,23 @@ def filled_tensor(
     fill: Fill,
     spec: ShardingSpec,
     size: Sequence[Size],
-    properties: TensorProperties,
-    group: Group,
-    init_rrefs: bool,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Group = None,
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """A tensor of which every rank fills its own shards."""
     check_rrefs(init_rrefs)
-    content = filled(spec, size, properties, group, fill)
-    return tensor_of(content, properties.requires_grad).refer_to_others(init_rrefs)
+    kind = torch.get_default_dtype() if dtype is None else dtype
+    properties = TensorProperties(kind, layout, requires_grad, memory_format, pin_memory)
+    content = content_for(spec, size_of(size), properties, process_group)
+    options: dict[str, Any] = {"dtype": kind, "device": content.device}
+    if pin_memory:
+        options["pin_memory"] = True
+    shapes = part_shapes(content.layout, this_rank(), content.shape)
+    content = content.with_parts([fill(shape, **options) for shape in shapes])
+    return tensor_of(content, requires_grad).refer_to_others(init_rrefs)

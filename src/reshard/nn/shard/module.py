@@ -30,8 +30,7 @@ from reshard.nn.shard.resolve import (
     resolve_modules,
     warn_unmatched,
 )
-from reshard.sharded.api import shard_tensors
-from reshard.sharded.create.scatter import digest
+from reshard.sharded.api import digest, shard_tensors
 from reshard.sharded.specs.base import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.agreement import Agreement

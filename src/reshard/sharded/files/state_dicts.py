@@ -20,8 +20,7 @@ from reshard.errors import DisagreementError, OperationError, TensorError
 from reshard.sharded.content import Content, ContentTensor, wrap
 from reshard.sharded.files.pickles import written_for_all
 from reshard.sharded.groups import members
-from reshard.sharded.move.engine import local_part, split_parts
-from reshard.sharded.move.gathering import gather_on
+from reshard.sharded.move.engine import gather_on, local_part, split_parts
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted

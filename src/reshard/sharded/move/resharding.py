@@ -16,7 +16,7 @@ from reshard.sharded.content import Content
 from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Placement, ShardMetadata, TensorProperties
 from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.lowering import content_for
+from reshard.sharded.specs.listed import content_for
 
 __all__ = [
     "build_reshard_metadata",

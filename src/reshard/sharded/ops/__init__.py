@@ -4,12 +4,9 @@ Above autograd, ``functions`` receives torch's functions; below autograd, ``disp
 operations and works on contents.
 
 arguments     the arguments of an operation: contents in place of sharded tensors
-attention     scaled dot product attention, head by head if ranks hold whole heads
-dispatch      chooses one of the ways below for an operation
+dispatch      chooses one of the ways below for an operation, or runs it with whole tensors
 dtensor       operations done by DTensor; conversion from and to DTensors
-elementwise   operations on single elements, shard by shard; losses
-functions     torch's functions, and functions that users register
-lists         operations on lists of tensors, as optimizers use them
+elementwise   operations on single elements, shard by shard; on lists of tensors; losses
+functions     torch's functions, attention, and functions that users register
 lookup        embedding and linear with plain inputs, which may differ between ranks
-whole         operations that need whole tensors on every rank
 """

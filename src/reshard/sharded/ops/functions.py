@@ -1,4 +1,7 @@
-"""torch's functions on sharded tensors, above autograd, and functions that users register."""
+"""torch's functions on sharded tensors, above autograd, and functions that users register.
+
+Ranks that hold whole heads compute attention without communication.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +12,80 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from reshard.errors import ArgumentTypeError, OperationError
-from reshard.sharded.content import ContentTensor
-from reshard.sharded.move.autograd import gradient_hook, replicated, to_whole
-from reshard.sharded.move.gathering import all_agree
+from reshard.layout.layout import BoxLayout
+from reshard.sharded.content import Content, ContentTensor
+from reshard.sharded.groups import members
+from reshard.sharded.move.autograd import from_local, gradient_hook, replicated, to_local, to_whole
+from reshard.sharded.move.engine import all_agree
 from reshard.sharded.ops.arguments import Args, Kwargs
-from reshard.sharded.ops.attention import attend
 from reshard.sharded.ops.lookup import call_on_inputs
 
-__all__ = ["allclose", "call", "custom_sharded_op_impl", "custom_sharding_spec_op", "equal"]
+__all__ = [
+    "allclose",
+    "attend",
+    "call",
+    "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
+    "equal",
+]
+
+HEADS = 1
+"""The dim of heads; tensors are (batch, heads, sequence, head dim)."""
+
+
+def attend(
+    func: Callable[..., Any],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    *args: object,
+    **kwargs: object,
+) -> Any:
+    """Attention head by head if ranks hold whole heads; else in steps that DTensor knows."""
+    tensors = (query, key, value)
+    contents = [one._content if isinstance(one, ContentTensor) else None for one in tensors]
+    if _have_whole_heads(contents) and _is_for_all_heads(attn_mask):
+        locals_ = (to_local(one) for one in (query, key, value))  # type: ignore[arg-type]
+        local = func(*locals_, attn_mask, *args, **kwargs)
+        first = contents[0]
+        assert first is not None
+        return from_local(local, first.sized((*first.shape[:-1], local.shape[-1])))
+    with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
+        return func(query, key, value, attn_mask, *args, **kwargs)
+
+
+def _have_whole_heads(contents: list[Content | None]) -> bool:
+    """Whether all three tensors have the same layout, which shards nothing but the heads."""
+    first = contents[0]
+    if first is None or any(one is None or one.ndim != 4 for one in contents):
+        return False
+    layout = first.layout
+    if isinstance(layout, BoxLayout) or layout.reduce:
+        return False
+    if set(layout.ranks) != set(members(first.group)):
+        return False
+    cuts = layout.dims(first.shape)
+    if any(cuts[dim] for dim in range(len(cuts)) if dim != HEADS):
+        return False
+    # With uneven shards, a rank's query heads need not be those of its key heads.
+    return all(
+        one is not None and one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0
+        for one in contents
+    )
+
+
+def _is_for_all_heads(mask: torch.Tensor | None) -> bool:
+    """Whether a mask is the same for all heads, and on all ranks."""
+    if mask is None:
+        return True
+    plain = not isinstance(mask, ContentTensor) and not mask.requires_grad
+    return plain and (mask.ndim < 3 or mask.shape[-3] == 1)
+
 
 Function = Callable[..., Any]
 Registered = TypeVar("Registered", bound=Function)

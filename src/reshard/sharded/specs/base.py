@@ -14,14 +14,15 @@ import torch
 from reshard.errors import ArgumentError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
+from reshard.sharded.groups import is_running
 from reshard.sharded.metadata import (
     Placement,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    check_disjoint,
+    check_tensor,
 )
-from reshard.sharded.rpc import is_running
-from reshard.sharded.specs.coverage import check_disjoint, check_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -111,7 +112,8 @@ class ShardingSpec(ABC):
         """
         # Loaded by name: a spec is below the tensors that it describes.
         api = import_module("reshard.sharded.api")
-        return api.shard_by_spec(self, tensor, src_rank, process_group)
+        one = {"tensor": tensor}
+        return api.shard_tensors(one, {"tensor": self}, src_rank, process_group)["tensor"]
 
 
 def layout_of_shards(shape: Sequence[int], shards: Iterable[ShardMetadata]) -> BoxLayout:

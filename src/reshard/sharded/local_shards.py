@@ -10,17 +10,17 @@ import torch.distributed as dist
 
 from reshard.errors import ArgumentError, ArgumentTypeError, StateError
 from reshard.sharded.content import Content
-from reshard.sharded.groups import Group
+from reshard.sharded.groups import Group, check_rrefs
 from reshard.sharded.metadata import (
     Shard,
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    check_disjoint,
+    check_tensor,
 )
-from reshard.sharded.rpc import check_rrefs
 from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.coverage import check_disjoint, check_tensor
-from reshard.sharded.specs.lowering import content_for, content_of_shards, size_of
+from reshard.sharded.specs.listed import content_for, content_of_shards, size_of
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 

@@ -28,7 +28,7 @@ from reshard.sharded import (
     shard_tensor,
     shard_tensors,
 )
-from reshard.sharded.create import scatter
+from reshard.sharded import api as scatter
 from reshard.tensors.agreement import Agreement
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
