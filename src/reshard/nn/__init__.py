@@ -20,16 +20,16 @@ with needing_torch("reshard.nn"):
     import torch  # noqa: F401
 
 from reshard.nn.activations.api import (
+    Resharding,
     input_reshard,
     pack_activation,
     resharded_activations,
+    resharding_of,
     unpack_activation,
 )
-from reshard.nn.activations.handle import Resharding, resharding_of
 from reshard.nn.activations.region import Stats
 from reshard.nn.activations.replicated import mark_replicated
-from reshard.nn.shard.handle import ShardHandle
-from reshard.nn.shard.module import shard_module, shard_parameter
+from reshard.nn.shard.module import ShardHandle, shard_module, shard_parameter
 from reshard.nn.shard.outputs import collect_local_shard, remove_output_hooks, reshard_output
 from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
 from reshard.sharded.api import shard_tensor

@@ -241,19 +241,12 @@ def _redistribution() -> Any:
     return redistribution
 
 
-def _repeated() -> Any:
-    """The module for moves of DTensors that were made before; imported late like the other."""
-    from reshard.tensors.dtensor import repeated
-
-    return repeated
-
-
 def _move(ticket: Ticket, request: Request) -> Any:
     request.check()
     tensor, target = request.tensor, request.target
     to_layout = isinstance(target, Layout)
     if not to_layout and is_dtensor(tensor) and ticket.group is None and request.is_default():
-        repeated = _repeated().repeat(ticket, tensor, target)
+        repeated = _redistribution().repeat(ticket, tensor, target)
         if repeated is not None:
             return repeated
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
@@ -305,7 +298,7 @@ def _move_to_mesh(
     if is_dtensor(tensor) and tensor.device_mesh == target[0]:
         moved = module.redistribute(ticket, tensor, how, settings["into"])
         if request.into is None and not moved.requires_grad:
-            _repeated().remember(tensor, how, moved)
+            module.remember(tensor, how, moved)
         return moved
     device = request.device or target[0].device_type
     # Replicas of a DTensor have one gradient.

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import reshard as rs
-from reshard.nn.shard.plan import ShardingPlan, ShardingPlanner
-from reshard.nn.shard.resolve import Sharder
+from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
 from reshard.sharded.specs.grids import ChunkShardingSpec
 from reshard.sharded.specs.listed import LayoutShardingSpec
 

@@ -16,8 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import reshard as rs
-from reshard.tensors.dtensor.from_layout import placements_of
-from reshard.tensors.dtensor.placements import mesh_of
+from reshard.tensors.dtensor.placements import mesh_of, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_of
 from reshard.tensors.exchanging import specs_from_text, specs_to_text
 from reshard.tensors.local import layout_of, local_of

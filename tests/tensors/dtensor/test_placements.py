@@ -20,8 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.distributed.tensor.placement_types import _MaskPartial, _StridedShard
 
 import reshard as rs
-from reshard.tensors.dtensor.from_layout import placements_of
-from reshard.tensors.dtensor.placements import axis_names, layout_from, mesh_of
+from reshard.tensors.dtensor.placements import axis_names, layout_from, mesh_of, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_of
 from reshard.tensors.local import layout_of, local_of
 from tests.tensors.worlds import MESHES, cut, numbered, playing, ranks_of

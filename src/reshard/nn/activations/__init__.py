@@ -1,7 +1,6 @@
 """Keep saved activations that are identical on all ranks as shares, and restore them in backward.
 
-api         input_reshard and its relatives: what users call
-handle      one call's handle, and the forward that replaces that of a module
+api         input_reshard and its relatives, their handle, the forward that replaces a module's
 hooks       saved-tensor hooks of one forward call; checksums across ranks
 policy      how each saved tensor is kept: whole, as a share, or on the host; the memory budget
 replicated  which saved tensors are identical on all ranks, and which are parameters

@@ -1,27 +1,318 @@
-"""Sharding plans: which tensors and outputs of a module are sharded, and how."""
+"""Sharding plans: which tensors and outputs of a module are sharded, and how.
+
+For a module, a plan is resolved in four steps:
+
+1. every value is a spec or a Sharder, and every path is a string;
+2. patterns are replaced by the paths that they match; a path that is written out beats a pattern;
+3. nothing is below a module that a Sharder replaces;
+4. two names of one tied parameter have the same spec.
+
+All errors are found before one is raised.
+"""
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import nn
 
-from reshard.errors import ArgumentTypeError
+from reshard.errors import ArgumentError, ArgumentTypeError, PathError, ReshardError, StateError
 from reshard.layout.layout import Layout
-from reshard.nn.shard.resolve import Resolved, Sharder, resolve, warn_unmatched
+from reshard.nn.shard.paths import find_module, find_slot, is_below, is_pattern, matching
 from reshard.sharded.specs.base import ShardingSpec
 from reshard.sharded.specs.listed import LayoutShardingSpec
+from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["Sharder", "ShardingPlan", "ShardingPlanner"]
+__all__ = [
+    "Entry",
+    "Resolved",
+    "Sharder",
+    "ShardingPlan",
+    "ShardingPlanner",
+    "resolve",
+    "resolve_modules",
+    "warn_unmatched",
+]
+
+Value = TypeVar("Value")
+
+MAX_ERRORS = 20
+"""How many errors are reported at once; a typing error in a pattern can cause thousands."""
+
+
+class Sharder(ABC):
+    """Replaces a module by a sharded one, for what no spec can describe.
+
+    class EmbeddingBags(Sharder):
+        def shard(self, module):
+            return ShardedEmbeddingBags(module)
+
+    shard_module(model, ShardingPlan({"embeddings": EmbeddingBags()}))
+    """
+
+    @abstractmethod
+    def shard(self, module: nn.Module) -> nn.Module:
+        """The module to use instead; it may be the same one, changed in place."""
+
+
+class EmptyPathError(PathError, KeyError):
+    """A path of a plan is empty."""
+
+    __str__ = Exception.__str__  # a KeyError would put quotes around the message
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[Value]):
+    """One path of a module, its value in the plan, and the key that it has there."""
+
+    path: str
+    value: Value
+    key: str
+    """The path or the pattern in the plan."""
+
+    @property
+    def is_explicit(self) -> bool:
+        """Whether the plan names the path itself."""
+        return not is_pattern(self.key)
+
+    def __str__(self) -> str:
+        by = "" if self.is_explicit else f" (matched by {quoted(self.key)})"
+        return f"{quoted(self.path)}{by}"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A plan for one module, without patterns and without errors."""
+
+    sharders: tuple[Entry[Sharder], ...]
+    tensors: tuple[Entry[ShardingSpec], ...]
+    """Each tensor once, a tied one too."""
+    outputs: Mapping[str, ShardingSpec]
+    local: Sequence[str]
+    unmatched: tuple[str, ...]
+    """Patterns that match nothing."""
+
+    def paths(self) -> dict[str, list[str]]:
+        """The paths by kind: they must be the same on all ranks."""
+        return {
+            "Sharders": [entry.path for entry in self.sharders],
+            "tensors": [entry.path for entry in self.tensors],
+            "outputs": list(self.outputs),
+            "local outputs": list(self.local),
+        }
+
+
+def resolve(
+    plan: Mapping[str, ShardingSpec | Sharder],
+    outputs: Mapping[str, ShardingSpec],
+    local: Sequence[str],
+    module: nn.Module,
+) -> Resolved:
+    """The plan for this module; raises the first error, with the others as notes."""
+    resolver = _Resolver(module)
+    resolver.errors += _wrong_values(plan, outputs, local)
+    resolver.raise_first()
+    sharders = resolver.sharders({p: v for p, v in plan.items() if isinstance(v, Sharder)})
+    specs = {p: v for p, v in plan.items() if isinstance(v, ShardingSpec)}
+    tensors = _outside_explicit(resolver.tensors(specs), sharders)
+    resolver.errors += _conflicts(sharders, tensors)
+    tensors = resolver.one_per_tensor(tensors)
+    for hooked in (outputs, dict.fromkeys(local)):
+        resolver.modules(_outside(hooked, sharders))
+    resolver.raise_first()
+    return Resolved(
+        tuple(sharders), tuple(tensors), outputs, local, tuple(dict.fromkeys(resolver.unmatched))
+    )
+
+
+def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """The modules that a plan names, with their values; an explicit path beats a pattern."""
+    resolver = _Resolver(module)
+    entries = resolver.modules(plan)
+    resolver.raise_first()
+    return [(entry.path, entry.value) for entry in entries]
+
+
+def warn_unmatched(patterns: Iterable[str], stacklevel: int) -> None:
+    """Warn of patterns that match nothing; stacklevel 1 is the caller."""
+    for pattern in patterns:
+        text = f"{quoted(pattern)} in the sharding plan matches nothing in the module"
+        warnings.warn(text, UserWarning, stacklevel=stacklevel + 1)
+
+
+class _Resolver:
+    """Looks up the paths of a plan in a module, and collects errors."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.errors: list[Exception] = []
+        self.unmatched: list[str] = []
+
+    def raise_first(self) -> None:
+        """Raise the first error, if there is one; the others become its notes."""
+        if not self.errors:
+            return
+        first, *others = self.errors
+        for other in others[: MAX_ERRORS - 1]:
+            first.add_note(f"also: {type(other).__name__}: {other}")
+        if len(others) >= MAX_ERRORS:
+            first.add_note(f"and {len(self.errors) - MAX_ERRORS} more")
+        raise first
+
+    def modules(self, plan: Mapping[str, Value]) -> list[Entry[Value]]:
+        """One entry per path of a module, the root included."""
+        entries = self._expand(plan, _module_paths(self._module), find_module)
+        return self._strongest(entries, lambda path: path)
+
+    def sharders(self, plan: Mapping[str, Sharder]) -> list[Entry[Sharder]]:
+        """One entry per module below the root."""
+        entries = self._expand(plan, _module_paths(self._module)[1:], find_module)
+        return self._strongest(entries, lambda path: id(find_module(self._module, path)))
+
+    def tensors(self, plan: Mapping[str, ShardingSpec]) -> list[Entry[ShardingSpec]]:
+        """One entry per name of a parameter or buffer."""
+        return self._expand(plan, _tensor_paths(self._module), find_slot)
+
+    def one_per_tensor(self, entries: Sequence[Entry[ShardingSpec]]) -> list[Entry[ShardingSpec]]:
+        """One entry per tensor; if it has several names, their specs must be equal."""
+        tensors = {entry.path: find_slot(self._module, entry.path).tensor for entry in entries}
+        chosen = self._strongest(entries, lambda path: id(tensors[path]))
+        for entry in chosen:
+            tensor = tensors[entry.path]
+            if isinstance(tensor, ShardedTensor):
+                self.errors.append(
+                    ArgumentError(
+                        f"{entry} is sharded already, by {tensor.sharding_spec()}: change that "
+                        "with its method reshard"
+                    )
+                )
+        return chosen
+
+    def _expand(
+        self,
+        plan: Mapping[str, Value],
+        paths: Sequence[str],
+        find: Callable[[nn.Module, str], object],
+    ) -> list[Entry[Value]]:
+        """One entry per path that a plan names and that exists in the module."""
+        entries = []
+        for key, value in plan.items():
+            try:
+                matched = matching(key, paths) if is_pattern(key) else [key]
+                for path in matched:
+                    find(self._module, path)
+            except ReshardError as error:
+                self.errors.append(error)
+                continue
+            if not matched:
+                self.unmatched.append(key)
+            entries += [Entry(path, value, key) for path in matched]
+        return entries
+
+    def _strongest(
+        self, entries: Iterable[Entry[Value]], identity: Callable[[str], object]
+    ) -> list[Entry[Value]]:
+        """One entry for all paths with one identity; explicit ones come first and win."""
+        chosen: dict[object, Entry[Value]] = {}
+        for entry in sorted(entries, key=lambda entry: not entry.is_explicit):
+            known = chosen.setdefault(identity(entry.path), entry)
+            if known.is_explicit == entry.is_explicit and known.value != entry.value:
+                self.errors.append(_contradiction(known, entry))
+        return [*chosen.values()]
+
+
+def _wrong_values(
+    plan: Mapping[str, object], outputs: Mapping[str, object], local: Sequence[object]
+) -> Iterator[Exception]:
+    for path, value in plan.items():
+        if not isinstance(value, ShardingSpec | Sharder):
+            yield ArgumentTypeError(
+                "Only `ShardingSpec` and `Sharder` are supported to shard, "
+                f"{quoted(path)} has {type(value).__name__}"
+            )
+        elif path == "":
+            yield EmptyPathError(
+                "path must not be empty for custom sharder! Nor for a spec: the module itself "
+                "stays, name what is inside it"
+            )
+    for path, value in outputs.items():
+        if not isinstance(value, ShardingSpec):
+            yield ArgumentTypeError(
+                "Only `ShardingSpec` is supported as output_plan, "
+                f"{quoted(path)} has {type(value).__name__}"
+            )
+    for key in (*plan, *outputs, *local):
+        if not isinstance(key, str):
+            kind = type(key).__name__
+            yield ArgumentTypeError(f"a path is a string such as fc1.weight, found {kind}")
+
+
+def _module_paths(module: nn.Module) -> list[str]:
+    """The paths of all modules, the root first."""
+    return [path for path, _ in module.named_modules(remove_duplicate=False)]
+
+
+def _tensor_paths(module: nn.Module) -> list[str]:
+    parameters = module.named_parameters(remove_duplicate=False)
+    buffers = module.named_buffers(remove_duplicate=False)
+    return [name for name, _ in (*parameters, *buffers)]
+
+
+def _outside_explicit(
+    tensors: Iterable[Entry[ShardingSpec]], sharders: Iterable[Entry[Sharder]]
+) -> list[Entry[ShardingSpec]]:
+    """The tensors without those that a pattern matches below an explicit Sharder."""
+    explicit = [sharder.path for sharder in sharders if sharder.is_explicit]
+    return [
+        entry
+        for entry in tensors
+        if entry.is_explicit or not any(is_below(entry.path, path) for path in explicit)
+    ]
+
+
+def _outside(plan: Mapping[str, Value], sharders: Sequence[Entry[Sharder]]) -> dict[str, Value]:
+    """The paths that are not below a Sharder, which may have yet to create them."""
+    return {
+        path: value
+        for path, value in plan.items()
+        if not any(path != entry.path and is_below(path, entry.path) for entry in sharders)
+    }
+
+
+def _conflicts(
+    sharders: Sequence[Entry[Sharder]], tensors: Sequence[Entry[ShardingSpec]]
+) -> Iterator[Exception]:
+    """Entries below a module that a Sharder replaces."""
+    others: list[Entry[Any]] = [*sharders, *tensors]
+    for sharder in sharders:
+        for other in others:
+            if other is not sharder and is_below(other.path, sharder.path):
+                yield StateError(
+                    f"{other} should not conflict with the submodule tree of the Sharder of "
+                    f"{sharder}, which replaces all of it: remove one of the two"
+                )
+
+
+def _contradiction(one: Entry[Value], other: Entry[Value]) -> Exception:
+    if one.path == other.path:
+        return ArgumentError(
+            f"{quoted(one.key)} and {quoted(other.key)} both match {quoted(one.path)} and "
+            f"give it {one.value} and {other.value}: write that path out"
+        )
+    return ArgumentError(
+        f"{one} and {other} are tied, they are the same object, and are given {one.value} and "
+        f"{other.value}: give both the same"
+    )
 
 
 @dataclass(frozen=True)

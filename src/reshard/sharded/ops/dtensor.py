@@ -41,8 +41,7 @@ from reshard.sharded.ops.arguments import (
     map_values,
     unsupported,
 )
-from reshard.tensors.dtensor.from_layout import placements_of
-from reshard.tensors.dtensor.placements import layout_from
+from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import whole_on
