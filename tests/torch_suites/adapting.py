@@ -12,6 +12,7 @@ _DEVICES = (
     (re.compile(r"cuda:(\d+|\{[^{}]*\})"), "cpu"),
     (re.compile(r"\{device_type\}:(\d+|\{[^{}]*\})"), "{device_type}"),
     (re.compile(r"(?<=[\"'])cuda(?=[\"'])"), "cpu"),
+    (re.compile(r"torch\.device\(\d\)"), 'torch.device("cpu")'),
     # A rank is the number of its GPU there: tensor.to(self.rank), torch.rand(3, device=rank).
     (re.compile(r"\.to\((self\.)?rank\)"), '.to("cpu")'),
     (re.compile(r"device=(self\.)?rank\b"), 'device="cpu"'),

@@ -39,6 +39,7 @@ for name in ("skip_if_lt_x_gpu", "requires_nccl", "requires_accelerator_dist_bac
     setattr(common_distributed, name, always)
 torch.cuda.set_device = nothing
 torch.accelerator.set_device_index = nothing
+torch.accelerator.current_device_index = lambda: torch.device("cpu")
 rpc.TensorPipeRpcBackendOptions.set_device_map = nothing
 torch.Tensor.cuda = lambda self, *_, **__: self
 torch.nn.Module.cuda = lambda self, *_, **__: self

@@ -18,7 +18,7 @@ from reshard.dtypes import canonical_dtype
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import plan
-from reshard.sharded.content import Content, ContentTensor, materialized
+from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata, TensorProperties
 from reshard.sharded.move.autograd import from_local
@@ -27,7 +27,7 @@ from reshard.sharded.specs.base import ShardingSpec
 from reshard.sharded.specs.listed import content_for
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.kinds import this_rank
+from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 
 __all__ = [
@@ -145,7 +145,7 @@ def _move(
         have[name] = TensorSpec(content.shape, kind, whole_on(owners))
         want[name] = TensorSpec(content.shape, kind, content.layout)
         if this_rank() in owners:
-            sources[name] = materialized(tensors[name].detach())
+            sources[name] = materialize(tensors[name].detach())
     if not dist.is_initialized():
         return {name: local_part(one, contents[name].layout) for name, one in sources.items()}
     device = next(iter(contents.values())).device if contents else None

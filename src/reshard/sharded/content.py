@@ -15,7 +15,7 @@ from reshard.layout.box import row_major
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.groups import Group, members
 from reshard.sharded.metadata import Shard, ShardMetadata
-from reshard.tensors.kinds import this_rank
+from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import piece_view
 
 if TYPE_CHECKING:
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 __all__ = [
     "Content",
     "ContentTensor",
-    "materialized",
     "part_shapes",
     "per_layout",
     "strides_like",
@@ -81,7 +80,7 @@ class Content:
     def __post_init__(self) -> None:
         """Resolve lazy conjugates, negatives and zeros: a move reads the memory of the parts."""
         if any(map(_is_lazy, self.parts)):
-            object.__setattr__(self, "parts", tuple(map(materialized, self.parts)))
+            object.__setattr__(self, "parts", tuple(map(materialize, self.parts)))
 
     @property
     def ndim(self) -> int:
@@ -208,13 +207,6 @@ def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
 
 def _is_lazy(tensor: torch.Tensor) -> bool:
     return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
-
-
-def materialized(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
-    if tensor._is_zerotensor():
-        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    return tensor.resolve_conj().resolve_neg()
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:

@@ -95,7 +95,9 @@ def wait_ready(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def materialize(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with its values in memory: lazy conjugates and negatives are computed."""
+    """The tensor with its values in memory: not a lazy conjugate, negative or zero."""
+    if tensor._is_zerotensor():
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     return tensor.resolve_conj().resolve_neg()
 
 

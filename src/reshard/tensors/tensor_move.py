@@ -30,7 +30,7 @@ from reshard.tensors.autograd import Backward, attach
 from reshard.tensors.kinds import materialize
 from reshard.text import parse_bytes
 
-__all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between"]
+__all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between", "plan_bytes"]
 
 Grad = Literal["sum", "replicated"]
 Options = Mapping[str, Any]
@@ -41,7 +41,7 @@ USUAL_MEMORY = parse_bytes(DEFAULT_MEMORY)
 
 MAX_KEPT_BYTES = 128 << 20
 """Bytes of all plans that are kept for the next call."""
-PLAN_BYTES, ROW_BYTES, RANK_BYTES = 64 << 10, 512, 64
+PLAN_BYTES, ROW_BYTES, RANK_BYTES = 64 << 10, 512, 128
 """About what a plan takes: in any case, per row that this rank sends, receives or copies, and per
 rank."""
 
@@ -67,7 +67,17 @@ def move_between(
     if kept is not None:
         return kept
     move = TensorMove(have, want, shape, dtype, cast or dtype, memory)
-    return _kept.put(key, move, move.num_bytes())
+    return _kept.put(key, move, plan_bytes(move.plan))
+
+
+def plan_bytes(plan: Plan) -> int:
+    """About how much memory a plan takes on this rank, with what is compiled from it."""
+    size = PLAN_BYTES + RANK_BYTES * len(plan.parties)
+    if not dist.is_initialized() or dist.get_rank() not in plan.parties:
+        return size
+    rows = plan.for_rank(dist.get_rank())
+    count = sum(side.num_rows for side in (rows.sends, rows.receives, rows.copies))
+    return size + ROW_BYTES * count
 
 
 @dataclass(frozen=True, eq=False)
@@ -90,15 +100,6 @@ class TensorMove:
         """Which rank sends what to which."""
         have = {ONE: TensorSpec(self.shape, self.dtype, self.have)}
         return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
-
-    def num_bytes(self) -> int:
-        """About how much memory the plan takes on this rank, with what is compiled from it."""
-        ranks = len(self.have.ranks) + len(self.want.ranks)
-        if not dist.is_initialized() or dist.get_rank() not in self.plan.parties:
-            return PLAN_BYTES + RANK_BYTES * ranks
-        rows = self.plan.for_rank(dist.get_rank())
-        count = sum(side.num_rows for side in (rows.sends, rows.receives, rows.copies))
-        return PLAN_BYTES + RANK_BYTES * ranks + ROW_BYTES * count
 
     def run(
         self,

@@ -375,14 +375,14 @@ def test_B16_a_spec_may_shard_by_itself(monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(NotImplementedError, match="to be done"):
         Unfinished().shard(torch.zeros(4, 6))
 
-    def shard_by_spec(*given: object) -> tuple[object, ...]:
-        return given
+    def shard_tensors(*given: object) -> dict[str, tuple[object, ...]]:
+        return {"tensor": given}
 
-    stand_in = SimpleNamespace(shard_by_spec=shard_by_spec)
+    stand_in = SimpleNamespace(shard_tensors=shard_tensors)
     monkeypatch.setitem(sys.modules, "reshard.sharded.api", stand_in)
     spec, tensor = Diagonal(), torch.zeros(4, 6)
-    assert spec.shard(tensor) == (spec, tensor, 0, None)
-    assert spec.shard(tensor, src_rank=2) == (spec, tensor, 2, None)
+    assert spec.shard(tensor) == ({"tensor": tensor}, {"tensor": spec}, 0, None)
+    assert spec.shard(tensor, src_rank=2) == ({"tensor": tensor}, {"tensor": spec}, 2, None)
 
 
 VALUES = {

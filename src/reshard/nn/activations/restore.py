@@ -19,19 +19,21 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import DisagreementError, LiveError, StateError
+from reshard.layout.columns import SizedCache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import default_device
 from reshard.nn.activations.region import Region
 from reshard.planning.plans import Plan, plan
+from reshard.tensors.tensor_move import plan_bytes
 
 __all__ = ["Restorer", "restorer_of"]
 
@@ -41,9 +43,11 @@ MAX_BATCH_BYTES = 8 << 20
 """Bytes of regions that are fetched in one exchange; a larger region is fetched alone."""
 MAX_BATCH = 15
 """Regions that are fetched in one exchange."""
-MAX_PLANS = 256
-"""Plans that a group keeps: a training step repeats a few exchanges."""
+MAX_PLAN_BYTES = 64 << 20
+"""Bytes of the plans that a group keeps: a training step repeats a few exchanges."""
 
+Exchanged = tuple[tuple[str, ...], tuple[tuple[int, int], ...], int]
+"""What an exchange moves: names of regions, their sizes and units, and how many numbers."""
 Gathered = tuple[list[list[int]], list[torch.Tensor]]
 """The numbers of each rank, and all bytes of each region."""
 
@@ -55,7 +59,7 @@ class Restorer:
         self._group = weakref.ref(group)
         self.ranks = tuple(dist.get_process_group_ranks(group))
         self.index = self.ranks.index(dist.get_rank())
-        self._plan = lru_cache(MAX_PLANS)(partial(_gather_plan, self.ranks))
+        self._plans: SizedCache[Exchanged, Plan] = SizedCache(MAX_PLAN_BYTES)
         self._order = _ReadOrder()
         self._in_flight: _Fetch | None = None
         self._expected: list[Region] = []
@@ -108,7 +112,7 @@ class Restorer:
         device = regions[0].device if regions else default_device(self.group)
         tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
         tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64).to(device)
-        plan = self._plan(names, sizes, len(numbers))
+        plan = self._plan_of((names, sizes, len(numbers)))
         options: Any = {"group": self.group, "device": device, "timeout": timeout}
         if ahead:
             wait = plan.start(tensors, **options).wait
@@ -122,6 +126,13 @@ class Restorer:
             return by_rank, [moved[name] for name in names]
 
         return finish
+
+    def _plan_of(self, exchanged: Exchanged) -> Plan:
+        plan = self._plans.get(exchanged)
+        if plan is None:
+            plan = _gather_plan(self.ranks, *exchanged)
+            plan = self._plans.put(exchanged, plan, plan_bytes(plan))
+        return plan
 
     def _fetch_if_missing(self, region: Region, timeout: float, headroom: int | None) -> None:
         if region.whole is None and self._in_flight is not None:

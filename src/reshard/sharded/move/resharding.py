@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ArgumentError, ArgumentTypeError, OperationError
+from reshard.layout.columns import SizedCache
 from reshard.planning.plans import Plan, plan
 from reshard.sharded.content import Content
 from reshard.sharded.groups import Group, members
@@ -26,8 +27,8 @@ __all__ = [
     "reshard_target",
 ]
 
-MAX_TARGETS = 1024
-"""Targets kept per group."""
+MAX_TARGET_BYTES, SHARD_BYTES = 16 << 20, 512
+"""Bytes of the targets that are kept per group, and about what the metadata of one shard takes."""
 
 
 class PlacementsError(ArgumentError, RuntimeError):
@@ -39,7 +40,7 @@ class _NoGroup:
 
 
 Target = tuple[Content, ShardingSpec, tuple[object, ...]]
-_targets: WeakKeyDictionary[object, dict[tuple[object, ...], Target]] = WeakKeyDictionary()
+_targets: WeakKeyDictionary[object, SizedCache[tuple[object, ...], Target]] = WeakKeyDictionary()
 """The contents that specs give this rank, by group: training reshards to them in every step."""
 
 
@@ -55,18 +56,18 @@ def reshard_target(content: Content, spec: ShardingSpec) -> Content | None:
 
 
 def _target(content: Content, spec: ShardingSpec) -> Content:
-    known = _targets.setdefault(content.group or dist.group.WORLD or _NoGroup, {})
+    group = content.group or dist.group.WORLD or _NoGroup
+    known = _targets.setdefault(group, SizedCache(MAX_TARGET_BYTES))
     # The fields of a spec may be assigned; they are other objects then.
     fields = tuple(vars(spec).values())
     key = (id(spec), *map(id, fields), content.shape, content.dtype)
     entry = known.get(key)
     if entry is None:
-        if len(known) >= MAX_TARGETS:
-            known.clear()
         target = content_for(spec, content.shape, TensorProperties(content.dtype), content.group)
         # Without the group: the value of a weak key must not refer to it. With the spec and its
         # fields: while they live, no other object has their ids.
-        entry = known[key] = (replace(target, group=None), spec, fields)
+        size = SHARD_BYTES * (1 + len(target.stated or ()))
+        entry = known.put(key, (replace(target, group=None), spec, fields), size)
     return replace(entry[0], group=content.group)
 
 

@@ -24,7 +24,6 @@ from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import (
     Content,
     ContentTensor,
-    materialized,
     per_layout,
     strides_like,
     wrap,
@@ -43,7 +42,7 @@ from reshard.sharded.ops.arguments import (
 )
 from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
-from reshard.tensors.kinds import this_rank
+from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 
 __all__ = ["fits_dtensor", "from_dtensor", "run_in_dtensor", "to_dtensor"]
@@ -174,7 +173,7 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
             sources.append((dtensor, value))
             return dtensor
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
-            own = materialized(value.detach())
+            own = materialize(value.detach())
             return dtensor_of(own, mesh, [Replicate()] * mesh.ndim, own.shape, stride=own.stride())
         return value
 

@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from reshard.errors import OperationError
-from reshard.sharded.content import Content, ContentTensor, materialized, part_shapes, wrap
+from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import gather_numbers, members
 from reshard.sharded.move.autograd import Context, lay_out_gradient, replicated, to_whole
 from reshard.sharded.ops.arguments import Args, Kwargs
 from reshard.sharded.ops.dtensor import fits_dtensor
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.kinds import this_rank
+from reshard.tensors.kinds import materialize, this_rank
 
 __all__ = ["call_on_inputs"]
 
@@ -114,7 +114,7 @@ class _Lookup:
                 continue
             state.update(repr((name, value.dtype, tuple(value.shape))).encode())
             # Bytes, because no dtype of numpy is like bfloat16.
-            flat = materialized(value.detach()).contiguous().reshape(-1).view(torch.uint8)
+            flat = materialize(value.detach()).contiguous().reshape(-1).view(torch.uint8)
             state.update(flat.cpu().numpy().data)
         return int.from_bytes(state.digest(), "big")
 

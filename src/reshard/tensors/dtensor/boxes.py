@@ -15,7 +15,7 @@ from itertools import product
 from math import prod
 
 import torch
-from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
@@ -23,11 +23,17 @@ from reshard.layout.box import Box
 from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.tensors.dtensor.placements import acting, check_placements, nesting_of
+from reshard.layout.tiling import Interval, held
+from reshard.tensors.dtensor.placements import (
+    acting,
+    check_placements,
+    chunks_of,
+    nesting_of,
+    shard_in_turn,
+)
 
 __all__ = ["BoxMove", "Placed", "box_move"]
 
-Interval = tuple[int, int]
 Intervals = tuple[Interval, ...]
 Slices = tuple[slice, ...]
 
@@ -83,59 +89,15 @@ class Placed:
     def _compute_intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
         mesh = self.mesh
         check_placements(mesh, self.placements, shape)
-        sizes, place = tuple(mesh.axes.values()), tuple(mesh.coords(rank).values())
         nesting = nesting_of(mesh, self.placements, self.order, self.nested)
-        order = acting(self.placements, self.order)
         if nesting is not None:
-            order = [at for axes in nesting.values() for at in axes]
-        dims: list[Intervals] = [((0, size),) for size in shape]
-        for at in order:
-            placement = self.placements[at]
-            dim: int = placement.dim  # type: ignore[attr-defined]
-            factor = int(placement.split_factor) if isinstance(placement, _StridedShard) else 1
-            if nesting is not None:
-                factor = 1
-            dims[dim] = _shard(dims[dim], factor, sizes[at], place[at])
-        return tuple(dims)
-
-
-def _shard(held: Intervals, factor: int, num: int, place: int) -> Intervals:
-    """One chunk of every one of ``factor`` parts of what is held."""
-    length = sum(b - a for a, b in held)
-    part = max(1, -(-length // factor))
-    if factor > MAX_BOXES and part > 1:
-        raise LayoutError(f"a split factor of {factor} is too large: at most {MAX_BOXES} work")
-    found: list[Interval] = []
-    for start in range(0, length, part):
-        size = min(part, length - start)
-        chunk = -(-size // num)
-        first, last = min(size, place * chunk), min(size, (place + 1) * chunk)
-        found += _taken(held, start + first, start + last)
-    return tuple(_merged(found))
-
-
-def _taken(held: Intervals, first: int, last: int) -> Iterator[Interval]:
-    """The positions from ``first`` to ``last`` of what is held."""
-    at = 0
-    for start, stop in held:
-        low, high = max(first, at), min(last, at + stop - start)
-        if low < high:
-            yield start + low - at, start + high - at
-        at += stop - start
-
-
-def _merged(found: list[Interval]) -> Iterator[Interval]:
-    """The same with neighbours joined."""
-    current: Interval | None = None
-    for start, stop in found:
-        if current is not None and current[1] == start:
-            current = current[0], stop
-            continue
-        if current is not None:
-            yield current
-        current = start, stop
-    if current is not None:
-        yield current
+            dims = chunks_of(mesh, nesting, len(shape))
+        else:
+            order = acting(self.placements, self.order)
+            dims = shard_in_turn(mesh, self.placements, order, shape, (rank,))
+        place = mesh.coords(rank)
+        pairs = zip(dims, shape, strict=True)
+        return tuple(tuple(held(cuts, length, mesh.axes, place)) for cuts, length in pairs)
 
 
 @dataclass(frozen=True)
@@ -250,9 +212,9 @@ def _corners(
 def _places(dims: Sequence[Intervals]) -> Iterator[Slices]:
     """Where the boxes are in the local tensor."""
     starts: list[list[slice]] = []
-    for held in dims:
+    for intervals in dims:
         at, found = 0, []
-        for start, stop in held:
+        for start, stop in intervals:
             found.append(slice(at, at + stop - start))
             at += stop - start
         starts.append(found)

@@ -41,12 +41,14 @@ __all__ = [
     "as_placed",
     "axis_names",
     "check_placements",
+    "chunks_of",
     "layout_from",
     "mesh_of",
     "nested_layout",
     "nesting_of",
     "placements_of",
     "read_placements",
+    "shard_in_turn",
     "shard_order",
 ]
 
@@ -143,7 +145,7 @@ def read_placements(
     layout = nested_layout(mesh, placements, order, shape, nested)
     if layout is None:
         # Not kept, because it may list many parts.
-        dims = _shard_in_turn(mesh, placements, acting(placements, order), shape)
+        dims = shard_in_turn(mesh, placements, acting(placements, order), shape, mesh.ranks)
         layout = Layout(mesh, _words(mesh, placements, dims, shape))
     return layout
 
@@ -161,9 +163,13 @@ def nested_layout(
     nesting = nesting_of(mesh, placements, order, nested)
     if nesting is None:
         return None
+    return _layout(mesh, _words(mesh, placements, chunks_of(mesh, nesting, len(shape)), shape))
+
+
+def chunks_of(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
+    """Each dim chunked by its mesh dims, first to last."""
     axes = tuple(mesh.axes)
-    dims = [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(len(shape))]
-    return _layout(mesh, _words(mesh, placements, dims, shape))
+    return [tuple(Chunk(axes[at]) for at in nesting.get(dim, ())) for dim in range(num_dims)]
 
 
 @lru_cache(maxsize=1024)
@@ -261,24 +267,28 @@ def acting(placements: Sequence[Placement], order: ShardOrder) -> list[int]:
     return [at for at, one in enumerate(placements) if isinstance(one, Shard | _StridedShard)]
 
 
-def _shard_in_turn(
-    mesh: Mesh, placements: Sequence[Placement], order: Sequence[int], shape: Sequence[int]
+def shard_in_turn(
+    mesh: Mesh,
+    placements: Sequence[Placement],
+    order: Sequence[int],
+    shape: Sequence[int],
+    ranks: Sequence[int],
 ) -> list[Cuts]:
-    """Each placement shards what the one before left; strided ones as torch does it."""
+    """Each placement shards what the one before left on these ranks; strided ones as in torch."""
     dims: list[list[Cut]] = [[] for _ in shape]
     names = tuple(mesh.axes)
     for axis, placement in ((names[at], placements[at]) for at in order):
         if isinstance(placement, _StridedShard):
-            lengths = _lengths(mesh, dims[placement.dim], shape[placement.dim])
+            lengths = _lengths(mesh, dims[placement.dim], shape[placement.dim], ranks)
             dims[placement.dim].append(_strided(mesh, axis, placement, lengths))
         elif isinstance(placement, Shard):
             dims[placement.dim].append(Chunk(axis))
     return [tuple(cuts) for cuts in dims]
 
 
-def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int) -> set[int]:
-    """The lengths of the dim on all ranks, after these cuts."""
-    return {length_of(held(tuple(cuts), length, mesh.axes, mesh.coords(r))) for r in mesh.ranks}
+def _lengths(mesh: Mesh, cuts: Sequence[Cut], length: int, ranks: Sequence[int]) -> set[int]:
+    """The lengths of the dim on these ranks, after these cuts."""
+    return {length_of(held(tuple(cuts), length, mesh.axes, mesh.coords(r))) for r in ranks}
 
 
 def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int]) -> Cut:
