@@ -53,3 +53,11 @@ def test_a_tensor_that_says_otherwise() -> None:
         )
         with pytest.raises(rs.TensorError, match=r"shape=\(2, 4\) and the tensor .* \(4, 4\)"):
             rs.move(rows, shape=(2, 4), to=columns)
+
+
+def test_ranks_that_torch_simulates_in_one_process_are_refused() -> None:
+    from torch.distributed._local_tensor import LocalTensorMode
+
+    with LocalTensorMode(frozenset(range(2))), pytest.raises(rs.TensorError) as error:
+        rs.move(torch.ones(4, 4), ROWS, COLUMNS, shape=(4, 4))
+    assert str(error.value).startswith("LocalTensorMode runs all ranks in this process")

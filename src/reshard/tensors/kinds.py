@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 __all__ = [
+    "are_ranks_simulated",
     "has_layout",
     "is_dtensor",
     "is_own_sharded_tensor",
@@ -83,6 +84,12 @@ def has_layout(value: object) -> bool:
 def _is_instance(value: object, module: str, name: str) -> bool:
     kind = getattr(sys.modules.get(module), name, None)
     return kind is not None and isinstance(value, kind)
+
+
+def are_ranks_simulated() -> bool:
+    """Whether torch runs all ranks in this process, on stand-ins for tensors and communication."""
+    module = sys.modules.get("torch.distributed._local_tensor")
+    return module is not None and module.enabled_local_tensor_mode() is not None
 
 
 def wait_ready(tensor: torch.Tensor) -> torch.Tensor:

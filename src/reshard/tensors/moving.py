@@ -24,6 +24,7 @@ from reshard.live.session.session import Ticket
 from reshard.planning.execution import RunOptions
 from reshard.planning.plans import ONE
 from reshard.tensors.kinds import (
+    are_ranks_simulated,
     has_layout,
     is_dtensor,
     is_own_sharded_tensor,
@@ -132,6 +133,11 @@ def move(
         tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, async_op,
         forward_dtype, backward_dtype, options,
     )  # fmt: skip
+    if are_ranks_simulated():
+        raise TensorError(
+            "LocalTensorMode runs all ranks in this process, and a move is between processes: run "
+            "it in a job of several ranks, or use DTensor.redistribute"
+        )
     if is_dtensor(tensor) and have is None and not request.is_on_own_mesh():
         placements = _redistribution().expressible(tensor)
         if placements is not None:

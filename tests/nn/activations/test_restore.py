@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from reshard.errors import DisagreementError, LiveError, MoveTimeoutError
 from reshard.nn import (
     input_reshard,
 )
+from reshard.nn.activations import restore
+from reshard.tensors.tensor_move import PLAN_BYTES
 from tests.nn.activations.blocks import MLP
 from tests.nn.activations.compare import (
     FOUR,
@@ -224,3 +227,19 @@ def other_shapes(rank: int) -> None:
 
 def test_inputs_of_different_shapes(pool: Pool) -> None:
     pool.run(other_shapes, ranks=FOUR)
+
+
+def many_exchanges(rank: int) -> tuple[int, int]:
+    """Exchanges of many sizes with a small limit: how many were made, and how many plans kept."""
+    with patch.object(restore, "MAX_PLAN_BYTES", 1 << 20):
+        restorer = restore.Restorer(pool_group(4))
+    for count in range(1, 41):
+        gathered = restorer.gather([rank] * count, timeout=30)
+        assert gathered == [[other] * count for other in FOUR]
+    return count, len(restorer._plans._values)
+
+
+def test_kept_plans_are_bounded_in_bytes(pool: Pool) -> None:
+    for made, kept in pool.run(many_exchanges, ranks=FOUR):
+        assert made == 40
+        assert 1 <= kept <= (1 << 20) // PLAN_BYTES

@@ -14,10 +14,11 @@ import torch
 
 from reshard.errors import ArgumentError
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import Content, ContentTensor, wrap
+from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
 from reshard.sharded.groups import Group
 from reshard.sharded.metadata import Shard
 from reshard.sharded.move.engine import move_like, replicated_content, whole
+from reshard.tensors.kinds import this_rank
 
 __all__ = [
     "Context",
@@ -57,7 +58,8 @@ def to_layout_in_place(tensor: ContentTensor, target: Content) -> None:
 
 def to_parts(tensor: ContentTensor) -> tuple[torch.Tensor, ...]:
     """This rank's parts; their gradients are the parts of the gradient."""
-    return cast(tuple[torch.Tensor, ...], _apply(_ToParts, tensor) if tensor._content.parts else ())
+    parts: tuple[torch.Tensor, ...] = _apply(_ToParts, tensor) if tensor._content.parts else ()
+    return parts
 
 
 def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -68,12 +70,10 @@ def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Ten
     content = tensor._content
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return content.local, None
+    parts = _apply(_ToParts, tensor)
     if not content.parts:
-        return None, _apply(_ToNothing, tensor)
-    parts = to_parts(tensor)
-    if len(parts) == 1:
-        return parts[0], None
-    return torch.cat([part.reshape(-1) for part in parts]), None
+        return None, parts[0]
+    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]), None
 
 
 def to_local(tensor: ContentTensor) -> torch.Tensor:
@@ -203,11 +203,16 @@ class _ToLayoutInPlace(_ToLayout):
 
 
 class _ToParts(torch.autograd.Function):
+    """This rank's parts; one empty tensor if it has none, so that it takes part in backward."""
+
     @staticmethod
     def forward(ctx: Context, tensor: ContentTensor) -> tuple[torch.Tensor, ...]:
-        ctx.content = tensor._content.without_parts()
+        content = tensor._content
+        ctx.content = content.without_parts()
+        if not content.parts:
+            return (torch.zeros(0, dtype=content.dtype, device=content.device),)
         # Views: writing into them writes into the shards.
-        return tuple(part.detach() for part in tensor._content.parts)
+        return tuple(part.detach() for part in content.parts)
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
@@ -221,32 +226,13 @@ class _FromParts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Context, content: Content, *parts: torch.Tensor) -> ContentTensor:
         ctx.content = content.without_parts()
+        if not part_shapes(content.layout, this_rank(), content.shape):
+            return wrap(ctx.content)
         return wrap(content.with_parts([part.detach() for part in parts]))
 
     @staticmethod
     def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        return None, *to_parts(lay_out_gradient(ctx.content, gradients[0]))
-
-
-class _ToNothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, tensor: ContentTensor) -> torch.Tensor:
-        ctx.content = content = tensor._content
-        return torch.zeros(0, dtype=content.dtype, device=content.device)
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
-        return cast(ContentTensor, _apply(_FromNothing, gradients[0], ctx.content))
-
-
-class _FromNothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Context, nothing: torch.Tensor, content: Content) -> ContentTensor:
-        return wrap(content.without_parts())
-
-    @staticmethod
-    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _apply(_ToNothing, gradients[0]), None
+        return None, *_apply(_ToParts, lay_out_gradient(ctx.content, gradients[0]))
 
 
 class _ToWhole(torch.autograd.Function):
