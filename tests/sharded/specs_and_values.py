@@ -99,7 +99,7 @@ class Collectives(TorchDispatchMode):
 
 
 def boxes(rows: int, columns: int) -> EnumerableShardingSpec:
-    """Two parts on rank 3, one on rank 1, none on ranks 0 and 2: DTensor cannot say it."""
+    """Two parts on rank 3, one on rank 1, none on ranks 0 and 2: DTensor cannot express it."""
     half, third = rows // 2, columns // 3
     return EnumerableShardingSpec(
         [

@@ -72,7 +72,7 @@ class Model(nn.Module):
 
 
 def _usable(weight: torch.Tensor) -> torch.Tensor:
-    """Boxes are made rows, which DTensor can say."""
+    """Boxes are made rows, which DTensor can express."""
     return weight.resharded(chunk(0)) if isinstance(weight, ShardedTensor) else weight
 
 

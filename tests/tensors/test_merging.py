@@ -240,7 +240,7 @@ def test_every_rank_holds_what_it_said(drawn: tuple[list[Side], tuple[int, ...]]
     sides, shape = drawn
     specs = [rs.TensorSpec(shape, "float32", build(side, shape)) for side in sides]
     if len({(side.layout, side.mesh.partition("@")[0]) for side in sides}) > 1:
-        with suppress(rs.DisagreementError):  # what boxes cannot say: see above
+        with suppress(rs.DisagreementError):  # what boxes cannot express: see above
             check_merged(sides, shape, merge_specs(says(*specs))["w"].layout)
     else:
         check_merged(sides, shape, merge_specs(says(*specs))["w"].layout)

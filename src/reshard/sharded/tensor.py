@@ -6,7 +6,7 @@ st.local_tensor()                            # differentiable, as everything her
 st.reshard(other_spec)                       # this tensor moved to another layout, along one plan
 st.resharded(other_spec)                     # a new one
 st + 2 * other                               # shard by shard
-torch.nn.functional.linear(x, st)            # through DTensor, if it can say the layout
+torch.nn.functional.linear(x, st)            # through DTensor, if it can express the layout
 """
 
 from __future__ import annotations
@@ -198,7 +198,7 @@ class ShardedTensor(ContentTensor):
         return gather_to(self._content, dst, out, dtype)
 
     def to_dtensor(self, device_mesh: DeviceMesh | None = None) -> DTensor:
-        """The same memory as a DTensor, if placements can say the layout."""
+        """The same memory as a DTensor, if placements can express the layout."""
         return to_dtensor(self, device_mesh)
 
     @staticmethod

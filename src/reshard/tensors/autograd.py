@@ -151,8 +151,9 @@ def attach(source: Tensor | None, leaf: Tensor | None, moved: Tensor, backward: 
         leaf = source
     elif leaf is None:
         leaf = torch.zeros(0, device=backward.device, requires_grad=True)
-    # In a list: for autograd it is then a result, and no input that is passed through as a view,
-    # into which nothing could be written. What shares the source's memory stays such a view.
+    # In a list, so that autograd takes it for a new tensor: an argument that is returned becomes a
+    # view of that argument, and in-place writes to it raise. A result that shares the source's
+    # memory stays such a view.
     result: Tensor = _attach(
         leaf, moved if _share_memory(source, moved) else [moved], backward, is_hidden
     )

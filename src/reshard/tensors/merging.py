@@ -1,9 +1,9 @@
-"""Merge the specs that each rank gives for its state dict, or name the ranks that differ.
+"""Merge the specs that ranks give for their state dicts, or raise an error that names the ranks.
 
-In a state dict one name is one tensor. So tensors of one name on sub-meshes that have no rank in
-common are replicas of each other, and so are plain tensors of one name on several ranks. A rank
-knows only the mesh that its tensor is on: where FSDP shards a tensor that tensor parallelism leaves
-alone, that is a sub-mesh, and the ranks of the other sub-meshes have replicas:
+A name in a state dict identifies one tensor. Tensors with the same name on disjoint sub-meshes are
+therefore replicas, and so are plain tensors with the same name on several ranks. A rank only knows
+the mesh of its own tensor. If FSDP shards a tensor that tensor parallelism does not shard, that
+mesh is the dp sub-mesh, and the ranks of the other dp sub-meshes hold replicas:
 
     dp=2 @ 0,2   "dp -"
     dp=2 @ 1,3   "dp -"     ->     dp=2 tp=2   "dp -"
@@ -50,8 +50,9 @@ ByRank = Mapping[int, TensorSpec]
 def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
     """One spec per name from the specs of each rank, or a DisagreementError.
 
-    Ranks must agree on shape and dtype, and on the part of each rank that several of them describe.
-    The merged layout is in words, on a mesh of the state dict, where that is possible.
+    Ranks must give the same shape and dtype, and if several ranks describe what one rank holds,
+    they must agree. The merged layout is in words on a mesh of the state dict if possible,
+    otherwise it lists boxes.
     """
     by_name: dict[str, dict[int, TensorSpec]] = {}
     for rank in sorted(specs):
@@ -73,7 +74,7 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
 
 @dataclass(frozen=True, slots=True)
 class _Difference:
-    """Two specs of one tensor that cannot both be right, and why."""
+    """Two specs of one tensor that contradict each other, and the reason."""
 
     one: TensorSpec
     other: TensorSpec
@@ -93,7 +94,7 @@ class _Merger:
         )
 
     def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
-        """The spec that the ranks describe together, or where they differ."""
+        """The merged spec, or the difference between two ranks."""
         first = next(iter(by_rank.values()))
         if all(spec is first for spec in by_rank.values()):
             return first
@@ -146,7 +147,7 @@ def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> 
 
 
 def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
-    """The ranks that give a spec; all ranks with plain tensors of one shape belong together."""
+    """The ranks that give this spec; ranks with plain tensors of the same shape are one group."""
     first = next(rank for rank, spec in by_rank.items() if _equal(spec, wanted))
     if not _is_plain(first, by_rank[first]):
         return {rank: spec for rank, spec in by_rank.items() if _equal(spec, wanted)}
@@ -156,7 +157,7 @@ def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
 
 
 def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
-    """Whether two specs are the same in every word, which is quicker than ``==``."""
+    """Whether two specs are written alike; quicker than ``==``, which compares boxes."""
     mine, theirs = (spec.shape, spec.dtype), (other.shape, other.dtype)
     return mine == theirs and spec.layout == other.layout
 
@@ -184,7 +185,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 REPLICA = "replica"
-"""The name of an axis over sub-meshes that no mesh of the job has a name for."""
+"""The name of the added axis if no mesh in the state dict contains the sub-meshes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ class Contradiction:
 def without_repeats(
     layouts: Sequence[Layout], shape: tuple[int, ...]
 ) -> tuple[Layout, ...] | Contradiction:
-    """Drop layouts whose ranks are all described by larger ones; both must agree on each rank."""
+    """Drop layouts whose ranks all occur in larger ones, if both give each rank the same boxes."""
     if sum(len(layout.ranks) for layout in layouts) == len(_ranks(layouts)):
         return tuple(layouts)
     by_rank: dict[int, Layout] = {}
@@ -242,7 +243,7 @@ def in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | None
 
 
 def in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
-    """The boxes of all ranks; None where a local tensor is not its boxes, one after another."""
+    """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
     by_rank = {
         rank: layout
         for layout in layouts
@@ -267,7 +268,7 @@ def _is_whole(layout: Layout) -> bool:
 
 
 def _signature(layout: Layout) -> tuple[object, ...]:
-    """What sub-meshes that are replicas of each other have in common."""
+    """The properties that layouts of replicas on different sub-meshes share."""
     return type(layout), str(layout), tuple(layout.mesh.axes.items())
 
 
@@ -285,7 +286,7 @@ def _has_slices(mesh: Mesh, subs: Sequence[Mesh]) -> bool:
 
 
 def _stacked(subs: Sequence[Mesh]) -> Mesh:
-    """A mesh with one more axis over sub-meshes, where it makes ranks count upwards, or first."""
+    """A mesh with an axis of replicas added, where ranks stay ascending if possible, else first."""
     rising = sorted((tuple(sub.ranks) for sub in subs), key=min)
     axes = dict(subs[0].axes)
     name = REPLICA

@@ -121,8 +121,8 @@ def move(
 ) -> Any:
     """Move a tensor; every rank of the two layouts calls it, and gets its part or None.
 
-    ``have`` and ``shape`` say what a plain local tensor is a part of; DTensors and ShardedTensors
-    know it themselves, and need ``have`` only if ranks outside their mesh have replicas (FSDP2 over
+    ``have`` and ``shape`` describe the whole of a plain local tensor; DTensors and ShardedTensors
+    know both, and need ``have`` only if ranks outside their mesh have replicas (FSDP2 over
     tensor parallelism). ``want`` (or ``to``) is the destination: a layout, for local tensors out,
     or a mesh and placements, for a DTensor. ``cast_to`` changes the dtype on the way. Where nothing
     has to move the result shares the source's memory. Gradients flow back: see the docs.
@@ -232,7 +232,9 @@ class Request(NamedTuple):
                     "give cast_to= for the dtype of the result"
                 )
         if self.forward_dtype is not None and self.cast_to is not None:
-            raise TensorError("cast_to= and forward_dtype= both say a dtype: give one of them")
+            raise TensorError(
+                "cast_to= and forward_dtype= both set the dtype of the result: give one of them"
+            )
 
     @property
     def cast(self) -> str | None:

@@ -1,7 +1,7 @@
 """The move of one tensor from one layout to another, with gradients.
 
-`rs.move` makes one once it has read its arguments, and runs it. It is kept for the next call with
-equal layouts, because training repeats the same moves in every step.
+`rs.move` reads its arguments, makes a TensorMove and runs it. TensorMoves are cached by their
+layouts, because training repeats the same moves in every step.
 """
 
 from __future__ import annotations

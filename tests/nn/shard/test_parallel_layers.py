@@ -118,7 +118,7 @@ def boxes(rank: int) -> None:
     assert isinstance(module.weight, ShardedTensor)
     assert len(module.weight.local_shards()) == {0: 1, 2: 2}.get(rank, 0)
     assert torch.equal(module.weight.full_tensor(), full)
-    # DTensor cannot say these boxes; elementwise operations and optimizers can do without it.
+    # DTensor cannot express these boxes; elementwise operations and optimizers can do without it.
     with pytest.raises(RuntimeError, match="reshard"):
         module(torch.ones(1, 6, dtype=torch.float64))
     optimizer = torch.optim.SGD([module.weight], lr=0.5)

@@ -232,7 +232,7 @@ def test_gradients_of_gradients_through_the_local_tensor(pool: Pool) -> None:
 
 
 def any_layout(rank: int) -> None:
-    """What DTensor cannot say computes after a reshard, and gradients come back as boxes."""
+    """What DTensor cannot express computes after a reshard, and gradients come back as boxes."""
     full, x = values(6, 9), values(4, 9, seed=1)
     for spec in (boxes(6, 9), chunk(0, [2, 1]), chunk(0, [3, 1, 0, 2])):
         weight, plain = sharded(full, spec).requires_grad_(), full.clone().requires_grad_()

@@ -64,7 +64,7 @@ def complex_numbers(rank: int) -> None:
     for spec in some:
         for name, op in COMPLEX.items():
             if name == "real" and spec not in (chunk(0), chunk(1)):
-                continue  # refused: DTensor cannot say the layout
+                continue  # refused: DTensor cannot express the layout
             for other in (spec, None, chunk(1)) if soaking() else (spec, None):
                 check_gradients(op, [a, b], [spec, other])
         x = sharded(a, spec)

@@ -178,7 +178,7 @@ def _check_parts(content: Content, rank: int) -> None:
     wanted = list(part_shapes(layout, rank, content.shape))
     shapes = [tuple(part.shape) for part in content.parts]
     if shapes != wanted:
-        raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout says {wanted}")
+        raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout has {wanted}")
     if any(part.dtype != content.dtype for part in content.parts):
         kinds = sorted({str(part.dtype) for part in content.parts})
         raise ArgumentError(f"rank {rank} has saved parts of {kinds} as {content.dtype}")
@@ -193,7 +193,7 @@ Path = str | PathLike[str]
 Key = tuple[object, ...]
 """The keys and indices of a value in nested dicts and lists."""
 Row = dict[str, Any]
-"""What a file says about a sharded tensor: its kind, boxes and device."""
+"""One sharded tensor in a file: its kind, boxes and device."""
 
 
 @dataclass(frozen=True)
@@ -317,7 +317,7 @@ def _are_equal(one: Any, two: Any) -> bool:
 
 
 def _rows(file: File) -> dict[str, Row]:
-    """What a file says about its sharded tensors, as JSON."""
+    """The sharded tensors of a file, as JSON."""
     rows = {}
     for name, tensor in file.sharded.items():
         content = tensor._content

@@ -9,7 +9,7 @@ offsets. So all ranks must split a tensor into the same chunks:
     rank 1      [4:9)      ->      [4:6) of both, written by one of them
                                    [6:9) of rank 1
 
-Other versions of torch read the attributes of ``CheckpointableTensor``, which say the same.
+Other versions of torch read the same from the attributes of ``CheckpointableTensor``.
 """
 
 from __future__ import annotations

@@ -85,9 +85,9 @@ def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
     placements = _placements(content.layout, mesh, content.shape)
     if placements is None:
         raise OperationError(
-            f'DTensor cannot say the layout "{content.layout}" of a tensor {list(content.shape)} '
-            f"on ranks {list(members(content.group))}: reshard it first, to a ChunkShardingSpec "
-            "with one placement per rank of its group, in order"
+            f'DTensor cannot express the layout "{content.layout}" of a tensor '
+            f"{list(content.shape)} on ranks {list(members(content.group))}: reshard it to a "
+            "ChunkShardingSpec first, with one placement per rank of its group, in order"
         )
     local = content.local
     shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
@@ -134,7 +134,7 @@ def _placements(
 
 
 def fits_dtensor(content: Content) -> bool:
-    """Whether placements of DTensor can say the layout."""
+    """Whether placements of DTensor express the layout."""
     return _placements(content.layout, _mesh_of(content), content.shape) is not None
 
 

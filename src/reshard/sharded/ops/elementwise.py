@@ -131,7 +131,7 @@ def _join(like: Content, results: list[Value]) -> Value:
         return results[0]
     if like.parts:
         return like.with_parts(results)
-    # The result of empty operands says only the dtype and the device.
+    # Without parts, only the dtype and the device of the result are known.
     return like.of_kind(results[0].dtype, results[0].device)
 
 

@@ -93,7 +93,7 @@ class ShardingSpec(ABC):
         """The metadata of all shards of a tensor of this size; needs no communication."""
 
     def layout(self, shape: Sequence[int]) -> Layout:
-        """The layout of a tensor of this shape: words on a mesh if they can say it, else boxes."""
+        """The layout of a tensor of this shape: words on a mesh if they express it, else boxes."""
         size = torch.Size(shape)
         shards = tuple(self.build_metadata(size, TensorProperties()).shards_metadata)
         check_disjoint(shards)

@@ -1,9 +1,10 @@
 """Moves between placements that a layout in words cannot express: each rank's part as boxes.
 
-A ``_StridedShard`` whose split factor no order of mesh dims explains splits what an uneven
-``Shard`` left into parts that differ from rank to rank. And DTensor has reductions that a layout
-does not have (band, bor, bxor). Here addends are numbered along a first dim of the tensor that
-moves, and are reduced at the destination: more is sent than with a layout, but any placements work.
+There are two such cases. A ``_StridedShard`` after an uneven ``Shard`` can split the dim into parts
+whose sizes differ from rank to rank. And DTensor has reductions that a layout does not have: band,
+bor and bxor. Both are moved as boxes of a tensor with one more dim, in front, that numbers the
+addends; the destination reduces them. This sends more than a move between layouts, because addends
+are not summed on the way, but it works for all placements.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ Intervals = tuple[Interval, ...]
 Slices = tuple[slice, ...]
 
 MAX_BOXES = 1 << 16
-"""What a rank holds is listed box by box."""
+"""Boxes that a rank may hold; they are listed one by one."""
 
 MAX_KEPT_BYTES, BOX_BYTES = 64 << 20, 512
-"""Bytes of all box moves that are kept for the next call, and about what one box takes."""
+"""Bytes of all cached box moves, and the approximate size of one box."""
 
 _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "band": torch.bitwise_and,
@@ -52,7 +53,7 @@ _BITWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True)
 class Placed:
-    """Placements on a mesh, with the shard order of DTensor's spec."""
+    """Placements on a mesh, and DTensor's own shard order, if it has one."""
 
     mesh: Mesh
     placements: tuple[Placement, ...]
@@ -68,7 +69,7 @@ class Placed:
         return [at for at, one in enumerate(self.placements) if one.is_partial()]
 
     def addend(self, rank: int, axes: Sequence[int]) -> int:
-        """The number of a rank's addend among those along some mesh dims."""
+        """The index of a rank's addend among all addends along some mesh dims."""
         sizes, place = tuple(self.mesh.axes.values()), tuple(self.mesh.coords(rank).values())
         number = 0
         for at in axes:
@@ -80,7 +81,7 @@ class Placed:
         return tuple(sum(b - a for a, b in dim) for dim in self.intervals(shape, rank))
 
     def intervals(self, shape: tuple[int, ...], rank: int) -> tuple[Intervals, ...]:
-        """What a rank holds of each dim, in the order of its local tensor."""
+        """The intervals of each dim that a rank holds, in the order of its local tensor."""
         key = (shape, rank)
         if key not in self._intervals:
             self._intervals[key] = self._compute_intervals(shape, rank)
@@ -110,13 +111,13 @@ class BoxMove:
 
     @property
     def whole(self) -> tuple[int, ...]:
-        """The shape of what moves: all addends, one after the other."""
+        """The shape of the moved tensor: all addends, stacked along a first dim."""
         sizes = tuple(self.have.mesh.axes.values())
         return prod(sizes[at] for at in self.have.pending()), *self.shape
 
     @property
     def op(self) -> str:
-        """The reduction that is done on arrival; of those that stay pending there is none."""
+        """The reduction at the destination; reductions that stay pending do not count."""
         kept = self.want.pending()
         ops = {self.have.placements[at].reduce_op for at in self.have.pending() if at not in kept}  # type: ignore[attr-defined]
         return str(next(iter(ops), "sum"))
@@ -148,7 +149,7 @@ class BoxMove:
         return Layout.from_boxes(self.whole, sources), Layout.from_boxes(self.whole, results)
 
     def join(self, local: torch.Tensor, rank: int) -> torch.Tensor | None:
-        """A rank's local tensor as the first layout has it."""
+        """A rank's local tensor as the source layout of boxes expects it."""
         places = _places(self.have.intervals(self.shape, rank))
         views = [local[slices].unsqueeze(0) for slices in places]
         if not views or not local.numel():
@@ -158,7 +159,7 @@ class BoxMove:
     def local(
         self, found: torch.Tensor | None, rank: int, dtype: torch.dtype, device: object
     ) -> torch.Tensor:
-        """What arrived as the local tensor of the result, reduced."""
+        """The local tensor of the result: the received addends, reduced."""
         shape = self.want.local_shape(self.shape, rank)
         made = torch.empty(shape, dtype=dtype, device=device)  # type: ignore[call-overload]
         if found is None or not made.numel():
@@ -177,7 +178,7 @@ _kept: SizedCache[tuple[Placed, Placed, tuple[int, ...]], BoxMove] = SizedCache(
 
 
 def box_move(have: Placed, want: Placed, shape: tuple[int, ...]) -> BoxMove:
-    """The move between placements; equal ones are one object while it is kept."""
+    """The move between placements; equal ones share one object while it is cached."""
     kept = _kept.get((have, want, shape))
     if kept is not None:
         return kept
@@ -210,7 +211,7 @@ def _corners(
 
 
 def _places(dims: Sequence[Intervals]) -> Iterator[Slices]:
-    """Where the boxes are in the local tensor."""
+    """The position of each box in the local tensor."""
     starts: list[list[slice]] = []
     for intervals in dims:
         at, found = 0, []

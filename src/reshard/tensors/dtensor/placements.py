@@ -144,7 +144,7 @@ def read_placements(
     """
     layout = nested_layout(mesh, placements, order, shape, nested)
     if layout is None:
-        # Not kept, because it may list many parts.
+        # Not cached: it may list many parts.
         dims = shard_in_turn(mesh, placements, acting(placements, order), shape, mesh.ranks)
         layout = Layout(mesh, _words(mesh, placements, dims, shape))
     return layout
@@ -174,7 +174,7 @@ def chunks_of(mesh: Mesh, nesting: Order, num_dims: int) -> list[Cuts]:
 
 @lru_cache(maxsize=1024)
 def _layout(mesh: Mesh, words: Words) -> Layout:
-    """One object per layout, whatever the shape, so that later comparisons are quick."""
+    """One object per layout for all shapes, so that later comparisons are identity checks."""
     return Layout(mesh, words)
 
 
@@ -211,8 +211,8 @@ def check_placements(mesh: Mesh, placements: Sequence[Placement], shape: Sequenc
         # A subclass of Partial finishes its sum in a way of its own, so it is not a plain sum.
         if not known and type(placement) is not Partial:
             raise LayoutError(
-                f"placement {placement!r} of {list(placements)} on mesh {mesh} has no word: "
-                "redistribute to Shard, Replicate or Partial first"
+                f"placement {placement!r} of {list(placements)} on mesh {mesh} has no "
+                "equivalent in a layout: redistribute to Shard, Replicate or Partial first"
             )
         if isinstance(placement, Shard | _StridedShard) and not 0 <= placement.dim < len(shape):
             raise LayoutError(
@@ -299,7 +299,7 @@ def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int])
     if len(lengths) > 1:
         raise LayoutError(
             f"{placement!r} on axis {axis} of mesh {mesh} cuts parts of different lengths "
-            f"{sorted(lengths)}: no word says that; redistribute to Shard first"
+            f"{sorted(lengths)}: a layout cannot express that; redistribute to Shard first"
         )
     (length,) = lengths
     if length % (factor * num) == 0:
@@ -315,7 +315,7 @@ def _strided(mesh: Mesh, axis: str, placement: _StridedShard, lengths: set[int])
 
 
 MAX_TRIED = 20_000
-"""How many placements are compared with a layout that is spelled in another way."""
+"""Maximum number of candidate placements that are compared with a layout."""
 
 _TORCH_OPS = {ours: theirs for theirs, ours in OPS.items()}
 
@@ -325,7 +325,7 @@ def placements_of(
 ) -> tuple[Placement, ...] | None:
     """The placements on a mesh that express a layout, or None if DTensor has none for it.
 
-    Axis names and spelling do not matter: what counts is that every rank holds the same elements.
+    Axis names and spelling are ignored: the placements must give every rank the same elements.
     """
     return _find(layout, mesh_of(device_mesh), tuple(shape))
 
@@ -353,7 +353,7 @@ def _read_or_none(
 
 
 def _probes(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> list[tuple[int, list[Box]]]:
-    """What a few ranks hold, to tell most candidates apart without looking at all ranks."""
+    """The boxes of a few ranks, which rule out most candidates without a look at all ranks."""
     ranks = mesh.ranks
     some = {ranks[0], ranks[len(ranks) // 2], ranks[-1]}
     return [(rank, _boxes(layout, rank, shape)) for rank in some]
@@ -366,7 +366,7 @@ def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> list[Box]:
 def _candidates(
     layout: Layout, mesh: Mesh, shape: tuple[int, ...]
 ) -> Iterator[tuple[Placement, ...]]:
-    """First the placements of the layout's own words, then all assignments of axes to dims."""
+    """Placements to try: first those of the layout's own words, then every assignment of axes."""
     spelled = _as_spelled(layout, mesh, shape)
     if spelled is not None:
         yield spelled
@@ -382,7 +382,8 @@ def _candidates(
 def _placed(
     mesh: Mesh, order: Order, partial: Sequence[int], op: str | None
 ) -> tuple[Placement, ...]:
-    """Placements that nest mesh dims in this order; a split factor counts earlier mesh dims."""
+    """Placements that shard in this order of mesh dims; the split factor is the number of shards
+    that mesh dims to the right have made before."""
     sizes = tuple(mesh.axes.values())
     placements: list[Placement] = [Replicate() for _ in sizes]
     for at in partial:
@@ -399,7 +400,7 @@ def _shard(dim: int, factor: int) -> Placement:
 
 
 def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Placement, ...] | None:
-    """The placements that stand for the words, if the axes are the mesh's by place."""
+    """The placements for a layout's words, if its mesh has the ranks and sizes of this mesh."""
     same = layout.mesh.ranks == mesh.ranks
     if not same or [*layout.mesh.axes.values()] != [*mesh.axes.values()]:
         return None
@@ -417,7 +418,7 @@ def _as_spelled(layout: Layout, mesh: Mesh, shape: tuple[int, ...]) -> tuple[Pla
 
 
 def _factors(cuts: Cuts, mesh: Mesh, length: int) -> Iterator[tuple[str, int]]:
-    """Each axis that cuts a dim, and the split factor its word stands for; 1 for plain chunks."""
+    """Each axis that shards a dim, and the split factor of its word; 1 for plain chunks."""
     for cut in cuts:
         match cut:
             case Chunk(axis=axis):

@@ -1,11 +1,11 @@
 """DTensors on one mesh that get other placements, with DTensor's own rule for gradients.
 
-A gradient of a DTensor has placements of its own, so nothing has to be assumed: it goes back to the
-placements of the source. Where a reduction was pending in the source, of whatever kind, the
-gradient is that of the reduced value, and replicated.
+A gradient of a DTensor has its own placements, so no assumption is needed: the gradient moves back
+to the placements of the source. If the source had a pending reduction of any kind, the gradient is
+that of the reduced value, and replicated.
 
-Training repeats the same moves in every step. What is known of a move by the specs of source and
-destination is kept, so that it costs one look-up beside the exchange the next time.
+Training repeats the same moves in every step. The specs of source and destination, and the move
+between them, are cached, so that a repeated move costs one look-up besides the exchange.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Redistribution:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the move is all of it."""
+        """Whether the redistribution is one move, without computation before or after it."""
         strided = any(isinstance(one, _StridedShard) for one in self.target[1])
         usual = self.reading == NESTED or not strided
         return self.work is None and self.boxes is None and self.sent is None and usual
@@ -343,9 +343,9 @@ MAX_REPEATED = 1024
 
 
 class _Repeated(NamedTuple):
-    """What is known of a move with default settings that was made before.
+    """A move with default settings that was made before.
 
-    Nothing here keeps a mesh, and so its process groups, or a plan alive.
+    All references are weak: this keeps no mesh, process group or plan alive.
     """
 
     have: weakref.ref[DeviceMesh]
@@ -363,7 +363,7 @@ _repeated: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], _Repea
 
 
 def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
-    """Make a move once more that `remember` knows; None if it does not, or gradients are wanted."""
+    """Repeat a move that `remember` has cached; None if it has not, or if gradients are wanted."""
     if tensor.requires_grad and torch.is_grad_enabled():
         return None
     spec, local = tensor._spec, tensor._local_tensor
@@ -383,7 +383,7 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
         moved = move.call(ticket, local, None, local.device, False).run().get(ONE)
     if moved is None:
         return None
-    # As the constructor makes it, without the layers around that.
+    # The same as the constructor of DTensor, without its checks.
     fresh = spec_from(target[0], kept.fields)
     result: DTensor = DTensor.__new__(DTensor, moved, fresh, requires_grad=False)
     return result
@@ -394,7 +394,7 @@ def _key(spec: DTensorSpec, target: OnMesh) -> tuple[object, ...]:
 
 
 def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
-    """Keep what is known of a move with default settings that was just made."""
+    """Cache a move with default settings that was just made."""
     spec, move, settings = tensor._spec, how.move, how.settings
     shape, result = tensor._local_tensor.shape, moved._local_tensor.shape
     if move.cast != move.dtype or move.memory != USUAL_MEMORY:

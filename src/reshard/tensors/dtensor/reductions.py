@@ -1,4 +1,4 @@
-"""Pending reductions that a layout cannot express, as local work around a move that it can.
+"""Pending reductions that a layout cannot express: local computation before and after a move.
 
 A layout has one pending reduction (sum, avg, max, min or prod) over some axes. DTensor has more:
 
@@ -7,7 +7,7 @@ A layout has one pending reduction (sum, avg, max, min or prod) over some axes. 
 * ``_NormPartial``, a p-norm: the sum of p-th powers, then the p-th root;
 * a replicated tensor that becomes ``Partial``: each rank keeps its share of the value.
 
-Every mesh dim of size 1 is left alone, as torch does.
+Mesh dims of size 1 are ignored, as in torch.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["LocalWork", "work_for"]
 Placements = tuple[Placement, ...]
 
 _LINEAR = {"sum", "avg"}
-"""Reductions that can be done in any order among each other."""
+"""Reductions whose order does not matter."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class LocalWork:
 
     @property
     def needs_wide(self) -> bool:
-        """Whether sums are computed with after the move, so that they are not rounded before."""
+        """Whether sums are divided or rooted after the move, and must not be rounded before."""
         return self.norm is not None or self.divisor > 1
 
     def dtypes(self, dtype: str, cast: str) -> tuple[str, str]:
@@ -153,7 +153,7 @@ def _reduce(placement: Placement) -> Placement:
 
 
 def _kind(placement: Any) -> str:
-    """What is pending, such that equal kinds are the same reduction."""
+    """The name of a pending reduction; equal names are the same reduction."""
     norm = getattr(placement, "norm_type", None)
     return str(placement.reduce_op) if norm is None else f"{norm}-norm"
 
@@ -174,7 +174,7 @@ def _check_kinds(have: Placements, kinds: set[str]) -> None:
 
 
 def _check_masks(have: Placements, want: Placements, kept: Sequence[int]) -> None:
-    """Refuse to leave a mask behind rows that other ranks have afterwards."""
+    """Refuse a mask that stays pending while its rows move to other ranks."""
     for mask in (have[at] for at in kept if hasattr(have[at], "mask_buffer")):
         rows = _rows_of(mask)
         for old, new in zip(have, want, strict=True):
@@ -211,7 +211,7 @@ def _check_shares(want: Placements, axes: Sequence[int], dtype: torch.dtype) -> 
 
 
 def _wide(dtype: str) -> str:
-    """The dtype of powers; of integers they are rounded when the root is there."""
+    """The dtype in which powers are summed; integers are rounded after the root."""
     return accumulator(dtype) if _is_inexact(dtype) else "float64"
 
 

@@ -75,7 +75,7 @@ def reading_of(spec: DTensorSpec) -> Reading:
 def check_shape_of(tensor: DTensor, expected: tuple[int, ...] | None, by: str) -> None:
     """Refuse a local tensor of another shape than placements give this rank."""
     local = tensor._local_tensor
-    # FSDP2 has empty local tensors of shape (0, 0) where placements give (3, 0): no harm.
+    # FSDP2 has empty local tensors of shape (0, 0) where placements give (3, 0); both are empty.
     if expected is not None and local.shape != expected and (local.numel() or 0 not in expected):
         raise LayoutError(_differs(tensor, by, expected))
 
@@ -136,7 +136,7 @@ def _advice(tensor: DTensor, held: tuple[int, ...]) -> str:
             "_StridedShard: move the local tensor with that layout"
         )
     return (
-        "DTensor cannot say sizes of your own; move the local tensor with the layout it has, "
+        "DTensor has no placements for these sizes; move the local tensor with the layout it has, "
         'such as "tp[2,3,4,5] -"'
     )
 
@@ -229,7 +229,7 @@ def fields_of(spec: DTensorSpec) -> SpecFields:
 
 
 def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
-    """A spec with these fields: quicker than to compute it, and torch may change it."""
+    """A new spec with these fields, because torch may modify it; quicker than the constructor."""
     spec = DTensorSpec.__new__(DTensorSpec)
     spec.__dict__.update(fields, mesh=mesh)
     return spec
@@ -279,9 +279,9 @@ def _check_local(
     if tuple(local.shape) != expected:
         raise TensorError(
             f"rank {this_rank()} gives a local tensor of shape {tuple(local.shape)} and layout "
-            f'"{layout}" on mesh {layout.mesh} gives it {expected}: give the part that it says'
+            f'"{layout}" on mesh {layout.mesh} gives it {expected}: give one of that shape'
         )
-    # from_local would copy to the other device without a word.
+    # from_local would copy to the other device silently.
     if local.device.type != device_mesh.device_type:
         raise TensorError(
             f"rank {this_rank()} gives a local tensor on {local.device} for a mesh of "
