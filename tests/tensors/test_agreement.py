@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import reshard as rs
 from reshard.errors import CheckpointError
+from reshard.live.session import rendezvous
 from reshard.tensors import agreement
 from reshard.tensors.agreement import Agreement, describe_values
 from tests.ranks.pool import Pool, fresh_ranks
@@ -188,3 +190,24 @@ def test_alone() -> None:
 def test_many_values_in_a_message() -> None:
     text = describe_values({rank: f"value {rank}" for rank in range(9)})
     assert text.endswith('rank 3 has "value 3" and 5 more values')
+
+
+def gather_without_a_backend_for_cpus(rank: int) -> int:
+    """As in a group of NCCL only whose ranks are on two hosts; gives the number of values."""
+    group = dist.new_group(range(4), backend="cuda:gloo")
+    if rank >= 4:
+        return 0
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.zeros(1), group=group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_identity", lambda: "ab"[rank % 2])
+        ranks = Agreement(group, "a test", timeout=20.0)
+        for value in ([rank], "long " * 5000 * rank):
+            assert ranks.gather(value)[rank] == value
+        with pytest.raises(rs.DisagreementError, match="has different number"):
+            ranks.check_equal({"number": rank})
+        return len(ranks.gather(rank))
+
+
+def test_a_group_that_has_no_backend_for_cpus_on_two_hosts(pool: Pool) -> None:
+    assert pool.run(gather_without_a_backend_for_cpus) == [4] * 4 + [0] * 4

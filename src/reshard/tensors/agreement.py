@@ -14,7 +14,9 @@ Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as
 sent as live moves of one row of bytes per rank: two moves if a value is long, one otherwise. That
 gives them the guarantees of `rs.move`: a wait is bounded by the timeout, and the error names the
 rank that is late or dead and what it was waited for; the next call works again. Nothing that
-arrives is executed, and no value may be longer than `MAX_BYTES`.
+arrives is executed, and no value may be longer than `MAX_BYTES`. The rows go through connections of
+the engine, and the group only carries their addresses: a group of NCCL needs no backend for CPUs,
+on one host or on several.
 
 Each method is collective: all ranks of the group call the same methods in the same order. Without a
 process group, or in one of a single rank, nothing is sent.
