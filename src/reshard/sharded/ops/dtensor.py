@@ -86,8 +86,8 @@ def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
     if placements is None:
         raise OperationError(
             f'DTensor cannot express the layout "{content.layout}" of a tensor '
-            f"{list(content.shape)} on ranks {list(members(content.group))}: reshard it to a "
-            "ChunkShardingSpec first, with one placement per rank of its group, in order"
+            f"{list(content.shape)} on ranks {list(members(content.group))}: reshard it first, to "
+            "a ChunkShardingSpec with one placement per rank of its group, in order"
         )
     local = content.local
     shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
