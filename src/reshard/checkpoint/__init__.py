@@ -25,14 +25,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
-    from reshard.checkpoint.conversion.report import ConvertReport as ConvertReport
+    from reshard.checkpoint.conversion.stages import ConvertReport as ConvertReport
     from reshard.checkpoint.conversion.stages import convert as convert
-    from reshard.checkpoint.inspection.inspecting import InspectedTensor as InspectedTensor
-    from reshard.checkpoint.inspection.inspecting import Inspection as Inspection
-    from reshard.checkpoint.inspection.inspecting import inspect as inspect
+    from reshard.checkpoint.inspection import InspectedTensor as InspectedTensor
+    from reshard.checkpoint.inspection import Inspection as Inspection
+    from reshard.checkpoint.inspection import inspect as inspect
+    from reshard.checkpoint.live.loading import LoadReport as LoadReport
     from reshard.checkpoint.live.loading import load as load
-    from reshard.checkpoint.live.reports import LoadReport as LoadReport
-    from reshard.checkpoint.live.reports import SaveReport as SaveReport
+    from reshard.checkpoint.live.saving import SaveReport as SaveReport
     from reshard.checkpoint.live.saving import save as save
     from reshard.checkpoint.verification.differences import DiffReport as DiffReport
     from reshard.checkpoint.verification.differences import TensorDiff as TensorDiff
