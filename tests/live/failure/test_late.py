@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.live.session.rendezvous import Rendezvous
 from reshard.live.session.session import all_connections, sessions
 from tests.live.failure.faults import (
     COLUMNS,
@@ -162,6 +163,30 @@ def test_a_move_that_fails_beside_another(pool: Pool, transport: str) -> None:
     outcomes = pool.run(fail_beside, transport, ranks=range(4))
     check_same([first for first, _ in outcomes], "TensorError", "rank 2")
     assert {second.kind for _, second in outcomes} == {"moved"}, outcomes
+
+
+def stall_while_connecting(rank: int, step: int) -> Tried:
+    """Rank 2 stops when it is about to say that it has reached a step of the rendezvous."""
+    group, plan = dist.new_group([0, 1, 2, 3]), plan_of()
+    reach = Rendezvous._reach
+
+    def stalling(rendezvous: Rendezvous, reached: int) -> None:
+        if rank == 2 and reached == step:
+            time.sleep(2.0)
+        reach(rendezvous, reached)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rendezvous, "_reach", stalling)
+        outcome = tried(lambda: plan.run(source_of(plan, rank), group=group, timeout=1.0))
+    dist.barrier(pool_group(4))
+    moves_well(rank, group, "auto")
+    return outcome
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 4])
+def test_a_rank_that_stalls_while_ranks_connect_is_named(pool: Pool, step: int) -> None:
+    outcomes = pool.run(stall_while_connecting, step, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 2 has stopped answering within 1 s")
 
 
 LINE = rs.Mesh(tp=4)

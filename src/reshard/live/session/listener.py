@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,7 +29,7 @@ from reshard.live.copy.host import allow_access, read_memory
 from reshard.live.program.messages import IovecCall
 from reshard.live.session.shared_memory import AbortFlags, SharedBuffer
 
-__all__ = ["HostPeer", "Listener", "closed_by", "host_identity"]
+__all__ = ["HostPeer", "Listener", "SilentPeersError", "closed_by", "host_identity"]
 
 BROKEN_PEER = (OSError, ValueError, TypeError, IndexError)
 """Exceptions raised when a peer has exited or sends malformed data."""
@@ -55,6 +55,14 @@ class HostPeer:
     flags: AbortFlags
 
 
+class SilentPeersError(Exception):
+    """These ranks have not answered in time; they may themselves wait for another rank."""
+
+    def __init__(self, peers: Sequence[int]) -> None:
+        super().__init__(f"ranks {list(peers)} are silent")
+        self.peers = peers
+
+
 class Listener:
     """The socket to which the other ranks of this host connect."""
 
@@ -72,9 +80,17 @@ class Listener:
         """Connections that are being made; `close` closes those that failed."""
 
     def connect_all(
-        self, names: Mapping[int, str], seconds: float, check: Callable[[], object]
+        self,
+        names: Mapping[int, str],
+        seconds: float,
+        check: Callable[[], object],
+        reach: Callable[[int], object],
     ) -> dict[int, HostPeer]:
-        """Connect to the ranks with these socket names; ``check`` raises if another rank failed."""
+        """Connect to the ranks with these socket names.
+
+        ``check`` raises if another rank failed; ``reach`` is called with the number of each step
+        that this rank has reached.
+        """
         end, sockets = time.monotonic() + seconds, self._sockets
         try:
             for peer in sorted(rank for rank in names if rank < self.rank):
@@ -83,6 +99,7 @@ class Listener:
                     link.settimeout(_left(end))
                     link.connect("\0" + names[peer])
                     link.send(json.dumps([self.rank, self.name]).encode())
+            reach(1)
             while absent := [peer for peer in names if peer > self.rank and peer not in sockets]:
                 check()
                 accepted = self._accept(names)
@@ -90,8 +107,9 @@ class Listener:
                 if not accepted:
                     self.check_alive({peer: names[peer] for peer in absent})
                 if time.monotonic() > end:
-                    raise TimeoutError(f"nothing came within {seconds:g} s")
-            peers = self._introduce(sockets, end)
+                    raise SilentPeersError(absent)
+            reach(2)
+            peers = self._introduce(sockets, end, reach)
         except BROKEN_PEER as error:
             if isinstance(error, LiveError):
                 raise
@@ -154,7 +172,9 @@ class Listener:
         link.close()
         return {}
 
-    def _introduce(self, sockets: Mapping[int, socket.socket], end: float) -> dict[int, HostPeer]:
+    def _introduce(
+        self, sockets: Mapping[int, socket.socket], end: float, reach: Callable[[int], object]
+    ) -> dict[int, HostPeer]:
         """Exchange abort flags and the addresses of a number, and try to read the peers' numbers.
 
         All ranks send before they receive, so that no two wait for each other.
@@ -167,24 +187,29 @@ class Listener:
         probed: dict[int, tuple[int, bool, AbortFlags]] = {}
         for peer, link in sockets.items():
             with self._blaming(peer):
+                link.settimeout(_left(end))
                 theirs, fds, _, _ = socket.recv_fds(link, MAX_INTRODUCTION, 1)
                 flags, pid = AbortFlags(SharedBuffer.map(fds[0], 0)), _credentials(link)[0]
                 address, value = json.loads(theirs)
                 readable = _can_read(pid, int(address), int(value))
                 link.send(b"1" if readable else b"0")
                 probed[peer] = pid, readable, flags
+        reach(3)
         peers = {}
         for peer, link in sockets.items():
             with self._blaming(peer):
+                link.settimeout(_left(end))
                 pid, readable, flags = probed[peer]
                 peers[peer] = HostPeer(link, pid, link.recv(1) == b"1" and readable, flags)
         return peers
 
     @contextlib.contextmanager
     def _blaming(self, peer: int) -> Iterator[None]:
-        """Report errors inside the block as errors of this peer."""
+        """Report errors inside the block as errors of this peer; silence may have other causes."""
         try:
             yield
+        except TimeoutError:
+            raise SilentPeersError([peer]) from None
         except BROKEN_PEER as error:
             raise self._lost(f"rank {peer}", error) from None
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
@@ -22,7 +22,13 @@ from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, R
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause
 from reshard.live.session.control import Retired
-from reshard.live.session.listener import HostPeer, Listener, closed_by, host_identity
+from reshard.live.session.listener import (
+    HostPeer,
+    Listener,
+    SilentPeersError,
+    closed_by,
+    host_identity,
+)
 from reshard.live.session.mailbox import Mailbox
 from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuffer
 from reshard.live.session.store import (
@@ -246,7 +252,10 @@ class Rendezvous:
         client = self._client = StoreClient(store, self.leader, self.timeout)
         here = [rank for rank in self.ranks if hosts[rank] == hosts[self.rank]]
         names = {rank: str(members[rank]["socket"]) for rank in here}
-        peers = listener.connect_all(names, self.timeout, self._check_outcome)
+        try:
+            peers = listener.connect_all(names, self.timeout, self._check_outcome, self._reach)
+        except SilentPeersError as error:
+            raise MoveTimeoutError(self._stalled(error.peers)) from None
         self.candidate = candidate = Connections(
             self.rank, self.ranks, store, client, hosts, listener.flags, peers, self.number
         )
@@ -303,8 +312,30 @@ class Rendezvous:
             f"a move; if only late, give a longer timeout= ({self._status})"
         )
 
+    def _reach(self, step: int) -> None:
+        """Post how far this rank has come with connecting."""
+        self.store.set(f"{self.number}/step/{self.rank}", str(step))
+
+    def _stalled(self, awaited: Collection[int]) -> str:
+        """Name the rank that holds up all others: of those that have come least far with
+        connecting, one that this rank waits for, if it waits for one of them."""
+        steps = dict.fromkeys(self.ranks, 0)
+        for rank in self.ranks:
+            key = f"{self.number}/step/{rank}"
+            if self.store.check([key]):
+                steps[rank] = int(self.store.get(key))
+        del steps[self.rank]
+        last = [rank for rank, step in steps.items() if step == min(steps.values())]
+        last = [rank for rank in last if rank in awaited] or last
+        who = f"rank {last[0]} has" if len(last) == 1 else f"one of ranks {format_ranks(last)} has"
+        return (
+            f"{who} stopped answering within {self.timeout:g} s and rank {self.rank} waits for it "
+            f"to connect for {self.what} ({self._status})"
+        )
+
     def _conclude(self, candidate: Connections) -> None:
         """Count this rank as connected, and wait for the outcome."""
+        self._reach(4)
         if int(self.store.add(f"{self.number}/done", 1)) == len(self.ranks):
             decide(self.store, self.number, CONNECTED)
         for in_time in poll_until(self.timeout):
@@ -314,12 +345,11 @@ class Rendezvous:
             if exited:
                 raise PeerLostError(f"rank {exited[0]} is gone (its process ended)")
             if not in_time:
-                raise MoveTimeoutError(
-                    f"not all ranks have connected within {self.timeout:g} s for {self.what}"
-                )
+                raise MoveTimeoutError(self._stalled(self.ranks))
         if self.rank == self.leader:
             for rank in self.ranks:
                 self.store.delete_key(self._key(rank))
+                self.store.delete_key(f"{self.number}/step/{rank}")
             self.store.delete_key(f"{self.number}/done")
 
     def _check_outcome(self) -> bool:
