@@ -14,9 +14,8 @@ from hypothesis import given, settings
 import reshard as rs
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import is_part_of
-from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
 from reshard.tensors.local import whole_on
-from reshard.tensors.merging import merge_specs
 from tests import generate
 from tests.cases import Side
 from tests.checks import build

@@ -2,8 +2,7 @@
 
 moving        `rs.move` and `rs.backward`
 state_dicts   `rs.describe`; plans that are run on state dicts
-exchanging    `rs.exchange`: all ranks learn the specs of all ranks
-merging       one spec per tensor from the specs that each rank gives
+exchanging    `rs.exchange`: one spec per tensor from the specs that each rank gives
 local         `rs.layout_of`; the spec of any tensor, and this rank's part of it
 dtensor/      DTensors: placements, local tensors, redistribution
 tensor_move   the move of one tensor between two layouts, with gradients

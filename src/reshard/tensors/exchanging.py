@@ -1,4 +1,4 @@
-"""`rs.exchange`: all ranks learn what all ranks hold and want.
+"""`rs.exchange`: every rank describes its tensors, and all ranks get the merged specs.
 
 The ranks of a trainer know the layout of the weights there, the ranks of an inference engine the
 layout that they need; a plan needs both. Each rank describes its own side, and gets both.
@@ -7,24 +7,37 @@ layout that they need; a plan needs both. Each rank describes its own side, and 
     have, want = rs.exchange(have=specs)              # on a trainer's rank
     have, want = rs.exchange(want=specs)              # on an inference rank
     plan = rs.plan(have, want)
+
+A name in a state dict identifies one tensor. Tensors with the same name on disjoint sub-meshes are
+therefore replicas, and so are plain tensors with the same name on several ranks. A rank only knows
+the mesh of its own tensor. If FSDP shards a tensor that tensor parallelism does not shard, that
+mesh is the dp sub-mesh, and the ranks of the other dp sub-meshes hold replicas:
+
+    dp=2 @ 0,2   "dp -"
+    dp=2 @ 1,3   "dp -"     ->     dp=2 tp=2   "dp -"
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 
-from reshard.errors import FormatError, LiveError, ReshardError, TensorError
-from reshard.layout.layout import Layout
-from reshard.layout.spec import TensorSpec
+from reshard.errors import DisagreementError, FormatError, LiveError, ReshardError, TensorError
+from reshard.layout.box import Box
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.mesh import Mesh, format_ranks
+from reshard.layout.spec import TensorSpec, holds_alike
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.merging import merge_specs
+from reshard.tensors.local import whole_on
 from reshard.text import quoted
 
-__all__ = ["SCHEMA", "exchange", "specs_from_text", "specs_to_text"]
+__all__ = ["SCHEMA", "exchange", "merge_specs", "specs_from_text", "specs_to_text"]
 
 Specs = Mapping[str, TensorSpec]
 
@@ -163,3 +176,272 @@ def _read_names(
     if len(read) != len(names):
         raise FormatError(f"{len(names)} names, of which {len(read)} are distinct: name each once")
     return read
+
+
+MOST_NAMED = 4
+"""How many tensors an error names."""
+
+MOST_BOXES = 2
+"""How many boxes of a rank an error lists."""
+
+NOT_JOINED = (
+    "sub-meshes with pending sums or interleaved blocks must have the same axes and words to be "
+    "replicas of each other"
+)
+RENAME = "describe it the same way on all ranks, or rename it if these are different tensors"
+PLAIN = (
+    "a plain tensor counts as the whole tensor: describe a shard as "
+    "rs.TensorSpec(whole_shape, dtype, rs.Layout(mesh, words)), or give a DTensor"
+)
+
+ByRank = Mapping[int, TensorSpec]
+"""The spec that each rank gives for one tensor."""
+
+
+def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
+    """One spec per name from the specs of each rank, or a DisagreementError.
+
+    Ranks must give the same shape and dtype, and if several ranks describe what one rank holds,
+    they must agree. The merged layout is in words on a mesh of the state dict if possible,
+    otherwise it lists boxes.
+    """
+    by_name: dict[str, dict[int, TensorSpec]] = {}
+    for rank in sorted(specs):
+        for name, spec in specs[rank].items():
+            by_name.setdefault(name, {})[rank] = spec
+    merger = _Merger(by_name)
+    merged, differing = {}, {}
+    for name, by_rank in by_name.items():
+        result = merger.merged(by_rank)
+        if isinstance(result, TensorSpec):
+            merged[name] = result
+        else:
+            differing[name] = result
+    if differing:
+        names = list(differing)
+        raise DisagreementError(_message(names, by_name[names[0]], differing[names[0]]))
+    return merged
+
+
+@dataclass(frozen=True, slots=True)
+class _Difference:
+    """Two specs of one tensor that contradict each other, and the reason."""
+
+    one: TensorSpec
+    other: TensorSpec
+    why: str
+
+
+class _Merger:
+    """Merges the specs of one tensor after another; equal combinations are merged once."""
+
+    def __init__(self, by_name: Mapping[str, ByRank]) -> None:
+        self._known: dict[tuple[int, ...], TensorSpec | _Difference] = {}
+        self._in_words: dict[tuple[Layout, ...], Layout | None] = {}
+        specs = {id(spec): spec for by_rank in by_name.values() for spec in by_rank.values()}
+        layouts = dict.fromkeys(spec.layout for spec in specs.values())
+        self._meshes = dict.fromkeys(
+            layout.mesh for layout in layouts if not isinstance(layout, BoxLayout)
+        )
+
+    def merged(self, by_rank: ByRank) -> TensorSpec | _Difference:
+        """The merged spec, or the difference between two ranks."""
+        first = next(iter(by_rank.values()))
+        if all(spec is first for spec in by_rank.values()):
+            return first
+        # Equal specs are one object, unless there are very many.
+        key = tuple(map(id, by_rank.values()))
+        if key not in self._known:
+            self._known[key] = self._merged([*{id(one): one for one in by_rank.values()}.values()])
+        return self._known[key]
+
+    def _merged(self, specs: Sequence[TensorSpec]) -> TensorSpec | _Difference:
+        first = specs[0]
+        for spec in specs:
+            if (spec.shape, spec.dtype) != (first.shape, first.dtype):
+                return _Difference(first, spec, "shape and dtype of a tensor must be the same")
+        layouts = _without_repeats(first, [*dict.fromkeys(spec.layout for spec in specs)])
+        if isinstance(layouts, _Difference):
+            return layouts
+        if layouts not in self._in_words:
+            self._in_words[layouts] = _in_words(layouts, self._meshes)
+        layout = self._in_words[layouts] or _in_boxes(layouts, first.shape)
+        if layout is None:
+            return _Difference(_with(first, layouts[0]), _with(first, layouts[1]), NOT_JOINED)
+        return _with(first, layout)
+
+
+def _with(spec: TensorSpec, layout: Layout) -> TensorSpec:
+    return spec if layout is spec.layout else replace(spec, layout=layout)
+
+
+def _held(layout: Layout, rank: int, shape: tuple[int, ...]) -> str:
+    boxes = [str(piece.box) for piece in layout.pieces(rank, shape)]
+    more = f" and {len(boxes) - MOST_BOXES} more boxes" if len(boxes) > MOST_BOXES else ""
+    pending = f" of a pending {layout.reduce[0]}" if layout.reduce else ""
+    return (", ".join(boxes[:MOST_BOXES]) or "nothing") + more + pending
+
+
+def _message(names: Sequence[str], by_rank: ByRank, difference: _Difference) -> str:
+    one, other = (_ranks_with(spec, by_rank) for spec in (difference.one, difference.other))
+    plural = "s" if len(names) > 2 else ""
+    some = ", ".join(map(quoted, names[1:][:MOST_NAMED]))
+    more = f" (and {len(names) - 1} more tensor{plural}, such as {some})"
+    both = f"{_text(one)} and {_text(other)}{more if names[1:] else ''}"
+    plain = any(_is_plain(*next(iter(group.items()))) for group in (one, other))
+    return f"{quoted(names[0])} is {both}: {difference.why}; {PLAIN if plain else RENAME}"
+
+
+def _ranks_with(wanted: TensorSpec, by_rank: ByRank) -> ByRank:
+    """The ranks that give this spec; ranks with plain tensors of the same shape are one group."""
+    first = next(rank for rank, spec in by_rank.items() if _equal(spec, wanted))
+    if not _is_plain(first, by_rank[first]):
+        return {rank: spec for rank, spec in by_rank.items() if _equal(spec, wanted)}
+    plain = {rank: spec for rank, spec in by_rank.items() if _is_plain(rank, spec)}
+    alike = (wanted.shape, wanted.dtype)
+    return {rank: spec for rank, spec in plain.items() if (spec.shape, spec.dtype) == alike}
+
+
+def _equal(spec: TensorSpec, other: TensorSpec) -> bool:
+    """Whether two specs are written alike; quicker than ``==``, which compares boxes."""
+    mine, theirs = (spec.shape, spec.dtype), (other.shape, other.dtype)
+    return mine == theirs and spec.layout == other.layout
+
+
+def _is_plain(rank: int, spec: TensorSpec) -> bool:
+    """Whether a rank describes the whole tensor on itself and on no other rank."""
+    return spec.layout == whole_on((rank,))
+
+
+def _text(by_rank: ByRank) -> str:
+    rank, spec = next(iter(by_rank.items()))
+    layout = spec.layout
+    if _is_plain(rank, spec):
+        how = "whole"
+    elif isinstance(layout, BoxLayout):
+        how = quoted(repr(layout))
+    else:
+        how = f"{quoted(layout)} over {quoted(layout.mesh)}"
+    ranks = f"rank{'s' if len(by_rank) > 1 else ''} {format_ranks(tuple(by_rank))}"
+    return f"{spec.dtype} {spec.shape} {how} according to {ranks}"
+
+
+REPLICA = "replica"
+"""The name of the added axis if no mesh in the state dict contains the sub-meshes."""
+
+
+def _without_repeats(
+    spec: TensorSpec, layouts: Sequence[Layout]
+) -> tuple[Layout, ...] | _Difference:
+    """Drop layouts whose ranks all occur in larger ones, if both give each rank the same boxes."""
+    if sum(len(layout.ranks) for layout in layouts) == len(_ranks(layouts)):
+        return tuple(layouts)
+    by_rank: dict[int, Layout] = {}
+    kept = set()
+    for layout in sorted(layouts, key=lambda layout: -len(layout.ranks)):
+        for rank in layout.ranks:
+            other = by_rank.get(rank)
+            if other is not None and not holds_alike(layout, other, rank, spec.shape):
+                one, two = (_held(each, rank, spec.shape) for each in (other, layout))
+                why = f"the first gives rank {rank} {one}, the second {two}"
+                return _Difference(_with(spec, other), _with(spec, layout), why)
+        if not by_rank.keys() >= set(layout.ranks):
+            kept.add(layout)
+            for rank in layout.ranks:
+                by_rank.setdefault(rank, layout)
+    return tuple(layout for layout in layouts if layout in kept)
+
+
+def _in_words(layouts: Sequence[Layout], meshes: Iterable[Mesh]) -> Layout | None:
+    """One layout in words, on one of the given meshes if it has these sub-meshes; else None.
+
+    The layouts must be whole, or the same words on sub-meshes that have no rank in common.
+    """
+    if len(layouts) == 1:
+        return layouts[0]
+    ranks = _ranks(layouts)
+    if sum(len(layout.ranks) for layout in layouts) > len(ranks):
+        return None
+    candidates = [
+        mesh for mesh in meshes if len(mesh.ranks) == len(ranks) and ranks >= set(mesh.ranks)
+    ]
+    if all(map(_is_whole, layouts)):
+        return Layout(candidates[0], "...") if candidates else whole_on(tuple(sorted(ranks)))
+    first = layouts[0]
+    if isinstance(first, BoxLayout) or first.words.without:
+        return None
+    if any(_signature(layout) != _signature(first) for layout in layouts):
+        return None
+    subs = [layout.mesh for layout in layouts]
+    mesh = next((mesh for mesh in candidates if _has_slices(mesh, subs)), None)
+    return Layout(mesh or _stacked(subs), first.words)
+
+
+def _in_boxes(layouts: Sequence[Layout], shape: tuple[int, ...]) -> Layout | None:
+    """A layout of all boxes; None if a local tensor is not the concatenation of its boxes."""
+    by_rank = {
+        rank: layout
+        for layout in layouts
+        for rank in layout.ranks
+        if layout.holds(rank) is not None
+    }
+    boxes = {rank: _boxes(layout, rank, shape) for rank, layout in by_rank.items()}
+    union = Layout.from_boxes(shape, boxes)
+    fits = all(holds_alike(layout, union, rank, shape) for rank, layout in by_rank.items())
+    return union if fits else None
+
+
+def _ranks(layouts: Iterable[Layout]) -> set[int]:
+    return set().union(*(layout.ranks for layout in layouts))
+
+
+def _is_whole(layout: Layout) -> bool:
+    """Whether every rank of the layout holds the whole of any tensor."""
+    words = layout.words
+    parts = (*words.dims, words.on, words.reduce, words.flat, words.without)
+    return not isinstance(layout, BoxLayout) and not any(parts)
+
+
+def _signature(layout: Layout) -> tuple[object, ...]:
+    """The properties that layouts of replicas on different sub-meshes share."""
+    return type(layout), str(layout), tuple(layout.mesh.axes.items())
+
+
+def _has_slices(mesh: Mesh, subs: Sequence[Mesh]) -> bool:
+    """Whether these are the slices of a mesh along some of its axes."""
+    sizes = subs[0].axes
+    if any(mesh.axes.get(axis) != size for axis, size in sizes.items()):
+        return False
+    names = list(mesh.axes)
+    last = [names.index(axis) for axis in sizes]
+    order = [at for at in range(len(names)) if at not in last] + last
+    places = np.array(mesh.ranks).reshape(tuple(mesh.axes.values())).transpose(order)
+    slices = set(map(tuple, places.reshape(len(subs), prod(sizes.values())).tolist()))
+    return slices == {tuple(sub.ranks) for sub in subs}
+
+
+def _stacked(subs: Sequence[Mesh]) -> Mesh:
+    """A mesh with an axis of replicas added, where ranks stay ascending if possible, else first."""
+    rising = sorted((tuple(sub.ranks) for sub in subs), key=min)
+    axes = dict(subs[0].axes)
+    name = REPLICA
+    while name in axes:
+        name += "_"
+    places = np.array(rising).reshape(len(subs), *axes.values())
+    for at in reversed(range(len(axes) + 1)):
+        ranks = np.moveaxis(places, 0, at).ravel()
+        if at == 0 or bool((np.diff(ranks) > 0).all()):
+            break
+    items = list(axes.items())
+    return Mesh(ranks=ranks.tolist(), **dict([*items[:at], (name, len(subs)), *items[at:]]))
+
+
+def _boxes(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[Box, ...]:
+    """A rank's boxes in the order of its local tensor; an empty one keeps its local shape."""
+    if isinstance(layout, BoxLayout):
+        return layout.boxes[rank]
+    boxes = tuple(piece.box for piece in layout.pieces(rank, shape))
+    local = layout.local_shape(rank, shape)
+    if boxes or len(local) != len(shape):
+        return boxes
+    return (Box((0,) * len(shape), local),)

@@ -18,9 +18,8 @@ from torch.distributed.tensor.parallel import (
 import reshard as rs
 from reshard.tensors.dtensor.placements import mesh_of, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_of
-from reshard.tensors.exchanging import specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
 from reshard.tensors.local import layout_of, local_of
-from reshard.tensors.merging import merge_specs
 from tests.ranks.pool import Pool
 from tests.tensors.worlds import cut, numbered
 

@@ -44,8 +44,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.exchanging import specs_from_text, specs_to_text
-from reshard.tensors.merging import merge_specs
+from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
 from reshard.text import count, format_bytes, name_list, parse_bytes
 
 if TYPE_CHECKING:
