@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from reshard.errors import PlanError, needing_torch
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, numbered
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
 from reshard.planning.cells.coverage import raise_uncovered
@@ -32,12 +32,12 @@ from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
-from reshard.planning.cost.traffic import Traffic, traffic_of
+from reshard.planning.cost.traffic import Traffic
 from reshard.planning.execution import Handle, RunOptions
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
-from reshard.planning.sharing import LineSet, Slots, balance
+from reshard.planning.sharing import Home, LineSet, Slots, Stations, share
 from reshard.planning.transfers import Flow
 from reshard.text import parse_bytes
 
@@ -153,6 +153,10 @@ class Plan:
         return [int(rank) for rank in self.world]
 
     @cached_property
+    def _members(self) -> frozenset[int]:
+        return frozenset(self.ranks)
+
+    @cached_property
     def parties(self) -> tuple[int, ...]:
         """The ranks that have a part on either side, perhaps an empty one; lost ranks have none."""
         specs = (*self.have.values(), *self.want.values())
@@ -162,6 +166,8 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
+        if rank not in self._members:
+            return RankPlan.of(rank, (), (), ())
         key = (rank, self.flows, self.schedule)
         if key not in self._ranks:
             if len(self._ranks) >= MAX_KEPT:
@@ -175,12 +181,12 @@ class Plan:
 
     @cached_property
     def _summary(self) -> Summary:
-        return summarize(self.flows, self.traffic, self.schedule, self.world, self.topology)
+        return summarize(self.flows, self.traffic, self.schedule, self.topology)
 
     @cached_property
     def traffic(self) -> Traffic:
-        """Bytes and messages between every two ranks that exchange anything."""
-        return traffic_of(self.flows, self.schedule.slots, self.world)
+        """Bytes and messages of every rank, and between groups of ranks."""
+        return Traffic(self.flows, self.schedule.slots, self.world)
 
     def check(self) -> None:
         """Prove that every wanted element is written exactly once, by a rank that holds it."""
@@ -191,7 +197,7 @@ class Plan:
         """A hash that ranks compare: equal only if names, shapes, dtypes, cuts and cap are."""
         hasher = hashlib.blake2b(digest_size=16)
         topology = self.topology and self.topology.to_dict()
-        hasher.update(repr(("reshard.plan/1", self.memory, topology)).encode())
+        hasher.update(repr(("reshard.plan/2", self.memory, topology)).encode())
         for stack in self.stacks:
             for spec in (stack.have, stack.want):
                 hasher.update(repr((spec.shape, spec.dtype)).encode())
@@ -291,27 +297,74 @@ def _flows_of(
 
     With ``listed`` all cells are listed, also where a rank could do without.
     """
-    hosts = topology.hosts_of(map(int, world)) if topology else None
+    home = _home(world, topology)
     parts = [
-        (stack, geometry) for stack in stacks for geometry in _geometries(stack, hosts, listed)
+        (stack, geometry)
+        for stack in stacks
+        for geometry in _geometries(stack, listed or topology is not None)
     ]
     grain = _grain(parts)
-    sending = _share([(s, g.senders) for s, g in parts], world, grain)
-    receiving = _share([(s, g.receivers) for s, g in parts], world, grain)
-    relaying = _share([(s, g.relays.lines) for s, g in parts if g.relays], world, grain)
-    relays = iter(relaying)
+    loads = np.zeros(len(world), dtype=np.int64)
+    times = [len(stack.names) for stack, _ in parts]
+    senders = [_times(g.senders, n) for (_, g), n in zip(parts, times, strict=True)]
+    wanted = [_times(g.receivers, n) for (_, g), n in zip(parts, times, strict=True)]
+    sizes = [stack.itemsize for stack, _ in parts]
+    sending = share([(*s, 1) for s in zip(senders, sizes, strict=True)], world, grain, loads)
+    homes = [home if geometry.num_addends == 1 else None for _, geometry in parts]
+    slots = _receiving(wanted, sizes, homes, world, grain, loads)
     flows = [
-        Flow(
-            stack,
-            geometry,
-            send,
-            receive,
-            next(relays) if geometry.relays else None,
-            max(grain // stack.itemsize, 1),
+        Flow(stack, geometry, home, Slots.of(line, send), slot, max(grain // stack.itemsize, 1))
+        for (stack, geometry), home, line, send, slot in zip(
+            parts, homes, senders, sending, slots, strict=True
         )
-        for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
     ]
     return flows if topology else _with_direct(flows)
+
+
+def _home(world: Ints, topology: Topology | None) -> Home:
+    if topology is None:
+        return None
+    hosts = topology.hosts_of(map(int, world))
+    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
+    return lambda ranks: number[np.searchsorted(world, ranks)]
+
+
+def _times(lines: LineSet, number: int) -> LineSet:
+    """The lines of a stack of so many tensors."""
+    return LineSet(lines.amounts * number, lines.first, lines.members)
+
+
+def _receiving(
+    wanted: Sequence[LineSet],
+    sizes: Sequence[int],
+    homes: Sequence[Home],
+    world: Ints,
+    grain: int,
+    loads: Ints,
+) -> list[Slots]:
+    """Share the lines that ranks want: over hosts first, then over the ranks of each host.
+
+    A relay sends its share once to each other host of its line and each other rank of its host.
+    """
+    stations = [Stations.of(line, home) for line, home in zip(wanted, homes, strict=True)]
+    by_host = [
+        LineSet(line.amounts, s.of_line, s.host) for line, s in zip(wanted, stations, strict=True)
+    ]
+    lines = [(line, size, line.counts - 1) for line, size in zip(wanted, sizes, strict=True)]
+    known = [number for number, home in enumerate(homes) if home is not None]
+    if known:
+        hosts, place = numbered(homes[known[0]](world))
+        on_host = np.bincount(place, weights=loads).astype(np.int64)
+        sets = [(by_host[n], sizes[n], by_host[n].counts - 1) for n in known]
+        for n, amounts in zip(known, share(sets, hosts, grain, on_host), strict=True):
+            one = LineSet(amounts, stations[n].first, stations[n].members)
+            cost = np.repeat(by_host[n].counts - 1, by_host[n].counts) + one.counts - 1
+            lines[n] = (one, sizes[n], cost)
+    shares = share(lines, world, grain, loads)
+    return [
+        Slots.of(LineSet(line.amounts, line.first, station.members), given)
+        for line, station, given in zip(wanted, stations, shares, strict=True)
+    ]
 
 
 def _with_direct(flows: list[Flow]) -> list[Flow]:
@@ -338,26 +391,30 @@ def _is_worth(flow: Flow, direct: Ints, small: bool) -> bool:
 def _has_few(flow: Flow) -> bool:
     """Whether anything is passed on, and in so few rows that all can be looked at."""
     geometry = flow.geometry
-    if not geometry.listed or int(np.diff(geometry.wanting.first).max(initial=0)) < 2:
+    if not geometry.listed or flow.most < 2:
         return False
-    rows = int(np.diff(geometry.wanting.first)[flow.parts().line].sum())
+    rows = int(geometry.wanting.counts[flow.parts().line].sum())
     return rows * geometry.num_addends <= MAX_DIRECT_ROWS
 
 
 def _sent(flow: Flow) -> Ints:
     """Bytes that each rank sends, first-hand and passed on."""
-    moved = [(r, np.flatnonzero(r.source != r.destination)) for r in flow.everything()]
-    ranks = np.concatenate([rows.source[some] for rows, some in moved])
-    itemsize = flow.stack.itemsize_at
-    sizes = np.concatenate([rows.sizes[some] * itemsize(rows.hop) for rows, some in moved])
-    return np.bincount(ranks, weights=sizes).astype(np.int64)
+    found = np.zeros(int(flow.geometry.senders.members.max(initial=0)) + 1, dtype=np.int64)
+    for rows in flow.everything():
+        some = np.flatnonzero(rows.source != rows.destination)
+        sizes = rows.sizes[some] * flow.stack.itemsize_at(rows.hop)
+        sent = np.bincount(rows.source[some], weights=sizes).astype(np.int64)
+        if len(sent) > len(found):
+            found, sent = sent, found
+        found[: len(sent)] += sent
+    return found
 
 
-def _geometries(stack: Stack, hosts: dict[int, int] | None, listed: bool) -> list[Geometry]:
+def _geometries(stack: Stack, listed: bool) -> list[Geometry]:
     """The geometries of a stack: one, or one per addend that the destination keeps."""
-    geometry = regular_geometry(stack) if hosts is None and not listed else None
+    geometry = None if listed else regular_geometry(stack)
     if geometry is None:
-        return [*listed_geometries(stack, hosts)]
+        return [*listed_geometries(stack)]
     if not geometry.covered:
         raise_uncovered(stack)
     return [geometry]
@@ -368,19 +425,3 @@ def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:
     total = sum(int(g.senders.amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
     senders = max((len(g.senders.members) for _, g in parts), default=1)
     return min(max(total // max(senders, 1) // 128, 1), SMALL)
-
-
-def _share(lines: Sequence[tuple[Stack, LineSet]], world: Ints, grain: int) -> list[Slots]:
-    """Balance the lines of all stacks together and cut each by its members' shares."""
-    sets = [
-        LineSet(line.amounts * len(stack.names), line.first, line.members) for stack, line in lines
-    ]
-    to_share = [
-        line.to_share(world, stack.itemsize, grain)
-        for line, (stack, _) in zip(sets, lines, strict=True)
-    ]
-    shares = iter(balance([one for many in to_share for one in many], len(world)))
-    return [
-        line.slots([next(shares) for _ in many], stack.itemsize)
-        for line, many, (stack, _) in zip(sets, to_share, lines, strict=True)
-    ]

@@ -102,10 +102,6 @@ def _check_turns(mine: RankPlan, num_rounds: int) -> None:
                 f"rank {mine.rank}: some of {len(expected)} slices of {rows.flow.stack.label} "
                 f"have no turn in the {num_rounds} rounds of the plan"
             )
-        if hop and slot.lag < (slot.slices if rows.flow.relaying else 1):
-            raise ProofError(
-                f"rank {mine.rank} passes on a part of {rows.flow.stack.label} before it arrives"
-            )
 
 
 def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:

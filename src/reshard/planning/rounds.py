@@ -20,8 +20,7 @@ from reshard.errors import MemoryCapError
 from reshard.layout.columns import Ints
 from reshard.planning.cells.regular import RegularGeometry
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import LineSet
-from reshard.planning.transfers import Flow, Transfers
+from reshard.planning.transfers import Fan, Flow, Transfers
 from reshard.text import format_bytes
 
 __all__ = ["Load", "Schedule", "Slot", "TooTightError", "load_of", "schedule", "slice_edges"]
@@ -68,8 +67,6 @@ class Load:
     """The rounds that passing on takes after the first."""
     longest: int
     """The elements of the longest transfer."""
-    relayed: bool
-    """Whether other hosts are entered, which cuts transfers anew."""
     uses: Callable[[], Uses] | None
     """Who has to do with which part, worked out on demand; None where that is not listed."""
 
@@ -87,9 +84,6 @@ class Slot:
     """Slices end between whole parts of a cell of at most so many elements."""
     hops: int = 0
     phases: int = 1
-    lag: int = 1
-    """How many rounds after a hop the next begins: one slice, or all of them where a transfer is
-    cut anew, because then its slices are not those of the transfer it came with."""
 
     @property
     def num_rounds(self) -> int:
@@ -98,12 +92,12 @@ class Slot:
 
     @property
     def _rounds_of_phase(self) -> int:
-        return self.slices + self.hops * self.lag
+        return self.slices + self.hops
 
     def turn(self, number: int, hop: int) -> tuple[int, int] | None:
         """The phase and the slice that move at a hop in a round, if any do."""
         phase, at = divmod(number - self.first, self._rounds_of_phase)
-        part = at - hop * self.lag
+        part = at - hop
         moves = 0 <= phase < self.phases and 0 <= part < self.slices
         return (phase, part) if moves else None
 
@@ -178,7 +172,6 @@ def _together(loads: Sequence[Load]) -> Load:
         staged=np.sum([load.staged for load in loads], axis=0),
         rows=sum(load.rows for load in loads),
         hops=max(load.hops for load in loads),
-        relayed=any(load.relayed for load in loads),
         longest=max(load.longest for load in loads),
         uses=None,
     )
@@ -194,8 +187,7 @@ def _cut(load: Load, number: int, start: int, cap: int) -> tuple[Slot, int]:
     room = cap - least * unit
     slices = min(-(-staged // room), load.longest) if room > 0 else load.longest
     stage = min(staged // slices + least * unit, cap)
-    lag = slices if load.relayed else 1
-    return Slot(start, slices, unit, load.hops, phases, lag), stage
+    return Slot(start, slices, unit, load.hops, phases), stage
 
 
 def _phases(load: Load, number: int, cap: int) -> tuple[int, int, int]:
@@ -249,20 +241,18 @@ def _family_of(stack: Stack) -> object:
 
 
 def _listed_load(flow: Flow, world: Ints) -> Load:
-    """Count every row; what is passed on by sender, without listing its pairs."""
+    """Count every row; what a rank sends to a whole line, without listing its pairs."""
     tally = _Tally(world, flow.stack)
-    parts = flow.parts()
-    for rows in flow.first_hand(parts):
-        tally.exchange(rows)
-    if not flow.direct:
-        tally.pass_on(parts, flow.geometry.wanting)
-    for entered, lines in flow.entering(parts):
-        tally.exchange(entered)
-        tally.pass_on(entered, lines)
+    for rows in flow.streams():
+        if isinstance(rows, Fan):
+            tally.fan_out(rows)
+        else:
+            tally.exchange(rows)
     itemsize = flow.stack.itemsize
     staged, count = tally.num_bytes, tally.rows
-    for part in flow.accumulated():
-        wide, place = flow.accumulator_itemsize, np.searchsorted(world, part.destination)
+    if flow.adds:
+        part, wide = flow.accumulated(), flow.accumulator_itemsize
+        place = np.searchsorted(world, part.destination)
         np.add.at(staged, place, part.sizes * wide)
         np.add.at(count, place, _width(flow.stack, wide))
     return Load(
@@ -272,8 +262,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
         int(count.max(initial=0)),
         itemsize,
         tally.hops,
-        int(parts.sizes.max(initial=0)),
-        flow.geometry.relays is not None,
+        int(flow.parts().sizes.max(initial=0)),
         lambda: _uses(flow, world),
     )
 
@@ -295,21 +284,25 @@ class _Tally:
             self._add(ends, rows.sizes[moved], 1, rows.hop)
         self.hops = max(self.hops, rows.hop if len(moved) else 0)
 
-    def pass_on(self, rows: Transfers, wanting: LineSet) -> None:
-        """Count rows that their receivers pass on to all others of the line."""
-        others = np.diff(wanting.first)[rows.line] - 1
-        if not len(rows) or not others.any():
+    def fan_out(self, fan: Fan) -> None:
+        """Count rows that go to all of a line that lack them."""
+        rows, lines, sizes = fan.rows, fan.wanting, fan.rows.sizes
+        if not fan.served.any():
             return
-        hop = rows.hop + 1
-        self._add(rows.destination, rows.sizes * others, others, hop)
-        # Every member of a line gets all of it, except what it received itself.
-        num_lines = len(wanting.first) - 1
-        sizes = np.bincount(rows.line, weights=rows.sizes, minlength=num_lines).astype(np.int64)
-        counts = np.bincount(rows.line, minlength=num_lines)
-        times = np.diff(wanting.first)
-        self._add(wanting.members, np.repeat(sizes, times), np.repeat(counts, times), hop)
-        self._add(rows.destination, -rows.sizes * (others > 0), -1 * (others > 0), hop)
-        self.hops = max(self.hops, hop)
+        self._add(rows.source, sizes * fan.served, fan.served, rows.hop)
+        # Every member of a line gets all of it, except what it sends itself or holds.
+        for ranks, first, number in (
+            (lines.members, lines.first, rows.line),
+            (fan.held, fan.first, fan.kind),
+        ):
+            total = np.bincount(number, weights=sizes, minlength=len(first) - 1).astype(np.int64)
+            count = np.bincount(number, minlength=len(first) - 1)
+            each, times = np.diff(first), 1 if ranks is lines.members else -1
+            total, count = np.repeat(total, each) * times, np.repeat(count, each) * times
+            self._add(ranks, total, count, rows.hop)
+        mine = np.flatnonzero(fan.sends_to_itself)
+        self._add(rows.source[mine], -sizes[mine], -1, rows.hop)
+        self.hops = max(self.hops, rows.hop)
 
     def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:
         place = np.searchsorted(self.world, ranks)
@@ -334,8 +327,8 @@ def _uses(flow: Flow, world: Ints) -> Uses:
             parts.append(transfers.part[moved])
             sizes.append(transfers.sizes[moved] * itemsize)
             elements.append(np.full_like(end, _width(flow.stack, itemsize)))
-    for part in flow.accumulated():
-        wide = flow.accumulator_itemsize
+    if flow.adds:
+        part, wide = flow.accumulated(), flow.accumulator_itemsize
         ranks.append(part.destination)
         parts.append(part.part)
         sizes.append(part.sizes * wide)
@@ -360,8 +353,8 @@ def _regular_load(flow: Flow, world: Ints) -> Load:
         np.add.at(staged, np.searchsorted(world, slots.ranks), sizes * itemsize * copies)
     lines = np.repeat(flow.geometry.receivers.amounts * times, np.diff(receive.first))
     np.add.at(staged, np.searchsorted(world, receive.ranks), lines * itemsize)
-    for ranks, elements in flow.geometry.copies_per_rank():
-        np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
+    ranks, elements = flow.geometry.copied_elements()
+    np.add.at(staged, np.searchsorted(world, ranks), elements * times * itemsize * -2)
     sent, wanted = flow.geometry.cells_per_rank()
     senders = int(np.diff(send.first).max(initial=1))
     rows = sent * most + (wanted * senders + most) * most
@@ -373,6 +366,5 @@ def _regular_load(flow: Flow, world: Ints) -> Load:
         itemsize,
         int(most > 1),
         int(lines.max(initial=1)),
-        False,
         None,
     )

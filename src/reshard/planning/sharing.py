@@ -22,21 +22,36 @@ Three forms of the same question, *who of several ranks does how much?*
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct
 
-__all__ = ["LeastLoaded", "Line", "LineSet", "Runs", "Slots", "balance", "fill"]
+__all__ = [
+    "Home",
+    "LeastLoaded",
+    "Line",
+    "LineSet",
+    "Runs",
+    "Slots",
+    "Stations",
+    "balance",
+    "fill",
+    "repeated",
+    "share",
+]
 
 MAX_PASSES = 48
 """How often crossing lines are filled again, at most."""
 GOOD = 1.004
 """Loads closer than this count as equal."""
+
+Home = Callable[[Ints], Ints] | None
+"""The hosts of ranks; None where every rank is a host of its own."""
 
 
 class LeastLoaded:
@@ -107,9 +122,12 @@ def fill(amounts: Ints, loads: Ints, most: Ints) -> Ints:
     return result
 
 
-def balance(lines: Sequence[Line], num_ranks: int) -> list[Ints]:
-    """The share of every member of every line, such that no rank has much more than it must."""
-    loads = np.zeros(num_ranks, dtype=np.int64)
+def balance(lines: Sequence[Line], before: Ints) -> list[Ints]:
+    """The share of every member of every line, such that no rank has much more than it must.
+
+    ``before`` is what each rank has to do already.
+    """
+    loads = before.copy()
     order = sorted(range(len(lines)), key=lambda i: lines[i].members.shape[1])
     shares: list[Ints] = [np.zeros(line.members.shape, dtype=np.int64) for line in lines]
     for number in order:
@@ -171,10 +189,21 @@ class Slots:
     first: Ints
     """The first slot of each line; one more entry ends the last."""
 
+    @classmethod
+    def of(cls, lines: LineSet, shares: Ints) -> Slots:
+        """Cut each line by the shares of its members, which add up to its amount."""
+        base = np.concatenate([[0], np.cumsum(lines.amounts)])
+        before = np.cumsum(shares) - shares
+        has = np.diff(lines.first) > 0
+        at = np.zeros(len(base) - 1, dtype=np.int64)
+        at[has] = base[:-1][has] - before[lines.first[:-1][has]]
+        starts = before + np.repeat(at, np.diff(lines.first))
+        return cls(base, starts, lines.members, lines.first)
 
-@dataclass(frozen=True, eq=False, slots=True)
+
+@dataclass(frozen=True, eq=False)
 class LineSet:
-    """Amounts of elements, each with the ranks that share it."""
+    """Amounts of elements, each with the ranks that share it, in rising order."""
 
     amounts: Ints
     first: Ints
@@ -187,44 +216,142 @@ class LineSet:
         first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
         return cls(amounts, first, members.reshape(-1))
 
-    def of(self, line: int) -> Ints:
-        """The members of a line."""
-        return self.members[self.first[line] : self.first[line + 1]]
+    @cached_property
+    def counts(self) -> Ints:
+        """How many members each line has."""
+        return np.diff(self.first)
 
-    def has(self, rank: int) -> NDArray[np.bool_]:
-        """For each line, whether a rank is a member."""
-        found = np.concatenate([[0], np.cumsum(self.members == rank)])[self.first]
-        return np.diff(found) > 0
+    @cached_property
+    def _keys(self) -> tuple[Ints, int]:
+        """One number for each member of each line, in rising order."""
+        span = int(self.members.max(initial=0)) + 1
+        return np.repeat(np.arange(len(self.counts)), self.counts) * span + self.members, span
+
+    def find(self, lines: Ints, ranks: Ints) -> Ints:
+        """Where each rank stands in ``members`` as a member of each line; -1 where it is none."""
+        return find_keys(*self._keys, lines, ranks)
 
     def by_size(self) -> list[tuple[Ints, Ints]]:
         """The lines that are worth sharing, grouped by the number of members, with those."""
-        counts = np.diff(self.first)
         groups = []
-        for num in distinct(counts[(self.amounts > 0) & (counts > 0)]):
-            lines = np.flatnonzero((counts == num) & (self.amounts > 0))
+        for num in distinct(self.counts[(self.amounts > 0) & (self.counts > 0)]):
+            lines = np.flatnonzero((self.counts == num) & (self.amounts > 0))
             groups.append((lines, self.members[self.first[lines][:, None] + np.arange(num)]))
         return groups
 
-    def to_share(self, world: Ints, itemsize: int, grain: int) -> list[Line]:
-        """What ``balance`` needs: amounts in bytes, members as places in ``world``."""
-        return [
-            Line(self.amounts[lines] * itemsize, np.searchsorted(world, members), grain, itemsize)
-            for lines, members in self.by_size()
-        ]
+    def common(self, other: LineSet, mine: Ints, theirs: Ints) -> tuple[Ints, Ints]:
+        """The ranks that pairs of lines have in common: the number of the pair, and the rank.
 
-    def slots(self, shares: Sequence[Ints], itemsize: int) -> Slots:
-        """Cut each line by the shares of its members."""
-        ends = np.zeros(len(self.members), dtype=np.int64)
-        for (lines, members), share in zip(self.by_size(), shares, strict=True):
-            cuts = np.cumsum(share, axis=1) // itemsize
-            cuts[:, -1] = self.amounts[lines]
-            ends[self.first[lines][:, None] + np.arange(members.shape[1])] = cuts
-        base = np.concatenate([[0], np.cumsum(self.amounts)])
-        starts = np.concatenate([[0], ends[:-1]])
-        has = self.first[:-1][np.diff(self.first) > 0]
-        starts[has] = 0
-        lines = np.repeat(np.arange(len(self.amounts)), np.diff(self.first))
-        return Slots(base, starts + base[lines], self.members, self.first)
+        Looks up the members of the shorter line of each pair in the longer one.
+        """
+        pairs, ranks = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        shorter = self.counts[mine] <= other.counts[theirs]
+        for rows, one, two, lines, others in (
+            (np.flatnonzero(shorter), self, other, mine, theirs),
+            (np.flatnonzero(~shorter), other, self, theirs, mine),
+        ):
+            pair, at = repeated(one.first, lines[rows])
+            met = np.flatnonzero(two.find(others[rows][pair], one.members[at]) >= 0)
+            pairs.append(rows[pair[met]])
+            ranks.append(one.members[at[met]])
+        pair, rank = np.concatenate(pairs), np.concatenate(ranks)
+        order = np.argsort(pair, kind="stable")
+        return pair[order], rank[order]
+
+
+def find_keys(keys: Ints, span: int, lines: Ints, values: Ints) -> Ints:
+    """Where each pair of a line and a value stands in rising keys; -1 where it does not."""
+    if not len(keys):
+        return np.full(len(lines), -1, dtype=np.int64)
+    wanted = lines * span + np.minimum(values, span - 1)
+    at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
+    found: Ints = np.where((keys[at] == wanted) & (values < span), at, -1)
+    return found
+
+
+def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:
+    """All entries of these rows of a ragged table: the number of the row, and the entry."""
+    counts = (first[1:] - first[:-1])[rows]
+    row = np.repeat(np.arange(len(rows)), counts)
+    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return row, first[rows][row] + within
+
+
+@dataclass(frozen=True, eq=False)
+class Stations:
+    """The members of lines, host by host; without a topology every rank is a host of its own."""
+
+    members: Ints
+    """Ranks in the order of lines, then hosts, then ranks."""
+    first: Ints
+    """Where the members of each station begin; one more entry ends the last."""
+    host: Ints
+    of_line: Ints
+    """Where the stations of each line begin; one more entry ends the last."""
+
+    @classmethod
+    def of(cls, lines: LineSet, home: Home) -> Stations:
+        """Group the members of each line by host."""
+        if home is None:
+            first = np.arange(len(lines.members) + 1)
+            return cls(lines.members, first, lines.members, lines.first)
+        line, host = np.repeat(np.arange(len(lines.counts)), lines.counts), home(lines.members)
+        order = np.lexsort((lines.members, host, line))
+        line, host = line[order], host[order]
+        new = np.ones(len(order), dtype=bool)
+        new[1:] = (line[1:] != line[:-1]) | (host[1:] != host[:-1])
+        first = np.append(np.flatnonzero(new), len(order))
+        of_line = np.searchsorted(line[new], np.arange(len(lines.counts) + 1))
+        return cls(lines.members[order], first, host[new], of_line)
+
+    @cached_property
+    def counts(self) -> Ints:
+        """How many members each station has."""
+        return np.diff(self.first)
+
+    @cached_property
+    def _keys(self) -> tuple[Ints, int]:
+        span = int(self.host.max(initial=0)) + 1
+        lines = np.repeat(np.arange(len(self.of_line) - 1), np.diff(self.of_line))
+        return lines * span + self.host, span
+
+    def find(self, lines: Ints, hosts: Ints) -> Ints:
+        """The station of each line on each host; -1 where there is none."""
+        return find_keys(*self._keys, lines, hosts)
+
+
+def share(
+    sets: Sequence[tuple[LineSet, int, Ints | int]], ranks: Ints, grain: int, loads: Ints
+) -> list[Ints]:
+    """Share the amounts of all lines over their members, so that no rank has much more than others.
+
+    Each set comes with the bytes of an element and how often a member sends its share. ``loads`` is
+    what each of ``ranks`` sends already, and afterwards what it sends in all. Gives the elements of
+    every member of every line.
+    """
+    lines: list[Line] = []
+    for line, itemsize, times in sets:
+        cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
+        for some, members in line.by_size():
+            for each in distinct(cost[some]).tolist():
+                mine = np.flatnonzero(cost[some] == each)
+                item = itemsize * each
+                place = np.searchsorted(ranks, members[mine])
+                lines.append(Line(line.amounts[some][mine] * item, place, grain * each, item))
+    shares = iter(zip(lines, balance(lines, loads), strict=True))
+    found = []
+    for line, _, times in sets:
+        cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
+        elements = np.zeros(len(line.members), dtype=np.int64)
+        for some, members in line.by_size():
+            for each in distinct(cost[some]).tolist():
+                mine = some[np.flatnonzero(cost[some] == each)]
+                one, given = next(shares)
+                at = line.first[mine][:, None] + np.arange(members.shape[1])
+                elements[at] = given // one.item
+                np.add.at(loads, one.members, given)
+        found.append(elements)
+    return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)

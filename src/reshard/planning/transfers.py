@@ -1,9 +1,18 @@
 """Who sends what to whom, for one stack: cells become transfers.
 
-First-hand transfers are where a sender's slot meets a receiver's. What a rank received it passes on
-to the other ranks that want it: to one rank of each further host, and to the ranks of its own line.
-Where that makes no sender busier, or all is small, senders serve all of these directly: one round,
-not two.
+The ranks that want a line share it in slots. A *part* is where the slot of a sender meets the slot
+of such a rank, its *relay*. The rule by which a part reaches all ranks that lack it knows hosts;
+without a topology every rank is a host of its own:
+
+- The relay gets the part from its sender and passes it on to an entry rank on every other host
+  where no rank holds it, and to the other ranks of its own host.
+- On a host where some rank holds the part, one of these serves the entry rank.
+- An entry rank passes the part on to the other ranks of its host.
+- Where a rank of the relay's own host holds the part, or all is small, the sender serves the
+  entry ranks directly: a round less.
+
+So a byte enters a host once, and not at all where it is held; and whoever sends a part to a rank
+follows from the part and the rank by arithmetic.
 """
 
 from __future__ import annotations
@@ -15,12 +24,15 @@ from functools import cached_property
 import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, numbered
 from reshard.planning.cells.geometry import Cells, Geometry, Lined
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import LineSet, Runs, Slots
+from reshard.planning.sharing import Home, LineSet, Runs, Slots, Stations, repeated
 
-__all__ = ["Flow", "Transfers"]
+__all__ = ["Fan", "Flow", "Transfers"]
+
+AT_ONCE = 1 << 20
+"""Pairs of parts and hosts that are looked at together."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -31,8 +43,10 @@ class Transfers:
     runs: Runs
     source: Ints
     destination: Ints
+    send_line: Ints
+    """The line of ranks that hold each row."""
     line: Ints
-    """The line of ranks that share the receiving, by which rows are passed on."""
+    """The line of ranks that want each row."""
     part: Ints
     """A number that a row has in common with the rows that pass it on or add to it."""
     hop: int
@@ -57,9 +71,45 @@ class Transfers:
             runs=self.runs.take(rows),
             source=self.source[rows],
             destination=self.destination[rows],
+            send_line=self.send_line[rows],
             line=self.line[rows],
             part=self.part[rows],
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Fan:
+    """Rows that each go to all ranks of their line that neither send nor hold them."""
+
+    rows: Transfers
+    """Their destinations do not count."""
+    wanting: LineSet
+    kind: Ints
+    """Rows of one kind have the same holders and are wanted by the same ranks."""
+    first: Ints
+    """Where the ranks of each kind that hold what they want begin; one more entry ends the last."""
+    held: Ints
+    """These ranks, in rising order for each kind."""
+
+    def take(self, rows: Ints) -> Fan:
+        """Some of the rows."""
+        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows])
+
+    def holds(self, rows: Ints, ranks: Ints) -> Ints:
+        """Whether ranks hold rows."""
+        return LineSet(self.first[:-1], self.first, self.held).find(self.kind[rows], ranks) >= 0
+
+    @cached_property
+    def sends_to_itself(self) -> Ints:
+        """Rows whose senders are ranks of the line that do not hold them."""
+        inside = self.wanting.find(self.rows.line, self.rows.source) >= 0
+        return inside & (self.rows.hop > 0)
+
+    @cached_property
+    def served(self) -> Ints:
+        """How many ranks get each row."""
+        served: Ints = self.wanting.counts[self.rows.line] - np.diff(self.first)[self.kind]
+        return served - self.sends_to_itself
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,62 +118,111 @@ class Flow:
 
     stack: Stack
     geometry: Geometry
+    home: Home
     sending: Slots
     receiving: Slots
-    relaying: Slots | None
     unit: int
     """Cuts fall between whole parts of a cell of at most so many elements."""
     direct: bool = False
-    """Whether senders serve all ranks that want a line, so that receivers pass nothing on."""
+    """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
 
     @property
     def accumulator_itemsize(self) -> int:
         """Bytes of one element while addends are added up."""
         return itemsize(accumulator(self.stack.have.dtype))
 
-    def for_rank(self, rank: int) -> Iterator[Transfers]:
-        """Every row that a rank has to do with: sent, received, or copied by itself."""
+    @cached_property
+    def wanting(self) -> Stations:
+        """The ranks that want each line, host by host."""
+        return Stations.of(self.geometry.wanting, self.home)
+
+    @cached_property
+    def holding(self) -> Stations:
+        """The ranks that hold each line of senders, host by host."""
+        return Stations.of(self.geometry.senders, self.home)
+
+    @property
+    def adds(self) -> bool:
+        """Whether addends are added up."""
+        return self.geometry.num_addends > 1
+
+    @property
+    def most(self) -> int:
+        """The most ranks that want a line."""
+        return int(self.geometry.wanting.counts.max(initial=0))
+
+    def for_rank(self, rank: int, merged: bool = False) -> Iterator[Transfers]:
+        """Every row that a rank has to do with: sent, received, or copied by itself.
+
+        With ``merged`` neighbouring parts that one rank passes on are single rows.
+        """
         yield from self._copies(rank)
-        for rows in self.first_hand(self._parts(self.geometry.sent_by(rank))):
-            yield rows.take(np.flatnonzero((rows.source == rank) & (rows.destination != rank)))
-        parts = self._parts(self.geometry.wanted_by(rank))
-        for rows in self.first_hand(parts):
-            yield rows.take(np.flatnonzero(rows.destination == rank))
-        yield from self._passed_on(parts, rank)
+        if self.adds:
+            yield from self._sums_of(rank)
+            return
+        if self.geometry.listed:
+            parts, pairs = self.parts(), self._pairs_of(self.parts(), rank, True, True)
+            yield from self._deliver(parts, *pairs, rank)
+            return
+        sent, wanted = self._cut(self.geometry.sent_by(rank)), self._cut(self.geometry.wanted_by(rank))
+        yield from self._deliver(sent, *self._pairs_of(sent, rank, True, False), rank)
+        yield from self._deliver(wanted, *self._pairs_of(wanted, rank, False, True), rank)
 
     def everything(self) -> Iterator[Transfers]:
-        """Every row of every rank; what stays on a rank may have that rank on both sides."""
+        """Every row of every rank; what is added up may have one rank on both sides."""
         parts = self.parts()
-        yield from self.first_hand(parts)
-        yield from self._passed_on(parts, None)
+        if self.adds:
+            yield from self.first_sums()
+            yield from () if self.direct else _to_line(parts, self.geometry.wanting, None)
+            return
+        counts = np.diff(self.wanting.of_line)[parts.line]
+        ends = np.cumsum(counts)
+        first = 0
+        while first < len(parts):
+            done = int(ends[first] - counts[first])
+            last = max(first + 1, int(np.searchsorted(ends, done + AT_ONCE, side="right")))
+            row, station = repeated(self.wanting.of_line, parts.line[first:last])
+            yield from self._deliver(parts, row + first, station, None)
+            first = last
+
+    def streams(self) -> Iterator[Transfers | Fan]:
+        """The same rows, with those that a rank sends to all of a line together, where they are."""
+        parts = self.parts()
+        if self.adds:
+            yield from self.first_sums()
+            if not self.direct:
+                passed = replace(parts, source=parts.destination, hop=1)
+                none = np.zeros(2, np.int64)
+                yield Fan(passed, self.geometry.wanting, 0 * parts.line, none, none[:0])
+            return
+        if self.home is not None:
+            yield from self.everything()
+            return
+        direct = self.is_direct(parts)
+        kinds, kind = numbered(parts.send_line * len(self.geometry.wanting.counts) + parts.line)
+        lines = np.divmod(kinds, max(len(self.geometry.wanting.counts), 1))
+        at, held = self.geometry.senders.common(self.geometry.wanting, *lines)
+        first = np.searchsorted(at, np.arange(len(kinds) + 1))
+        some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
+        yield parts.take(rest)
+        yield Fan(parts.take(some), self.geometry.wanting, kind[some], first, held)
+        passed = replace(parts, source=parts.destination, hop=1).take(rest)
+        yield Fan(passed, self.geometry.wanting, kind[rest], first, held)
 
     def parts(self) -> Transfers:
-        """What every first receiver receives, of all ranks."""
+        """What every relay is responsible for, of all ranks."""
         return self._all_parts if self.geometry.listed else self._cut(self.geometry.all())
 
     @cached_property
     def _all_parts(self) -> Transfers:
         return self._cut(self.geometry.all())
 
-    def _parts(self, lined: Lined) -> Transfers:
-        """What the first receivers of some cells receive; of listed cells it is always all."""
-        return self._all_parts if self.geometry.listed else self._cut(lined)
-
-    def accumulated(self) -> Iterator[Transfers]:
-        """The parts in which receivers add up addends, if they do."""
-        if self.geometry.num_addends > 1:
-            yield self._for_all(self.parts())
-
-    def _for_all(self, parts: Transfers) -> Transfers:
-        """What every rank adds up that does: first receivers, or all that want the value."""
-        return _spread(parts, self.geometry.wanting)[0] if self.direct else parts
-
     def _copies(self, rank: int) -> Iterator[Transfers]:
         cells = self.geometry.copied_by(rank)
         here = np.full(len(cells.size), rank, dtype=np.int64)
         runs = Runs.whole(cells.size * len(self.stack.names))
         if len(cells.size):
-            yield Transfers(cells, runs, here, here, here, here * 0, 0)
+            yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
 
     def units(self, cells: Cells, most: int) -> Ints:
         """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
@@ -135,82 +234,160 @@ class Flow:
         return unit
 
     def _cut(self, lined: Lined) -> Transfers:
-        """Cut cells where slots of senders begin, then where slots of receivers begin.
+        """Cut cells where slots of senders begin, then where slots of relays begin.
 
-        Where addends are added up, every holder sends, and only receivers' slots count.
+        Where addends are added up, every holder sends, and only relays' slots count.
         """
         times, unit = len(self.stack.names), self.units(lined.cells, self.unit)
         runs = Runs.whole(lined.cells.size * times)
         source = np.full(len(runs.cell), -1, dtype=np.int64)
-        if self.geometry.num_addends == 1:
+        if not self.adds:
             runs, _, slot = runs.split(self.sending, lined.send_line, lined.send_at * times, unit)
             source = self.sending.ranks[slot]
         runs, old, slot = runs.split(
             self.receiving, lined.receive_line, lined.receive_at * times, unit
         )
-        receiver, line = self.receiving.ranks[slot], lined.receive_line[runs.cell]
-        return Transfers(lined.cells, runs, source[old], receiver, line, np.arange(len(line)), 0)
+        ends = (lined.send_line[runs.cell], lined.receive_line[runs.cell])
+        relay, part = self.receiving.ranks[slot], np.arange(len(slot))
+        return Transfers(lined.cells, runs, source[old], relay, *ends, part, 0)
 
-    def first_hand(self, parts: Transfers) -> Iterator[Transfers]:
-        """Rows from source ranks: one list, or one per addend."""
-        if self.geometry.num_addends == 1:
-            yield parts
-            if self.direct:
-                rows, old = _spread(parts, self.geometry.wanting)
-                others = np.flatnonzero(rows.destination != parts.destination[old])
-                yield replace(rows.take(others), again=True)
-            return
-        wanted = self._for_all(parts)
+    def hosts_of(self, ranks: Ints) -> Ints:
+        """The host of each rank."""
+        return ranks if self.home is None else self.home(ranks)
+
+    def is_direct(self, parts: Transfers) -> Ints:
+        """Where the sender serves all entry ranks itself."""
+        held = self.holding.find(parts.send_line, self.hosts_of(parts.destination)) >= 0
+        return held | self.direct
+
+    def _pairs_of(
+        self, parts: Transfers, rank: int, sends: bool, wants: bool
+    ) -> tuple[Ints, Ints]:
+        """The parts and the stations that a rank has to do with, in the order of the parts."""
+        here = self.hosts_of(np.array([rank]))[0]
+        rows, stations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+        if wants:
+            found = self.wanting.find(parts.line, np.full(len(parts), here))
+            rows.append(np.flatnonzero(found >= 0))
+            stations.append(found[rows[-1]])
+        direct = self.is_direct(parts)
+        mine = np.zeros(len(parts), dtype=bool)
+        if sends:
+            mine |= (parts.source == rank) & direct
+            plain = np.flatnonzero((parts.source == rank) & ~direct)
+            at = self.wanting.find(parts.line[plain], self.hosts_of(parts.destination[plain]))
+            away = np.flatnonzero(self.wanting.host[at] != here)
+            rows.append(plain[away])
+            stations.append(at[away])
+        if wants:
+            mine |= (parts.destination == rank) & ~direct
+        chosen = np.flatnonzero(mine)
+        row, station = repeated(self.wanting.of_line, parts.line[chosen])
+        away = np.flatnonzero(self.wanting.host[station] != here)
+        rows.append(chosen[row[away]])
+        stations.append(station[away])
+        row = np.concatenate(rows)
+        order = np.argsort(row, kind="stable")
+        return row[order], np.concatenate(stations)[order]
+
+    def _deliver(
+        self, parts: Transfers, at: Ints, station: Ints, rank: int | None
+    ) -> Iterator[Transfers]:
+        """The rows by which parts reach the ranks of stations; those of one rank, if given."""
+        pair, member = repeated(self.wanting.first, station)
+        member = self.wanting.members[member]
+        lacks = self.geometry.senders.find(parts.send_line[at][pair], member) < 0
+        pair, member = pair[lacks], member[lacks]
+        feeder, hop, enters, first = self._feeders(parts, at, station, pair, member)
+        entry = np.full(len(at), -1, dtype=np.int64)
+        entry[pair[enters]] = member[enters]
+        fed = enters | (entry[pair] < 0)
+        source = np.where(fed, feeder[pair], entry[pair])
+        hop = hop[pair] + ~fed
+        again = (hop == 0) & ~first
+        mine = np.ones(len(pair), dtype=bool)
+        if rank is not None:
+            mine = (source == rank) | (member == rank)
+        for number in range(3):
+            for repeats in (False, True):
+                rows = np.flatnonzero(mine & (hop == number) & (again == repeats))
+                if len(rows):
+                    yield replace(
+                        parts.take(at[pair[rows]]),
+                        source=source[rows],
+                        destination=member[rows],
+                        hop=number,
+                        again=repeats,
+                    )
+
+    def _feeders(
+        self, parts: Transfers, at: Ints, station: Ints, pair: Ints, member: Ints
+    ) -> tuple[Ints, Ints, Ints, Ints]:
+        """Who sends a part to a station, at which hop; and for every lacking member of it, whether
+        it is the entry rank, and whether its copy is the first that leaves a source rank."""
+        relay, line, send = parts.destination[at], parts.line[at], parts.send_line[at]
+        turn = self.geometry.wanting.find(line, relay) - self.geometry.wanting.first[line]
+        own = self.hosts_of(relay) == self.wanting.host[station]
+        held = self.holding.find(send, self.wanting.host[station])
+        direct = self.is_direct(parts)[at] if len(parts) < len(at) else self.is_direct(parts.take(at))
+        count = np.bincount(pair, minlength=len(at))
+        place = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
+        chosen = place == (turn % np.maximum(count, 1))[pair]
+        enters = np.where(own[pair], member == relay[pair], chosen)
+        inside = np.maximum(held, 0)
+        local = self.holding.members[
+            self.holding.first[inside] + turn % self.holding.counts[inside]
+        ]
+        holds = self.geometry.senders.find(send, relay) >= 0
+        local = np.where(own & holds, relay, local)
+        outside = np.where(own | direct, parts.source[at], relay)
+        feeder = np.where(held >= 0, local, outside)
+        hop = np.where((held >= 0) | own | direct, 0, 1)
+        begins = station == self._first_needy(parts, at)
+        once = np.where((own & holds)[pair], place == 0, enters)
+        first = np.where(held[pair] >= 0, once, begins[pair])
+        return feeder, hop, enters, first
+
+    def _first_needy(self, parts: Transfers, at: Ints) -> Ints:
+        """For each part the first station, from its relay's on, where no rank holds it."""
+        which, number = numbered(at)
+        line, send = parts.line[which], parts.send_line[which]
+        begin, end = self.wanting.of_line[line], self.wanting.of_line[line + 1]
+        station = self.wanting.find(line, self.hosts_of(parts.destination[which]))
+        open_ = np.arange(len(which))
+        for _ in range(int((end - begin).max(initial=0))):
+            held = self.holding.find(send[open_], self.wanting.host[station[open_]]) >= 0
+            open_ = open_[held]
+            if not len(open_):
+                break
+            after = station[open_] + 1
+            station[open_] = np.where(after == end[open_], begin[open_], after)
+        return station[number]
+
+    def first_sums(self) -> Iterator[Transfers]:
+        """Rows from the holders of addends to the ranks that add them up, one list per addend."""
+        wanted = self.accumulated()
         for addend in range(self.geometry.num_addends):
             senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
             yield replace(wanted, source=senders, addend=addend)
 
-    def _passed_on(self, rows: Transfers, rank: int | None) -> Iterator[Transfers]:
-        """First receivers to the rest of their line, and to other hosts, which do the same."""
-        if self.direct:
-            return
-        if int(np.diff(self.geometry.wanting.first).max(initial=0)) > 1:
-            yield from _to_line(rows, self.geometry.wanting, rank)
-        for entered, lines in self.entering(rows):
-            mine = (entered.source == rank) | (entered.destination == rank)
-            yield entered if rank is None else entered.take(np.flatnonzero(mine))
-            yield from _to_line(entered, lines, rank)
+    def accumulated(self) -> Transfers:
+        """The parts in which ranks add up addends: relays, or all that want the value."""
+        parts = self.parts()
+        return _spread(parts, self.geometry.wanting)[0] if self.direct else parts
 
-    def entering(self, rows: Transfers) -> Iterator[tuple[Transfers, LineSet]]:
-        """Rows from first receivers to ranks of other hosts, and the lines of these."""
-        relays = self.geometry.relays
-        if relays is None:
-            return
-        for line, parent in enumerate(relays.parent):
-            fed = rows.take(np.flatnonzero(rows.line == parent))
-            yield self._entering(fed, line), relays.lines
-
-    def _entering(self, rows: Transfers, line: int) -> Transfers:
-        """Rows of first receivers cut where slots of another host's ranks begin."""
-        assert self.relaying is not None
-        lined, times = self.geometry.all(), len(self.stack.names)
-        cells = len(lined.cells.size)
-        runs, old, slot = rows.runs.split(
-            self.relaying,
-            np.full(cells, line, dtype=np.int64),
-            lined.receive_at * times,
-            self.units(lined.cells, self.unit),
-        )
-        return Transfers(
-            rows.cells,
-            runs,
-            rows.destination[old],
-            self.relaying.ranks[slot],
-            np.full(len(old), line, dtype=np.int64),
-            rows.part[old],
-            1,
-        )
+    def _sums_of(self, rank: int) -> Iterator[Transfers]:
+        parts = self.parts()
+        for rows in self.first_sums():
+            yield rows.take(np.flatnonzero((rows.source == rank) | (rows.destination == rank)))
+        if not self.direct:
+            yield from _to_line(parts, self.geometry.wanting, rank)
 
 
 def _to_line(rows: Transfers, wanting: LineSet, rank: int | None) -> Iterator[Transfers]:
-    """Rows from their receivers to all other ranks of the line; of one rank only, if given."""
+    """Rows from their relays to all other ranks of the line; of one rank only, if given."""
     if rank is not None:
-        inside = rows.take(np.flatnonzero(wanting.has(rank)[rows.line]))
+        inside = rows.take(np.flatnonzero(wanting.find(rows.line, np.full(len(rows), rank)) >= 0))
         others = inside.take(np.flatnonzero(inside.destination != rank))
         here = np.full(len(others), rank, dtype=np.int64)
         yield replace(others, source=others.destination, destination=here, hop=rows.hop + 1)
@@ -222,8 +399,5 @@ def _to_line(rows: Transfers, wanting: LineSet, rank: int | None) -> Iterator[Tr
 
 def _spread(rows: Transfers, wanting: LineSet) -> tuple[Transfers, Ints]:
     """Rows once for every rank of their line, and which row each was."""
-    counts = np.diff(wanting.first)[rows.line]
-    old = np.repeat(np.arange(len(rows)), counts)
-    within = np.arange(len(old)) - np.repeat(np.cumsum(counts) - counts, counts)
-    member = wanting.members[wanting.first[rows.line][old] + within]
-    return replace(rows.take(old), destination=member), old
+    old, at = repeated(wanting.first, rows.line)
+    return replace(rows.take(old), destination=wanting.members[at]), old

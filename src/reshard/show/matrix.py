@@ -42,8 +42,9 @@ class Groups:
     """The group of each number."""
 
     def find(self, numbers: Ints) -> Ints:
-        """The groups of these numbers."""
-        found: Ints = self.of[np.searchsorted(self.numbers, numbers)]
+        """The groups of these numbers; of any group where a number is in none."""
+        at = np.minimum(np.searchsorted(self.numbers, numbers), max(len(self.of) - 1, 0))
+        found: Ints = self.of[at] if len(self.of) else at
         return found
 
 
@@ -85,22 +86,15 @@ def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
 
     Between hosts where the plan has a topology, else between ranks.
     """
-    traffic = plan.traffic
-    source, destination, kind = traffic.source, traffic.destination, "rank"
+    traffic, number, kind = plan.traffic, plan.world, "rank"
     if plan.topology is not None:
         hosts = plan.topology.hosts_of(plan.ranks)
-        number = np.array([hosts[rank] for rank in plan.ranks], dtype=np.int64)
-        source = number[np.searchsorted(plan.world, source)]
-        destination = number[np.searchsorted(plan.world, destination)]
-        kind = "host"
-    rows, columns = group(source, most), group(destination, most)
+        number, kind = np.array([hosts[rank] for rank in plan.ranks], dtype=np.int64), "host"
+    rows = group(number[traffic.first_hand + traffic.passed_on > 0], most)
+    columns = group(number[traffic.received > 0], most)
     shape = len(rows.labels), len(columns.labels)
-    places = rows.find(source) * shape[1] + columns.find(destination)
-    sums = (
-        np.bincount(places, weights=amount, minlength=shape[0] * shape[1]).reshape(shape)
-        for amount in (traffic.num_bytes, traffic.first_hand)
-    )
-    num_bytes, first_hand = (total.astype(np.int64) for total in sums)
+    found = traffic.between(rows.find(number), columns.find(number))
+    num_bytes, first_hand = (table[: shape[0], : shape[1]] for table in found)
     return Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand)
 
 

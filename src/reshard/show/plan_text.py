@@ -149,10 +149,10 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
 def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
     found = plan.summary()
     if found.mean_sender_bytes:
-        senders = distinct(plan.traffic.source[plan.traffic.first_hand > 0])
+        senders = int(np.count_nonzero(plan.traffic.first_hand))
         ratio = found.busiest_sender_bytes / found.mean_sender_bytes
         busiest = f"the busiest {format_bytes(found.busiest_sender_bytes)}, {ratio:.2f} x the mean"
-        yield "sources", f"{len(senders):,} send, {busiest}"
+        yield "sources", f"{senders:,} send, {busiest}"
 
 
 def _topology(plan: Plan) -> list[tuple[str, str]]:
@@ -289,7 +289,7 @@ def _fan_out(plan: Plan) -> Iterator[str]:
 def _senders(plan: Plan) -> Iterator[str]:
     figures = plan.summary()
     if figures.busiest_sender_bytes > 1.1 * figures.mean_sender_bytes:
-        rank = _busiest(plan.traffic.source, plan.traffic.first_hand)[0]
+        rank = plan.ranks[int(plan.traffic.first_hand.argmax())]
         yield (
             f"Rank {rank} sends {format_bytes(figures.busiest_sender_bytes)}, "
             f"{figures.busiest_sender_bytes / figures.mean_sender_bytes:.2f} x the mean: it holds "
@@ -316,8 +316,8 @@ def _rounds(plan: Plan) -> Iterator[str]:
     if plan.num_rounds < 2 or not plan.summary().wire_bytes:
         return
     traffic, cap = plan.traffic, format_bytes(plan.memory)
-    ends = np.concatenate([traffic.source, traffic.destination])
-    rank, at_once = _busiest(ends, np.concatenate([traffic.num_bytes, traffic.num_bytes]))
+    staged = traffic.first_hand + traffic.passed_on + traffic.received
+    rank, at_once = plan.ranks[int(staged.argmax())], int(staged.max())
     if at_once > plan.memory:
         yield (
             f"{plan.num_rounds:,} rounds: in a single one rank {rank} would stage "
@@ -327,14 +327,6 @@ def _rounds(plan: Plan) -> Iterator[str]:
         yield f"{plan.num_rounds} rounds: what a rank receives it passes on one round later."
     else:
         yield f"{plan.num_rounds:,} rounds keep the staging of every rank under {cap}."
-
-
-def _busiest(ranks: Ints, num_bytes: Ints) -> tuple[int, int]:
-    """The rank with the most bytes, and how many."""
-    names, inverse = numbered(ranks)
-    totals = np.bincount(inverse, weights=num_bytes)
-    worst = int(totals.argmax())
-    return int(names[worst]), int(totals[worst])
 
 
 def _hosts(plan: Plan) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Protocol
 from reshard.layout.columns import Ints
 from reshard.planning.sharing import LineSet
 
-__all__ = ["Cells", "Geometry", "Lined", "Relays"]
+__all__ = ["Cells", "Geometry", "Lined"]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -48,15 +48,6 @@ class Lined:
     receive_at: Ints
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Relays:
-    """Lines of ranks on other hosts that get what a line of receivers got, from these."""
-
-    lines: LineSet
-    parent: Ints
-    """The line of receivers that each line of relays is fed by."""
-
-
 class Geometry(Protocol):
     """Cells by rank, and who shares what."""
 
@@ -66,15 +57,11 @@ class Geometry(Protocol):
 
     @property
     def receivers(self) -> LineSet:
-        """The ranks that share the first receiving of each line."""
+        """The ranks that share each line; those that add up addends, where there are any."""
 
     @property
     def wanting(self) -> LineSet:
-        """The ranks that want each line, first receivers included; they pass on to each other."""
-
-    @property
-    def relays(self) -> Relays | None:
-        """Further lines on other hosts; only with a topology."""
+        """The ranks that want each line; some may hold parts of it."""
 
     @property
     def listed(self) -> bool:
@@ -100,8 +87,11 @@ class Geometry(Protocol):
     def copied_by(self, rank: int) -> Cells:
         """The cells that a rank both holds and wants."""
 
-    def copied_elements(self) -> int:
-        """Elements of one tensor that ranks both hold and want, once per such rank."""
+    def copied_elements(self) -> tuple[Ints, Ints]:
+        """Ranks, perhaps several times, and elements of one tensor that each holds and wants."""
+
+    def wanted_elements(self) -> int:
+        """Elements of one tensor that ranks want of what the source has, once per such rank."""
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Who sends an addend of a cell to a receiver; the receiver itself if it holds it."""

@@ -1,14 +1,14 @@
-"""List all cells of a stack, and sort them by who holds, who wants and who lacks them.
+"""List all cells of a stack, by who holds them and who wants them.
 
-Each cell has the set of ranks that hold it and the set that wants it. Those that want it and do not
-hold it lack it, and cells with the same lacking ranks form a line that these ranks share. With a
-topology each host that lacks a cell and has a holder is served from inside; of the other hosts one
-receives from outside and passes on to one rank of each of the rest.
+Boxes with the same holders form a line that these share when they send; boxes that the same ranks
+want form a line that these share when they receive. A cell is on one line of each kind. Cells that
+all ranks of the second line hold do not travel. The work grows with the number of cells and of
+ranks, not with pairs of ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,33 +16,31 @@ import numpy as np
 from reshard.errors import CoverageError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.columns import Ints, contained, distinct, distinct_first, numbered
+from reshard.layout.columns import Ints, distinct, numbered
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.cells.coverage import check_coverage, in_want_coordinates, insert_columns
-from reshard.planning.cells.geometry import Cells, Lined, Relays
+from reshard.planning.cells.geometry import Cells, Lined
 from reshard.planning.classes import Addends, Stack, addends_of
-from reshard.planning.sharing import LineSet
+from reshard.planning.sharing import LineSet, repeated
 
 __all__ = ["listed_geometries"]
 
 
-def listed_geometries(stack: Stack, hosts: dict[int, int] | None) -> list[ListedGeometry]:
+def listed_geometries(stack: Stack) -> list[ListedGeometry]:
     """The listed geometry of a stack, or one per addend that the destination keeps."""
     if stack.have.layout.reduce is None:
-        return [_listed_geometry(stack, hosts, None)]
-    return [_listed_geometry(stack, hosts, addends) for addends in addends_of(stack)]
+        return [_listed_geometry(stack, None)]
+    return [_listed_geometry(stack, addends) for addends in addends_of(stack)]
 
 
-def _listed_geometry(
-    stack: Stack, hosts: dict[int, int] | None, addends: Addends | None
-) -> ListedGeometry:
+def _listed_geometry(stack: Stack, addends: Addends | None) -> ListedGeometry:
     """List all cells of a stack; of some addends only, if these are given."""
     have = _of_addends(stack.have, addends.have if addends else None)
     kept = addends.want if addends else None
     want = _of_addends(stack.want, None if kept is None else (kept,))
-    return _Builder(stack, have, want, hosts, addends).build()
+    return _Builder(stack, have, want, addends).build()
 
 
 def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
@@ -58,59 +56,45 @@ def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
     return Listed(listed.starts[some], listed.stops[some], first, listed.holders[kept])
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _Sets:
-    """Boxes with the number of their set of ranks, and the sets."""
-
-    of_box: Ints
-    ranks: list[Ints]
-
-    @classmethod
-    def of(cls, listed: Listed) -> _Sets:
-        numbers: dict[bytes, int] = {}
-        ranks: list[Ints] = []
-        of_box = np.empty(len(listed.starts), dtype=np.int64)
-        for box in range(len(of_box)):
-            held = listed.of(box)
-            number = numbers.setdefault(held.tobytes(), len(ranks))
-            if number == len(ranks):
-                ranks.append(held)
-            of_box[box] = number
-        return cls(of_box, ranks)
-
-    def members(self) -> tuple[Ints, Ints]:
-        """Every rank of every set, and the number of the set, in rising order of ranks."""
-        ranks = np.concatenate([*self.ranks, np.zeros(0, np.int64)])
-        numbers = np.repeat(np.arange(len(self.ranks)), [len(r) for r in self.ranks])
-        order = np.argsort(ranks, kind="stable")
-        return ranks[order], numbers[order]
+def _lines_of(listed: Listed) -> tuple[Ints, LineSet]:
+    """The number of the set of ranks that holds each box, and the sets, in order of appearance."""
+    counts = np.diff(listed.first)
+    seen = np.empty(len(counts), dtype=np.int64)
+    for num in distinct(counts).tolist():
+        boxes = np.flatnonzero(counts == num)
+        ranks = listed.holders[listed.first[boxes][:, None] + np.arange(num)]
+        keys = ranks[:, 0] if num == 1 else ranks.view(f"S{8 * num}")[:, 0]
+        order = np.argsort(keys, kind="stable")
+        new = np.ones(len(order), dtype=bool)
+        new[1:] = keys[order][1:] != keys[order][:-1]
+        # Sets are told apart by the first box that has them.
+        seen[boxes[order]] = boxes[order][new][np.cumsum(new) - 1]
+    firsts, number = numbered(seen)
+    _, at = repeated(listed.first, firsts)
+    ends = np.concatenate([[0], np.cumsum(counts[firsts])])
+    return number, LineSet(np.zeros(len(firsts), np.int64), ends, listed.holders[at])
 
 
+@dataclass(frozen=True, eq=False)
 class ListedGeometry:
     """All cells of a stack and their lines, as columns."""
 
+    cells: Lined
+    senders: LineSet
+    receivers: LineSet
+    wanting: LineSet
+    copies: tuple[Cells, Ints]
+    """Cells that some rank both holds and wants, once per such rank, and these ranks."""
+    wanted: int
+    """Elements of one tensor that ranks want, once per such rank."""
+    addends: tuple[int, ...] = ()
+    addend_holders: tuple[Ints, ...] = ()
     listed = True
 
-    def __init__(
-        self,
-        cells: Lined,
-        senders: LineSet,
-        receivers: LineSet,
-        wanting: LineSet,
-        relays: Relays | None,
-        copies: tuple[Cells, Ints],
-        addends: tuple[int, ...],
-        addend_holders: list[Ints],
-    ) -> None:
-        self.cells = cells
-        self.senders = senders
-        self.receivers = receivers
-        self.wanting = wanting
-        self.relays = relays
-        self._copies, self._copiers = copies
-        self.addends = addends
-        self._addend_holders = addend_holders
-        self.num_addends = max(len(addend_holders), 1)
+    @property
+    def num_addends(self) -> int:
+        """How many addends make a value; 1 where nothing is added up."""
+        return max(len(self.addend_holders), 1)
 
     def sent_by(self, rank: int) -> Lined:
         """All cells: they are listed anyway."""
@@ -126,17 +110,19 @@ class ListedGeometry:
 
     def copied_by(self, rank: int) -> Cells:
         """The cells that a rank both holds and wants."""
-        mine = self._copiers == rank
-        columns = (getattr(self._copies, c)[mine] for c in Cells.__dataclass_fields__)
-        return Cells(*columns)
+        return _take(self.copies[0], np.flatnonzero(self.copies[1] == rank))
 
-    def copied_elements(self) -> int:
-        """Elements of one tensor that ranks both hold and want."""
-        return int(self._copies.size.sum())
+    def copied_elements(self) -> tuple[Ints, Ints]:
+        """Ranks that hold what they want, and how many elements of it."""
+        return self.copies[1], self.copies[0].size
+
+    def wanted_elements(self) -> int:
+        """Elements of one tensor that ranks want, once per such rank."""
+        return self.wanted
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """The receiver where it holds the addend, else the holders in turn."""
-        holders = self._addend_holders[addend][self.cells.cells.have_region[cells]]
+        holders = self.addend_holders[addend][self.cells.cells.have_region[cells]]
         rows = np.arange(len(cells))
         in_turn = holders[rows, rows % np.maximum((holders >= 0).sum(axis=1), 1)]
         own = (holders == receivers[:, None]).any(axis=1)
@@ -145,52 +131,79 @@ class ListedGeometry:
 
 
 class _Builder:
-    """Joins the boxes of both sides and sorts the cells into lines."""
+    """Joins the boxes of both sides and puts the cells on lines."""
 
-    def __init__(
-        self,
-        stack: Stack,
-        have: Listed,
-        want: Listed,
-        hosts: dict[int, int] | None,
-        addends: Addends | None,
-    ) -> None:
-        self.stack, self.have, self.want, self.hosts = stack, have, want, hosts
+    def __init__(self, stack: Stack, have: Listed, want: Listed, addends: Addends | None) -> None:
+        self.stack, self.have, self.want = stack, have, want
         self.addends = addends if addends and len(addends.have) > 1 else None
-        self.have_sets, self.want_sets = _Sets.of(have), _Sets.of(want)
-        self.lines: dict[object, int] = {}
-        self.receivers: list[Ints] = []
-        self.wanting: list[Ints] = []
-        self.relays: list[tuple[Ints, int]] = []
-        self.sender_lines: dict[tuple[int, int | None], int] = {}
-        self.senders: list[Ints] = []
 
     def build(self) -> ListedGeometry:
         """Everything about a stack, worked out once."""
         cells = self._cells()
         check_coverage(self.stack, self.want, cells)
-        has = self.have_sets.of_box[cells.have_region]
-        wants = self.want_sets.of_box[cells.want_region]
-        common = self._common(has, wants)
-        chosen, send, receive = self._demands(has, wants, common)
-        travelling = _take(cells, chosen)
-        sizes = travelling.size
+        (have_set, holding), (want_set, wanting) = _lines_of(self.have), _lines_of(self.want)
+        send, receive = have_set[cells.have_region], want_set[cells.want_region]
+        kinds, kind = numbered(send * len(wanting.counts) + receive)
+        ends = np.divmod(kinds, max(len(wanting.counts), 1))
+        at, rank = holding.common(wanting, *ends)
+        if self.addends is not None:
+            return self._summed(cells, kind, holding, wanting, ends, (at, rank))
+        lacking = np.bincount(at, minlength=len(kinds)) < wanting.counts[ends[1]]
+        copied, copier = _each(kind, at, rank)
+        wanted = int(cells.size @ wanting.counts[receive])
+        chosen = np.flatnonzero(lacking[kind])
+        moved, send, receive = _take(cells, chosen), send[chosen], receive[chosen]
         lined = Lined(
-            travelling,
+            moved,
             send,
-            _before(send, sizes, len(self.senders)),
+            _before(send, moved.size, len(holding.counts)),
             receive,
-            _before(receive, sizes, len(self.receivers)),
+            _before(receive, moved.size, len(wanting.counts)),
         )
+        wanting = _amounting(wanting, receive, moved.size)
+        senders = _amounting(holding, send, moved.size)
+        copies = _take(cells, copied), copier
+        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted)
+
+    def _summed(
+        self,
+        cells: Cells,
+        kind: Ints,
+        holding: LineSet,
+        wanting: LineSet,
+        ends: tuple[Ints, ...],
+        common: tuple[Ints, Ints],
+    ) -> ListedGeometry:
+        """Addends are added up by ranks that want the value, if possible by some that have one."""
+        assert self.addends is not None
+        at, rank = common
+        first = np.searchsorted(at, np.arange(len(ends[0]) + 1))
+        lines: dict[tuple[bytes, int], int] = {}
+        reducers: list[Ints] = []
+        of_kind = np.empty(len(ends[0]), dtype=np.int64)
+        for number, want in enumerate(ends[1].tolist()):
+            all_of_it = wanting.members[wanting.first[want] : wanting.first[want + 1]]
+            some = rank[first[number] : first[number + 1]]
+            chosen = some if len(some) else all_of_it
+            of_kind[number] = lines.setdefault((chosen.tobytes(), want), len(lines))
+            if of_kind[number] == len(reducers):
+                reducers.append(chosen)
+        receive, nothing = of_kind[kind], cells.size * 0
+        wants = np.array([want for _, want in lines], dtype=np.int64)
+        _, members = repeated(wanting.first, wants)
+        ends_of = np.concatenate([[0], np.cumsum(wanting.counts[wants])])
+        wanted = LineSet(nothing[:0], ends_of, wanting.members[members])
+        sharing = np.concatenate([[0], np.cumsum([len(r) for r in reducers])]).astype(np.int64)
+        ranks = np.concatenate([*reducers, np.zeros(0, np.int64)])
         return ListedGeometry(
-            lined,
-            _line_set(self.senders, send, sizes if self.addends is None else sizes * 0),
-            _line_set(self.receivers, receive, sizes),
-            _line_set(self.wanting, receive, sizes),
-            self._relays(receive, sizes),
-            self._copies(cells, has, wants, common),
-            self.addends.have if self.addends else (),
-            self._addend_holders(travelling.have_region),
+            Lined(cells, ends[0][kind], nothing, receive, _before(receive, cells.size, len(lines))),
+            holding,
+            _amounting(LineSet(nothing[:0], sharing, ranks), receive, cells.size),
+            _amounting(wanted, receive, cells.size),
+            (_take(cells, []), np.zeros(0, np.int64)),
+            0,
+            self.addends.have,
+            self._addend_holders(cells.have_region),
         )
 
     def _cells(self) -> Cells:
@@ -207,145 +220,9 @@ class _Builder:
         )
         return _take(cells, order)
 
-    def _kind(self, has: Ints, wants: Ints) -> Ints:
-        """One number for each pair of a set that holds and a set that wants."""
-        return has * len(self.want_sets.ranks) + wants
-
-    def _common(self, has: Ints, wants: Ints) -> dict[int, Ints]:
-        """The ranks that both hold and want, by kind of cell, for kinds that have any."""
-        holder, have_set = self.have_sets.members()
-        wanter, want_set = self.want_sets.members()
-        first = np.searchsorted(wanter, holder, side="left")
-        counts = np.searchsorted(wanter, holder, side="right") - first
-        at = np.repeat(np.arange(len(holder)), counts)
-        other = np.arange(len(at)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-        kinds = self._kind(have_set[at], want_set[other])
-        met = np.flatnonzero(contained(kinds, self._kind(has, wants)))
-        met = met[np.argsort(kinds[met], kind="stable")]
-        found, begin = distinct_first(kinds[met])
-        ranks = np.split(holder[at][met], begin[1:]) if len(found) else []
-        return dict(zip(found.tolist(), ranks, strict=True))
-
-    def _demands(self, has: Ints, wants: Ints, common: dict[int, Ints]) -> tuple[Ints, Ints, Ints]:
-        """Which cells travel, and along which line of senders and which of receivers."""
-        kinds = self._kind(has, wants)
-        special = contained(kinds, np.array([*common], dtype=np.int64))
-        if self.hosts is not None:
-            special[:] = True
-        plain = np.flatnonzero(~special)
-        rows, sends, receives = (
-            [plain],
-            [self._plain_senders(has[plain])],
-            [self._plain_receivers(wants[plain])],
-        )
-        cells = np.flatnonzero(special)
-        order = cells[np.argsort(kinds[cells], kind="stable")]
-        names, begin = distinct_first(kinds[order])
-        for kind, alike in zip(names.tolist(), np.split(order, begin[1:]), strict=bool(len(names))):
-            for send, receive in self._lines_of(int(kind), common.get(kind)):
-                rows.append(alike)
-                sends.append(np.full(len(alike), send))
-                receives.append(np.full(len(alike), receive))
-        chosen = np.concatenate(rows)
-        in_order = np.argsort(chosen, kind="stable")
-        return (
-            chosen[in_order],
-            np.concatenate(sends)[in_order],
-            np.concatenate(receives)[in_order],
-        )
-
-    def _plain_senders(self, has: Ints) -> Ints:
-        """The lines of all holders of each of these sets."""
-        sets, inverse = numbered(has)
-        lines = [self._sender_line(number, None) for number in sets.tolist()]
-        return np.array(lines, dtype=np.int64)[inverse]
-
-    def _plain_receivers(self, wants: Ints) -> Ints:
-        """The lines of ranks that want each of these sets, of which none holds anything of it."""
-        sets, inverse = numbered(wants)
-        ranks = [self.want_sets.ranks[number] for number in sets.tolist()]
-        return np.array([self._line(r, r, []) for r in ranks], dtype=np.int64)[inverse]
-
-    def _lines_of(self, kind: int, common: Ints | None) -> Iterator[tuple[int, int]]:
-        """The demands of one kind of cell: a line of senders and a line of receivers each."""
-        has, wants = divmod(kind, len(self.want_sets.ranks))
-        holders, wanting = self.have_sets.ranks[has], self.want_sets.ranks[wants]
-        if self.addends is not None:
-            reducers = wanting if common is None else common
-            yield self._sender_line(has, None), self._line(reducers, wanting, [])
-            return
-        lacking = wanting if common is None else _except(wanting, common)
-        if not len(lacking):
-            return
-        if self.hosts is None:
-            yield self._sender_line(has, None), self._line(lacking, lacking, [])
-            return
-        yield from self._lines_by_host(has, holders, lacking)
-
-    def _lines_by_host(self, has: int, holders: Ints, lacking: Ints) -> Iterator[tuple[int, int]]:
-        hosts = self.hosts or {}
-        held_at = {hosts[int(rank)] for rank in holders}
-        by_host: dict[int, list[int]] = {}
-        for rank in lacking:
-            by_host.setdefault(hosts[int(rank)], []).append(int(rank))
-        needy = [np.array(r) for host, r in sorted(by_host.items()) if host not in held_at]
-        for host, ranks in by_host.items():
-            if host in held_at:
-                local = np.array(ranks)
-                yield self._sender_line(has, host), self._line(local, local, [])
-        if needy:
-            entry = len(self.receivers) % len(needy)
-            others = needy[:entry] + needy[entry + 1 :]
-            yield self._sender_line(has, None), self._line(needy[entry], needy[entry], others)
-
-    def _line(self, receivers: Ints, wanting: Ints, others: Sequence[Ints]) -> int:
-        """The number of the line of these receivers, made at first use."""
-        key: object = (receivers.tobytes(), wanting.tobytes())
-        if others:
-            key = frozenset([receivers.tobytes(), *(ranks.tobytes() for ranks in others)])
-        if key not in self.lines:
-            self.lines[key] = len(self.receivers)
-            self.relays += [(ranks, len(self.receivers)) for ranks in others]
-            self.receivers.append(receivers)
-            self.wanting.append(wanting)
-        return self.lines[key]
-
-    def _sender_line(self, has: int, host: int | None) -> int:
-        if (has, host) not in self.sender_lines:
-            self.sender_lines[has, host] = len(self.senders)
-            ranks = self.have_sets.ranks[has]
-            if host is not None:
-                here = [(self.hosts or {})[int(rank)] == host for rank in ranks]
-                ranks = ranks[np.array(here, dtype=bool)]
-            self.senders.append(ranks)
-        return self.sender_lines[has, host]
-
-    def _relays(self, receive: Ints, sizes: Ints) -> Relays | None:
-        if not self.relays:
-            return None
-        parent = np.array([line for _, line in self.relays], dtype=np.int64)
-        amounts = np.bincount(receive, weights=sizes, minlength=len(self.receivers))
-        ranks = [ranks for ranks, _ in self.relays]
-        first = np.cumsum([0, *map(len, ranks)])
-        lines = LineSet(amounts.astype(np.int64)[parent], first, np.concatenate(ranks))
-        return Relays(lines, parent)
-
-    def _copies(
-        self, cells: Cells, has: Ints, wants: Ints, common: dict[int, Ints]
-    ) -> tuple[Cells, Ints]:
-        """The cells that some rank both holds and wants, once per such rank."""
-        if self.addends is not None:
-            return _take(cells, []), np.zeros(0, np.int64)
-        kinds = self._kind(has, wants)
-        rows = np.flatnonzero(contained(kinds, np.array([*common], dtype=np.int64)))
-        ranks = [common[kind] for kind in kinds[rows].tolist()]
-        copied = np.repeat(rows, [len(r) for r in ranks])
-        return _take(cells, copied), np.concatenate([*ranks, np.zeros(0, np.int64)])
-
-    def _addend_holders(self, boxes: Ints) -> list[Ints]:
+    def _addend_holders(self, boxes: Ints) -> tuple[Ints, ...]:
         """For each addend the ranks that hold it, one row per source box, filled up with -1."""
-        if self.addends is None:
-            return []
+        assert self.addends is not None
         addend = addend_of(self.stack.have.layout)
         held: list[dict[int, list[int]]] = [{} for _ in self.addends.have]
         place = {number: at for at, number in enumerate(self.addends.have)}
@@ -360,7 +237,7 @@ class _Builder:
                     f"{self.stack.label}: no rank holds addend {lost[0]} of box {where}: "
                     "a lost addend cannot be rebuilt"
                 )
-        return [_padded(sets, len(self.have.starts)) for sets in held]
+        return tuple(_padded(sets, len(self.have.starts)) for sets in held)
 
 
 def _padded(sets: dict[int, list[int]], num_rows: int) -> Ints:
@@ -370,11 +247,11 @@ def _padded(sets: dict[int, list[int]], num_rows: int) -> Ints:
     return table
 
 
-def _except(ranks: Ints, some: Ints) -> Ints:
-    """Ranks without some of them; both in rising order."""
-    kept = np.ones(len(ranks), dtype=bool)
-    kept[np.searchsorted(ranks, some)] = False
-    return ranks[kept]
+def _each(kind: Ints, at: Ints, rank: Ints) -> tuple[Ints, Ints]:
+    """Every cell once for each rank of its kind, and that rank; ``at`` rises."""
+    first = np.searchsorted(at, np.arange(int(kind.max(initial=-1)) + 2))
+    cell, entry = repeated(first, kind)
+    return cell, rank[entry]
 
 
 def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:
@@ -393,7 +270,7 @@ def _before(line: Ints, sizes: Ints, num_lines: int) -> Ints:
     return before
 
 
-def _line_set(members: Sequence[Ints], line: Ints, sizes: Ints) -> LineSet:
-    amounts = np.bincount(line, weights=sizes, minlength=len(members)).astype(np.int64)
-    first = np.cumsum([0, *map(len, members)]).astype(np.int64)
-    return LineSet(amounts, first, np.concatenate([*members, np.zeros(0, np.int64)]))
+def _amounting(lines: LineSet, line: Ints, sizes: Ints) -> LineSet:
+    """The lines with the elements of all cells that are on each."""
+    amounts = np.bincount(line, weights=sizes, minlength=len(lines.counts)).astype(np.int64)
+    return LineSet(amounts, lines.first, lines.members)

@@ -22,7 +22,7 @@ import numpy as np
 from reshard.errors import PlanError
 from reshard.layout.columns import Ints, contained, numbered
 from reshard.layout.grid import DimTable, Grid, grids_of
-from reshard.planning.cells.geometry import Cells, Lined, Relays
+from reshard.planning.cells.geometry import Cells, Lined
 from reshard.planning.classes import Stack
 from reshard.planning.names import Segments
 from reshard.planning.sharing import LineSet
@@ -181,14 +181,20 @@ class GridPair:
         return ranks[both], elements
 
     def cells(self, have_region: int | None = None, want_region: int | None = None) -> Cells:
-        """All cells, or those of one region; in rising order of their place in the tensor."""
+        """All cells, or those of a region of either side; in rising order of their place."""
         runs = [np.arange(len(dim.width)) for dim in self.dims]
-        if have_region is not None:
-            parts = self.have.parts_of(np.array(have_region))
-            runs = [d.have.runs(int(p)) for d, p in zip(self.dims, parts, strict=True)]
-        if want_region is not None:
-            parts = self.want.parts_of(np.array(want_region))
-            runs = [d.want.runs(int(p)) for d, p in zip(self.dims, parts, strict=True)]
+        for grid, region, side in (
+            (self.have, have_region, "have"),
+            (self.want, want_region, "want"),
+        ):
+            if region is not None:
+                parts = grid.parts_of(np.array(region))
+                sides: list[_Side] = [getattr(dim, side) for dim in self.dims]
+                mine = [one.runs(int(part)) for one, part in zip(sides, parts, strict=True)]
+                runs = [
+                    some if len(other) == len(dim.width) else other[contained(other, some)]
+                    for dim, other, some in zip(self.dims, runs, mine, strict=True)
+                ]
         return self._product(runs)
 
     def _product(self, runs: Sequence[Ints]) -> Cells:
@@ -288,7 +294,6 @@ class RegularGeometry:
     receivers: LineSet
     send_base: list[int]
     receive_base: list[int]
-    relays: Relays | None = None
     num_addends: int = 1
     listed: bool = False
     addends: tuple[int, ...] = ()
@@ -341,18 +346,24 @@ class RegularGeometry:
         return self._lined({n: pair.cells() for n, pair in enumerate(self.pairs)})
 
     def copied_by(self, rank: int) -> Cells:
-        """None: where a rank may send to itself, the transfer is a copy."""
+        """The cells of the region a rank holds that are also of a region it wants."""
+        found = [(pair, pair.have.region_of(rank), pair.want.region_of(rank)) for pair in self.pairs]
+        cells = [pair.cells(r, w) for pair, r, w in found if r is not None and w is not None]
+        return _concatenated(cells) if cells else self._no_cells()
+
+    def _no_cells(self) -> Cells:
         empty = np.zeros(0, dtype=np.int64)
         flat = np.zeros((0, len(self.pairs[0].dims)), dtype=np.int64)
         return Cells(empty, empty, flat, flat, flat, empty, empty, empty)
 
-    def copied_elements(self) -> int:
-        """Elements of one tensor that ranks both hold and want."""
-        return sum(int(elements.sum()) for _, elements in self.copies_per_rank())
-
-    def copies_per_rank(self) -> list[tuple[Ints, Ints]]:
+    def copied_elements(self) -> tuple[Ints, Ints]:
         """Ranks of both sides, and how much of one tensor each both holds and wants."""
-        return [pair.common_elements() for pair in self.pairs]
+        found = [pair.common_elements() for pair in self.pairs]
+        return np.concatenate([r for r, _ in found]), np.concatenate([e for _, e in found])
+
+    def wanted_elements(self) -> int:
+        """Elements of one tensor that ranks want, once per such rank."""
+        return int((self.receivers.amounts * self.receivers.counts).sum())
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
         """Nothing is added up here."""
@@ -360,7 +371,7 @@ class RegularGeometry:
 
     def _lined(self, found: dict[int, Cells]) -> Lined:
         if not found:
-            found = {0: self.copied_by(-1)}
+            found = {0: self._no_cells()}
         parts = [
             replace(
                 cells,

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from reshard.layout.columns import Ints, numbered
-from reshard.planning.cells.regular import RegularGeometry
 from reshard.planning.cost.topology import Topology
-from reshard.planning.cost.traffic import Traffic
+from reshard.planning.cost.traffic import Pairs, Traffic
 from reshard.planning.rounds import Schedule
+from reshard.planning.sharing import repeated
 from reshard.planning.transfers import Flow
 
 __all__ = ["Summary", "needs_of", "summarize"]
@@ -56,26 +56,20 @@ class Summary:
 
 def summarize(
     flows: Sequence[Flow],
-    table: Traffic,
+    traffic: Traffic,
     schedule: Schedule,
-    world: Ints,
     topology: Topology | None,
 ) -> Summary:
     """Work out the figures of a plan from all its rows."""
-    sent = _per_rank(table.source, table.first_hand, world)
-    passed = _per_rank(table.source, table.num_bytes - table.first_hand, world)
+    sent, passed = traffic.first_hand, traffic.passed_on
     senders = int(np.count_nonzero(sent))
     needs = [needs_of(flow) for flow in flows]
-    figures = _link_figures(table, world, topology, schedule) if topology else {}
-    if topology and all(flow.geometry.num_addends == 1 for flow in flows):
-        figures["between_hosts_lower_bound_bytes"] = sum(
-            _entering_bytes(flow, topology) for flow in flows
-        )
+    figures = _link_figures(flows, traffic, topology) if topology else {}
     return Summary(
-        wire_bytes=int(table.num_bytes.sum()),
+        wire_bytes=traffic.num_bytes,
         lower_bound_bytes=sum(need for need, _ in needs),
         copied_bytes=sum(copied for _, copied in needs),
-        num_messages=int(table.messages.sum()),
+        num_messages=traffic.messages,
         num_rounds=schedule.num_rounds,
         peak_bytes=schedule.peak_bytes,
         busiest_sender_bytes=int(sent.max(initial=0)),
@@ -85,55 +79,23 @@ def summarize(
     )
 
 
-def _per_rank(ranks: Ints, num_bytes: Ints, world: Ints) -> Ints:
-    place = np.searchsorted(world, ranks)
-    return np.bincount(place, weights=num_bytes, minlength=len(world)).astype(np.int64)
-
-
 def needs_of(flow: Flow) -> tuple[int, int]:
     """Bytes that ranks want and lack, and bytes they want and hold; from the layouts alone."""
     geometry, stack = flow.geometry, flow.stack
     times = len(stack.names) * stack.itemsize
-    if geometry.num_addends > 1:
+    if flow.adds:
         rows = list(flow.everything())
         moved = ((int(r.sizes[r.source != r.destination].sum()), r.hop) for r in rows)
         return sum(size * stack.itemsize_at(hop) for size, hop in moved), 0
-    wanted = int((geometry.wanting.amounts * np.diff(geometry.wanting.first)).sum())
-    if geometry.relays is not None:
-        lines = geometry.relays.lines
-        wanted += int((lines.amounts * np.diff(lines.first)).sum())
-    copied = geometry.copied_elements()
-    lacking = wanted - copied if isinstance(geometry, RegularGeometry) else wanted
-    return lacking * times, copied * times
+    copied = int(geometry.copied_elements()[1].sum())
+    return (geometry.wanted_elements() - copied) * times, copied * times
 
 
-def _entering_bytes(flow: Flow, topology: Topology) -> int:
-    """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
-    geometry = flow.geometry
-    times = len(flow.stack.names) * flow.stack.itemsize
-    hosts = topology.hosts_of(
-        {int(r) for lines in (geometry.senders, geometry.wanting) for r in lines.members}
-    )
-    lined = geometry.all()
-    total = 0
-    pairs = np.stack([lined.send_line, lined.receive_line], axis=1)
-    kinds, inverse = np.unique(pairs, axis=0, return_inverse=True)
-    sizes = np.bincount(inverse.reshape(-1), weights=lined.cells.size, minlength=len(kinds))
-    relays = geometry.relays
-    for (send, receive), size in zip(kinds.tolist(), sizes.astype(np.int64).tolist(), strict=True):
-        held = {hosts[int(rank)] for rank in geometry.senders.of(send)}
-        lacking = {hosts[int(rank)] for rank in geometry.wanting.of(receive)}
-        further = 0 if relays is None else int(np.count_nonzero(relays.parent == receive))
-        total += size * (len(lacking - held) + further)
-    return total * times
-
-
-def _link_figures(
-    table: Traffic, world: Ints, topology: Topology, schedule: Schedule
-) -> dict[str, Any]:
-    """Bytes between hosts, predicted seconds and the link that takes longest."""
-    host = topology.hosts_of(map(int, world))
-    number = np.array([host[int(rank)] for rank in world], dtype=np.int64)
+def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -> dict[str, Any]:
+    """Bytes between hosts, predicted seconds, and the link that takes longest."""
+    world, table = traffic.world, traffic.pairs
+    hosts = topology.hosts_of(map(int, world))
+    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
     source = number[np.searchsorted(world, table.source)]
     destination = number[np.searchsorted(world, table.destination)]
     away = source != destination
@@ -145,14 +107,24 @@ def _link_figures(
         *_links("host {} receiving", destination, table, away, between),
     ]
     seconds, name = max(links, default=(0.0, "nothing moves"))
+    summed = any(flow.adds for flow in flows)
     return {
         "between_hosts_bytes": int(table.num_bytes[away].sum()),
+        "between_hosts_lower_bound_bytes": None if summed else sum(map(_entering_bytes, flows)),
         "seconds": seconds,
         "bottleneck": name,
     }
 
 
-def _links(name: str, end: Ints, table: Traffic, rows: Ints, link: Any) -> list[tuple[float, str]]:
+def _entering_bytes(flow: Flow) -> int:
+    """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
+    lined, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
+    row, station = repeated(flow.wanting.of_line, lined.receive_line)
+    held = flow.holding.find(lined.send_line[row], flow.wanting.host[station]) >= 0
+    return int(lined.cells.size[row[~held]].sum()) * times
+
+
+def _links(name: str, end: Ints, table: Pairs, rows: Ints, link: Any) -> list[tuple[float, str]]:
     """The busiest of many equal links and its seconds: bytes over bandwidth, plus latencies."""
     if not rows.any():
         return []

@@ -1,210 +1,311 @@
 """Who exchanges how much with whom, over a whole plan.
 
-First-hand rows are counted one by one. What is passed on is counted by sender: a rank passes the
-same rows to every other rank that wants them, so its rows are looked at once and its pairs are
-listed once, also when hundreds of replicas pass on to each other.
+Rows that a rank sends to a whole line are looked at once: bytes are multiplied, and the pairs they
+make are bits of a table, so that thousands of replicas that pass on to each other take no longer
+than their ranks are many.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.rounds import Slot, slice_edges
-from reshard.planning.sharing import LineSet
-from reshard.planning.transfers import Flow, Transfers
+from reshard.planning.sharing import repeated
+from reshard.planning.transfers import Fan, Flow, Transfers
 
-__all__ = ["Traffic", "traffic_of"]
+__all__ = ["Traffic"]
+
+MAX_BITS = 1 << 29
+"""Bits of the table of pairs that are looked at together."""
+
+FEW = 64
+"""Members of lines whose pairs are listed one by one."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """Rows of one flow and one hop, or rows that go to whole lines, and when they move."""
+
+    flow: Flow
+    slot: Slot
+    rows: Transfers
+    fan: Fan | None
+
+    @property
+    def num_bytes(self) -> Ints:
+        """Bytes of each row, once."""
+        return self.rows.sizes * self.flow.stack.itemsize_at(self.rows.hop)
+
+    @cached_property
+    def is_steady(self) -> bool:
+        """Whether every row is long enough for every slice."""
+        cells, unit = self.rows.cells, self.slot.unit
+        units = self.flow.units(cells, unit)[self.rows.runs.cell]
+        full = bool((self.rows.sizes >= self.slot.slices * units).all())
+        return self.slot.phases == 1 and (self.slot.slices == 1 or full)
+
+    def turn(self, number: int) -> tuple[int, int] | None:
+        """What moves in a round: all rows, as (-1, -1), or those of a phase and a slice."""
+        turn = self.slot.turn(number, self.rows.hop)
+        return (-1, -1) if turn and self.is_steady else turn
+
+    def active(self, turn: tuple[int, int]) -> Ints:
+        """The places of the rows that move in a turn."""
+        phase, part = turn
+        if part < 0:
+            return np.arange(len(self.rows))
+        runs = self.rows.runs
+        units = self.flow.units(self.rows.cells, self.slot.unit)[runs.cell]
+        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
+        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
+        return np.flatnonzero((low < high) & (self.rows.part % self.slot.phases == phase))
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Traffic:
-    """Pairs of ranks that exchange anything, as columns."""
+class Pairs:
+    """Pairs of ranks as columns: bytes, and the rounds in which they exchange something."""
 
     source: Ints
     destination: Ints
     num_bytes: Ints
-    first_hand: Ints
-    """Bytes that a source rank sends for the first time; others are passed on, or sent again."""
     messages: Ints
-    """Rounds in which the pair exchanges something."""
+
+
+class Traffic:
+    """Bytes and messages of a plan."""
+
+    def __init__(self, flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> None:
+        self.world = world
+        self._ends = list(zip(flows, slots, strict=True))
+        self.first_hand, self.passed_on, self.received = np.zeros((3, len(world)), dtype=np.int64)
+        for stream in self._streams():
+            self._count(stream)
+
+    def _streams(self) -> Iterator[Stream]:
+        for flow, slot in self._ends:
+            for rows in flow.streams():
+                if isinstance(rows, Fan):
+                    some = np.flatnonzero(rows.served)
+                    if len(some):
+                        yield Stream(flow, slot, rows.rows.take(some), rows.take(some))
+                    continue
+                moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+                if len(moved):
+                    yield Stream(flow, slot, moved, None)
+
+    def _places(self, ranks: Ints) -> Ints:
+        return np.searchsorted(self.world, ranks)
+
+    def _sum(self, ranks: Ints, num_bytes: Ints) -> Ints:
+        weights = num_bytes.astype(np.float64)
+        return np.bincount(self._places(ranks), weights, len(self.world)).astype(np.int64)
+
+    def _count(self, stream: Stream) -> None:
+        rows, num_bytes, fan = stream.rows, stream.num_bytes, stream.fan
+        first = rows.hop == 0 and not rows.again
+        times = np.ones(len(rows), np.int64) if fan is None else fan.served
+        once = self._sum(rows.source, num_bytes) if first else 0
+        self.first_hand += once
+        self.passed_on += self._sum(rows.source, num_bytes * times) - once
+        for ranks, received in _received(stream):
+            self.received += self._sum(ranks, received)
+
+    @cached_property
+    def num_bytes(self) -> int:
+        """Bytes that travel between ranks."""
+        return int(self.received.sum())
+
+    def between(self, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
+        """All bytes between groups of ranks, and those from source tensors.
+
+        Given the group of each rank of the plan as a sender, and its group as a receiver.
+        """
+        size = int(destinations.max(initial=-1)) + 1
+        found = np.zeros((2, int(sources.max(initial=-1)) + 1, size), dtype=np.int64)
+        for stream in self._streams():
+            rows, fan = stream.rows, stream.fan
+            group = sources[self._places(rows.source)]
+            if fan is None:
+                times = np.zeros((len(rows), size), dtype=np.int64)
+                times[np.arange(len(rows)), destinations[self._places(rows.destination)]] = 1
+            else:
+                times = _members(fan.wanting.first, destinations[self._places(fan.wanting.members)], size)[rows.line]
+                times -= _members(fan.first, destinations[self._places(fan.held)], size)[fan.kind]
+                mine = np.flatnonzero(fan.sends_to_itself)
+                times[mine, destinations[self._places(rows.source[mine])]] -= 1
+            for number in (0, 1) if rows.hop == 0 else (0,):
+                np.add.at(found[number], group, times * stream.num_bytes[:, None])
+        return found[0], found[1]
+
+    @cached_property
+    def messages(self) -> int:
+        """All that goes from one rank to another in one round is one message."""
+        return sum(_num_pairs(active, self.world) * times for active, times in self._rounds())
+
+    def _rounds(self) -> Iterator[tuple[list[tuple[Stream, Ints]], int]]:
+        """The rows that move in a round, and in how many rounds just these do."""
+        streams = list(self._streams())
+        moving: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+        for at, stream in enumerate(streams):
+            for number in range(stream.slot.first, stream.slot.first + stream.slot.num_rounds):
+                turn = stream.turn(number)
+                if turn is not None:
+                    moving.setdefault(number, []).append((at, turn))
+        for some, times in Counter(map(tuple, moving.values())).items():
+            yield [(streams[at], streams[at].active(turn)) for at, turn in some], times
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """Every pair of ranks that exchange anything: as many as there are, so not for thousands
+        of ranks that all pass on to each other."""
+        size = max(len(self.world), 1)
+        rounds = [(_listed(active, self.world), times) for active, times in self._rounds()]
+        keys = distinct(np.concatenate([*(found for found, _ in rounds), np.zeros(0, np.int64)]))
+        messages, num_bytes = np.zeros((2, len(keys)), dtype=np.int64)
+        for found, times in rounds:
+            messages[np.searchsorted(keys, found)] += times
+        for stream in self._streams():
+            ends, row = _ends(stream, np.arange(len(stream.rows)), self.world)
+            at = np.searchsorted(keys, ends)
+            num_bytes += np.bincount(at, stream.num_bytes[row], len(keys)).astype(np.int64)
+        return Pairs(self.world[keys // size], self.world[keys % size], num_bytes, messages)
+
+    @property
+    def source(self) -> Ints:
+        """The sender of every pair of ranks that exchange anything."""
+        return self.pairs.source
+
+    @property
+    def destination(self) -> Ints:
+        """The receiver of every pair of ranks that exchange anything."""
+        return self.pairs.destination
+
+
+def _received(stream: Stream) -> Iterator[tuple[Ints, Ints]]:
+    """Ranks and the bytes that each receives; negative where others of its line do."""
+    rows, fan, num_bytes = stream.rows, stream.fan, stream.num_bytes
+    if fan is None:
+        yield rows.destination, num_bytes
+        return
+    for ranks, first, number, sign in (
+        (fan.wanting.members, fan.wanting.first, rows.line, 1),
+        (fan.held, fan.first, fan.kind, -1),
+    ):
+        total = np.bincount(number, weights=num_bytes, minlength=len(first) - 1).astype(np.int64)
+        yield ranks, np.repeat(total, np.diff(first)) * sign
+    mine = np.flatnonzero(fan.sends_to_itself)
+    yield rows.source[mine], -num_bytes[mine]
+
+
+def _members(first: Ints, groups: Ints, size: int) -> Ints:
+    """How many entries of each row of a ragged table are of each group."""
+    row = np.repeat(np.arange(len(first) - 1), np.diff(first))
+    return np.bincount(row * size + groups, minlength=(len(first) - 1) * size).reshape(-1, size)
+
+
+def _listed(active: Sequence[tuple[Stream, Ints]], world: Ints) -> Ints:
+    """One number for each pair of ranks that exchange some of these rows."""
+    keys = [_ends(stream, rows, world)[0] for stream, rows in active]
+    return distinct(np.concatenate([*keys, np.zeros(0, np.int64)]))
+
+
+def _ends(stream: Stream, rows: Ints, world: Ints) -> tuple[Ints, Ints]:
+    """One number for the pair of ranks of each of these rows, and the row; rows of fans repeat."""
+    source, destination = stream.rows.source[rows], stream.rows.destination[rows]
+    if stream.fan is not None:
+        row, at = repeated(stream.fan.wanting.first, stream.rows.line[rows])
+        rows, source, destination = rows[row], source[row], stream.fan.wanting.members[at]
+        apart = (source != destination) & ~stream.fan.holds(rows, destination)
+        rows, source, destination = rows[apart], source[apart], destination[apart]
+    places = np.searchsorted(world, source), np.searchsorted(world, destination)
+    return places[0] * len(world) + places[1], rows
+
+
+def _num_pairs(active: Sequence[tuple[Stream, Ints]], world: Ints) -> int:
+    """How many pairs of ranks exchange some of these rows."""
+    narrow, wide = [], []
+    for stream, rows in active:
+        fan = stream.fan
+        many = np.zeros(len(rows), dtype=bool)
+        if fan is not None:
+            many = fan.wanting.counts[stream.rows.line[rows]] > FEW
+        narrow.append((stream, rows[~many]))
+        if fan is not None and many.any():
+            wide.append(_WidePairs.of(fan, rows[many], world))
+    keys = _listed(narrow, world)
+    if not wide:
+        return len(keys)
+    found, step = 0, max(MAX_BITS // len(world), 1)
+    for first in range(0, len(world), step):
+        bits = np.zeros((min(step, len(world) - first), -(-len(world) // 8)), dtype=np.uint8)
+        for pairs in wide:
+            pairs.mark(bits, first)
+        low, high = np.searchsorted(keys, np.array([first, first + len(bits)]) * len(world))
+        sender, receiver = np.divmod(keys[low:high], len(world))
+        np.bitwise_or.at(bits, (sender - first, receiver >> 3), _BIT[receiver & 7])
+        found += int(_COUNT[bits].sum(dtype=np.int64))
+    return found
+
+
+_BIT = np.array([128, 64, 32, 16, 8, 4, 2, 1], dtype=np.uint8)
+_COUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Stream:
-    """Rows of one hop, in groups; every pair of a group exchanges all rows of the group."""
+class _WidePairs:
+    """Senders that each have to do with a whole line, except some of its ranks."""
 
-    flow: Flow
-    slot: Slot
-    hop: int
-    rows: Transfers
+    sender: Ints
+    line: Ints
+    members: Ints
+    """Bits of the members of each line."""
     group: Ints
-    """The group of each row."""
-    first: Ints
-    """Where the pairs of each group begin; one more entry ends the last."""
-    pairs: Ints
-    """One number per pair of ranks."""
+    """The sender and line of each exception."""
+    but: Ints
 
-    def sizes(self) -> Ints:
-        """Bytes of each pair."""
-        total = np.bincount(self.group, weights=self.rows.sizes, minlength=len(self.first) - 1)
-        itemsize = self.flow.stack.itemsize_at(self.hop)
-        return np.repeat(total.astype(np.int64) * itemsize, np.diff(self.first))
+    @classmethod
+    def of(cls, fan: Fan, rows: Ints, world: Ints) -> _WidePairs:
+        place = np.searchsorted(world, fan.rows.source[rows])
+        lines, line = numbered(fan.rows.line[rows])
+        keys, group = numbered(place * len(lines) + line)
+        members = np.zeros((len(lines), len(world)), dtype=bool)
+        row, at = repeated(fan.wanting.first, lines)
+        members[row, np.searchsorted(world, fan.wanting.members[at])] = True
+        # A rank that holds all that a sender has for its line gets nothing from it.
+        order = np.argsort(group, kind="stable")
+        first = np.searchsorted(group[order], np.arange(len(keys) + 1))
+        some, at = repeated(fan.first, fan.kind[rows[order[first[:-1]]]])
+        held = fan.held[at]
+        case, at = repeated(first, some)
+        holds = fan.holds(rows[order[at]], held[case])
+        all_of_it = np.bincount(case, weights=~holds, minlength=len(some)) == 0
+        itself = np.flatnonzero(fan.sends_to_itself[rows[order[first[:-1]]]])
+        senders = keys // max(len(lines), 1)
+        but = np.searchsorted(world, held[all_of_it])
+        return cls(
+            senders,
+            keys % max(len(lines), 1),
+            np.packbits(members, axis=1),
+            np.concatenate([some[all_of_it], itself]),
+            np.concatenate([but, senders[itself]]),
+        )
 
-    def units(self) -> Ints:
-        """Slices of each row end between whole parts of this many elements."""
-        return self.flow.units(self.rows.cells, self.slot.unit)[self.rows.runs.cell]
-
-    def is_steady(self) -> bool:
-        """Whether every group has a row that is long enough for every slice."""
-        full = self.rows.sizes >= self.slot.slices * self.units()
-        groups = np.zeros(len(self.first) - 1, dtype=bool)
-        groups[self.group[full]] = True
-        return self.slot.phases == self.slot.lag == 1 and bool(groups.all())
-
-    def active(self, number: int) -> Ints | slice:
-        """The places of the pairs that exchange something in a round."""
-        turn = self.slot.turn(number, self.hop)
-        if turn is None:
-            return slice(0, 0)
-        if self.slot.slices * self.slot.phases == 1:
-            return slice(None)
-        runs, (phase, part), units = self.rows.runs, turn, self.units()
-        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
-        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
-        moves = (low < high) & (self.rows.part % self.slot.phases == phase)
-        groups = np.zeros(len(self.first) - 1, dtype=bool)
-        groups[self.group[moves]] = True
-        if groups.all():
-            return slice(None)
-        return np.flatnonzero(np.repeat(groups, np.diff(self.first)))
-
-
-def traffic_of(flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> Traffic:
-    """Add up all rows by pair of ranks."""
-    known: dict[bytes, Ints] = {}
-    streams = [
-        stream
-        for flow, slot in zip(flows, slots, strict=True)
-        for stream in _streams(flow, slot, world, known)
-    ]
-    lists = {id(stream.pairs): stream.pairs for stream in streams}
-    pairs = distinct(np.concatenate([*lists.values(), np.zeros(0, np.int64)]))
-    places = {key: np.searchsorted(pairs, keys) for key, keys in lists.items()}
-    num_bytes, first_hand = np.zeros_like(pairs), np.zeros_like(pairs)
-    for stream in streams:
-        # The pairs of one stream may repeat, so plain indexing would lose some.
-        place, sizes = places[id(stream.pairs)], stream.sizes()
-        added = np.bincount(place, weights=sizes, minlength=len(pairs)).astype(np.int64)
-        num_bytes += added
-        first_hand += added if stream.hop == 0 and not stream.rows.again else 0
-    return Traffic(
-        world[pairs // max(len(world), 1)],
-        world[pairs % max(len(world), 1)],
-        num_bytes,
-        first_hand,
-        _messages(streams, places, len(pairs)),
-    )
-
-
-def _messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
-    """How many rounds each pair exchanges something in; what shares a round shares a message."""
-    counts = np.zeros(num_pairs, dtype=np.int64)
-    by_round: dict[int, list[_Stream]] = {}
-    for together in _by_slot(streams):
-        slot = together[0].slot
-        if slot.slices > 1 and all(stream.is_steady() for stream in together):
-            counts += _steady_messages(together, places, num_pairs)
-            continue
-        for at in range(slot.first, slot.first + slot.num_rounds):
-            by_round.setdefault(at, []).extend(together)
-    for at, together in by_round.items():
-        here = np.zeros(num_pairs, dtype=bool)
-        for stream in together:
-            here[places[id(stream.pairs)][stream.active(at)]] = True
-        counts += here
-    return counts
-
-
-def _by_slot(streams: Sequence[_Stream]) -> list[list[_Stream]]:
-    """Streams that move in the same rounds."""
-    found: dict[Slot, list[_Stream]] = {}
-    for stream in streams:
-        found.setdefault(stream.slot, []).append(stream)
-    return list(found.values())
-
-
-def _steady_messages(streams: Sequence[_Stream], places: dict[int, Ints], num_pairs: int) -> Ints:
-    """The rounds of sliced stacks, which have them to themselves, if all pairs are always busy.
-
-    A pair of one hop exchanges a message per slice; one of two hops is busy one round longer.
-    """
-    first = np.full(num_pairs, len(streams) + 8, dtype=np.int64)
-    last = np.full(num_pairs, -1, dtype=np.int64)
-    for stream in streams:
-        place = places[id(stream.pairs)]
-        first[place] = np.minimum(first[place], stream.hop)
-        last[place] = np.maximum(last[place], stream.hop)
-    counts: Ints = np.where(last >= 0, streams[0].slot.slices + last - first, 0)
-    return counts
-
-
-def _streams(flow: Flow, slot: Slot, world: Ints, known: dict[bytes, Ints]) -> Iterator[_Stream]:
-    """The rows of a flow by hop; equal lists of pairs are kept once, in ``known``."""
-    parts = flow.parts()
-    for rows in flow.first_hand(parts):
-        yield from _one_by_one(flow, slot, rows, world)
-    if not flow.direct:
-        yield from _by_sender(flow, slot, parts, flow.geometry.wanting, world, known)
-    for entered, lines in flow.entering(parts):
-        yield from _one_by_one(flow, slot, entered, world)
-        yield from _by_sender(flow, slot, entered, lines, world, known)
-
-
-def _one_by_one(flow: Flow, slot: Slot, rows: Transfers, world: Ints) -> Iterator[_Stream]:
-    rows = rows.take(np.flatnonzero(rows.source != rows.destination))
-    if len(rows):
-        keys = _places(rows.source, world) * len(world) + _places(rows.destination, world)
-        pairs, group = numbered(keys)
-        yield _Stream(flow, slot, rows.hop, rows, group, np.arange(len(pairs) + 1), pairs)
-
-
-def _by_sender(
-    flow: Flow,
-    slot: Slot,
-    rows: Transfers,
-    wanting: LineSet,
-    world: Ints,
-    known: dict[bytes, Ints],
-) -> Iterator[_Stream]:
-    """Every first receiver of a line, and the pairs it makes with the others of the line."""
-    rows = rows.take(np.flatnonzero(np.diff(wanting.first)[rows.line] > 1))
-    if not len(rows):
-        return
-    size = len(world)
-    keys = rows.line * size + _places(rows.destination, world)
-    senders, group = numbered(keys)
-    counts = np.diff(wanting.first)[senders // size] - 1
-    first = np.concatenate([[0], np.cumsum(counts)])
-    name = b"".join((senders.tobytes(), wanting.first.tobytes(), wanting.members.tobytes()))
-    if name not in known:
-        known[name] = _pairs_of(senders // size, senders % size, wanting, world)
-    yield _Stream(flow, slot, rows.hop + 1, rows, group, first, known[name])
-
-
-def _pairs_of(lines: Ints, senders: Ints, wanting: LineSet, world: Ints) -> Ints:
-    """Each sender with every other member of its line."""
-    counts = np.diff(wanting.first)[lines]
-    of = np.repeat(np.arange(len(lines)), counts)
-    within = np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)
-    others = _places(wanting.members, world)[wanting.first[lines][of] + within]
-    apart = others != senders[of]
-    pairs: Ints = (senders[of] * len(world) + others)[apart]
-    return pairs
-
-
-def _places(ranks: Ints, world: Ints) -> Ints:
-    return np.searchsorted(world, ranks)
+    def mark(self, bits: NDArray[np.uint8], first: int) -> None:
+        """Set the bits of all pairs whose senders are in a part of the table."""
+        mine = np.flatnonzero((self.sender >= first) & (self.sender < first + len(bits)))
+        table = self.members[self.line[mine]]
+        row = np.full(len(self.sender), -1, dtype=np.int64)
+        row[mine] = np.arange(len(mine))
+        case = np.flatnonzero(row[self.group] >= 0)
+        but = self.but[case]
+        np.bitwise_and.at(table, (row[self.group[case]], but >> 3), ~_BIT[but & 7])
+        for line in range(len(self.members)):
+            here = np.flatnonzero(self.line[mine] == line)
+            bits[self.sender[mine][here] - first] |= table[here]
