@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 __all__ = [
     "box_columns",
     "first_overlap",
+    "first_overlapping_rows",
     "grid_edges",
     "missing_boxes",
     "one_missing_box",
@@ -128,7 +129,11 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     if len(boxes) <= FEW_BOXES:
         pairs = combinations(range(len(boxes)), 2)
         return next((pair for pair in pairs if _overlap(*(boxes[i] for i in pair))), None)
-    starts, stops = box_columns(boxes, len(boxes[0].start))
+    return first_overlapping_rows(*box_columns(boxes, len(boxes[0].start)))
+
+
+def first_overlapping_rows(starts: Ints, stops: Ints) -> tuple[int, int] | None:
+    """The same for boxes as columns."""
     return next((pair for pair in _overlaps(starts, stops) if pair is not None), None)
 
 

@@ -10,7 +10,8 @@ rank       one rank's part of a plan
 cost/      bytes, messages and seconds of a plan
 execution  the types of options and handles of live runs
 plans      `plan` and `Plan`
-proof      checks that every wanted element is written exactly once
+proof      checks that every wanted element is written exactly once, for all ranks together
+row_proof  the same for single ranks, row by row
 serial     plans as JSON
 adjoint    the moves of gradients
 """

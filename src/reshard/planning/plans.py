@@ -188,9 +188,12 @@ class Plan:
         """Bytes and messages of every rank, and between groups of ranks."""
         return Traffic(self.flows, self.schedule.slots, self.world)
 
-    def check(self) -> None:
-        """Prove that every wanted element is written exactly once, by a rank that holds it."""
-        _module("planning.proof").check_plan(self)
+    def check(self, *, memory: int | str = "2GiB") -> None:
+        """Prove that every wanted element is written exactly once, by a rank that holds it.
+
+        ``memory`` is what the proof may take; it says so if it needs more.
+        """
+        _module("planning.proof").check_plan(self, parse_bytes(memory))
 
     @cached_property
     def digest(self) -> str:
@@ -352,8 +355,9 @@ def _receiving(
     ]
     lines = [(line, size, line.counts - 1) for line, size in zip(wanted, sizes, strict=True)]
     known = [number for number, home in enumerate(homes) if home is not None]
-    if known:
-        hosts, place = numbered(homes[known[0]](world))
+    home = homes[known[0]] if known else None
+    if home is not None:
+        hosts, place = numbered(home(world))
         on_host = np.bincount(place, weights=loads).astype(np.int64)
         sets = [(by_host[n], sizes[n], by_host[n].counts - 1) for n in known]
         for n, amounts in zip(known, share(sets, hosts, grain, on_host), strict=True):

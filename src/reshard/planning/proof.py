@@ -1,325 +1,204 @@
 """Why a plan is right: every wanted element is written exactly once, by a rank that holds it.
 
-The proof looks at the rows of each rank as they are, not at how they were found:
+For all ranks together, line by line (a line is a set of ranks that hold, or want, the same boxes):
 
-1. the runs of every cell that a rank writes make up the whole cell, for all tensors of the stack
-   and for every addend, without a gap and without an overlap;
-2. these cells and the boxes filled with zeros are inside the pieces that the layout says the rank
-   wants, do not overlap, and have as many elements as the pieces; so none is missing;
-3. what is sent or copied first-hand is inside the pieces that the sender holds, is the same
-   elements in the source as in the destination, and is the addend that the sender holds;
-4. what is passed on was received one hop before;
-5. both ends of every pair of ranks list the same rows in the same order;
-6. every row has its turn in a round of the plan, what is passed on after it was received.
+1. the parts of every cell make up the whole cell, for all tensors of the stack, without a gap and
+   without an overlap; the sender of a part is a rank of the line that holds the cell, its relay a
+   rank of the line that wants it;
+2. every cell is inside a piece of each rank that holds it, and of each rank that wants it, by the
+   layouts; cells that one rank wants do not overlap;
+3. what each rank gets, copies and fills with zeros is as many elements as its pieces have; so none
+   is missing.
+
+Then single ranks are looked at row by row, in ``row_proof``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-
 import numpy as np
 
-from reshard.errors import ProofError
+from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
-from reshard.layout.columns import distinct, distinct_first
-from reshard.layout.coverage import box_columns, missing_boxes, overlapping_pairs
-from reshard.layout.grid import Ints, addend_of
+from reshard.layout.columns import Ints
+from reshard.layout.coverage import box_columns, first_overlapping_rows
 from reshard.layout.spec import TensorSpec
-from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
-from reshard.planning.rank import RankPlan, Rows
-from reshard.planning.transfers import Transfers
+from reshard.planning.row_proof import (
+    TensorGroup,
+    check_ranks,
+    first_outside,
+    tensor_groups,
+)
+from reshard.planning.sharing import LineSet
+from reshard.planning.transfers import Fan, Flow
+from reshard.text import format_bytes
 
 __all__ = ["check_plan"]
 
-_Pairs = dict[tuple[int, int], list[bytes]]
 
-
-def check_plan(plan: Plan) -> None:
-    """Prove a plan for every rank, or raise an error that names the box that is wrong."""
-    sent: _Pairs = {}
-    received: _Pairs = {}
-    groups = list(_groups(plan))
-    for rank in plan.ranks:
-        mine = plan.for_rank(rank)
-        _check_rank(mine, groups)
-        _check_turns(mine, plan.num_rounds)
-        _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
-        _note(received, ((rows, None, rank) for rows in mine.receives.rows))
-    for pair in sorted({*sent, *received}):
-        if sent.get(pair) != received.get(pair):
-            raise ProofError(
-                f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
-            )
-
-
-class _Group:
-    """Destination tensors that are fed by the same stacks and filled in the same boxes."""
-
-    def __init__(self, name: str, spec: TensorSpec, stacks: set[int], fills: Sequence[Box]) -> None:
-        self.name, self.spec, self.stacks, self.fills = name, spec, stacks, fills
-
-
-def _groups(plan: Plan) -> Iterator[_Group]:
-    fed: dict[str, list[int]] = {}
-    for number, stack in enumerate(plan.stacks):
-        for _, name in stack.names:
-            fed.setdefault(name, []).append(number)
-    filled: dict[str, list[Box]] = {}
-    for fill in plan.fills:
-        filled.setdefault(fill.name, []).append(fill.box)
-    seen: set[tuple[object, ...]] = set()
-    for name, numbers in fed.items():
-        spec, boxes = plan.want[name], filled.get(name, [])
-        key = (*numbers, None, *boxes, spec.shape, id(spec.layout))
-        if key not in seen:
-            seen.add(key)
-            yield _Group(name, spec, {id(plan.stacks[n]) for n in numbers}, boxes)
-
-
-def _check_rank(mine: RankPlan, groups: Iterable[_Group]) -> None:
-    written: dict[int, dict[int, list[Rows]]] = {}
-    for rows in [*mine.receives.rows, *mine.copies.rows]:
-        addends = written.setdefault(id(rows.flow.stack), {})
-        addends.setdefault(max(rows.transfers.addend, 0), []).append(rows)
-    cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
+def check_plan(plan: Plan, memory: int) -> None:
+    """Prove a plan within so many bytes, or raise an error that names the box that is wrong."""
+    needed = max((_bytes_of(flow) for flow in plan.flows), default=0)
+    if needed > memory:
+        raise MemoryCapError(
+            f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
+            f"{format_bytes(memory)}: raise memory="
+        )
+    groups = list(tensor_groups(plan))
+    written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
+    for flow in plan.flows:
+        _check_parts(flow)
+        _check_cells(flow)
+        written[id(flow.stack)] += _written(flow, plan.world)
     for group in groups:
-        found = [cells[stack] for stack in group.stacks if stack in cells]
-        _check_group(group, mine, found)
-    for rows in [*mine.sends.rows, *mine.copies.rows]:
-        _check_held(rows, mine.rank)
-    _check_passed_on(mine)
+        _check_totals(plan, group, written)
+    check_ranks(plan, groups)
 
 
-def _check_turns(mine: RankPlan, num_rounds: int) -> None:
-    """Every slice of every row moves in some round; hops follow each other."""
-    for rows in [*mine.sends.rows, *mine.receives.rows, *mine.copies.rows]:
-        slot, hop = rows.slot, rows.transfers.hop
-        turns = [slot.turn(number, hop) for number in rows.rounds() if number < num_rounds]
-        expected = [(p, s) for p in range(slot.phases) for s in range(slot.slices)]
-        if [turn for turn in turns if turn] != expected or slot.first < 0:
+def _bytes_of(flow: Flow) -> int:
+    """About how much memory the proof of a flow takes."""
+    per_cell = 64 * (len(flow.stack.want.shape) + 4)
+    return flow.geometry.num_cells() * per_cell + 64 * len(flow.geometry.wanting.members)
+
+
+def _check_parts(flow: Flow) -> None:
+    """Parts make up their cells, and go from ranks that hold them to ranks that want them."""
+    parts = flow.parts()
+    order = np.lexsort((parts.runs.start, parts.runs.cell))
+    cell, start, stop = (
+        column[order] for column in (parts.runs.cell, parts.runs.start, parts.runs.stop)
+    )
+    new = np.append(True, cell[1:] != cell[:-1])[: len(cell)]
+    ends = np.append(new[1:], True)[: len(cell)]
+    expected = np.where(new, 0, np.append(0, stop[:-1])[: len(cell)])
+    size = parts.cells.size[cell] * len(flow.stack.names)
+    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)) | (start >= stop))
+    absent = np.bincount(cell, minlength=len(parts.cells.size)) == 0
+    if len(wrong) or absent.any():
+        number = int(cell[wrong[0]]) if len(wrong) else int(np.flatnonzero(absent)[0])
+        twice = bool(len(wrong)) and bool(start[wrong[0]] < expected[wrong[0]])
+        what = "written twice" if twice else "missing"
+        box = _as_box(parts.cells.want_low[number], parts.cells.width[number])
+        raise ProofError(f"a part of box {box} of {flow.stack.label} is {what}")
+    lines = [(flow.geometry.receivers, parts.line, parts.destination, "pass on")]
+    if not flow.adds:
+        lines.append((flow.geometry.senders, parts.send_line, parts.source, "send"))
+    for members, line, rank, what in lines:
+        stray = np.flatnonzero(members.find(line, rank) < 0)
+        if len(stray):
+            cell = parts.runs.cell[stray[0]]
+            box = _as_box(parts.cells.want_low[cell], parts.cells.width[cell])
             raise ProofError(
-                f"rank {mine.rank}: some of {len(expected)} slices of {rows.flow.stack.label} "
-                f"have no turn in the {num_rounds} rounds of the plan"
+                f"rank {rank[stray[0]]} is to {what} a part of box {box} of {flow.stack.label}, "
+                "which is not on its line"
             )
 
 
-def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
-    """The cells of a stack that a rank writes: every addend has the same, proven whole.
-
-    What is passed on counts with the first addend, for it carries the value.
-    """
-    flow = addends[min(addends)][0].flow
-    num = flow.geometry.num_addends
-    passed = [rows for rows in addends.get(0, []) if rows.transfers.addend < 0]
-    if num > 1:
-        own = [[r for r in addends.get(n, []) if r.transfers.addend >= 0] for n in range(num)]
-        if any(own):
-            tables = [_sorted_table(rows) for rows in own]
-            lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
-            if lacking:
-                raise ProofError(
-                    f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
-                    f"{lacking[0]} as for addend 0"
-                )
-        return _whole_cells(rank, [*own[0], *passed])
-    return _whole_cells(rank, addends[0])
-
-
-def _sorted_table(rows: Sequence[Rows]) -> Ints:
-    if not rows:
-        return np.zeros((0, 0), dtype=np.int64)
-    table = np.concatenate([_table(one.transfers) for one in rows])
-    return table[np.lexsort(table.T[::-1])]
-
-
-def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
-    """The low corner and the width of every cell of a stack that a rank writes, proven whole."""
-    stack = written[0].flow.stack
-    table = np.concatenate([_table(rows.transfers) for rows in written])
-    dims = (table.shape[1] - 2) // 2
-    table = table[np.lexsort(table[:, :-1].T[::-1])]
-    start, stop = table[:, -2], table[:, -1]
-    new = np.append(True, (table[1:, :-2] != table[:-1, :-2]).any(axis=1))
-    size = table[:, dims : 2 * dims].prod(axis=1) * len(stack.names)
-    expected = np.where(new, 0, np.append(0, stop[:-1]))
-    ends = np.append(new[1:], True)
-    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)))
-    if len(wrong):
-        row = int(wrong[0])
-        at = min(int(start[row]), int(expected[row])) if start[row] != expected[row] else stop[row]
-        _raise_run(rank, stack, table[row], int(at), start[row] < expected[row])
-    cells = table[new]
-    keep = [dim for dim in range(dims) if dim not in stack.feed.want_insert]
-    return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
+def _check_cells(flow: Flow) -> None:
+    """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
+    lined, stack, feed = flow.geometry.all(), flow.stack, flow.stack.feed
+    sides = [
+        (
+            stack.have,
+            feed.have_insert,
+            lined.send_line,
+            lined.cells.have_low,
+            flow.geometry.senders,
+        ),
+        (
+            stack.want,
+            feed.want_insert,
+            lined.receive_line,
+            lined.cells.want_low,
+            flow.geometry.wanting,
+        ),
+    ]
+    for spec, insert, line, low, lines in sides:
+        keep = [dim for dim in range(low.shape[1]) if dim not in insert]
+        _check_inside(flow, spec, line, low[:, keep], lined.cells.width[:, keep], lines)
+    line = lined.receive_line[:, None]
+    low = np.concatenate([line, lined.cells.want_low], axis=1)
+    high = np.concatenate([line + 1, lined.cells.want_low + lined.cells.width], axis=1)
+    crossing = first_overlapping_rows(low, high)
+    if crossing is not None:
+        box = Box(tuple(low[crossing[0], 1:].tolist()), tuple(high[crossing[0], 1:].tolist()))
+        raise ProofError(f"box {box} of {stack.label} is written twice")
 
 
-def _table(transfers: Transfers) -> Ints:
-    """Where each row lands: the cell's low corner and width, and the run's start and stop."""
-    cells, runs = transfers.cells, transfers.runs
-    found: Ints = np.concatenate(
-        [
-            cells.want_low[runs.cell],
-            cells.width[runs.cell],
-            runs.start[:, None],
-            runs.stop[:, None],
-        ],
-        axis=1,
-    )
+def _check_inside(
+    flow: Flow, spec: TensorSpec, line: Ints, low: Ints, width: Ints, lines: LineSet
+) -> None:
+    """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
+    number = np.repeat(np.arange(len(lines.counts)), lines.counts).tolist()
+    used = np.bincount(line, minlength=len(lines.counts)) > 0
+    known = {
+        (at, tuple(piece.box for piece in spec.layout.pieces(rank, spec.shape))): rank
+        for at, rank in zip(number, lines.members.tolist(), strict=True)
+        if used[at]
+    }
+    alone = {at: (boxes[0], rank) for (at, boxes), rank in known.items() if len(boxes) == 1}
+    order = np.argsort(line, kind="stable")
+    first = np.searchsorted(line[order], np.arange(len(lines.counts) + 1))
+    many = [key for key in known if len(key[1]) != 1 or alone[key[0]][0] != key[1][0]]
+    if alone:
+        starts = np.zeros((len(lines.counts), low.shape[1]), dtype=np.int64)
+        stops = np.full_like(starts, -1)
+        places = np.array([*alone], dtype=np.int64)
+        starts[places], stops[places] = box_columns(
+            [box for box, _ in alone.values()], low.shape[1]
+        )
+        has = np.zeros(len(lines.counts), dtype=bool)
+        has[places] = True
+        out = (low < starts[line]).any(axis=1) | (low + width > stops[line]).any(axis=1)
+        wrong = np.flatnonzero(out & has[line])
+        if len(wrong):
+            row = wrong[0]
+            _raise_outside(flow, spec, alone[int(line[row])][1], _as_box(low[row], width[row]))
+    for at, held in many:
+        mine = order[first[at] : first[at + 1]]
+        outside = first_outside(low[mine], width[mine], held)
+        if outside is not None:
+            _raise_outside(flow, spec, known[at, held], outside)
+
+
+def _as_box(low: Ints, width: Ints) -> Box:
+    return Box(tuple(low.tolist()), tuple((low + width).tolist()))
+
+
+def _raise_outside(flow: Flow, spec: TensorSpec, rank: int, box: Box) -> None:
+    what = "holds" if spec is flow.stack.have else "wants"
+    raise ProofError(f"no piece that rank {rank} {what} contains box {box} of {flow.stack.label}")
+
+
+def _written(flow: Flow, world: Ints) -> Ints:
+    """Elements of all tensors of a stack that each rank gets or copies."""
+    found = np.zeros(len(world), dtype=np.int64)
+    ranks, elements = flow.geometry.copied_elements()
+    counted = [(ranks, elements * len(flow.stack.names))]
+    if flow.adds:
+        parts = flow.accumulated()
+        counted = [(parts.destination, parts.sizes)]
+    for rows in flow.streams():
+        if isinstance(rows, Fan):
+            counted += rows.received(rows.rows.sizes)
+        elif rows.hop or not flow.adds:
+            counted.append((rows.destination, rows.sizes))
+    for ranks, elements in counted:
+        np.add.at(found, np.searchsorted(world, ranks), elements)
     return found
 
 
-def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None:
-    dims = (len(row) - 2) // 2
-    low, width = row[:dims], row[dims : 2 * dims]
-    name = stack.names[min(at // max(int(width.prod()), 1), len(stack.names) - 1)][1]
-    box = Box(tuple(low), tuple(low + width))
-    what = "is written twice" if twice else "is missing"
-    raise ProofError(f'rank {rank}: a part of box {box} of "{name}" {what}')
-
-
-def _check_group(group: _Group, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
-    spec, rank = group.spec, mine.rank
-    pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-    none = np.zeros((0, len(spec.shape)), dtype=np.int64)
-    filled = {fill.box for fill in mine.fills if fill.name == group.name}
-    fills = [piece & box for piece in pieces for box in group.fills if box in filled]
-    fills = [box for box in fills if box.size]
-    low = np.concatenate([none, *(low for low, _ in found), *(_row(box.start) for box in fills)])
-    width = np.concatenate([none, *(w for _, w in found), *(_row(box.shape) for box in fills)])
-    outside = _outside(low, width, pieces)
-    if outside is not None:
-        raise ProofError(
-            f'rank {rank} writes box {outside} of "{group.name}", which is not inside a piece '
-            "it wants"
-        )
-    _check_apart(group.name, rank, low, low + width)
-    wanted, count = sum(box.size for box in pieces), int(width.prod(axis=1).sum())
-    if count != wanted:
-        done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
-        missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
-        raise ProofError(
-            f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
-            f"box {missing} is missing"
-        )
-
-
-def _row(numbers: Sequence[int]) -> Ints:
-    return np.array([numbers], dtype=np.int64).reshape(1, len(numbers))
-
-
-def _outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
-    """The first box that is inside none of the pieces."""
-    starts, stops = box_columns(pieces, low.shape[1])
-    mine, piece = overlapping_pairs(low, low + width, starts, stops)
-    inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
-    good = np.zeros(len(low), dtype=bool)
-    good[mine[inside.all(axis=1)]] = True
-    if good.all():
-        return None
-    row = int(np.flatnonzero(~good)[0])
-    return Box(tuple(low[row]), tuple(low[row] + width[row]))
-
-
-def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
-    one, two = overlapping_pairs(low, high, low, high)
-    crossing = np.flatnonzero(one < two)
-    if len(crossing):
-        a, b = one[crossing[0]], two[crossing[0]]
-        box = Box(tuple(low[a]), tuple(high[a])) & Box(tuple(low[b]), tuple(high[b]))
-        raise ProofError(f'rank {rank} writes box {box} of "{name}" twice')
-
-
-def _check_held(rows: Rows, rank: int) -> None:
-    """What is read from a source tensor is the right box, and the rank holds it."""
-    if rows.transfers.hop:
-        return
-    cells, stack = rows.transfers.cells, rows.flow.stack
-    _check_addend(rows, rank)
-    _check_shift(rows, rank)
-    used = distinct(rows.transfers.runs.cell)
-    keep = [d for d in range(cells.width.shape[1]) if d not in stack.feed.have_insert]
-    pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
-    outside = _outside(cells.have_low[used][:, keep], cells.width[used][:, keep], pieces)
-    if outside is not None:
-        raise ProofError(
-            f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
-        )
-
-
-def _check_addend(rows: Rows, rank: int) -> None:
-    number = rows.transfers.addend
-    held = addend_of(rows.flow.stack.have.layout).get(rank)
-    if number >= 0 and held != rows.flow.geometry.addends[number]:
-        raise ProofError(
-            f"rank {rank} sends addend {number} of {rows.flow.stack.label} and holds addend {held}"
-        )
-
-
-def _check_shift(rows: Rows, rank: int) -> None:
-    """The box in the source and the box in the destination are the same elements."""
-    cells, stack = rows.transfers.cells, rows.flow.stack
-    used = distinct(rows.transfers.runs.cell)
-    have, want, width = cells.have_low[used], cells.want_low[used], cells.width[used]
-    right = have == want
-    for dim, segments in enumerate(stack.feed.moves):
-        runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
-        inside = have[:, dim, None] - runs[:, 0] == want[:, dim, None] - runs[:, 1]
-        inside &= have[:, dim, None] >= runs[:, 0]
-        inside &= (have + width)[:, dim, None] <= runs[:, 0] + runs[:, 2]
-        right[:, dim] = inside.any(axis=1)
-    if not right.all():
-        row = int(np.flatnonzero(~right.all(axis=1))[0])
-        raise ProofError(
-            f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
-            f"{want[row].tolist()}, which are other elements"
-        )
-
-
-def _check_passed_on(mine: RankPlan) -> None:
-    """What a rank passes on it has received, or added up, one hop before."""
-    got: dict[tuple[int, int], list[Ints]] = {}
-    for rows in [*mine.receives.rows, *mine.copies.rows]:
-        key = (id(rows.flow), rows.transfers.hop)
-        got.setdefault(key, []).append(_table(rows.transfers))
-    for rows in mine.sends.rows:
-        hop = rows.transfers.hop
-        if hop == 0:
-            continue
-        passed = _table(rows.transfers)
-        before = got.get((id(rows.flow), hop - 1), [passed[:0]])
-        if not _all_within(np.unique(passed, axis=0), np.unique(np.concatenate(before), axis=0)):
+def _check_totals(plan: Plan, group: TensorGroup, written: dict[int, Ints]) -> None:
+    """Every rank writes as many elements of a tensor as it wants."""
+    total = np.zeros(len(plan.world), dtype=np.int64)
+    for stack in plan.stacks:
+        if id(stack) in group.stacks:
+            total += written[id(stack)] // len(stack.names)
+    for at, rank in enumerate(plan.world.tolist()):
+        pieces = [piece.box for piece in group.spec.layout.pieces(rank, group.spec.shape)]
+        filled = sum((piece & box).size for piece in pieces for box in group.fills)
+        wanted, count = sum(box.size for box in pieces), int(total[at]) + filled
+        if count != wanted:
             raise ProofError(
-                f"rank {mine.rank} passes on a part of {rows.flow.stack.label} "
-                "that it has not received before"
+                f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}'
             )
-
-
-def _all_within(rows: Ints, others: Ints) -> bool:
-    """Whether each run is inside a run of the same cell among the others."""
-    exact = {row.tobytes() for row in others}
-    rest = [row for row in rows if row.tobytes() not in exact]
-    by_cell: dict[bytes, list[Ints]] = {}
-    for row in others if rest else ():
-        by_cell.setdefault(row[:-2].tobytes(), []).append(row)
-    return all(
-        any(o[-2] <= row[-2] and row[-1] <= o[-1] for o in by_cell.get(row[:-2].tobytes(), []))
-        for row in rest
-    )
-
-
-def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) -> None:
-    """Record what a rank's plan exchanges with each peer, row by row."""
-    for rows, source, destination in ends:
-        peers = rows.transfers.destination if destination is None else rows.transfers.source
-        kind = repr((rows.transfers.hop, rows.transfers.addend, rows.slot)).encode()
-        cells = rows.transfers.cells
-        table = np.column_stack([_table(rows.transfers), cells.have_low[rows.transfers.runs.cell]])
-        order = np.argsort(peers, kind="stable")
-        peer, begin = distinct_first(peers[order])
-        for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):
-            pair = (
-                other if source is None else source,
-                other if destination is None else destination,
-            )
-            found.setdefault(pair, []).append(kind + np.ascontiguousarray(part).tobytes())

@@ -286,22 +286,13 @@ class _Tally:
 
     def fan_out(self, fan: Fan) -> None:
         """Count rows that go to all of a line that lack them."""
-        rows, lines, sizes = fan.rows, fan.wanting, fan.rows.sizes
+        rows, sizes = fan.rows, fan.rows.sizes
         if not fan.served.any():
             return
         self._add(rows.source, sizes * fan.served, fan.served, rows.hop)
-        # Every member of a line gets all of it, except what it sends itself or holds.
-        for ranks, first, number in (
-            (lines.members, lines.first, rows.line),
-            (fan.held, fan.first, fan.kind),
-        ):
-            total = np.bincount(number, weights=sizes, minlength=len(first) - 1).astype(np.int64)
-            count = np.bincount(number, minlength=len(first) - 1)
-            each, times = np.diff(first), 1 if ranks is lines.members else -1
-            total, count = np.repeat(total, each) * times, np.repeat(count, each) * times
-            self._add(ranks, total, count, rows.hop)
-        mine = np.flatnonzero(fan.sends_to_itself)
-        self._add(rows.source[mine], -sizes[mine], -1, rows.hop)
+        counts = fan.received(np.ones_like(sizes))
+        for (ranks, elements), (_, number) in zip(fan.received(sizes), counts, strict=True):
+            self._add(ranks, elements, number, rows.hop)
         self.hops = max(self.hops, rows.hop)
 
     def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:

@@ -50,6 +50,10 @@ MAX_PASSES = 48
 GOOD = 1.004
 """Loads closer than this count as equal."""
 
+MUCH = 16 << 20
+"""A member that sends this many bytes takes part, however small its share: a share that goes to
+thousands of ranks is passed on by many."""
+
 Home = Callable[[Ints], Ints] | None
 """The hosts of ranks; None where every rank is a host of its own."""
 
@@ -337,7 +341,8 @@ def share(
                 mine = np.flatnonzero(cost[some] == each)
                 item = itemsize * each
                 place = np.searchsorted(ranks, members[mine])
-                lines.append(Line(line.amounts[some][mine] * item, place, grain * each, item))
+                least = min(grain * each, max(grain, MUCH))
+                lines.append(Line(line.amounts[some][mine] * item, place, least, item))
     shares = iter(zip(lines, balance(lines, loads), strict=True))
     found = []
     for line, _, times in sets:

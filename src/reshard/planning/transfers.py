@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints, numbered
@@ -30,6 +31,8 @@ from reshard.planning.classes import Stack
 from reshard.planning.sharing import Home, LineSet, Runs, Slots, Stations, repeated
 
 __all__ = ["Fan", "Flow", "Transfers"]
+
+Mask = NDArray[np.bool_]
 
 AT_ONCE = 1 << 20
 """Pairs of parts and hosts that are looked at together."""
@@ -95,15 +98,29 @@ class Fan:
         """Some of the rows."""
         return replace(self, rows=self.rows.take(rows), kind=self.kind[rows])
 
-    def holds(self, rows: Ints, ranks: Ints) -> Ints:
+    def holds(self, rows: Ints, ranks: Ints) -> Mask:
         """Whether ranks hold rows."""
         return LineSet(self.first[:-1], self.first, self.held).find(self.kind[rows], ranks) >= 0
 
     @cached_property
-    def sends_to_itself(self) -> Ints:
+    def sends_to_itself(self) -> Mask:
         """Rows whose senders are ranks of the line that do not hold them."""
         inside = self.wanting.find(self.rows.line, self.rows.source) >= 0
         return inside & (self.rows.hop > 0)
+
+    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each gets, for an amount of each row; negative amounts correct others.
+
+        Every member of a line gets all of it, except what it sends itself or holds.
+        """
+        for ranks, first, number, sign in (
+            (self.wanting.members, self.wanting.first, self.rows.line, 1),
+            (self.held, self.first, self.kind, -1),
+        ):
+            total = np.bincount(number, weights=amounts, minlength=len(first) - 1)
+            yield ranks, np.repeat(total.astype(np.int64), np.diff(first)) * sign
+        mine = np.flatnonzero(self.sends_to_itself)
+        yield self.rows.source[mine], -amounts[mine]
 
     @cached_property
     def served(self) -> Ints:
@@ -151,11 +168,8 @@ class Flow:
         """The most ranks that want a line."""
         return int(self.geometry.wanting.counts.max(initial=0))
 
-    def for_rank(self, rank: int, merged: bool = False) -> Iterator[Transfers]:
-        """Every row that a rank has to do with: sent, received, or copied by itself.
-
-        With ``merged`` neighbouring parts that one rank passes on are single rows.
-        """
+    def for_rank(self, rank: int) -> Iterator[Transfers]:
+        """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
         if self.adds:
             yield from self._sums_of(rank)
@@ -164,7 +178,10 @@ class Flow:
             parts, pairs = self.parts(), self._pairs_of(self.parts(), rank, True, True)
             yield from self._deliver(parts, *pairs, rank)
             return
-        sent, wanted = self._cut(self.geometry.sent_by(rank)), self._cut(self.geometry.wanted_by(rank))
+        sent, wanted = (
+            self._cut(self.geometry.sent_by(rank)),
+            self._cut(self.geometry.wanted_by(rank)),
+        )
         yield from self._deliver(sent, *self._pairs_of(sent, rank, True, False), rank)
         yield from self._deliver(wanted, *self._pairs_of(wanted, rank, False, True), rank)
 
@@ -255,14 +272,12 @@ class Flow:
         """The host of each rank."""
         return ranks if self.home is None else self.home(ranks)
 
-    def is_direct(self, parts: Transfers) -> Ints:
+    def is_direct(self, parts: Transfers) -> Mask:
         """Where the sender serves all entry ranks itself."""
         held = self.holding.find(parts.send_line, self.hosts_of(parts.destination)) >= 0
         return held | self.direct
 
-    def _pairs_of(
-        self, parts: Transfers, rank: int, sends: bool, wants: bool
-    ) -> tuple[Ints, Ints]:
+    def _pairs_of(self, parts: Transfers, rank: int, sends: bool, wants: bool) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
         here = self.hosts_of(np.array([rank]))[0]
         rows, stations = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
@@ -329,7 +344,9 @@ class Flow:
         turn = self.geometry.wanting.find(line, relay) - self.geometry.wanting.first[line]
         own = self.hosts_of(relay) == self.wanting.host[station]
         held = self.holding.find(send, self.wanting.host[station])
-        direct = self.is_direct(parts)[at] if len(parts) < len(at) else self.is_direct(parts.take(at))
+        direct = (
+            self.is_direct(parts)[at] if len(parts) < len(at) else self.is_direct(parts.take(at))
+        )
         count = np.bincount(pair, minlength=len(at))
         place = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
         chosen = place == (turn % np.maximum(count, 1))[pair]

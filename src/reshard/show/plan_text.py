@@ -29,7 +29,6 @@ from math import prod
 import numpy as np
 
 from reshard.dtypes import itemsize
-from reshard.layout.columns import Ints, distinct, numbered
 from reshard.layout.grid import num_addends
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import format_ranks

@@ -90,6 +90,9 @@ class Geometry(Protocol):
     def copied_elements(self) -> tuple[Ints, Ints]:
         """Ranks, perhaps several times, and elements of one tensor that each holds and wants."""
 
+    def num_cells(self) -> int:
+        """How many cells there are."""
+
     def wanted_elements(self) -> int:
         """Elements of one tensor that ranks want of what the source has, once per such rank."""
 

@@ -116,6 +116,10 @@ class ListedGeometry:
         """Ranks that hold what they want, and how many elements of it."""
         return self.copies[1], self.copies[0].size
 
+    def num_cells(self) -> int:
+        """How many cells there are."""
+        return len(self.cells.cells.size)
+
     def wanted_elements(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""
         return self.wanted

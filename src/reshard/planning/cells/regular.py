@@ -347,7 +347,9 @@ class RegularGeometry:
 
     def copied_by(self, rank: int) -> Cells:
         """The cells of the region a rank holds that are also of a region it wants."""
-        found = [(pair, pair.have.region_of(rank), pair.want.region_of(rank)) for pair in self.pairs]
+        found = [
+            (pair, pair.have.region_of(rank), pair.want.region_of(rank)) for pair in self.pairs
+        ]
         cells = [pair.cells(r, w) for pair, r, w in found if r is not None and w is not None]
         return _concatenated(cells) if cells else self._no_cells()
 
@@ -360,6 +362,10 @@ class RegularGeometry:
         """Ranks of both sides, and how much of one tensor each both holds and wants."""
         found = [pair.common_elements() for pair in self.pairs]
         return np.concatenate([r for r, _ in found]), np.concatenate([e for _, e in found])
+
+    def num_cells(self) -> int:
+        """How many cells there are."""
+        return sum(prod(len(dim.width) for dim in pair.dims) for pair in self.pairs)
 
     def wanted_elements(self) -> int:
         """Elements of one tensor that ranks want, once per such rank."""

@@ -17,13 +17,10 @@ from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.rounds import Slot, slice_edges
-from reshard.planning.sharing import repeated
+from reshard.planning.sharing import LineSet, repeated
 from reshard.planning.transfers import Fan, Flow, Transfers
 
 __all__ = ["Traffic"]
-
-MAX_BITS = 1 << 29
-"""Bits of the table of pairs that are looked at together."""
 
 FEW = 64
 """Members of lines whose pairs are listed one by one."""
@@ -114,7 +111,8 @@ class Traffic:
         once = self._sum(rows.source, num_bytes) if first else 0
         self.first_hand += once
         self.passed_on += self._sum(rows.source, num_bytes * times) - once
-        for ranks, received in _received(stream):
+        ends = [(rows.destination, num_bytes)] if fan is None else fan.received(num_bytes)
+        for ranks, received in ends:
             self.received += self._sum(ranks, received)
 
     @cached_property
@@ -136,7 +134,9 @@ class Traffic:
                 times = np.zeros((len(rows), size), dtype=np.int64)
                 times[np.arange(len(rows)), destinations[self._places(rows.destination)]] = 1
             else:
-                times = _members(fan.wanting.first, destinations[self._places(fan.wanting.members)], size)[rows.line]
+                times = _members(
+                    fan.wanting.first, destinations[self._places(fan.wanting.members)], size
+                )[rows.line]
                 times -= _members(fan.first, destinations[self._places(fan.held)], size)[fan.kind]
                 mine = np.flatnonzero(fan.sends_to_itself)
                 times[mine, destinations[self._places(rows.source[mine])]] -= 1
@@ -188,22 +188,6 @@ class Traffic:
         return self.pairs.destination
 
 
-def _received(stream: Stream) -> Iterator[tuple[Ints, Ints]]:
-    """Ranks and the bytes that each receives; negative where others of its line do."""
-    rows, fan, num_bytes = stream.rows, stream.fan, stream.num_bytes
-    if fan is None:
-        yield rows.destination, num_bytes
-        return
-    for ranks, first, number, sign in (
-        (fan.wanting.members, fan.wanting.first, rows.line, 1),
-        (fan.held, fan.first, fan.kind, -1),
-    ):
-        total = np.bincount(number, weights=num_bytes, minlength=len(first) - 1).astype(np.int64)
-        yield ranks, np.repeat(total, np.diff(first)) * sign
-    mine = np.flatnonzero(fan.sends_to_itself)
-    yield rows.source[mine], -num_bytes[mine]
-
-
 def _members(first: Ints, groups: Ints, size: int) -> Ints:
     """How many entries of each row of a ragged table are of each group."""
     row = np.repeat(np.arange(len(first) - 1), np.diff(first))
@@ -238,20 +222,25 @@ def _num_pairs(active: Sequence[tuple[Stream, Ints]], world: Ints) -> int:
             many = fan.wanting.counts[stream.rows.line[rows]] > FEW
         narrow.append((stream, rows[~many]))
         if fan is not None and many.any():
-            wide.append(_WidePairs.of(fan, rows[many], world))
+            wide.append(_Groups.of(fan, rows[many], world))
     keys = _listed(narrow, world)
-    if not wide:
-        return len(keys)
-    found, step = 0, max(MAX_BITS // len(world), 1)
-    for first in range(0, len(world), step):
-        bits = np.zeros((min(step, len(world) - first), -(-len(world) // 8)), dtype=np.uint8)
-        for pairs in wide:
-            pairs.mark(bits, first)
-        low, high = np.searchsorted(keys, np.array([first, first + len(bits)]) * len(world))
-        sender, receiver = np.divmod(keys[low:high], len(world))
-        np.bitwise_or.at(bits, (sender - first, receiver >> 3), _BIT[receiver & 7])
-        found += int(_COUNT[bits].sum(dtype=np.int64))
-    return found
+    times = np.zeros(len(world), dtype=np.int64)
+    for groups in wide:
+        times += np.bincount(groups.sender, minlength=len(world))
+    sender, receiver = np.divmod(keys, max(len(world), 1))
+    several = distinct(np.flatnonzero(times > 1))
+    bits = np.zeros((len(several), -(-len(world) // 8)), dtype=np.uint8)
+    row = np.searchsorted(several, np.arange(len(world)))
+    mine = np.flatnonzero(times[sender] > 1)
+    at = (row[sender[mine]], receiver[mine] >> 3)
+    np.bitwise_or.at(bits, at, _BIT[receiver[mine] & 7])
+    found, known = 0, times[sender] > 1
+    for groups in wide:
+        alone = times[groups.sender] == 1
+        found += int(groups.size[alone].sum())
+        known |= groups.contain(sender, receiver, world)
+        groups.mark(bits, row, ~alone, world)
+    return found + int(np.count_nonzero(~known)) + int(_COUNT[bits].sum(dtype=np.int64))
 
 
 _BIT = np.array([128, 64, 32, 16, 8, 4, 2, 1], dtype=np.uint8)
@@ -259,53 +248,62 @@ _COUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _WidePairs:
-    """Senders that each have to do with a whole line, except some of its ranks."""
+class _Groups:
+    """Senders that each have to do with a whole line, except some of its ranks; by their places."""
 
+    lines: LineSet
     sender: Ints
     line: Ints
-    members: Ints
-    """Bits of the members of each line."""
-    group: Ints
-    """The sender and line of each exception."""
-    but: Ints
+    size: Ints
+    """With how many ranks each sender has to do."""
+    but: LineSet
+    """The exceptions of each group."""
 
     @classmethod
-    def of(cls, fan: Fan, rows: Ints, world: Ints) -> _WidePairs:
+    def of(cls, fan: Fan, rows: Ints, world: Ints) -> _Groups:
+        """The groups of some rows of a fan."""
         place = np.searchsorted(world, fan.rows.source[rows])
-        lines, line = numbered(fan.rows.line[rows])
-        keys, group = numbered(place * len(lines) + line)
-        members = np.zeros((len(lines), len(world)), dtype=bool)
-        row, at = repeated(fan.wanting.first, lines)
-        members[row, np.searchsorted(world, fan.wanting.members[at])] = True
+        keys, group = numbered(place * len(fan.wanting.counts) + fan.rows.line[rows])
+        sender, line = np.divmod(keys, len(fan.wanting.counts))
         # A rank that holds all that a sender has for its line gets nothing from it.
         order = np.argsort(group, kind="stable")
         first = np.searchsorted(group[order], np.arange(len(keys) + 1))
-        some, at = repeated(fan.first, fan.kind[rows[order[first[:-1]]]])
+        head = rows[order[first[:-1]]]
+        some, at = repeated(fan.first, fan.kind[head])
         held = fan.held[at]
         case, at = repeated(first, some)
-        holds = fan.holds(rows[order[at]], held[case])
-        all_of_it = np.bincount(case, weights=~holds, minlength=len(some)) == 0
-        itself = np.flatnonzero(fan.sends_to_itself[rows[order[first[:-1]]]])
-        senders = keys // max(len(lines), 1)
-        but = np.searchsorted(world, held[all_of_it])
-        return cls(
-            senders,
-            keys % max(len(lines), 1),
-            np.packbits(members, axis=1),
+        lacks = ~fan.holds(rows[order[at]], held[case])
+        all_of_it = np.bincount(case, weights=lacks, minlength=len(some)) == 0
+        itself = np.flatnonzero(fan.sends_to_itself[head])
+        but = (
             np.concatenate([some[all_of_it], itself]),
-            np.concatenate([but, senders[itself]]),
+            np.concatenate([np.searchsorted(world, held[all_of_it]), sender[itself]]),
         )
+        rising = np.lexsort(but[::-1])
+        ends = np.searchsorted(but[0][rising], np.arange(len(keys) + 1))
+        size = fan.wanting.counts[line] - np.diff(ends)
+        return cls(fan.wanting, sender, line, size, LineSet(ends, ends, but[1][rising]))
 
-    def mark(self, bits: NDArray[np.uint8], first: int) -> None:
-        """Set the bits of all pairs whose senders are in a part of the table."""
-        mine = np.flatnonzero((self.sender >= first) & (self.sender < first + len(bits)))
-        table = self.members[self.line[mine]]
-        row = np.full(len(self.sender), -1, dtype=np.int64)
-        row[mine] = np.arange(len(mine))
-        case = np.flatnonzero(row[self.group] >= 0)
-        but = self.but[case]
-        np.bitwise_and.at(table, (row[self.group[case]], but >> 3), ~_BIT[but & 7])
-        for line in range(len(self.members)):
-            here = np.flatnonzero(self.line[mine] == line)
-            bits[self.sender[mine][here] - first] |= table[here]
+    def contain(self, sender: Ints, receiver: Ints, world: Ints) -> NDArray[np.bool_]:
+        """Which pairs are among those of senders that have one group."""
+        group = np.minimum(np.searchsorted(self.sender, sender), len(self.sender) - 1)
+        inside = self.lines.find(self.line[group], world[receiver]) >= 0
+        inside &= self.but.find(group, receiver) < 0
+        found: NDArray[np.bool_] = inside & (self.sender[group] == sender)
+        return found
+
+    def mark(
+        self, bits: NDArray[np.uint8], row: Ints, some: NDArray[np.bool_], world: Ints
+    ) -> None:
+        """Set the bits of all pairs of some groups in the rows of their senders."""
+        chosen = np.flatnonzero(some)
+        for line in distinct(self.line[chosen]).tolist():
+            groups = chosen[self.line[chosen] == line]
+            members = np.zeros(len(world), dtype=bool)
+            ranks = self.lines.members[self.lines.first[line] : self.lines.first[line + 1]]
+            members[np.searchsorted(world, ranks)] = True
+            pairs = np.repeat(np.packbits(members)[None], len(groups), axis=0)
+            group, at = repeated(self.but.first, groups)
+            but = self.but.members[at]
+            np.bitwise_and.at(pairs, (group, but >> 3), ~_BIT[but & 7])
+            bits[row[self.sender[groups]]] |= pairs

@@ -1,0 +1,358 @@
+"""The proof of single ranks: their rows, one by one, as each rank derives them.
+
+All ranks of a plan with up to `MAX_ROWS` rows; of larger plans one rank of each role, then others:
+
+1. what a rank writes covers its pieces exactly, and every addend is the same parts;
+2. what is sent or copied first-hand is inside the pieces that the sender holds, is the same
+   elements in the source as in the destination, and is the addend that the sender holds;
+3. what is passed on was received one hop before;
+4. both ends of every pair of ranks list the same rows in the same order;
+5. every row has its turn in a round of the plan, what is passed on after it was received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from reshard.errors import ProofError
+from reshard.layout.box import Box
+from reshard.layout.columns import Ints, distinct, distinct_first
+from reshard.layout.coverage import box_columns, missing_boxes, overlapping_pairs
+from reshard.layout.grid import addend_of
+from reshard.layout.spec import TensorSpec
+from reshard.planning.classes import Stack
+from reshard.planning.plans import Plan
+from reshard.planning.rank import RankPlan, Rows
+from reshard.planning.transfers import Transfers
+
+__all__ = ["TensorGroup", "check_ranks", "first_outside", "kept_dims", "tensor_groups"]
+
+MAX_ROWS = 1 << 18
+"""Rows that are looked at one by one."""
+
+_Pairs = dict[tuple[int, int], list[bytes]]
+
+
+def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
+    """Look at the rows of one rank after the other."""
+    sent: _Pairs = {}
+    received: _Pairs = {}
+    seen: set[int] = set()
+    rows = 0
+    for rank in _in_turn(plan):
+        mine = plan.for_rank(rank)
+        _check_rank(mine, groups)
+        _check_turns(mine, plan.num_rounds)
+        _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
+        _note(received, ((rows, None, rank) for rows in mine.receives.rows))
+        seen.add(rank)
+        rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
+        if rows > MAX_ROWS:
+            break
+    for pair in sorted({*sent, *received}):
+        if seen.issuperset(pair) and sent.get(pair) != received.get(pair):
+            raise ProofError(
+                f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
+            )
+
+
+def _in_turn(plan: Plan) -> list[int]:
+    """All ranks: one of each role first, then the others; neighbours in no order."""
+    role = np.zeros(len(plan.world), dtype=np.uint64)
+    rng = np.random.default_rng(0)
+    for flow in plan.flows:
+        for lines in (flow.geometry.senders, flow.geometry.wanting):
+            of_line = rng.integers(1 << 63, size=len(lines.counts), dtype=np.uint64)
+            place = np.searchsorted(plan.world, lines.members)
+            np.add.at(role, place, np.repeat(of_line, lines.counts))
+    mixed = rng.permutation(len(plan.world))
+    _, first = distinct_first(role[mixed].view(np.int64))
+    later = np.ones(len(mixed), dtype=bool)
+    later[first] = False
+    order = np.concatenate([mixed[np.sort(first)], mixed[later]])
+    return [int(rank) for rank in plan.world[order]]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class TensorGroup:
+    """Destination tensors that are fed by the same stacks and filled in the same boxes."""
+
+    name: str
+    """The first of them."""
+    spec: TensorSpec
+    stacks: set[int]
+    """The ids of the stacks."""
+    fills: Sequence[Box]
+
+
+def tensor_groups(plan: Plan) -> Iterator[TensorGroup]:
+    fed: dict[str, list[int]] = {}
+    for number, stack in enumerate(plan.stacks):
+        for _, name in stack.names:
+            fed.setdefault(name, []).append(number)
+    filled: dict[str, list[Box]] = {}
+    for fill in plan.fills:
+        filled.setdefault(fill.name, []).append(fill.box)
+    seen: set[tuple[object, ...]] = set()
+    for name, numbers in fed.items():
+        spec, boxes = plan.want[name], filled.get(name, [])
+        key = (*numbers, None, *boxes, spec.shape, id(spec.layout))
+        if key not in seen:
+            seen.add(key)
+            yield TensorGroup(name, spec, {id(plan.stacks[n]) for n in numbers}, boxes)
+
+
+def kept_dims(columns: Ints, inserted: Sequence[int]) -> list[int]:
+    """The dims of a tensor, without those that only the other side has."""
+    return [dim for dim in range(columns.shape[1]) if dim not in inserted]
+
+
+def _check_rank(mine: RankPlan, groups: Iterable[TensorGroup]) -> None:
+    written: dict[int, dict[int, list[Rows]]] = {}
+    for rows in [*mine.receives.rows, *mine.copies.rows]:
+        addends = written.setdefault(id(rows.flow.stack), {})
+        addends.setdefault(max(rows.transfers.addend, 0), []).append(rows)
+    cells = {stack: _same_cells(mine.rank, addends) for stack, addends in written.items()}
+    for group in groups:
+        found = [cells[stack] for stack in group.stacks if stack in cells]
+        _check_group(group, mine, found)
+    for rows in [*mine.sends.rows, *mine.copies.rows]:
+        _check_held(rows, mine.rank)
+    _check_passed_on(mine)
+
+
+def _check_turns(mine: RankPlan, num_rounds: int) -> None:
+    """Every slice of every row moves in some round; hops follow each other."""
+    for rows in [*mine.sends.rows, *mine.receives.rows, *mine.copies.rows]:
+        slot, hop = rows.slot, rows.transfers.hop
+        turns = [slot.turn(number, hop) for number in rows.rounds() if number < num_rounds]
+        expected = [(p, s) for p in range(slot.phases) for s in range(slot.slices)]
+        if [turn for turn in turns if turn] != expected or slot.first < 0:
+            raise ProofError(
+                f"rank {mine.rank}: some of {len(expected)} slices of {rows.flow.stack.label} "
+                f"have no turn in the {num_rounds} rounds of the plan"
+            )
+
+
+def _same_cells(rank: int, addends: dict[int, list[Rows]]) -> tuple[Ints, Ints]:
+    """The cells of a stack that a rank writes: every addend has the same, proven whole.
+
+    What is passed on counts with the first addend, for it carries the value.
+    """
+    flow = addends[min(addends)][0].flow
+    num = flow.geometry.num_addends
+    passed = [rows for rows in addends.get(0, []) if rows.transfers.addend < 0]
+    if num > 1:
+        own = [[r for r in addends.get(n, []) if r.transfers.addend >= 0] for n in range(num)]
+        if any(own):
+            tables = [_sorted_table(rows) for rows in own]
+            lacking = [n for n, table in enumerate(tables) if not np.array_equal(table, tables[0])]
+            if lacking:
+                raise ProofError(
+                    f"rank {rank} does not add up the same parts of {flow.stack.label} for addend "
+                    f"{lacking[0]} as for addend 0"
+                )
+        return _whole_cells(rank, [*own[0], *passed])
+    return _whole_cells(rank, addends[0])
+
+
+def _sorted_table(rows: Sequence[Rows]) -> Ints:
+    if not rows:
+        return np.zeros((0, 0), dtype=np.int64)
+    table = np.concatenate([_table(one.transfers) for one in rows])
+    return table[np.lexsort(table.T[::-1])]
+
+
+def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
+    """The low corner and the width of every cell of a stack that a rank writes, proven whole."""
+    stack = written[0].flow.stack
+    table = np.concatenate([_table(rows.transfers) for rows in written])
+    dims = (table.shape[1] - 2) // 2
+    table = table[np.lexsort(table[:, :-1].T[::-1])]
+    start, stop = table[:, -2], table[:, -1]
+    new = np.append(True, (table[1:, :-2] != table[:-1, :-2]).any(axis=1))
+    size = table[:, dims : 2 * dims].prod(axis=1) * len(stack.names)
+    expected = np.where(new, 0, np.append(0, stop[:-1]))
+    ends = np.append(new[1:], True)
+    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)))
+    if len(wrong):
+        row = int(wrong[0])
+        at = min(int(start[row]), int(expected[row])) if start[row] != expected[row] else stop[row]
+        _raise_run(rank, stack, table[row], int(at), start[row] < expected[row])
+    cells = table[new]
+    keep = kept_dims(cells[:, :dims], stack.feed.want_insert)
+    return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
+
+
+def _table(transfers: Transfers) -> Ints:
+    """Where each row lands: the cell's low corner and width, and the run's start and stop."""
+    cells, runs = transfers.cells, transfers.runs
+    found: Ints = np.concatenate(
+        [
+            cells.want_low[runs.cell],
+            cells.width[runs.cell],
+            runs.start[:, None],
+            runs.stop[:, None],
+        ],
+        axis=1,
+    )
+    return found
+
+
+def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None:
+    dims = (len(row) - 2) // 2
+    low, width = row[:dims], row[dims : 2 * dims]
+    name = stack.names[min(at // max(int(width.prod()), 1), len(stack.names) - 1)][1]
+    box = Box(tuple(low), tuple(low + width))
+    what = "is written twice" if twice else "is missing"
+    raise ProofError(f'rank {rank}: a part of box {box} of "{name}" {what}')
+
+
+def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
+    spec, rank = group.spec, mine.rank
+    pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
+    none = np.zeros((0, len(spec.shape)), dtype=np.int64)
+    filled = {fill.box for fill in mine.fills if fill.name == group.name}
+    fills = [piece & box for piece in pieces for box in group.fills if box in filled]
+    fills = [box for box in fills if box.size]
+    low = np.concatenate([none, *(low for low, _ in found), *(_row(box.start) for box in fills)])
+    width = np.concatenate([none, *(w for _, w in found), *(_row(box.shape) for box in fills)])
+    outside = first_outside(low, width, pieces)
+    if outside is not None:
+        raise ProofError(
+            f'rank {rank} writes box {outside} of "{group.name}", which is not inside a piece '
+            "it wants"
+        )
+    _check_apart(group.name, rank, low, low + width)
+    wanted, count = sum(box.size for box in pieces), int(width.prod(axis=1).sum())
+    if count != wanted:
+        done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
+        missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
+        raise ProofError(
+            f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}: '
+            f"box {missing} is missing"
+        )
+
+
+def _row(numbers: Sequence[int]) -> Ints:
+    return np.array([numbers], dtype=np.int64).reshape(1, len(numbers))
+
+
+def first_outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
+    """The first box that is inside none of the pieces."""
+    starts, stops = box_columns(pieces, low.shape[1])
+    mine, piece = overlapping_pairs(low, low + width, starts, stops)
+    inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
+    good = np.zeros(len(low), dtype=bool)
+    good[mine[inside.all(axis=1)]] = True
+    if good.all():
+        return None
+    row = int(np.flatnonzero(~good)[0])
+    return Box(tuple(low[row]), tuple(low[row] + width[row]))
+
+
+def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
+    one, two = overlapping_pairs(low, high, low, high)
+    crossing = np.flatnonzero(one < two)
+    if len(crossing):
+        a, b = one[crossing[0]], two[crossing[0]]
+        box = Box(tuple(low[a]), tuple(high[a])) & Box(tuple(low[b]), tuple(high[b]))
+        raise ProofError(f'rank {rank} writes box {box} of "{name}" twice')
+
+
+def _check_held(rows: Rows, rank: int) -> None:
+    """What is read from a source tensor is the right box, and the rank holds it."""
+    if rows.transfers.hop:
+        return
+    cells, stack = rows.transfers.cells, rows.flow.stack
+    _check_addend(rows, rank)
+    _check_shift(rows, rank)
+    used = distinct(rows.transfers.runs.cell)
+    keep = kept_dims(cells.width, stack.feed.have_insert)
+    pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
+    outside = first_outside(cells.have_low[used][:, keep], cells.width[used][:, keep], pieces)
+    if outside is not None:
+        raise ProofError(
+            f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
+        )
+
+
+def _check_addend(rows: Rows, rank: int) -> None:
+    number = rows.transfers.addend
+    held = addend_of(rows.flow.stack.have.layout).get(rank)
+    if number >= 0 and held != rows.flow.geometry.addends[number]:
+        raise ProofError(
+            f"rank {rank} sends addend {number} of {rows.flow.stack.label} and holds addend {held}"
+        )
+
+
+def _check_shift(rows: Rows, rank: int) -> None:
+    """The box in the source and the box in the destination are the same elements."""
+    cells, stack = rows.transfers.cells, rows.flow.stack
+    used = distinct(rows.transfers.runs.cell)
+    have, want, width = cells.have_low[used], cells.want_low[used], cells.width[used]
+    right = have == want
+    for dim, segments in enumerate(stack.feed.moves):
+        runs = np.array(segments, dtype=np.int64).reshape(-1, 3)
+        inside = have[:, dim, None] - runs[:, 0] == want[:, dim, None] - runs[:, 1]
+        inside &= have[:, dim, None] >= runs[:, 0]
+        inside &= (have + width)[:, dim, None] <= runs[:, 0] + runs[:, 2]
+        right[:, dim] = inside.any(axis=1)
+    if not right.all():
+        row = int(np.flatnonzero(~right.all(axis=1))[0])
+        raise ProofError(
+            f"rank {rank} reads {have[row].tolist()} of {stack.label} for "
+            f"{want[row].tolist()}, which are other elements"
+        )
+
+
+def _check_passed_on(mine: RankPlan) -> None:
+    """What a rank passes on it has received, or added up, one hop before."""
+    got: dict[tuple[int, int], list[Ints]] = {}
+    for rows in [*mine.receives.rows, *mine.copies.rows]:
+        key = (id(rows.flow), rows.transfers.hop)
+        got.setdefault(key, []).append(_table(rows.transfers))
+    for rows in mine.sends.rows:
+        hop = rows.transfers.hop
+        if hop == 0:
+            continue
+        passed = _table(rows.transfers)
+        before = got.get((id(rows.flow), hop - 1), [passed[:0]])
+        if not _all_within(np.unique(passed, axis=0), np.unique(np.concatenate(before), axis=0)):
+            raise ProofError(
+                f"rank {mine.rank} passes on a part of {rows.flow.stack.label} "
+                "that it has not received before"
+            )
+
+
+def _all_within(rows: Ints, others: Ints) -> bool:
+    """Whether each run is inside a run of the same cell among the others."""
+    exact = {row.tobytes() for row in others}
+    rest = [row for row in rows if row.tobytes() not in exact]
+    by_cell: dict[bytes, list[Ints]] = {}
+    for row in others if rest else ():
+        by_cell.setdefault(row[:-2].tobytes(), []).append(row)
+    return all(
+        any(o[-2] <= row[-2] and row[-1] <= o[-1] for o in by_cell.get(row[:-2].tobytes(), []))
+        for row in rest
+    )
+
+
+def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) -> None:
+    """Record what a rank's plan exchanges with each peer, row by row."""
+    for rows, source, destination in ends:
+        peers = rows.transfers.destination if destination is None else rows.transfers.source
+        kind = repr((rows.transfers.hop, rows.transfers.addend, rows.slot)).encode()
+        cells = rows.transfers.cells
+        table = np.column_stack([_table(rows.transfers), cells.have_low[rows.transfers.runs.cell]])
+        order = np.argsort(peers, kind="stable")
+        peer, begin = distinct_first(peers[order])
+        for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):
+            pair = (
+                other if source is None else source,
+                other if destination is None else destination,
+            )
+            found.setdefault(pair, []).append(kind + np.ascontiguousarray(part).tobytes())
