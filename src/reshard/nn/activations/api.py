@@ -28,12 +28,13 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, StateError
-from reshard.nn.activations.hooks import SavedTensorHooks, not_compiled
+from reshard.nn.activations.hooks import SavedTensorHooks
 from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import SavedTensor, SavedView, Stats
 from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, mesh_axis
 from reshard.nn.activations.restore import restorer_of
 from reshard.nn.shard.paths import find_module, matching
+from reshard.tensors.kinds import not_compiled
 from reshard.tensors.moving import move
 from reshard.text import quoted
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -21,19 +21,12 @@ from reshard.errors import DisagreementError
 from reshard.nn.activations.policy import Policy
 from reshard.nn.activations.region import SavedTensor, SavedView
 from reshard.nn.activations.replicated import ReplicatedInputs
-from reshard.tensors.kinds import wait_ready
+from reshard.tensors.kinds import not_compiled, wait_ready
 
-__all__ = ["SavedTensorHooks", "not_compiled"]
+__all__ = ["SavedTensorHooks"]
 
-F = TypeVar("F", bound=Callable[..., Any])
 Pack = Callable[[torch.Tensor], Any]
 Unpack = Callable[[Any], torch.Tensor]
-
-
-def not_compiled(function: F) -> F:
-    """Keep torch.compile out of a function of ours."""
-    disabled: F = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-    return disabled
 
 
 class _PackedBelow:
