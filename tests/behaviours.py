@@ -37,8 +37,8 @@ SUITES = """## PyTorch's own tests
 
 `python -m tests.torch_suites FOLDER`, with `test/distributed` of PyTorch's source, runs tests of
 `torch.distributed._shard` with `reshard.compat` in their imports, and its tests of DTensor with
-`rs.move` in place of `redistribute`; how many collectives of torch are used is then not compared. Of
-what passes with torch on a CPU, these do not pass:
+`rs.move` in place of `redistribute`; counts of torch's collectives are then not compared. Of what
+passes with torch on a CPU, these do not pass:
 """
 
 
