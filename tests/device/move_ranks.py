@@ -3,7 +3,7 @@
     RANK=0 PORT=... BACKEND=nccl python -m tests.device.move_ranks pairs sums ...
 
 Four ranks share one GPU: NCCL takes them for 4 hosts because each has a ``NCCL_HOSTID`` of its own.
-With BACKEND=gloo tensors go by way of the host; with STAND_IN=1 there is no GPU at all.
+RESHARD_TRANSPORT is the transport; with STAND_IN=1 there is no GPU at all.
 """
 
 import os
@@ -24,6 +24,7 @@ import reshard as rs
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
+from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, soak, state_cases
@@ -33,7 +34,8 @@ SIZE = 4
 RANK = int(os.environ.get("RANK", "0"))
 BACKEND = os.environ.get("BACKEND", "nccl")
 STAND_IN = bool(os.environ.get("STAND_IN"))
-BY_GPU = STAND_IN or BACKEND == "nccl"
+PEER_MEMORY = os.environ.get("RESHARD_TRANSPORT") == "gpu_peer"
+BY_GPU = STAND_IN or os.environ.get("RESHARD_TRANSPORT") in ("gpu_peer", "nccl")
 DEVICE = torch.device("cpu") if STAND_IN else torch.device("cuda", 0)
 NUM_CASES = int(os.environ.get("NUM_CASES", "130"))
 GRID, LINE = rs.Mesh(dp=2, tp=2), rs.Mesh(tp=4)
@@ -606,6 +608,7 @@ def killed() -> None:
     meet("killed")
     if RANK == 3:
         NcclTransport._exchange = die  # type: ignore[method-assign]
+        GpuPeerTransport._finish_reading = die  # type: ignore[method-assign]
     with fails(rs.PeerLostError, "rank 3 is gone", within=5):
         plan.run({"tensor": mine}, timeout=20)
         time.sleep(2)
@@ -673,7 +676,7 @@ SCENARIOS = {
 
 def main() -> None:
     if STAND_IN:
-        stand_in.use()
+        stand_in.use(PEER_MEMORY)
         torch.set_num_threads(1)
     else:
         torch.cuda.set_device(DEVICE)

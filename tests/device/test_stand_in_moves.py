@@ -4,6 +4,8 @@ import os
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.device.test_nccl_group import free_port
 from tests.device.test_nccl_moves import run_ranks
 from tests.ranks.outcome import Died, Outcome
@@ -12,13 +14,15 @@ from tests.ranks.pool import fresh_ranks
 SECONDS = 110
 
 
-def as_rank(rank: int, scenarios: tuple[str, ...], port: int, num_cases: int, folder: str) -> None:
+def as_rank(
+    rank: int, scenarios: tuple[str, ...], port: int, num_cases: int, folder: str, transport: str
+) -> None:
     """Be one rank of ``move_ranks``, which reads its environment when it is imported."""
     log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ |= {"RANK": str(rank), "PORT": str(port), "NUM_CASES": str(num_cases)}
-    os.environ |= {"BACKEND": "gloo", "STAND_IN": "1"}
+    os.environ |= {"BACKEND": "gloo", "STAND_IN": "1", "RESHARD_TRANSPORT": transport}
     sys.argv = ["move_ranks", *scenarios]
     from tests.device import move_ranks
 
@@ -26,11 +30,15 @@ def as_rank(rank: int, scenarios: tuple[str, ...], port: int, num_cases: int, fo
 
 
 def run_forked(
-    folder: Path, *scenarios: str, codes: tuple[int, ...] = (0,) * 4, num_cases: int = 40
+    folder: Path,
+    *scenarios: str,
+    codes: tuple[int, ...] = (0,) * 4,
+    num_cases: int = 40,
+    transport: str = "nccl",
 ) -> None:
     """Four ranks of the fork server, which has imported torch: each must end as it should."""
     with fresh_ranks(4, init=False) as ranks:
-        args = (scenarios, free_port(), num_cases, str(folder))
+        args = (scenarios, free_port(), num_cases, str(folder), transport)
         outcomes = ranks.outcomes(as_rank, *args, timeout=SECONDS)
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
     assert [exit_code(outcome) for outcome in outcomes] == [*codes], f"{outcomes}\n{logs}"
@@ -40,13 +48,15 @@ def exit_code(outcome: Outcome) -> int | None:
     return outcome.exit_code if isinstance(outcome, Died) else None
 
 
-def test_moves_over_a_stand_in(tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["nccl", "gpu_peer"])
+def test_moves_over_a_stand_in(tmp_path: Path, transport: str) -> None:
     names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "gradients")
-    run_forked(tmp_path, *names, "pairs", "states")
+    run_forked(tmp_path, *names, "pairs", "states", transport=transport)
 
 
-def test_failures_over_a_stand_in(tmp_path: Path) -> None:
-    run_forked(tmp_path, "refusals", "absent")
+@pytest.mark.parametrize("transport", ["nccl", "gpu_peer"])
+def test_failures_over_a_stand_in(tmp_path: Path, transport: str) -> None:
+    run_forked(tmp_path, "refusals", "absent", transport=transport)
 
 
 def test_late_gpus_over_a_stand_in(tmp_path: Path) -> None:
@@ -55,8 +65,10 @@ def test_late_gpus_over_a_stand_in(tmp_path: Path) -> None:
 
 def test_processes_that_end_over_a_stand_in() -> None:
     """Processes of their own: how an interpreter ends is what is tested."""
-    run_ranks("leave", BACKEND="gloo", STAND_IN="1")
+    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT="nccl")
+    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT="gpu_peer")
 
 
-def test_a_killed_rank_over_a_stand_in(tmp_path: Path) -> None:
-    run_forked(tmp_path, "killed", codes=(0, 0, 0, -9))
+@pytest.mark.parametrize("transport", ["nccl", "gpu_peer"])
+def test_a_killed_rank_over_a_stand_in(tmp_path: Path, transport: str) -> None:
+    run_forked(tmp_path, "killed", codes=(0, 0, 0, -9), transport=transport)

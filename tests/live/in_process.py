@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from reshard.live.copy.reduce import Arrived
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import Message, Mode, message_of
@@ -53,7 +54,7 @@ class InProcessTransport(Transport):
             self.inboxes[peer].put(self.rank, Ready(CALL, round_.number))
         return sum(transfer.num_bytes for one in round_.sends.values() for transfer in one)
 
-    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         for peer in peers:
             data, copies = self.messages[peer, self.rank, round_.number], CopyList()
             message = staged(peer, round_.receives[peer])

@@ -19,7 +19,7 @@ from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
 from reshard.live.session.session import Ticket, all_connections, session_of
-from reshard.live.transport.nccl import NcclGroups
+from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
 
@@ -42,9 +42,9 @@ def check(group: dist.ProcessGroup | None = None) -> None:
     and what no call has raised yet.
     """
     for connections in all_connections(group):
-        groups = connections.existing(NcclGroups)
-        if groups is not None:
-            groups.in_flight.check()
+        in_flight = connections.existing(InFlight)
+        if in_flight is not None:
+            in_flight.check()
 
 
 def raise_on_all_ranks(

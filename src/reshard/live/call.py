@@ -13,7 +13,7 @@ close       free resources; the number is used, however the call ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,11 @@ from reshard.live.inputs.bound import (
     Tensors,
     all_on_gpus,
     device_of,
+    has_nccl,
     placement_of,
 )
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.inputs.request import Options, Request, check_request
+from reshard.live.inputs.request import GPU_TRANSPORTS, Options, Request, check_request
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.mailbox import Inbox
@@ -46,10 +47,12 @@ from reshard.live.session.session import Session, Ticket, session_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.exchange import Exchange, Wait
 from reshard.live.transport.gloo import GlooTransport
-from reshard.live.transport.gloo_group import GlooGroups
+from reshard.live.transport.gloo_group import GlooGroup, GlooGroups
+from reshard.live.transport.gpu_peer import GpuPeerTransport
+from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, choose_routes
 from reshard.live.transport.host import HostTransport
-from reshard.live.transport.in_flight import InFlightCall
-from reshard.live.transport.nccl import NcclGroups, NcclTransport
+from reshard.live.transport.in_flight import InFlight, InFlightCall
+from reshard.live.transport.nccl import NcclTransport
 from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES, Bar, progress_of
 from reshard.show.run_report import RunReport
@@ -65,7 +68,7 @@ class Call:
     watch: Watch | None = None
     session: Session | None = None
     _exchange: Exchange | None = None
-    _nccl: NcclTransport | None = None
+    _in_flight: InFlightCall | None = None
     _progress: Bar | None = None
     _key = (b"", "")
     _ok = False
@@ -181,10 +184,10 @@ class Call:
             grad=GRAD_CODES[self.grad],
         )
         ticket.watch = watch
-        groups = connections.existing(NcclGroups)
-        if groups is not None:
+        calls = connections.existing(InFlight)
+        if calls is not None:
             try:
-                groups.in_flight.check()
+                calls.check()
             except LiveError as error:
                 # An earlier call failed on a GPU after it had returned.
                 watch.fail(Cause.of(error, compiled.rank).of_earlier_call())
@@ -200,7 +203,7 @@ class Call:
 
     def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
-        on_gpu = self._compare(watch, bound)
+        routes = self._compare(watch, bound)
         watch.suspect = lambda: join_comparison(watch, self._signature(bound))
         peers, option, connections = program.peers, self.options.transport, watch.connections
         if self._ask_grad and self.compiled is not None:
@@ -209,35 +212,68 @@ class Call:
         if connections.spans_hosts or option == "network":
             # All ranks make the group, also those that have nothing to send.
             gloo = connections.resource(GlooGroups).group(watch)
-        if on_gpu:
-            self._nccl = NcclTransport(*common, peers, device_of(bound), gloo, self.ticket)
-            self._transports = [self._nccl]
-            return
+        if routes is not None:
+            peers -= self._choose_gpu_transports(watch, program, bound, routes, peers, gloo)
+            if routes.opens_nccl:
+                return
+            option = "auto"
         near = frozenset() if option == "network" else peers & connections.peers.keys()
         if near:
-            self._transports.append(HostTransport(*common, near, option))
+            reasons = {peer: self._reason(routes, peer) for peer in near}
+            self._transports.append(HostTransport(*common, near, option, reasons))
         if gloo is not None:
             self._transports.append(GlooTransport(*common, peers - near, gloo))
 
-    def _compare(self, watch: Watch, bound: BoundTensors) -> bool:
+    def _choose_gpu_transports(
+        self,
+        watch: Watch,
+        program: Program,
+        bound: BoundTensors,
+        routes: GpuRoutes,
+        peers: frozenset[int],
+        gloo: GlooGroup | None,
+    ) -> frozenset[int]:
+        """Choose transports for the peers that are reached from GPU to GPU; returns those."""
+        rank, device = program.rank, device_of(bound)
+        in_flight = self._in_flight = InFlightCall(watch.connections.resource(InFlight), watch)
+        common = (watch, program, bound)
+        read = frozenset(peer for peer in peers if routes.reads(rank, peer))
+        if routes.forced != "nccl":
+            self._transports.append(GpuPeerTransport(*common, read, device, self.ticket, in_flight))
+        if not routes.opens_nccl:
+            return read
+        reasons = {peer: self._reason(routes, peer) for peer in peers - read}
+        alone = routes.forced == "nccl"
+        more = (self.ticket, in_flight)
+        self._transports.append(
+            NcclTransport(*common, peers - read, device, gloo, *more, copies=alone, reasons=reasons)
+        )
+        return peers
+
+    def _reason(self, routes: GpuRoutes | None, peer: int) -> str:
+        assert self.compiled is not None
+        return "" if routes is None else routes.reason(self.compiled.rank, peer)
+
+    def _compare(self, watch: Watch, bound: BoundTensors) -> GpuRoutes | None:
         """Compare the plan with the other ranks, unless this was done before.
 
-        Returns whether it moves from GPU to GPU, which is the same in all calls of the plan.
+        Returns how it moves from GPU to GPU, which is the same in all calls of the plan; None if it
+        goes by way of the host.
         """
         session, key = watch.session, self._key
         if self._compares:
-            placements = compare(watch, self._signature(bound))
-            on_gpu = self.options.transport == "auto" and all_on_gpus(placements)
-            session.on_gpus[key] = on_gpu
+            texts = compare(watch, self._signature(bound))
+            session.routes[key] = self._routes(watch, bound, texts)
             session.has_compared(key)
             self._compares = False
         while key not in session.agreed and session.is_comparing(key):
             watch.check()  # an earlier call is comparing the plan
             time.sleep(0.001)
-        self.ticket.enqueues = session.on_gpus.get(key, False)
-        if not self.ticket.enqueues:
-            return False
-        where = placement_of(bound, self.request.group)
+        routes: GpuRoutes | None = session.routes.get(key)
+        self.ticket.enqueues = routes is not None
+        if routes is None:
+            return None
+        where = placement_of(bound)
         rank = watch.connections.rank
         if not all_on_gpus({rank: where, -1: GPU}):
             text = (
@@ -246,10 +282,43 @@ class Call:
                 "in every call"
             )
             watch.fail(Cause("tensor", text))
-        return True
+        return routes
+
+    def _routes(
+        self, watch: Watch, bound: BoundTensors, texts: Mapping[int, str]
+    ) -> GpuRoutes | None:
+        """How data goes between GPUs, from what all ranks have announced; None: by the host."""
+        option = self.options.transport
+        forced = option in GPU_TRANSPORTS
+        if option != "auto" and not forced:
+            return None
+        parts = {rank: text.partition("\n") for rank, text in texts.items()}
+        places = {rank: part[0] for rank, part in parts.items()}
+        if not all_on_gpus(places):
+            for rank, place in places.items() if forced else ():
+                if place not in (GPU, "none"):
+                    text = f'transport="{option}" was forced and the tensors of rank {rank} are on'
+                    watch.fail(Cause("tensor", f"{text} {place}: move them to one GPU"))
+            return None
+        trials, device = watch.connections.resource(GpuTrials), self._gpu(bound)
+        facts, why_not = trials.settle(watch, device, {r: part[2] for r, part in parts.items()})
+        traffic = self.plan.traffic
+        ends = zip(traffic.source.tolist(), traffic.destination.tolist(), strict=True)
+        pairs = {(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]}
+        routes = choose_routes(option, pairs, facts, why_not)
+        if isinstance(routes, str):
+            watch.fail(Cause("error", routes))
+        return routes
+
+    def _gpu(self, bound: BoundTensors) -> torch.device | None:
+        """The GPU that this rank's tensors are on; None if it has none."""
+        return device_of(bound) if placement_of(bound) == GPU else None
 
     def _signature(self, bound: BoundTensors) -> Signature:
-        where = placement_of(bound, self.request.group)
+        where = placement_of(bound)
+        if all_on_gpus({0: where, 1: GPU}) and self.watch is not None:
+            trials = self.watch.connections.resource(GpuTrials)
+            where += "\n" + trials.facts(self._gpu(bound), has_nccl(self.request.group))
         grad = GRAD_CODES[self.grad]
         return Signature(self.plan, self.options.shared, where, grad, self.ticket.tag)
 
@@ -363,8 +432,9 @@ class Call:
 
     @property
     def in_flight(self) -> InFlightCall | None:
-        """The GPU work that this call has enqueued."""
-        return None if self._nccl is None else self._nccl.in_flight
+        """The GPU work that this call has enqueued; None if there is none."""
+        used = self._in_flight is not None and self._in_flight.any
+        return self._in_flight if used else None
 
     def wait_complete(self) -> None:
         """Wait until the GPU has done the work that this call has enqueued."""

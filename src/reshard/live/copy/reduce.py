@@ -10,7 +10,7 @@ bits are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -25,7 +25,7 @@ from reshard.live.copy.host import RAW, Array, Bases, HostCopies, array_at, as_t
 from reshard.live.program.blocks import CopyBlocks, CopyList, Place
 from reshard.live.program.rounds import Transfer
 
-__all__ = ["OrderedSum", "add_up", "sums_of"]
+__all__ = ["Arrived", "OrderedSum", "add_up", "sums_of"]
 
 DIRECT = {"float32", "float64", "int32", "int64", "float16", "bfloat16"}
 """Dtypes whose addends are added up block by block."""
@@ -52,9 +52,9 @@ TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "min": lambda total, addend: torch.minimum(total, addend, out=total),
 }
 
-Arrived = Mapping[int, int]
-"""Where transfers that came in messages begin, by their ``id``: an address of the host, or an
-offset in the staging buffer of a GPU. All others are in this rank's own tensors."""
+Arrived = dict[int, int | torch.Tensor]
+"""Where transfers that came in messages are, by their ``id``: an address of the host, or bytes on a
+GPU. All others are in this rank's own tensors."""
 
 
 def sums_of(transfers: Sequence[Transfer], staging: int) -> list[OrderedSum]:
@@ -103,22 +103,18 @@ class OrderedSum:
         rows = zip(first.width.tolist(), packed, *columns, strict=True)
         return [(shape, list(operands)) for shape, *operands in rows]
 
-    def run(self, tensors: Bases, arrived: Arrived, staging: torch.Tensor | None) -> int:
-        """Add up; returns the bytes that it took beyond the tensors.
-
-        With a staging buffer everything is on its GPU, and ``arrived`` counts from its start.
-        Without one, messages are at addresses of the host, and so is the accumulator.
-        """
-        if staging is None and tensors.is_host:
+    def run(self, tensors: Bases, arrived: Arrived, gpu: torch.device | None) -> int:
+        """Add up, on a GPU if there is one; returns the bytes that it took beyond the tensors."""
+        if gpu is None and tensors.is_host:
             if self._blocks is not None:
                 return self._add_blocks(self._blocks, tensors.addresses, arrived)
-            total = self._total(tensors, arrived, None, torch.device("cpu"))
+            total = self._total(tensors, arrived, torch.device("cpu"))
             self._on_host = self._on_host or HostCopies(self._tables())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)
         else:
-            on_gpu = staging is not None and self._fits_gpu
-            device = staging.device if staging is not None and on_gpu else torch.device("cpu")
-            total = self._total(tensors, arrived, staging, device)
+            on_gpu = gpu is not None and self._fits_gpu
+            device = gpu if gpu is not None and on_gpu else torch.device("cpu")
+            total = self._total(tensors, arrived, device)
             self._with_torch = self._with_torch or TorchCopies(self._tables())
             self._with_torch.launch(tensors, total)
         return total.nbytes
@@ -131,7 +127,7 @@ class OrderedSum:
     ) -> int:
         """Add up block by block, from the tensors and messages into the destination."""
         kind, used = storage_dtype(self._dtype), 0
-        messages = [arrived.get(id(one)) for one in self._addends]
+        messages: list[Any] = [arrived.get(id(one)) for one in self._addends]
         for shape, (packed, into, *own) in blocks:
             total = array_at(addresses[into[0]] + into[1], shape, kind, into[2])
             arrays = []
@@ -143,16 +139,14 @@ class OrderedSum:
             used = max(used, add_up(self._op, self._dtype, total, arrays))
         return used
 
-    def _total(
-        self, tensors: Bases, arrived: Arrived, staging: torch.Tensor | None, device: torch.device
-    ) -> torch.Tensor:
+    def _total(self, tensors: Bases, arrived: Arrived, device: torch.device) -> torch.Tensor:
         """The accumulator with all sums, not rounded yet."""
         parts, wide = self._parts, getattr(torch, self._wide)
         total = torch.empty(parts.length, dtype=wide, device=device)
         for one in self._addends:
             first, place = one.addend == self._addends[0].addend, arrived.get(id(one))
             if place is not None:
-                message = _received(one, place, staging)
+                message = _received(one, place)
                 for low, high, at in parts.stretches(one):
                     self._add(total[low:high], message[at : at + high - low], first)
                 continue
@@ -210,11 +204,11 @@ class OrderedSum:
         return self._dtype not in ON_HOST and ordered and (self._op, self._dtype) != ("avg", "bool")
 
 
-def _received(transfer: Transfer, place: int, staging: torch.Tensor | None) -> torch.Tensor:
+def _received(transfer: Transfer, place: int | torch.Tensor) -> torch.Tensor:
     """A transfer in a message, as a tensor of one dim."""
-    if staging is not None:
+    if isinstance(place, torch.Tensor):
         kind: torch.dtype = getattr(torch, transfer.dtype)
-        return staging[place : place + transfer.num_bytes].view(kind)
+        return place.view(kind)
     size = transfer.itemsize
     array = array_at(place, (transfer.num_bytes // size,), RAW[size], (size,))
     return as_tensor(array, transfer.dtype)

@@ -25,11 +25,15 @@ from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.program.rounds import HAVE, WANT
 from reshard.live.session.cause import Tag
 
-__all__ = ["CHECKS", "TRANSPORTS", "Options", "Request", "check_request", "options_from"]
+__all__ = [
+    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "Request", "check_request",
+    "options_from",
+]  # fmt: skip
 
 _ROLES = ("to move", "to move into")
 
-TRANSPORTS = ("auto", "peer", "shared", "network")
+TRANSPORTS = ("auto", "peer", "shared", "network", "gpu_peer", "nccl")
+GPU_TRANSPORTS = ("gpu_peer", "nccl")
 CHECKS = ("first", "always", "never")
 
 
@@ -42,7 +46,8 @@ class Options:
     deadline: float | None = None
     """The longest time that the whole call may take, in seconds."""
     transport: str = "auto"
-    """``auto``, or a forced transport: ``peer`` memory, ``shared`` memory, ``network``."""
+    """``auto``, or a forced transport: ``peer`` memory, ``shared`` memory or ``network`` between
+    hosts, ``gpu_peer`` memory or ``nccl`` between GPUs."""
     check: Literal["first", "always", "never"] = "first"
     """In which calls of a plan the ranks compare it. ``never`` is for moves without messages that
     not all ranks make: those have no number and are not compared."""

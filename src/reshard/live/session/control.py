@@ -46,6 +46,8 @@ class Hello(NamedTuple):
     """1 if some of its tensors are not contiguous, so that all of its messages are staged."""
     table_at: int = 0
     """The address of its table of base addresses, which peers read from its memory."""
+    signals: int = 0
+    """The shared buffer with the signals of its GPU, if peers read its GPU memory; else 0."""
     eager: int = 0
     """1 if its message of the first round is ready; it then has no Ready of its own."""
     buffer: int = 0
@@ -99,9 +101,9 @@ class Retired(NamedTuple):
 
 Control = Hello | Ready | Released | Abort | Alive | Waiting | Retired
 
-_MAGIC = b"rsh3"
+_MAGIC = b"rsh4"
 _FIELDS: dict[type, str] = {
-    Hello: "Q16sQQQQQQQQQ",
+    Hello: "Q16sQQQQQQQQQQ",
     Ready: "QQQQ",
     Released: "QQ",
     Retired: "QQ",

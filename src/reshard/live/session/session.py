@@ -103,8 +103,8 @@ class Session:
         self.next_number = 0
         self.agreed: set[Key] = set()
         """Plans that all ranks have compared."""
-        self.on_gpus: dict[Key, bool] = {}
-        """Whether each of these plans moves from GPU to GPU."""
+        self.routes: dict[Key, Any] = {}
+        """How each of these plans moves from GPU to GPU (`GpuRoutes`); None if it does not."""
         self._comparing: dict[Key, Ticket] = {}
         """The calls in which plans are being compared."""
         self._tags: dict[object, int] = {}

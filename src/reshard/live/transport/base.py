@@ -34,6 +34,7 @@ The executor (``exchange.py``) calls a transport in this order, on every rank:
         receive       once a peer's message is available: unpack or read it
         release       once it is read, or its addends are added up
         unreleased    ... wait until no peer still has to read this rank's messages
+        end_round     the round has ended
     close             the call has ended, or has failed
 """
 
@@ -44,6 +45,7 @@ from collections.abc import Collection
 
 import torch
 
+from reshard.live.copy.reduce import Arrived
 from reshard.live.program.rounds import Round
 
 __all__ = ["Transport"]
@@ -55,8 +57,8 @@ class Transport(ABC):
     fuses_copies = False
     """Whether `begin` also makes the copies that stay on this rank."""
 
-    staging: torch.Tensor | None = None
-    """The staging buffer, if it is on a GPU: sums read messages there."""
+    gpu: torch.device | None = None
+    """The GPU on which it leaves addends; None: on the host."""
 
     peers: frozenset[int]
     """The peers that it reaches."""
@@ -74,10 +76,10 @@ class Transport(ABC):
         """Make this rank's messages available, and prepare to receive; returns staged bytes."""
 
     @abstractmethod
-    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Copy the available messages of these peers into the tensors.
 
-        Addends stay where they are: ``arrived`` gets the start of each transfer, by its ``id``.
+        Addends stay where they are: ``arrived`` gets the place of each transfer, by its ``id``.
         """
 
     @abstractmethod
@@ -87,6 +89,9 @@ class Transport(ABC):
     @abstractmethod
     def unreleased(self, round_: Round) -> Collection[int]:
         """The peers that still have to read this rank's messages before the round can end."""
+
+    def end_round(self, round_: Round) -> None:  # noqa: B027 - most have nothing to do
+        """Called when no peer has to read this rank's messages of the round any more."""
 
     @abstractmethod
     def close(self, ok: bool) -> None:

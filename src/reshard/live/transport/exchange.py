@@ -11,7 +11,7 @@ from time import perf_counter
 
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.copy.host import Bases, HostCopies
-from reshard.live.copy.reduce import OrderedSum, sums_of
+from reshard.live.copy.reduce import Arrived, OrderedSum, sums_of
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Program, Round
@@ -54,6 +54,7 @@ class Exchange:
         self.done = 0
         """Bytes that have been received or copied."""
         self._fused = any(one.fuses_copies for one in transports)
+        self._gpu = next((one.gpu for one in transports if one.gpu is not None), None)
 
     def run(self) -> None:
         """Run all rounds."""
@@ -61,7 +62,8 @@ class Exchange:
         for number in range(self.program.num_rounds):
             self.number = number
             round_ = self.program.round(number)
-            began, staged, arrived = perf_counter(), 0, dict[int, int]()
+            began, staged = perf_counter(), 0
+            arrived: Arrived = {}
             part = None if self.report is None else self.report.begin_round(number, began)
             for transport in transports:
                 staged += transport.begin(round_)
@@ -118,14 +120,13 @@ class Exchange:
         self,
         round_: Round,
         sums: Sequence[OrderedSum],
-        arrived: dict[int, int],
+        arrived: Arrived,
         part: RoundReport | None,
     ) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
         began, largest, bound = perf_counter(), 0, self.bound
-        staging = self.transports[0].staging if self._fused else None
         for one in sums:
-            used = one.run(bound, arrived, staging)
+            used = one.run(bound, arrived, self._gpu)
             largest = max(largest, used)
         for transport in self.transports:
             transport.release(round_, transport.peers & round_.receives.keys())
@@ -155,6 +156,8 @@ class Exchange:
             part.spent("waiting", began)
 
     def _finish_round(self, round_: Round, part: RoundReport | None, staged: int) -> None:
+        for transport in self.transports:
+            transport.end_round(round_)
         sent, received, copied = round_.bytes
         self.done += received + copied
         if part is not None:

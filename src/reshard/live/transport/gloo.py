@@ -14,6 +14,7 @@ from functools import partial
 
 import torch
 
+from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -228,7 +229,7 @@ class GlooTransport(Transport):
         views = direct_views(message, self.bound, sending)
         return [piece for view in views for piece in torch.split(view, PIECE_BYTES)]
 
-    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Unpack messages that have arrived."""
         messages = self._messages(round_, False)
         for peer in peers:

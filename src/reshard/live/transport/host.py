@@ -19,6 +19,7 @@ import numpy as np
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints
 from reshard.live.copy.host import read_memory, write_memory
+from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
@@ -179,9 +180,13 @@ class HostTransport(Transport):
         bound: BoundTensors,
         peers: Collection[int],
         option: str = "auto",
+        reasons: Mapping[int, str] = MappingProxyType({}),
     ) -> None:
-        """``option`` is the user's: ``auto``, ``peer`` or ``shared``."""
-        self.peers = frozenset(peers)
+        """``option`` is the user's: ``auto``, ``peer`` or ``shared``.
+
+        ``reasons`` say why peers are not reached from GPU to GPU.
+        """
+        self.peers, self._reasons = frozenset(peers), reasons
         self.watch, self.program, self.bound = watch, program, bound
         self._option, self._policy = option, DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections
@@ -206,7 +211,9 @@ class HostTransport(Transport):
         return PeerMemory(self.watch)
 
     def label(self, peer: int) -> str:
-        return "peer memory" if peer in self._direct else "shared memory"
+        way = "peer memory" if peer in self._direct else "shared memory"
+        reason = self._reasons.get(peer)
+        return f"{way} ({reason})" if reason else way
 
     def send_hellos(self) -> None:
         """Send Hellos with the address of this rank's table of tensors, and eager messages."""
@@ -266,7 +273,7 @@ class HostTransport(Transport):
         buffer = self._buffers[-1]
         batch.pack.run(self.bound, buffer.address, buffer.num_bytes)
 
-    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
         compiled = self._round(round_)
         for peer in peers:

@@ -1,9 +1,9 @@
 """GPU work that is in flight when its call has returned, and the thread that watches it.
 
 A move between GPUs only enqueues work. One thread per session watches it: it polls every exchange,
-detects lost peers, failed calls and timeouts. When an exchange fails, the thread aborts the NCCL
-group, so that no GPU waits forever, and all ranks of the call. The error is raised by whichever
-comes first: the handle of the call, the next call of the session, or `rs.check`.
+detects lost peers, failed calls and timeouts. When an exchange fails, the thread aborts it, so that
+no GPU waits forever, and all ranks of the call. The error is raised by whichever comes first: the
+handle of the call, the next call of the session, or `rs.check`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection
+from typing import Protocol
 
 from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.cause import Cause
+from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import Worker
-from reshard.live.transport.nccl_group import NcclGroup, NcclWork
 
-__all__ = ["InFlight", "InFlightCall"]
+__all__ = ["Abortable", "InFlight", "InFlightCall", "Work"]
 
 SUSPECT_AFTER = 1.2
 """Seconds after which only peers that do not themselves wait for others are suspected."""
@@ -27,21 +28,47 @@ NAME_SECONDS = 0.3
 """Seconds in which a socket may show which peer is lost, after NCCL has reported that one is."""
 
 
+class Abortable(Protocol):
+    """What exchanges run on, such as a NCCL group."""
+
+    aborted: bool
+
+    def abort(self) -> None:
+        """End all exchanges in flight within a second; what they received is undefined."""
+
+
+class Work(Protocol):
+    """An exchange in flight."""
+
+    @property
+    def group(self) -> Abortable:
+        """What it runs on."""
+
+    def begun(self) -> bool:
+        """Whether this rank's GPU has reached it."""
+
+    def done(self) -> bool:
+        """Whether it is complete; raises a `LiveError` once it has failed."""
+
+    def late(self, peers: Collection[int]) -> Collection[int]:
+        """The peers whose GPU has not reached it, if that can be seen."""
+
+
 class InFlightCall:
     """The exchanges of one call that are in flight."""
 
-    def __init__(self, calls: InFlight, watch: Watch, group: NcclGroup) -> None:
-        self._calls, self.watch, self.group = calls, watch, group
+    def __init__(self, calls: InFlight, watch: Watch) -> None:
+        self._calls, self.watch = calls, watch
+        self._groups: list[Abortable] = []
         self.error: LiveError | None = None
         self.complete = threading.Event()
         """Set when all exchanges have ended, or one has failed."""
-        self._started = False
         self.raised = False
         """Whether the error was raised to the user."""
 
-    def add(self, work: NcclWork, peers: Collection[int], what: Callable[[int], str]) -> None:
+    def add(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         """Watch one more exchange; ``what`` describes what a peer is waited for."""
-        self._started = True
+        self._groups.append(work.group)
         self._calls.submit(lambda: self._watch(_WatchedExchange(self.watch, work, peers), what))
 
     def wait(self) -> None:
@@ -55,8 +82,20 @@ class InFlightCall:
         """Record that the call has failed, and stop its exchanges."""
         if self.error is None:
             self.error = error
-        if self._started:
-            self.group.abort()
+        for group in self._groups:
+            group.abort()
+
+    def give_up(self) -> None:
+        """Stop the exchanges of a call that raises its error itself."""
+        self.raised = True
+        cause = self.watch.cause or Cause("error", "a move was aborted")
+        error = cause.error("")
+        self.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
+
+    @property
+    def any(self) -> bool:
+        """Whether anything was enqueued."""
+        return bool(self._groups)
 
     def close(self) -> None:
         """Complete the call once the exchanges in flight have ended; no others follow."""
@@ -80,15 +119,16 @@ class InFlightCall:
                 self.watch.fail_with(error)
         except Exception as error:
             known = error if isinstance(error, LiveError) else LiveError(repr(error))
-            self._calls.broken = self.group, known
+            self._calls.broken = exchange.group, known
             self.fail(known)
 
 
 class _WatchedExchange:
     """One exchange, and the peers that take part in it."""
 
-    def __init__(self, watch: Watch, work: NcclWork, peers: Collection[int]) -> None:
+    def __init__(self, watch: Watch, work: Work, peers: Collection[int]) -> None:
         self._watch, self._work, self._peers = watch, work, peers
+        self.group = work.group
         self._began = self._asked = 0.0
         self._suspects = peers
 
@@ -116,7 +156,7 @@ class _WatchedExchange:
             self._asked = now
             silent = [peer for peer in self._peers if self._watch.waits.record_of(peer) is None]
             self._suspects = silent or self._peers
-        return self._suspects
+        return self._work.late(self._peers) or self._suspects
 
     def _lost(self, error: PeerLostError) -> None:
         """Fail because a connection broke; a socket shows which rank is lost, if on this host."""
@@ -131,11 +171,11 @@ class _WatchedExchange:
 class InFlight:
     """All exchanges in flight of one session, in the order in which they were enqueued."""
 
-    def __init__(self) -> None:
+    def __init__(self, connections: Connections) -> None:
         self.unraised: list[InFlightCall] = []
         """Failed calls whose error was not raised yet."""
-        self.broken: tuple[NcclGroup, LiveError] | None = None
-        """The group that was aborted last, and its error."""
+        self.broken: tuple[Abortable, LiveError] | None = None
+        """What was aborted last, and its error."""
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:
@@ -159,13 +199,21 @@ class InFlight:
         if failed and failed[0].error is not None:
             raise failed[0].error
 
-    def cause_of(self, group: NcclGroup, error: LiveError, rank: int) -> Cause:
+    def cause_of(self, group: Abortable, error: LiveError, rank: int) -> Cause:
         """Why a group failed: the error of an earlier exchange on it, if there was one."""
         if self.broken is not None and self.broken[0] is group:
             return Cause.of(self.broken[1], rank).of_earlier_call()
         return Cause.of(error, rank)
 
+    def release(self) -> None:
+        """Nothing is kept between calls."""
+
+    def end_threads(self) -> None:
+        """Wait until nothing is in flight: peers need this process until then."""
+        self.settle()
+
     def close(self) -> None:
-        """End the thread."""
+        """End the thread, once nothing is in flight any more."""
+        self.settle()
         if self._worker is not None:
             self._worker.end()

@@ -16,7 +16,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
@@ -38,6 +39,7 @@ from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch
+from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
 
@@ -66,11 +68,9 @@ class NcclGroups:
 
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
-        self.in_flight = InFlight()
+        self.staging = StagingBuffer()
         self._group: NcclGroup | None = None
         self._epoch = 0
-        self._staging: torch.Tensor | None = None
-        self._stream = 0
         _groups.add(self)
 
     def group(self, watch: Watch, device: torch.device, asked: Task[Any] | None) -> NcclGroup:
@@ -84,7 +84,7 @@ class NcclGroups:
 
     def _renew(self, watch: Watch, device: torch.device, epoch: int) -> None:
         connections, key = self._connections, f"gpu/{epoch}"
-        self.in_flight.settle()
+        connections.resource(InFlight).settle()
         meet(watch, key, lambda peer: "it to open NCCL")
         # All ranks are here, so nothing is in flight on the old group.
         if self._group is not None:
@@ -99,34 +99,20 @@ class NcclGroups:
         )
         self._epoch = epoch
 
-    def staging(self, num_bytes: int, device: torch.device, stream: int) -> torch.Tensor:
-        """Memory for messages: the same in every call, as long as all are on one stream.
-
-        Another stream gets memory of its own: the first one may still read what it staged.
-        """
-        kept = self._staging
-        same = kept is not None and (kept.device, self._stream) == (device, stream)
-        if kept is None or not same or kept.numel() < num_bytes:
-            self._staging = kept = None  # freed before more is allocated
-            kept = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-            self._staging, self._stream = kept, stream
-        return kept
-
     def release(self) -> None:
         """Free the staging buffer."""
-        self._staging = None
+        self.staging.release()
 
     def end_threads(self) -> None:
-        """The watcher ends with the session."""
+        """The group's worker ends with the group."""
 
     def close(self) -> None:
         """Wait until peers have received what is in flight to them, then close the group."""
         self.release()
         if self._group is not None and not self._group.aborted:
-            self.in_flight.settle()
+            self._connections.resource(InFlight).settle()
             with contextlib.suppress(LiveError):
                 self._group.close(_close_wait)
-        self.in_flight.close()
 
 
 @atexit.register
@@ -186,11 +172,21 @@ class NcclTransport(Transport):
         device: torch.device,
         gloo: GlooGroup | None,
         ticket: Ticket,
+        in_flight: InFlightCall,
+        *,
+        copies: bool = True,
+        reasons: Mapping[int, str] | None = None,
     ) -> None:
-        """``gloo`` carries the Hellos to ranks of other hosts."""
-        self._ticket = ticket
+        """``gloo`` carries the Hellos to ranks of other hosts.
+
+        ``copies`` says whether it also copies what stays on this rank, ``reasons`` why peers are
+        not reached otherwise.
+        """
+        self._ticket, self._copies, self._reasons = ticket, copies, reasons or {}
+        self.in_flight = in_flight
         self.peers = frozenset(peers)
-        self.watch, self.program, self.bound, self.device = watch, program, bound, device
+        self.watch, self.program, self.bound = watch, program, bound
+        self.device = self.gpu = device
         self._groups = watch.connections.resource(NcclGroups)
         self._far = None if gloo is None else GlooHellos(watch, gloo)
         near = watch.connections.peers.keys()
@@ -199,13 +195,14 @@ class NcclTransport(Transport):
             watch.by_network = self.peers - near
         self._asked = begin_epoch(watch)
         self._group: NcclGroup | None = None
-        self.in_flight: InFlightCall | None = None
+        self._staging: torch.Tensor | None = None
         self._direct: frozenset[int] = frozenset()
         self._tensors: TensorTable | None = None
         self._closed = False
 
     def label(self, peer: int) -> str:
-        return "NCCL"
+        reason = self._reasons.get(peer)
+        return f"NCCL ({reason})" if reason else "NCCL"
 
     def send_hellos(self) -> None:
         """Send Hellos over the mailbox to ranks of this host, over gloo to others."""
@@ -219,7 +216,7 @@ class NcclTransport(Transport):
     def _open(self) -> None:
         """Get the group and the staging buffer of the call, once all peers have called."""
         watch, hellos = self.watch, dict(self.watch.inbox.hellos)
-        others = sorted(peer for peer, hello in hellos.items() if not hello.on_gpu)
+        others = sorted(peer for peer in self.peers if not hellos[peer].on_gpu)
         if others:
             text = f"rank {self.program.rank} moves from GPU to GPU and ranks {others} by way of "
             watch.fail(Cause("disagree", f'{text}the host: give check="always" to compare again'))
@@ -233,18 +230,17 @@ class NcclTransport(Transport):
                 f"its earlier moves were on {self._group.device}: keep to one GPU per rank"
             )
             watch.fail(Cause("tensor", text))
-        self.in_flight = InFlightCall(self._groups.in_flight, watch, self._group)
         if not self.bound.strides:
-            self._direct = frozenset(peer for peer, one in hellos.items() if not one.strided)
+            self._direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
         size = self._staging_bytes()
         on_gpu = self.device.type == "cuda"
         stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
-        self.staging = self._groups.staging(size, self.device, stream)
-        self._tensors = TensorTable.of(self.bound, self.staging)
+        self._staging = self._groups.staging.take(size, self.device, stream)
+        self._tensors = TensorTable.of(self.bound, self._staging)
 
     def _staging_bytes(self) -> int:
         """The most that any round stages; kept, as large plans compile rounds in every call."""
-        kept, key = self.program.round(0).kept, ("nccl staging", self._direct)
+        kept, key = self.program.round(0).kept, ("nccl staging", self.peers, self._direct)
         if key not in kept:
             rounds = map(self.program.round, range(self.program.num_rounds))
             kept[key] = max(self._round(round_).num_bytes for round_ in rounds)
@@ -264,17 +260,16 @@ class NcclTransport(Transport):
         for table in todo.after:
             table.launch(self._tensors)
         inbox = self.watch.inbox
-        for peer in round_.receives:
+        for peer in self.peers & round_.receives.keys():
             inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
         return todo.staged
 
     def _exchange(self, round_: Round, todo: _NcclRound) -> None:
         assert self._group is not None
-        assert self.in_flight is not None
         sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
         if not sends and not receives:
             return
-        peers = frozenset(round_.sends) | frozenset(round_.receives)
+        peers = self.peers & (round_.sends.keys() | round_.receives.keys())
 
         def what(peer: int) -> str:
             part = self.program.part_text(round_, peer)
@@ -286,7 +281,8 @@ class NcclTransport(Transport):
             work = self._group.exchange(sends, receives, wait)
         except LiveError as error:
             rank = self.watch.connections.rank
-            self.watch.fail(self._groups.in_flight.cause_of(self._group, error, rank))
+            calls = self.watch.connections.resource(InFlight)
+            self.watch.fail(calls.cause_of(self._group, error, rank))
         self.in_flight.add(work, peers, what)
         work.join()
 
@@ -294,18 +290,20 @@ class NcclTransport(Transport):
         self, messages: Sequence[tuple[Message, int]], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
         """The memory that is sent or received into, in the same order on both ends."""
-        assert self.staging is not None
+        assert self._staging is not None
         ranks, found = self.watch.connections.ranks, []
         for message, at in messages:
             index = ranks.index(message.peer)
             if message.staged_bytes:
-                found.append((index, self.staging[at : at + message.staged_bytes]))
+                found.append((index, self._staging[at : at + message.staged_bytes]))
             found += [(index, view) for view in direct_views(message, self.bound, sending)]
         return found
 
-    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, int]) -> None:
+    def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Messages are unpacked already; only addends are still in the staging buffer."""
-        arrived |= {id(transfer): at for transfer, at in self._round(round_).addends}
+        assert self._staging is not None
+        for transfer, at in self._round(round_).addends:
+            arrived[id(transfer)] = self._staging[at : at + transfer.num_bytes]
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
         """Nothing to do: the next round is enqueued after this one."""
@@ -322,15 +320,12 @@ class NcclTransport(Transport):
         self._ticket.enqueues = False
         if self._far is not None:
             self._far.close(ok)
-        if self.in_flight is not None and not ok:
-            self.in_flight.raised = True
-            cause = self.watch.cause or Cause("error", "a move was aborted")
-            error = cause.error("")
-            self.in_flight.fail(error if isinstance(error, LiveError) else LiveError(str(error)))
+        if not ok:
+            self.in_flight.give_up()
 
     def _round(self, round_: Round) -> _NcclRound:
         """The tables of a round, kept with it."""
-        key = ("nccl", self._direct)
+        key = ("nccl", self.peers, self._direct, self._copies)
         found: _NcclRound | None = round_.kept.get(key)
         if found is None:
             found = round_.kept[key] = self._compile(round_)
@@ -343,7 +338,7 @@ class NcclTransport(Transport):
         before, after = CopyList(), CopyList()
         for message, start in sends:
             message.pack(before, start, staging)
-        for transfer in round_.copies:
+        for transfer in round_.copies if self._copies else ():
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
         addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
@@ -356,7 +351,8 @@ class NcclTransport(Transport):
         """Where messages are in the staging buffer, from an offset on; and where they end."""
         found = []
         for peer, transfers in messages.items():
-            message = NCCL.message(peer, transfers, peer in self._direct)
-            found.append((message, at))
-            at = -(-(at + message.staged_bytes) // GRID) * GRID
+            if peer in self.peers:
+                message = NCCL.message(peer, transfers, peer in self._direct)
+                found.append((message, at))
+                at = -(-(at + message.staged_bytes) // GRID) * GRID
         return found, at

@@ -1,0 +1,221 @@
+"""The calls of the CUDA driver that torch does not offer: memory of other processes, and signals.
+
+An allocation is exported as a handle, and another process of the same host that opens the handle
+reads the same memory. A signal is a number in host memory that several processes map: the stream of
+one process writes it, the streams of others wait until it is there. No kernel runs meanwhile, and
+the host can write the number as well: so a stream that waits for a process that has died can always
+be released. (An interprocess event cannot: it is never complete then, and blocks the stream until
+the process ends.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Callable
+from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
+from functools import cache
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = ["HANDLE_BYTES", "Allocation", "CudaError", "Driver", "cuda_driver", "device_view"]
+
+HANDLE_BYTES = 64
+
+BUFFER_ID = 7
+"""CU_POINTER_ATTRIBUTE_BUFFER_ID: a number that no other allocation of the process ever has."""
+
+OPEN_LAZILY = 1
+"""CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS: also memory of another GPU."""
+
+PORTABLE_AND_MAPPED = 1 | 2
+"""CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for all GPUs of this process."""
+
+NON_BLOCKING = 1
+"""CU_STREAM_NON_BLOCKING: does not wait for work on the default stream."""
+
+
+class CudaError(Exception):
+    """A call of the CUDA driver failed; the text names the error."""
+
+
+class Allocation(NamedTuple):
+    """Memory that the driver has allocated at once."""
+
+    base: int
+    num_bytes: int
+    number: int
+    """Never given to another allocation of the process."""
+
+
+class Driver(Protocol):
+    """What a transport between GPUs needs of CUDA; tests have a stand-in."""
+
+    def gpu_of(self, device: torch.device) -> str:
+        """A text that names the GPU of a device, on all processes alike."""
+
+    def allocation(self, address: int) -> Allocation:
+        """The allocation that an address is in."""
+
+    def number(self, address: int) -> int:
+        """The number of the allocation that an address is in; 0 if there is none."""
+
+    def export(self, base: int) -> bytes:
+        """A handle with which other processes open the allocation that begins here."""
+
+    def open(self, handle: bytes) -> int:
+        """Map an allocation of another process; returns its address in this one."""
+
+    def close(self, address: int) -> None:
+        """Unmap an allocation of another process."""
+
+    def allocate(self, num_bytes: int) -> int:
+        """Allocate memory that can be exported, whatever torch's allocator is."""
+
+    def free(self, address: int) -> None:
+        """Free such memory."""
+
+    def write_word(self, address: int, value: int) -> None:
+        """Write 8 bytes of device memory, beside all streams."""
+
+    def read_word(self, address: int) -> int:
+        """Read 8 bytes of device memory, beside all streams."""
+
+    def register(self, address: int, num_bytes: int) -> int:
+        """Let GPUs access memory of the host; returns its address on devices."""
+
+    def unregister(self, address: int) -> None:
+        """Undo it."""
+
+    def write_signal(self, stream: int, address: int, value: int) -> None:
+        """Enqueue a write of 8 bytes, after all work of the stream so far."""
+
+    def await_signal(self, stream: int, address: int, value: int) -> None:
+        """Let a stream wait until 8 bytes are at least this value."""
+
+    def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """Mapped memory as a tensor of bytes."""
+
+
+class _Handle(ctypes.Structure):
+    _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
+
+
+class CudaDriver:
+    """The driver of NVIDIA, by way of ctypes. A context must be current: that of torch."""
+
+    def __init__(self, library: Any) -> None:
+        self._library = library
+
+    def _call(self, name: str, *arguments: Any) -> None:
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = c_char_p()
+            self._library.cuGetErrorName(code, byref(text))
+            raise CudaError(text.value.decode() if text.value else f"CUDA error {code}")
+
+    def gpu_of(self, device: torch.device) -> str:
+        number, found = c_int(), (ctypes.c_ubyte * 16)()
+        self._call("cuCtxGetDevice", byref(number))
+        self._call("cuDeviceGetUuid_v2", byref(found), number)
+        return bytes(found).hex()
+
+    def allocation(self, address: int) -> Allocation:
+        base, size = c_uint64(), c_size_t()
+        self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
+        return Allocation(base.value, size.value, self.number(address))
+
+    def number(self, address: int) -> int:
+        found = c_uint64()
+        code = self._library.cuPointerGetAttribute(byref(found), BUFFER_ID, c_uint64(address))
+        return 0 if code else found.value
+
+    def export(self, base: int) -> bytes:
+        handle = _Handle()
+        self._call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
+        return bytes(handle.data)
+
+    def open(self, handle: bytes) -> int:
+        found, theirs = c_uint64(), _Handle.from_buffer_copy(handle)
+        self._call("cuIpcOpenMemHandle_v2", byref(found), theirs, c_uint(OPEN_LAZILY))
+        return found.value
+
+    def close(self, address: int) -> None:
+        self._call("cuIpcCloseMemHandle", c_uint64(address))
+
+    def allocate(self, num_bytes: int) -> int:
+        found = c_uint64()
+        self._call("cuMemAlloc_v2", byref(found), c_size_t(num_bytes))
+        return found.value
+
+    def free(self, address: int) -> None:
+        self._call("cuMemFree_v2", c_uint64(address))
+
+    def write_word(self, address: int, value: int) -> None:
+        word = c_uint64(value)
+        self._beside_streams(
+            lambda stream: self._call(
+                "cuMemcpyHtoDAsync_v2", c_uint64(address), byref(word), c_size_t(8), stream
+            )
+        )
+
+    def read_word(self, address: int) -> int:
+        word = c_uint64()
+        self._beside_streams(
+            lambda stream: self._call(
+                "cuMemcpyDtoHAsync_v2", byref(word), c_uint64(address), c_size_t(8), stream
+            )
+        )
+        return word.value
+
+    def _beside_streams(self, copy: Callable[[c_void_p], None]) -> None:
+        """Copy on a stream that waits for no other, and wait for it."""
+        stream = c_void_p()
+        self._call("cuStreamCreate", byref(stream), c_uint(NON_BLOCKING))
+        try:
+            copy(stream)
+            self._call("cuStreamSynchronize", stream)
+        finally:
+            self._call("cuStreamDestroy_v2", stream)
+
+    def register(self, address: int, num_bytes: int) -> int:
+        memory, found = c_void_p(address), c_uint64()
+        self._call("cuMemHostRegister_v2", memory, c_size_t(num_bytes), c_uint(PORTABLE_AND_MAPPED))
+        self._call("cuMemHostGetDevicePointer_v2", byref(found), memory, c_uint(0))
+        return found.value
+
+    def unregister(self, address: int) -> None:
+        self._call("cuMemHostUnregister", c_void_p(address))
+
+    def write_signal(self, stream: int, address: int, value: int) -> None:
+        self._call(
+            "cuStreamWriteValue64_v2",
+            c_void_p(stream),
+            c_uint64(address),
+            c_uint64(value),
+            c_uint(),
+        )
+
+    def await_signal(self, stream: int, address: int, value: int) -> None:
+        self._call(
+            "cuStreamWaitValue64_v2", c_void_p(stream), c_uint64(address), c_uint64(value), c_uint()
+        )
+
+    def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        return device_view(address, num_bytes, device)
+
+
+def device_view(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """Device memory that torch has not allocated, as a tensor of bytes that does not own it."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    return empty.set_(make(address, device, num_bytes), 0, (num_bytes,), (1,))
+
+
+@cache
+def cuda_driver() -> Driver | None:
+    """The driver of this machine; None where there is none."""
+    with contextlib.suppress(OSError):
+        return CudaDriver(ctypes.CDLL("libcuda.so.1"))
+    return None

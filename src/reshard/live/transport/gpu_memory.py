@@ -1,0 +1,396 @@
+"""Device memory that the processes of one host share: exported, mapped, and ordered by signals.
+
+exports    allocations of this process; a handle is made once per allocation, and an allocation
+           that was freed is noticed by its number
+tables     what a rank tells its peers in every call: handles, and the addresses of its tensors
+mappings   allocations of peers, mapped once and unmapped when their owner has freed them
+signals    how far the stream of a rank has come in a call, in memory of the host that peers map
+
+The driver keeps mapped memory alive: a reader never faults, not even if the owner has freed the
+memory or was killed. In turn, memory that the owner frees is free only when readers have unmapped
+it, which they do in their next call, in `plan.release()`, and at the end of the session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from reshard.errors import LiveError
+from reshard.layout.columns import Ints, distinct
+from reshard.live.copy.cuda_driver import HANDLE_BYTES, Allocation, CudaError, Driver, cuda_driver
+from reshard.live.copy.host import array_at
+from reshard.live.session.rendezvous import Connections
+from reshard.live.session.shared_memory import SharedBuffer
+from reshard.live.transport.in_flight import InFlight
+
+__all__ = [
+    "DONE", "REACHED", "Exports", "GpuMemory", "Mappings", "Signals", "StagingBuffer", "Table",
+]  # fmt: skip
+
+REACHED, DONE = 0, 1
+"""The two signals of a rank in a call: how far its tensors are ready, and its own reads done."""
+
+SLOTS = 1024
+"""Calls whose signals a page holds at a time."""
+
+LAST_STEP = (1 << 32) - 1
+
+
+class Signals:
+    """How far a rank has come in its calls, on a page of the host that all its peers map.
+
+    A signal is a number that grows: the call in its upper half, a step of the call in its lower.
+    Every call has words of its own, so that a failed call can be released without regard to others.
+    """
+
+    def __init__(self, page: SharedBuffer, driver: Driver) -> None:
+        if page.num_bytes < 2 * SLOTS * 8:
+            raise ValueError(f"signals of {page.num_bytes} bytes instead of {2 * SLOTS * 8}")
+        self.page, self._driver = page, driver
+        self._words = array_at(page.address, (2, SLOTS), np.dtype(np.uint64), (8 * SLOTS, 8))
+        self._address = driver.register(page.address, page.num_bytes)
+        self._enqueued = np.zeros((2, SLOTS), np.uint64)
+
+    @classmethod
+    def create(cls, driver: Driver) -> Signals:
+        """The signals of this rank."""
+        return cls(SharedBuffer.create(2 * SLOTS * 8), driver)
+
+    def _at(self, kind: int, call: int) -> int:
+        return self._address + 8 * (kind * SLOTS + call % SLOTS)
+
+    def is_free(self, call: int) -> bool:
+        """Whether the GPU is done with the earlier call that had the words of this one."""
+        slot = call % SLOTS
+        return bool((self._words[:, slot] >= self._enqueued[:, slot]).all())
+
+    def write(self, stream: int, kind: int, call: int, step: int) -> None:
+        """Enqueue a signal of this rank."""
+        value = call << 32 | step
+        self._driver.write_signal(stream, self._at(kind, call), value)
+        self._enqueued[kind, call % SLOTS] = value
+
+    def wait(self, stream: int, kind: int, call: int, step: int) -> None:
+        """Let a stream wait for a signal."""
+        self._driver.await_signal(stream, self._at(kind, call), call << 32 | step)
+
+    def has_come(self, kind: int, call: int, step: int) -> bool:
+        """Whether a signal is there."""
+        return int(self._words[kind, call % SLOTS]) >= call << 32 | step
+
+    def release(self, call: int) -> None:
+        """Release all streams that wait for signals of a call that has failed."""
+        self._words[:, call % SLOTS] = call << 32 | LAST_STEP
+
+    def close(self) -> None:
+        """Take the page back from the GPU."""
+        with contextlib.suppress(CudaError):
+            self._driver.unregister(self.page.address)
+
+
+class _Export(NamedTuple):
+    allocation: Allocation
+    handle: bytes
+
+
+class Exports:
+    """The allocations of this process that peers have been given handles of."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._known: list[_Export] = []
+        """By address."""
+        self._bases = self._ends = np.zeros(0, np.int64)
+
+    def refresh(self) -> list[int]:
+        """Forget allocations that were freed; returns the numbers of all others."""
+        number = self._driver.number
+        live = [one for one in self._known if number(one.allocation.base) == one.allocation.number]
+        if len(live) < len(self._known):
+            self._keep(live)
+        return [one.allocation.number for one in self._known]
+
+    def of(self, starts: Ints, ends: Ints) -> list[_Export]:
+        """The allocations that ranges of memory are in; a `CudaError` says why one has none."""
+        while True:
+            rows = np.searchsorted(self._bases, starts, side="right") - 1
+            inside = (rows >= 0) & (ends <= np.append(self._ends, 0)[rows])
+            if inside.all():
+                return [self._known[row] for row in distinct(rows).tolist()]
+            first = int(np.argmin(inside))
+            self._add(int(starts[first]), int(ends[first]))
+
+    def _add(self, start: int, end: int) -> None:
+        found = self._driver.allocation(start)
+        if end > found.base + found.num_bytes:
+            raise CudaError("the tensor is in several allocations, as expandable segments are")
+        self._keep([*self._known, _Export(found, self._driver.export(found.base))])
+
+    def _keep(self, exports: Sequence[_Export]) -> None:
+        self._known = sorted(exports, key=lambda one: one.allocation.base)
+        self._bases = np.array([one.allocation.base for one in self._known], np.int64)
+        sizes = np.array([one.allocation.num_bytes for one in self._known], np.int64)
+        self._ends = self._bases + sizes
+
+
+HANDLE_WORDS = HANDLE_BYTES // 8
+EXPORT_WORDS = 3 + HANDLE_WORDS
+HEADER_WORDS = 4
+MAGIC = 0x7273_6770_7501
+
+
+@dataclass(frozen=True, eq=False)
+class Table:
+    """What a rank tells its peers in a call: its exported allocations, and where its tensors are.
+
+    As words of 8 bytes: a header; the numbers of all allocations that exist; number, base, size and
+    handle of those that the call uses; start and end of each tensor, 0 if peers do not read it.
+    """
+
+    live: Ints
+    exports: Ints
+    """One row per allocation, by their base."""
+    ranges: Ints
+    """Start and end of tensors, by base number: 2 columns."""
+
+    @classmethod
+    def of(cls, live: Sequence[int], exports: Sequence[_Export], ranges: Ints) -> Table:
+        """The table of this rank."""
+        rows = np.zeros((len(exports), EXPORT_WORDS), np.int64)
+        for row, (allocation, handle) in zip(rows, exports, strict=True):
+            row[:3] = allocation.number, allocation.base, allocation.num_bytes
+            row[3:] = np.frombuffer(handle, np.int64)
+        return cls(np.array(live, np.int64), rows, ranges)
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size in shared memory."""
+        return 8 * (HEADER_WORDS + self.live.size + self.exports.size + self.ranges.size)
+
+    def write(self, address: int) -> None:
+        """Write it to shared memory."""
+        header = np.array([MAGIC, len(self.live), len(self.exports), len(self.ranges)])
+        parts = [header, self.live, self.exports.reshape(-1), self.ranges.reshape(-1)]
+        words = array_at(address, (self.num_bytes // 8,), np.dtype(np.int64), (8,))
+        np.concatenate(parts, out=words)
+
+    @classmethod
+    def read(cls, address: int, num_bytes: int, num_tensors: int) -> Table:
+        """A peer's table in shared memory of this size; ValueError if it is malformed."""
+        words = array_at(address, (num_bytes // 8,), np.dtype(np.int64), (8,))
+        magic, live, exports, tensors = words[:HEADER_WORDS].tolist()
+        total = HEADER_WORDS + live + EXPORT_WORDS * exports + 2 * tensors
+        sensible = min(live, exports) >= 0 and max(live, exports) < len(words)
+        if magic != MAGIC or not sensible or tensors != num_tensors or total > len(words):
+            raise ValueError("a table of GPU memory that cannot be read")
+        words = words[HEADER_WORDS:total].copy()
+        first, second = live, live + EXPORT_WORDS * exports
+        rows = words[first:second].reshape(exports, EXPORT_WORDS)
+        return cls(words[:first], rows, words[second:].reshape(tensors, 2))
+
+
+class _Mapped(NamedTuple):
+    handle: bytes
+    address: int
+
+
+class Mappings:
+    """Allocations of peers that this process has mapped, by peer and number."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._mapped: dict[int, dict[int, _Mapped]] = {}
+        self._unused: list[tuple[Callable[[], bool], int]] = []
+        """Mappings to close, each once no GPU work reads it any more."""
+
+    def update(self, peer: int, table: Table, is_idle: Callable[[], bool]) -> None:
+        """Map what a peer has exported, and unmap what it has freed.
+
+        ``is_idle`` says whether all GPU work that was enqueued before this call is done.
+        """
+        mapped, live = self._mapped.setdefault(peer, {}), set(table.live.tolist())
+        for number in mapped.keys() - live:
+            self._unused.append((is_idle, mapped.pop(number).address))
+        self.sweep()
+        for row in table.exports:
+            number, handle = int(row[0]), row[3:].tobytes()
+            known = mapped.get(number)
+            if known is not None and known.handle == handle:
+                continue
+            if known is not None:
+                self._unused.append((is_idle, mapped.pop(number).address))
+            mapped[number] = _Mapped(handle, self._open(handle, int(row[2])))
+
+    def _open(self, handle: bytes, num_bytes: int) -> int:
+        """Map an allocation, which must have as many bytes as its owner says."""
+        address = self._driver.open(handle)
+        there = self._driver.allocation(address)
+        if there.base + there.num_bytes < address + num_bytes:
+            self._driver.close(address)
+            raise ValueError(f"an allocation of {there.num_bytes} bytes instead of {num_bytes}")
+        return address
+
+    def addresses(self, peer: int, table: Table, numbers: Ints) -> Ints:
+        """Where tensors of a peer are in this process; ValueError if they are nowhere."""
+        starts, ends = table.ranges[numbers].T
+        bases, sizes = table.exports[:, 1], table.exports[:, 2]
+        rows = np.searchsorted(bases, starts, side="right") - 1
+        outside = not len(bases) or rows.min(initial=0) < 0
+        if outside or ((starts < bases[rows]) | (ends > (bases + sizes)[rows])).any():
+            raise ValueError("tensors outside the memory that was exported")
+        mapped = self._mapped[peer]
+        here = [mapped[number].address for number in table.exports[:, 0].tolist()]
+        found: Ints = starts - bases[rows] + np.array(here, np.int64)[rows]
+        return found
+
+    def sweep(self) -> None:
+        """Close unused mappings that no GPU work reads any more."""
+        waiting = []
+        for is_idle, address in self._unused:
+            if is_idle():
+                with contextlib.suppress(CudaError):
+                    self._driver.close(address)
+            else:
+                waiting.append((is_idle, address))
+        self._unused = waiting
+
+    def drop(self, is_idle: Callable[[], bool]) -> None:
+        """Unmap everything."""
+        for mapped in self._mapped.values():
+            self._unused += [(is_idle, one.address) for one in mapped.values()]
+        self._mapped.clear()
+        self.sweep()
+
+
+class StagingBuffer:
+    """A buffer on a GPU that is kept between calls, as long as all are on one stream.
+
+    Another stream gets memory of its own: the first one may still read what it staged.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._stream = 0
+
+    def take(self, num_bytes: int, device: torch.device, stream: int) -> torch.Tensor:
+        """The buffer, with at least so many bytes."""
+        kept = self._tensor
+        same = kept is not None and (kept.device, self._stream) == (device, stream)
+        if kept is None or not same or kept.numel() < num_bytes:
+            self._tensor = kept = None  # freed before more is allocated
+            kept = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            self._tensor, self._stream = kept, stream
+        return kept
+
+    def release(self) -> None:
+        """Free it."""
+        self._tensor = None
+
+
+class GpuMemory:
+    """What a session keeps for moves between GPUs of one host."""
+
+    def __init__(self, connections: Connections) -> None:
+        driver = cuda_driver()
+        if driver is None:
+            raise LiveError("this machine has no CUDA driver")
+        self.driver = driver
+        self.exports, self.mappings = Exports(driver), Mappings(driver)
+        self.addends = StagingBuffer()
+        """Addends that this rank has read from peers."""
+        self._marks: list[Any] = []
+        """Events behind the GPU work of calls; those that are complete are dropped."""
+        self._packing: tuple[int, int] | None = None
+        """Address and size of the buffer in which this rank packs what peers cannot read."""
+        self._device: torch.device | None = None
+        self._own: Signals | None = None
+        self._peers: dict[int, Signals] = {}
+        self._connections = connections
+        self._buffers: Mapping[tuple[int, int], SharedBuffer] = connections.mailbox.buffers
+
+    @contextlib.contextmanager
+    def using(self, device: torch.device | None) -> Iterator[None]:
+        """Make calls of the driver for a device."""
+        self._device = device
+        if device is None or device.type != "cuda":
+            yield
+            return
+        with torch.cuda.device(device):
+            yield
+
+    @property
+    def signals(self) -> Signals:
+        """The signals of this rank."""
+        if self._own is None:
+            self._own = Signals.create(self.driver)
+        return self._own
+
+    def signals_of(self, peer: int, number: int) -> Signals:
+        """The signals of a peer, on the shared page with this number; KeyError if it sent none."""
+        found = self._peers.get(peer)
+        if found is None or found.page.number != number:
+            found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
+        return found
+
+    def packing_buffer(self, num_bytes: int) -> int:
+        """The address of a buffer that can be exported, with at least so many bytes."""
+        if self._packing is None or self._packing[1] < num_bytes:
+            self._free_packing()
+            self._packing = self.driver.allocate(num_bytes), num_bytes
+        return self._packing[0]
+
+    def _free_packing(self) -> None:
+        if self._packing is not None:
+            address, self._packing = self._packing[0], None
+            with contextlib.suppress(CudaError):
+                self.driver.free(address)
+
+    def mark(self, device: torch.device) -> Callable[[], bool]:
+        """A function that says whether all work of the current stream so far is done."""
+        self._marks = [one for one in self._marks if not one.query()]
+        if device.type != "cuda":
+            return lambda: True
+        event = torch.cuda.current_stream(device).record_event()
+        self._marks.append(event)
+        found: Callable[[], bool] = event.query
+        return found
+
+    @property
+    def is_idle(self) -> Callable[[], bool]:
+        """A function that says whether the GPU work of all calls so far is done."""
+        marks = list(self._marks)
+        return lambda: all(one.query() for one in marks)
+
+    def after_last_call(self, device: torch.device) -> None:
+        """Let the current stream wait for the GPU work of all calls so far."""
+        for event in self._marks:
+            torch.cuda.current_stream(device).wait_event(event)
+
+    def release(self) -> None:
+        """Free the buffers, and unmap the memory of peers."""
+        self.addends.release()
+        with self.using(self._device):
+            self._free_packing()
+            self.mappings.drop(self.is_idle)
+
+    def end_threads(self) -> None:
+        """It has none."""
+
+    def close(self) -> None:
+        """Free everything; pages on which GPU work still waits stay."""
+        self._connections.resource(InFlight).settle()
+        self.release()
+        if not self.is_idle():
+            return
+        with self.using(self._device):
+            for signals in (*self._peers.values(), *([] if self._own is None else [self._own])):
+                signals.close()
+        if self._own is not None:
+            self._own.page.close()
+        self._peers, self._own = {}, None

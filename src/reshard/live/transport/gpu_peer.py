@@ -1,0 +1,587 @@
+"""The transport between GPUs of one host: every rank reads its peers' tensors, in one launch.
+
+A rank tells its peers where its tensors are and that its stream has been asked to signal when they
+are ready. Every receiver lets its stream wait for these signals, reads everything that it wants
+with one launch of the copy kernel, and signals that it has read; the streams of the senders wait
+for that. The host waits for messages of peers only, never for a GPU: what the caller enqueues next
+may change sources and use results.
+
+Reads of source tensors do not depend on rounds, so the first launch makes those of all rounds. What
+is left for later rounds: sums, and parts that another rank has received before. A rank whose
+tensors cannot be exported, or are not contiguous, packs its messages into a buffer that can be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from reshard.errors import LiveError
+from reshard.layout.columns import Ints, distinct
+from reshard.live.copy.cuda_driver import CudaError
+from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.failure.watch import Watch
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.blocks import CopyList, Place
+from reshard.live.program.messages import Message, Mode, message_of
+from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.session.cause import Cause
+from reshard.live.session.control import Hello, Ready, Released
+from reshard.live.session.session import Ticket
+from reshard.live.session.shared_memory import SharedBuffer
+from reshard.live.transport.base import Transport
+from reshard.live.transport.gpu_memory import DONE, REACHED, GpuMemory, Signals, Table
+from reshard.live.transport.in_flight import InFlightCall
+
+__all__ = ["GpuPeerTransport"]
+
+GRID = 16
+"""Messages and addends begin at a multiple of this: the kernel copies so many bytes at a time."""
+
+TURN_PAUSE = 0.0002
+"""Seconds between two checks whether earlier calls have enqueued all their work."""
+
+ENTERED = 1
+"""The step at which a stream has reached the call, so that its source tensors are ready."""
+
+SIGNALS_ROUND = 1 << 40
+"""The message that brings a rank's page of signals is a Ready of this round."""
+
+_cuda: Any = torch.cuda  # its streams and events have no types
+
+
+def round_step(number: int) -> int:
+    """The step at which what a rank sends in a round is ready, if it was not from the start."""
+    return ENTERED + 1 + number
+
+
+def done_step(number: int) -> int:
+    """The step at which a rank has read all messages up to a round."""
+    return 1 + number
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Pull:
+    """What a rank copies in one go: a launch for each change of dtype."""
+
+    tables: Sequence[CopyTable]
+    waits: Mapping[int, int]
+    """The step that each peer must have reached before."""
+    addends: Sequence[tuple[Transfer, int]]
+    """Where addends are put in the staging buffer."""
+    staging_bytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Pulls:
+    """Everything that a rank copies in a call, compiled for peers that it reads directly or not."""
+
+    first: _Pull
+    later: Mapping[int, _Pull]
+    """What is left of a round, by its number."""
+    num_covered: int
+    """So many first rounds are complete after the first pull."""
+    numbers: Mapping[int, Ints]
+    """The base numbers of the tensors that are read from each peer."""
+    places: Mapping[int, int]
+    """Where these begin in the table of base addresses."""
+    num_bases: int
+
+    @property
+    def staging_bytes(self) -> int:
+        """The most that any round stages."""
+        return max((pull.staging_bytes for pull in self.later.values()), default=0)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Packed:
+    """The messages of a round that this rank packs, because peers cannot read its tensors."""
+
+    messages: Sequence[tuple[Message, int]]
+    """Messages, and where in the buffer each begins."""
+    tables: Sequence[CopyTable]
+    num_bytes: int
+
+
+class CallSignals:
+    """The signals of one call: those of this rank and of its peers."""
+
+    def __init__(self, call: int, own: Signals) -> None:
+        self.call, self.own = call, own
+        self.peers: dict[int, Signals] = {}
+        self.aborted = False
+
+    def abort(self) -> None:
+        """Release all streams that wait in this call; what they then copy is undefined."""
+        self.aborted = True
+        for signals in (self.own, *self.peers.values()):
+            signals.release(self.call)
+
+
+class _Work:
+    """The GPU work of one call, for the thread that watches it."""
+
+    def __init__(self, group: CallSignals, done: Callable[[], bool]) -> None:
+        self.group, self._done = group, done
+
+    def begun(self) -> bool:
+        """Whether this rank's GPU has reached the call."""
+        return self.group.own.has_come(REACHED, self.group.call, ENTERED)
+
+    def done(self) -> bool:
+        """Whether everything was copied, here and by the peers that read from this rank."""
+        # In this order: an abort lets everything pass.
+        done = self._done()
+        if self.group.aborted:
+            raise LiveError("a move between GPUs was aborted")
+        return done
+
+    def late(self, peers: Collection[int]) -> list[int]:
+        """The peers whose GPU has not reached the call."""
+        of = self.group.peers
+        return [p for p in peers if not of[p].has_come(REACHED, self.group.call, ENTERED)]
+
+
+class GpuPeerTransport(Transport):
+    """Reads the tensors of peers whose memory this process can map, from GPU to GPU."""
+
+    fuses_copies = True
+
+    def __init__(
+        self,
+        watch: Watch,
+        program: Program,
+        bound: BoundTensors,
+        peers: Collection[int],
+        device: torch.device,
+        ticket: Ticket,
+        in_flight: InFlightCall,
+    ) -> None:
+        self.peers = frozenset(peers)
+        self.device = self.gpu = device
+        self.watch, self.program, self.bound = watch, program, bound
+        self._ticket, self._in_flight = ticket, in_flight
+        self._memory = watch.connections.resource(GpuMemory)
+        self._signals: CallSignals | None = None
+        self._packs = False
+        """Whether this rank packs its messages."""
+        self._buffer: SharedBuffer | None = None
+        """The shared buffer with this rank's table."""
+        self._tables: dict[int, Table] = {}
+        self._pulls: _Pulls | None = None
+        self._bases: Ints = np.zeros(0, np.int64)
+        self._here: dict[int, set[int]] = {}
+        """By round, the peers whose messages have come."""
+        self.addends: torch.Tensor | None = None
+        """The staging buffer, for addends that were read."""
+        self._closed = False
+
+    def label(self, peer: int) -> str:
+        return "GPU peer memory"
+
+    @contextlib.contextmanager
+    def _driver_errors(self, what: str, *kinds: type[Exception]) -> Iterator[None]:
+        """Report errors of the driver, or of these kinds, as the cause of the call's failure."""
+        try:
+            with self._memory.using(self.device):
+                yield
+        except (CudaError, *kinds) as error:  # type: ignore[misc]
+            here = f"rank {self.watch.connections.rank} cannot {what} ({error})"
+            self.watch.fail(Cause("error", f'{here}: give transport="nccl" or "shared"'))
+
+    @property
+    def _stream(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        return int(_cuda.current_stream(self.device).cuda_stream)
+
+    def send_hellos(self) -> None:
+        """Enqueue the signal that sources are ready, and tell peers where they are."""
+        watch, memory = self.watch, self._memory
+        while not watch.session.may_enqueue(self._ticket):
+            watch.check()
+            time.sleep(TURN_PAUSE)
+        with self._driver_errors("signal other processes from its GPU"):
+            own = memory.signals
+            while not own.is_free(watch.call):
+                watch.check()
+                time.sleep(TURN_PAUSE)
+            self._signals = CallSignals(watch.call, own)
+            own.write(self._stream, REACHED, watch.call, ENTERED)
+        with self._driver_errors("export the memory of its GPU"):
+            table = self._own_table()
+        buffer = self._buffer = watch.connections.buffers.take(table.num_bytes)
+        table.write(buffer.address)
+        page, mailbox = own.page, watch.mailbox
+        strided = int(self._packs)
+        hello = watch.hello(on_gpu=1, strided=strided, signals=page.number, buffer=buffer.number)
+        for peer in self.peers:
+            fd = page.fd_for(peer)
+            if fd is not None:
+                mailbox.send(peer, Ready(watch.call, SIGNALS_ROUND, page.number), fd)
+            mailbox.send(peer, hello, buffer.fd_for(peer))
+
+    def _own_table(self) -> Table:
+        """Where this rank's tensors are; if they cannot be exported, where it packs messages."""
+        bound, exports = self.bound, self._memory.exports
+        ranges = np.zeros((bound.staging + 1, 2), np.int64)
+        sent = self._kept("sent", self._numbers_sent)
+        live, found = exports.refresh(), []
+        if len(sent):
+            self._packs = any(number in bound.strides for number in sent.tolist())
+            starts = bound.table[sent]
+            sizes = [bound.tensors[number].nbytes for number in sent.tolist()]
+            ends = starts + np.array(sizes, np.int64)
+            if not self._packs:
+                try:
+                    found = exports.of(starts, ends)
+                    ranges[sent] = np.stack([starts, ends], axis=1)
+                except CudaError:
+                    self._packs = True
+            if self._packs:
+                size = max(one.num_bytes for one in self._packed_rounds())
+                start = self._memory.packing_buffer(max(size, 1))
+                ranges[-1] = start, start + size
+                found = exports.of(ranges[-1:, 0], ranges[-1:, 1])
+        known = set(live) | {one.allocation.number for one in found}
+        return Table.of(sorted(known), found, ranges)
+
+    def _kept(self, name: str, make: Callable[[], Any], *key: object) -> Any:
+        """What is compiled once for these peers and kept with the first round."""
+        kept = self.program.round(0).kept if self.program.num_rounds else {}
+        full = ("gpu peer", name, self.peers, *key)
+        if full not in kept:
+            kept[full] = make()
+        return kept[full]
+
+    def _rounds(self) -> Iterator[Round]:
+        return map(self.program.round, range(self.program.num_rounds))
+
+    def _numbers_sent(self) -> Ints:
+        """The base numbers of the tensors that peers read."""
+        found = [np.zeros(0, np.int64)]
+        for round_ in self._rounds():
+            for peer, transfers in round_.sends.items():
+                found += [one.source.base for one in transfers if peer in self.peers]
+        return distinct(np.concatenate(found))
+
+    # Packing -----------------------------------------------------------------------------------
+
+    def _packed_rounds(self) -> Iterator[_Packed]:
+        return map(self._packed, self._rounds())
+
+    def _packed(self, round_: Round) -> _Packed:
+        """The messages of a round as this rank packs them, kept with the round."""
+        key = ("gpu peer", "packed", self.peers)
+        found: _Packed | None = round_.kept.get(key)
+        if found is None:
+            copies, messages, at = CopyList(), [], 0
+            for peer, transfers in round_.sends.items():
+                if peer in self.peers:
+                    message = message_of(peer, transfers, lambda _: Mode.STAGED)
+                    message.pack(copies, at, self.bound.staging)
+                    messages.append((message, at))
+                    at += -(-message.staged_bytes // GRID) * GRID
+            tables = [CopyTable(blocks) for blocks in copies.tables()]
+            found = round_.kept[key] = _Packed(messages, tables, at)
+        return found
+
+    def _pack(self, round_: Round) -> int:
+        """Pack the messages of a round, and announce them."""
+        packed, memory = self._packed(round_), self._memory
+        if not packed.messages:
+            return 0
+        memory.after_last_call(self.device)
+        address = memory.packing_buffer(1)
+        buffer = memory.driver.view(address, packed.num_bytes, self.device)
+        tensors = TensorTable.of(self.bound, buffer)
+        for table in packed.tables:
+            table.launch(tensors)
+        self._announce(round_, {one.peer: at for one, at in packed.messages})
+        return packed.num_bytes
+
+    def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:
+        """Signal that what this rank sends in a round is ready, and tell the receivers."""
+        assert self._signals is not None
+        call, number = self.watch.call, round_.number
+        self._signals.own.write(self._stream, REACHED, call, round_step(number))
+        for peer, at in offsets.items():
+            self.watch.mailbox.send(peer, Ready(call, number, 0, at))
+
+    # Reading -----------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Map the memory of all peers that send, once they have called."""
+        assert self._signals is not None
+        hellos, memory = dict(self.watch.inbox.hellos), self._memory
+        direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
+        others = sorted(peer for peer in self.peers if not hellos[peer].signals)
+        if others:
+            here = f"rank {self.program.rank} reads from GPU to GPU and ranks {others} do not"
+            self.watch.fail(Cause("disagree", f'{here}: give check="always" to compare again'))
+        pulls = self._pulls = self._kept("pulls", lambda: self._compile(direct), direct)
+        bases = [self.bound.table.copy()]
+        for peer in self.peers:
+            with self._driver_errors(f"reach the GPU memory of rank {peer}", ValueError, KeyError):
+                self._signals.peers[peer] = memory.signals_of(peer, hellos[peer].signals)
+                if peer in pulls.numbers:
+                    table = self._tables[peer] = self._read_table(peer, hellos[peer])
+                    memory.mappings.update(peer, table, memory.is_idle)
+                    numbers = pulls.numbers[peer]
+                    bases.append(memory.mappings.addresses(peer, table, numbers))
+        if pulls.staging_bytes:
+            size = pulls.staging_bytes
+            self.addends = memory.addends.take(size, self.device, self._stream)
+            bases[0][-1] = self.addends.data_ptr()
+        self._bases = np.concatenate(bases)
+
+    def _read_table(self, peer: int, hello: Hello) -> Table:
+        buffer = self.watch.inbox.buffers[peer, hello.buffer]
+        return Table.read(buffer.address, buffer.num_bytes, self.bound.staging + 1)
+
+    def _compile(self, direct: frozenset[int]) -> _Pulls:
+        """Divide what this rank copies into a first pull and what is left for later rounds."""
+        rounds, staging = list(self._rounds()), self.bound.staging
+        senders = sorted({peer for one in rounds for peer in one.receives} & self.peers)
+        numbers: dict[int, Ints] = {}
+        places: dict[int, int] = {}
+        at = staging + 1
+        for peer in senders:
+            transfers = [one for round_ in rounds for one in round_.receives.get(peer, ())]
+            read = distinct(np.concatenate([one.source.base for one in transfers]))
+            numbers[peer] = read if peer in direct else np.array([staging])
+            places[peer] = at
+            at += len(numbers[peer])
+        first, waits, later = CopyList(), {}, {}
+        for round_ in rounds:
+            rest = _Rest(staging)
+            for transfer in round_.copies:
+                if transfer.addend >= 0:
+                    continue  # sums read it where it is
+                if transfer.hop:
+                    rest.add(transfer, transfer.source)
+                else:
+                    first.add(transfer.width, transfer.source, transfer.destination)
+            for peer in senders:
+                for transfer, at_message in _laid_out(peer, round_):
+                    if peer not in direct:
+                        rest.waits[peer] = round_step(round_.number)
+                        rest.add(transfer, transfer.in_message(at_message, places[peer]))
+                        continue
+                    base = places[peer] + np.searchsorted(numbers[peer], transfer.source.base)
+                    place = replace(transfer.source, base=base)
+                    if transfer.hop == 0 and transfer.addend < 0:
+                        waits[peer] = ENTERED
+                        first.add(transfer.width, place, transfer.destination)
+                    else:
+                        step = round_step(round_.number) if transfer.hop else ENTERED
+                        rest.waits[peer] = max(step, rest.waits.get(peer, 0))
+                        rest.add(transfer, place)
+            if rest.any:
+                later[round_.number] = rest.pull()
+        tables = [CopyTable(blocks) for blocks in first.tables()]
+        covered = min(later, default=len(rounds))
+        return _Pulls(_Pull(tables, waits, (), 0), later, covered, numbers, places, at)
+
+    def begin(self, round_: Round) -> int:
+        """Make what this rank sends available; in the first round, read all source tensors."""
+        if self._pulls is None:
+            self._open()
+        assert self._pulls is not None
+        self.watch.check()
+        staged, number = 0, round_.number
+        with self._driver_errors("copy between GPUs"):
+            if self._packs:
+                staged += self._pack(round_)
+            else:
+                passed_on = {
+                    peer: 0
+                    for peer, transfers in round_.sends.items()
+                    if peer in self.peers and any(one.hop for one in transfers)
+                }
+                if passed_on:
+                    self._announce(round_, passed_on)
+            if not number:
+                self._pull(self._pulls.first)
+                if self._pulls.num_covered:
+                    self._finish_reading(range(self._pulls.num_covered))
+            later = self._pulls.later.get(number)
+            if later is not None and not self.peers & round_.receives.keys():
+                self._pull(later)
+        self._expect(round_)
+        return staged + (0 if later is None else later.staging_bytes)
+
+    def _expect(self, round_: Round) -> None:
+        """Mark messages that need no announcement as available."""
+        assert self._pulls is not None
+        inbox, number = self.watch.inbox, round_.number
+        for peer in self.peers & round_.receives.keys():
+            announced = any(one.hop for one in round_.receives[peer])
+            if not announced and not inbox.hellos[peer].strided:
+                inbox.ready[peer, number] = Ready(self.watch.call, number)
+
+    def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, Any]) -> None:
+        """Read what is left of a round, once all messages have come."""
+        assert self._pulls is not None
+        here = self._here.setdefault(round_.number, set())
+        here |= set(peers)
+        if here < self.peers & round_.receives.keys():
+            return
+        later = self._pulls.later.get(round_.number)
+        if later is not None:
+            with self._driver_errors("copy between GPUs"):
+                self._pull(later, round_.number)
+        if round_.number >= self._pulls.num_covered:
+            with self._driver_errors("copy between GPUs"):
+                self._finish_reading([round_.number])
+        for transfer, at in () if later is None else later.addends:
+            assert self.addends is not None
+            arrived[id(transfer)] = self.addends[at : at + transfer.num_bytes]
+
+    def _pull(self, pull: _Pull, number: int = -1) -> None:
+        """Enqueue one launch, after everything that it reads is ready."""
+        assert self._signals is not None
+        assert self._pulls is not None
+        stream, signals = self._stream, self._signals
+        for peer, step in pull.waits.items():
+            signals.peers[peer].wait(stream, REACHED, self.watch.call, step)
+        bases = self._bases
+        packed = [peer for peer in pull.waits if self.watch.inbox.hellos[peer].strided]
+        if packed:
+            bases = bases.copy()
+            for peer in packed:
+                bases[self._pulls.places[peer]] += self.watch.inbox.ready[peer, number].offset
+        tensors = TensorTable(bases, _Views(self, bases), self.device)
+        for table in pull.tables:
+            table.launch(tensors)
+
+    def _finish_reading(self, rounds: Sequence[int]) -> None:
+        """Signal that all messages of these rounds were read, and tell the senders."""
+        assert self._signals is not None
+        self._signals.own.write(self._stream, DONE, self.watch.call, done_step(rounds[-1]))
+        for number in rounds:
+            for peer in self.peers & self.program.round(number).receives.keys():
+                self.watch.mailbox.send(peer, Released(self.watch.call, number))
+
+    def view_of(self, base: int, address: int) -> torch.Tensor:
+        """What this rank reads of a peer at a base number, as bytes."""
+        assert self._pulls is not None
+        peer = max(
+            (one for one, at in self._pulls.places.items() if at <= base),
+            key=lambda one: self._pulls.places[one],  # type: ignore[union-attr]
+        )
+        place = base - self._pulls.places[peer]
+        start, end = self._tables[peer].ranges[self._pulls.numbers[peer][place]].tolist()
+        skip = address % GRID
+        size = end - start + skip - (address - int(self._bases[base]))
+        return self._memory.driver.view(address - skip, size, self.device)[skip:]
+
+    # The end of a round ------------------------------------------------------------------------
+
+    def release(self, round_: Round, peers: Collection[int]) -> None:
+        """Nothing to do: senders were told when their messages were read."""
+
+    def unreleased(self, round_: Round) -> Collection[int]:
+        """Peers that have not enqueued their reads of this rank's messages."""
+        released = self.watch.inbox.released
+        sends = self.peers & round_.sends.keys()
+        return [peer for peer in sends if (peer, round_.number) not in released]
+
+    def end_round(self, round_: Round) -> None:
+        """Let the stream wait until peers have read this rank's messages."""
+        signals = self._signals
+        assert signals is not None
+        call, step = self.watch.call, done_step(round_.number)
+        with self._driver_errors("wait for other GPUs"):
+            for peer in self.peers & round_.sends.keys():
+                signals.peers[peer].wait(self._stream, DONE, call, step)
+            if round_.number == self.program.num_rounds - 1:
+                self._finish()
+
+    def _finish(self) -> None:
+        """Hand the enqueued work to the thread that watches it."""
+        assert self._signals is not None
+        done = self._memory.mark(self.device)
+        what = partial(_what, self.program)
+        self._in_flight.add(_Work(self._signals, done), self.peers, what)
+
+    def close(self, ok: bool) -> None:
+        """Let the next call enqueue; after a failure release all streams that wait."""
+        if self._closed:
+            return
+        self._closed = True
+        self._ticket.enqueues = False
+        if not ok and self._signals is not None:
+            self._signals.abort()
+            self._in_flight.give_up()
+            with self._memory.using(self.device):
+                self._memory.mark(self.device)
+        buffer, self._buffer = self._buffer, None
+        if buffer is not None:
+            buffers = self.watch.connections.buffers
+            if ok:
+                buffers.give_back(buffer)
+            else:
+                buffers.retire(buffer)
+        self._tables.clear()
+
+
+class _Rest:
+    """What the first pull leaves of a round."""
+
+    def __init__(self, staging: int) -> None:
+        self.copies, self.waits = CopyList(), dict[int, int]()
+        self._addends: list[tuple[Transfer, int]] = []
+        self._staging, self._at, self.any = staging, 0, False
+
+    def add(self, transfer: Transfer, place: Place) -> None:
+        """Copy into the destination, or an addend into the staging buffer."""
+        self.any = True
+        if transfer.addend < 0:
+            self.copies.add(transfer.width, place, transfer.destination)
+            return
+        self._addends.append((transfer, self._at))
+        self.copies.add(transfer.width, place, transfer.in_message(self._at, self._staging))
+        self._at += -(-transfer.num_bytes // GRID) * GRID
+
+    def pull(self) -> _Pull:
+        tables = [CopyTable(blocks) for blocks in self.copies.tables()]
+        return _Pull(tables, self.waits, self._addends, self._at)
+
+
+class _Views(Mapping[int, torch.Tensor]):
+    """Tensors by base number, for copies without a kernel; those of peers are made as needed."""
+
+    def __init__(self, transport: GpuPeerTransport, bases: Ints) -> None:
+        self._transport, self._bases = transport, bases
+
+    def __getitem__(self, base: int) -> torch.Tensor:
+        transport = self._transport
+        if base < transport.bound.staging:
+            return transport.bound.tensors[base]
+        if base == transport.bound.staging and transport.addends is not None:
+            return transport.addends
+        return transport.view_of(base, int(self._bases[base]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._bases)))
+
+    def __len__(self) -> int:
+        return len(self._bases)
+
+
+def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
+    """The transfers from a peer in a round, and where each begins in its message."""
+    transfers = round_.receives.get(peer)
+    return message_of(peer, transfers, lambda _: Mode.STAGED).staged if transfers else ()
+
+
+def _what(program: Program, peer: int) -> str:
+    return f"its GPU to come to the move of {program.first_name(peer)}"
