@@ -495,7 +495,7 @@ def refusals() -> None:
             plan.run({"tensor": mine.cpu() if RANK == 3 else mine}, timeout=10)
         works()
         both = {"tensor": mine.cpu() if RANK == 3 else mine}
-        out = plan.run(both, timeout=10, check="always")["tensor"]
+        out = plan.run(both, timeout=10, check="always", transport="auto")["tensor"]
         assert out.device == both["tensor"].device
         assert torch.equal(out.cpu(), local(full, want))
     check_group()

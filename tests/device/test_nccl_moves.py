@@ -42,10 +42,14 @@ def run_ranks(*scenarios: str, codes: tuple[int, ...] = (0, 0, 0, 0), **settings
     assert found == codes, f"{found}\n" + "\n".join(outputs)
 
 
-def on_gpu(*scenarios: str, backend: str, codes: tuple[int, ...] = (0, 0, 0, 0)) -> None:
+def on_gpu(
+    *scenarios: str, backend: str, transport: str = "", codes: tuple[int, ...] = (0, 0, 0, 0)
+) -> None:
+    """Moves with one transport: by default NCCL where the backend is NCCL, else the host."""
     if not torch.cuda.is_available():
         raise unittest.SkipTest("needs a CUDA device, and torch sees none")
-    run_ranks(*scenarios, codes=codes, BACKEND=backend)
+    transport = transport or ("nccl" if backend == "nccl" else "shared")
+    run_ranks(*scenarios, codes=codes, BACKEND=backend, RESHARD_TRANSPORT=transport)
 
 
 def test_random_moves_on_gpus() -> None:
@@ -76,4 +80,5 @@ def test_gpu_tensors_by_way_of_the_host() -> None:
 
 
 def test_mixed_devices_in_a_group_of_both() -> None:
-    on_gpu("mixed", "casts", "in_flight", "gradients", backend="cpu:gloo,cuda:nccl")
+    names = ("mixed", "casts", "in_flight", "gradients")
+    on_gpu(*names, backend="cpu:gloo,cuda:nccl", transport="auto")

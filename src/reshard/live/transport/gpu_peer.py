@@ -235,10 +235,9 @@ class GpuPeerTransport(Transport):
         sent = self._kept("sent", self._numbers_sent)
         live, found = exports.refresh(), []
         if len(sent):
-            self._packs = any(number in bound.strides for number in sent.tolist())
+            self._packs = bool(bound.strides.keys() & set(sent.tolist()))
             starts = bound.table[sent]
-            sizes = [bound.tensors[number].nbytes for number in sent.tolist()]
-            ends = starts + np.array(sizes, np.int64)
+            ends = starts + self._kept("sizes", lambda: self._sizes(sent))
             if not self._packs:
                 try:
                     found = exports.of(starts, ends)
@@ -271,6 +270,11 @@ class GpuPeerTransport(Transport):
             for peer, transfers in round_.sends.items():
                 found += [one.source.base for one in transfers if peer in self.peers]
         return distinct(np.concatenate(found))
+
+    def _sizes(self, numbers: Ints) -> Ints:
+        """Bytes of tensors, which are the same in all calls."""
+        tensors = self.bound.tensors
+        return np.array([tensors[number].nbytes for number in numbers.tolist()], np.int64)
 
     # Packing -----------------------------------------------------------------------------------
 

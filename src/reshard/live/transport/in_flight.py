@@ -21,6 +21,10 @@ from reshard.live.session.store import Worker
 
 __all__ = ["Abortable", "InFlight", "InFlightCall", "Work"]
 
+PATIENCE = 0.02
+"""Seconds after which the thread looks at work for the first time: most is complete by then, and a
+thread that runs meanwhile would slow the caller down."""
+
 SUSPECT_AFTER = 1.2
 """Seconds after which only peers that do not themselves wait for others are suspected."""
 
@@ -69,7 +73,7 @@ class InFlightCall:
     def add(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         """Watch one more exchange; ``what`` describes what a peer is waited for."""
         self._groups.append(work.group)
-        self._calls.submit(lambda: self._watch(_WatchedExchange(self.watch, work, peers), what))
+        self._calls.submit(lambda: self._watch(work, peers, what))
 
     def wait(self) -> None:
         """Wait until all exchanges have ended, and raise the error of one that failed."""
@@ -107,8 +111,9 @@ class InFlightCall:
             self._calls.unraised.append(self)
         self.complete.set()
 
-    def _watch(self, exchange: _WatchedExchange, what: Callable[[int], str]) -> None:
-        if self.error is not None:
+    def _watch(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
+        exchange = _WatchedExchange(self.watch, work, peers)
+        if self.error is not None or exchange.completes_within(PATIENCE, self._calls.hurry):
             return
         try:
             try:
@@ -131,6 +136,19 @@ class _WatchedExchange:
         self.group = work.group
         self._began = self._asked = 0.0
         self._suspects = peers
+
+    def completes_within(self, seconds: float, hurry: threading.Event) -> bool:
+        """Whether it is complete after a while, or as soon as a thread is in a hurry to know."""
+        if self._is_done():
+            return True
+        hurry.wait(seconds)
+        return self._is_done()
+
+    def _is_done(self) -> bool:
+        try:
+            return self._work.done()
+        except LiveError:
+            return False  # `missing` finds out why
 
     def await_begin(self) -> None:
         """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
@@ -176,6 +194,8 @@ class InFlight:
         """Failed calls whose error was not raised yet."""
         self.broken: tuple[Abortable, LiveError] | None = None
         """What was aborted last, and its error."""
+        self.hurry = threading.Event()
+        """Set while a thread waits for work in flight."""
         self._worker: Worker | None = None
 
     def submit(self, action: Callable[[], None]) -> None:
@@ -188,8 +208,10 @@ class InFlight:
         if self._worker is None or self._worker.is_current:
             return  # this thread may be the one that collects an unused session
         over = threading.Event()
+        self.hurry.set()
         self.submit(over.set)
         over.wait()
+        self.hurry.clear()
 
     def check(self) -> None:
         """Raise the first failure that was not raised yet; later ones follow from it."""
@@ -215,5 +237,6 @@ class InFlight:
     def close(self) -> None:
         """End the thread, once nothing is in flight any more."""
         self.settle()
-        if self._worker is not None:
-            self._worker.end()
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            worker.end()
