@@ -57,6 +57,9 @@ class StandInWork:
     def begun(self) -> bool:
         return self._reached.is_set()
 
+    def late(self, peers: Any) -> tuple[int, ...]:
+        return ()
+
     def done(self) -> bool:
         if self.group.aborted:
             raise LiveError("aborted")

@@ -7,6 +7,7 @@ gloo         ranks of different hosts
 gloo_group   a gloo group of the session's own
 gpu_routes   which way data goes between GPUs, for every pair of ranks
 gpu_peer     GPUs of one host, which read each other's memory
+gpu_pulls    what a rank reads of its peers, compiled
 gpu_memory   device memory that processes share, and signals between their GPUs
 nccl         GPUs, with NCCL
 nccl_group   a NCCL group of the session's own

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,88 +25,36 @@ import torch
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.cuda_driver import CudaError
-from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.copy.gpu import TensorTable
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
-from reshard.live.program.blocks import CopyList, Place
-from reshard.live.program.messages import Message, Mode, message_of
-from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.session import Ticket
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import DONE, REACHED, GpuMemory, Signals, Table
+from reshard.live.transport.gpu_pulls import (
+    ENTERED,
+    GRID,
+    PackedRound,
+    Pull,
+    Pulls,
+    done_step,
+    round_step,
+)
 from reshard.live.transport.in_flight import InFlightCall
 
 __all__ = ["GpuPeerTransport"]
 
-GRID = 16
-"""Messages and addends begin at a multiple of this: the kernel copies so many bytes at a time."""
-
 TURN_PAUSE = 0.0002
 """Seconds between two checks whether earlier calls have enqueued all their work."""
-
-ENTERED = 1
-"""The step at which a stream has reached the call, so that its source tensors are ready."""
 
 SIGNALS_ROUND = 1 << 40
 """The message that brings a rank's page of signals is a Ready of this round."""
 
 _cuda: Any = torch.cuda  # its streams and events have no types
-
-
-def round_step(number: int) -> int:
-    """The step at which what a rank sends in a round is ready, if it was not from the start."""
-    return ENTERED + 1 + number
-
-
-def done_step(number: int) -> int:
-    """The step at which a rank has read all messages up to a round."""
-    return 1 + number
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Pull:
-    """What a rank copies in one go: a launch for each change of dtype."""
-
-    tables: Sequence[CopyTable]
-    waits: Mapping[int, int]
-    """The step that each peer must have reached before."""
-    addends: Sequence[tuple[Transfer, int]]
-    """Where addends are put in the staging buffer."""
-    staging_bytes: int
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Pulls:
-    """Everything that a rank copies in a call, compiled for peers that it reads directly or not."""
-
-    first: _Pull
-    later: Mapping[int, _Pull]
-    """What is left of a round, by its number."""
-    num_covered: int
-    """So many first rounds are complete after the first pull."""
-    numbers: Mapping[int, Ints]
-    """The base numbers of the tensors that are read from each peer."""
-    places: Mapping[int, int]
-    """Where these begin in the table of base addresses."""
-    num_bases: int
-
-    @property
-    def staging_bytes(self) -> int:
-        """The most that any round stages."""
-        return max((pull.staging_bytes for pull in self.later.values()), default=0)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Packed:
-    """The messages of a round that this rank packs, because peers cannot read its tensors."""
-
-    messages: Sequence[tuple[Message, int]]
-    """Messages, and where in the buffer each begins."""
-    tables: Sequence[CopyTable]
-    num_bytes: int
 
 
 class CallSignals:
@@ -175,7 +122,7 @@ class GpuPeerTransport(Transport):
         self._buffer: SharedBuffer | None = None
         """The shared buffer with this rank's table."""
         self._tables: dict[int, Table] = {}
-        self._pulls: _Pulls | None = None
+        self._pulls: Pulls | None = None
         self._bases: Ints = np.zeros(0, np.int64)
         self._here: dict[int, set[int]] = {}
         """By round, the peers whose messages have come."""
@@ -245,7 +192,7 @@ class GpuPeerTransport(Transport):
                 except CudaError:
                     self._packs = True
             if self._packs:
-                size = max(one.num_bytes for one in self._packed_rounds())
+                size = max(self._packed(one).num_bytes for one in self._rounds())
                 start = self._memory.packing_buffer(max(size, 1))
                 ranges[-1] = start, start + size
                 found = exports.of(ranges[-1:, 0], ranges[-1:, 1])
@@ -278,23 +225,12 @@ class GpuPeerTransport(Transport):
 
     # Packing -----------------------------------------------------------------------------------
 
-    def _packed_rounds(self) -> Iterator[_Packed]:
-        return map(self._packed, self._rounds())
-
-    def _packed(self, round_: Round) -> _Packed:
+    def _packed(self, round_: Round) -> PackedRound:
         """The messages of a round as this rank packs them, kept with the round."""
         key = ("gpu peer", "packed", self.peers)
-        found: _Packed | None = round_.kept.get(key)
+        found: PackedRound | None = round_.kept.get(key)
         if found is None:
-            copies, messages, at = CopyList(), [], 0
-            for peer, transfers in round_.sends.items():
-                if peer in self.peers:
-                    message = message_of(peer, transfers, lambda _: Mode.STAGED)
-                    message.pack(copies, at, self.bound.staging)
-                    messages.append((message, at))
-                    at += -(-message.staged_bytes // GRID) * GRID
-            tables = [CopyTable(blocks) for blocks in copies.tables()]
-            found = round_.kept[key] = _Packed(messages, tables, at)
+            found = round_.kept[key] = PackedRound.of(round_, self.peers, self.bound.staging)
         return found
 
     def _pack(self, round_: Round) -> int:
@@ -330,7 +266,9 @@ class GpuPeerTransport(Transport):
         if others:
             here = f"rank {self.program.rank} reads from GPU to GPU and ranks {others} do not"
             self.watch.fail(Cause("disagree", f'{here}: give check="always" to compare again'))
-        pulls = self._pulls = self._kept("pulls", lambda: self._compile(direct), direct)
+        make = partial(Pulls.of, self.program, self.peers, direct)
+        pulls: Pulls = self._kept("pulls", make, direct)
+        self._pulls = pulls
         bases = [self.bound.table.copy()]
         for peer in self.peers:
             with self._driver_errors(f"reach the GPU memory of rank {peer}", ValueError, KeyError):
@@ -349,50 +287,6 @@ class GpuPeerTransport(Transport):
     def _read_table(self, peer: int, hello: Hello) -> Table:
         buffer = self.watch.inbox.buffers[peer, hello.buffer]
         return Table.read(buffer.address, buffer.num_bytes, self.bound.staging + 1)
-
-    def _compile(self, direct: frozenset[int]) -> _Pulls:
-        """Divide what this rank copies into a first pull and what is left for later rounds."""
-        rounds, staging = list(self._rounds()), self.bound.staging
-        senders = sorted({peer for one in rounds for peer in one.receives} & self.peers)
-        numbers: dict[int, Ints] = {}
-        places: dict[int, int] = {}
-        at = staging + 1
-        for peer in senders:
-            transfers = [one for round_ in rounds for one in round_.receives.get(peer, ())]
-            read = distinct(np.concatenate([one.source.base for one in transfers]))
-            numbers[peer] = read if peer in direct else np.array([staging])
-            places[peer] = at
-            at += len(numbers[peer])
-        first, waits, later = CopyList(), {}, {}
-        for round_ in rounds:
-            rest = _Rest(staging)
-            for transfer in round_.copies:
-                if transfer.addend >= 0:
-                    continue  # sums read it where it is
-                if transfer.hop:
-                    rest.add(transfer, transfer.source)
-                else:
-                    first.add(transfer.width, transfer.source, transfer.destination)
-            for peer in senders:
-                for transfer, at_message in _laid_out(peer, round_):
-                    if peer not in direct:
-                        rest.waits[peer] = round_step(round_.number)
-                        rest.add(transfer, transfer.in_message(at_message, places[peer]))
-                        continue
-                    base = places[peer] + np.searchsorted(numbers[peer], transfer.source.base)
-                    place = replace(transfer.source, base=base)
-                    if transfer.hop == 0 and transfer.addend < 0:
-                        waits[peer] = ENTERED
-                        first.add(transfer.width, place, transfer.destination)
-                    else:
-                        step = round_step(round_.number) if transfer.hop else ENTERED
-                        rest.waits[peer] = max(step, rest.waits.get(peer, 0))
-                        rest.add(transfer, place)
-            if rest.any:
-                later[round_.number] = rest.pull()
-        tables = [CopyTable(blocks) for blocks in first.tables()]
-        covered = min(later, default=len(rounds))
-        return _Pulls(_Pull(tables, waits, (), 0), later, covered, numbers, places, at)
 
     def begin(self, round_: Round) -> int:
         """Make what this rank sends available; in the first round, read all source tensors."""
@@ -449,7 +343,7 @@ class GpuPeerTransport(Transport):
             assert self.addends is not None
             arrived[id(transfer)] = self.addends[at : at + transfer.num_bytes]
 
-    def _pull(self, pull: _Pull, number: int = -1) -> None:
+    def _pull(self, pull: Pull, number: int = -1) -> None:
         """Enqueue one launch, after everything that it reads is ready."""
         assert self._signals is not None
         assert self._pulls is not None
@@ -507,14 +401,11 @@ class GpuPeerTransport(Transport):
             for peer in self.peers & round_.sends.keys():
                 signals.peers[peer].wait(self._stream, DONE, call, step)
             if round_.number == self.program.num_rounds - 1:
-                self._finish()
+                work = _Work(signals, self._memory.mark(self.device))
+                self._in_flight.add(work, self.peers, self._late_text)
 
-    def _finish(self) -> None:
-        """Hand the enqueued work to the thread that watches it."""
-        assert self._signals is not None
-        done = self._memory.mark(self.device)
-        what = partial(_what, self.program)
-        self._in_flight.add(_Work(self._signals, done), self.peers, what)
+    def _late_text(self, peer: int) -> str:
+        return f"its GPU to come to the move of {self.program.first_name(peer)}"
 
     def close(self, ok: bool) -> None:
         """Let the next call enqueue; after a failure release all streams that wait."""
@@ -537,29 +428,6 @@ class GpuPeerTransport(Transport):
         self._tables.clear()
 
 
-class _Rest:
-    """What the first pull leaves of a round."""
-
-    def __init__(self, staging: int) -> None:
-        self.copies, self.waits = CopyList(), dict[int, int]()
-        self._addends: list[tuple[Transfer, int]] = []
-        self._staging, self._at, self.any = staging, 0, False
-
-    def add(self, transfer: Transfer, place: Place) -> None:
-        """Copy into the destination, or an addend into the staging buffer."""
-        self.any = True
-        if transfer.addend < 0:
-            self.copies.add(transfer.width, place, transfer.destination)
-            return
-        self._addends.append((transfer, self._at))
-        self.copies.add(transfer.width, place, transfer.in_message(self._at, self._staging))
-        self._at += -(-transfer.num_bytes // GRID) * GRID
-
-    def pull(self) -> _Pull:
-        tables = [CopyTable(blocks) for blocks in self.copies.tables()]
-        return _Pull(tables, self.waits, self._addends, self._at)
-
-
 class _Views(Mapping[int, torch.Tensor]):
     """Tensors by base number, for copies without a kernel; those of peers are made as needed."""
 
@@ -579,13 +447,3 @@ class _Views(Mapping[int, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._bases)
-
-
-def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
-    """The transfers from a peer in a round, and where each begins in its message."""
-    transfers = round_.receives.get(peer)
-    return message_of(peer, transfers, lambda _: Mode.STAGED).staged if transfers else ()
-
-
-def _what(program: Program, peer: int) -> str:
-    return f"its GPU to come to the move of {program.first_name(peer)}"

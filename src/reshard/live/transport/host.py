@@ -180,13 +180,13 @@ class HostTransport(Transport):
         bound: BoundTensors,
         peers: Collection[int],
         option: str = "auto",
-        reasons: Mapping[int, str] = MappingProxyType({}),
+        reasons: Mapping[int, str] | None = None,
     ) -> None:
         """``option`` is the user's: ``auto``, ``peer`` or ``shared``.
 
         ``reasons`` say why peers are not reached from GPU to GPU.
         """
-        self.peers, self._reasons = frozenset(peers), reasons
+        self.peers, self._reasons = frozenset(peers), reasons or {}
         self.watch, self.program, self.bound = watch, program, bound
         self._option, self._policy = option, DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections

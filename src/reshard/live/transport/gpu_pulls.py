@@ -1,0 +1,165 @@
+"""What a rank copies in a call between GPUs that read each other's memory, compiled once per plan.
+
+Reads of source tensors do not depend on rounds, so one launch makes those of all rounds. What is
+left for later rounds: addends, which go to a staging buffer, parts that the sender has received
+itself, and messages that the sender packs. The table of base addresses has the tensors of this rank
+first, then the staging buffer, then what it reads of each peer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from reshard.layout.columns import Ints, distinct
+from reshard.live.copy.gpu import CopyTable
+from reshard.live.program.blocks import CopyList, Place
+from reshard.live.program.messages import Message, Mode, message_of
+from reshard.live.program.rounds import Program, Round, Transfer
+
+__all__ = ["ENTERED", "GRID", "PackedRound", "Pull", "Pulls", "done_step", "round_step"]
+
+GRID = 16
+"""Messages and addends begin at a multiple of this: the kernel copies so many bytes at a time."""
+
+ENTERED = 1
+"""The step at which a stream has reached the call, so that its source tensors are ready."""
+
+
+def round_step(number: int) -> int:
+    """The step at which what a rank sends in a round is ready, if it was not from the start."""
+    return ENTERED + 1 + number
+
+
+def done_step(number: int) -> int:
+    """The step at which a rank has read all messages up to a round."""
+    return 1 + number
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pull:
+    """What a rank copies in one go: a launch for each change of dtype."""
+
+    tables: Sequence[CopyTable]
+    waits: Mapping[int, int]
+    """The step that each peer must have reached before."""
+    addends: Sequence[tuple[Transfer, int]]
+    """Where addends are put in the staging buffer."""
+    staging_bytes: int
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Pulls:
+    """Everything that a rank copies in a call."""
+
+    first: Pull
+    """What it reads of source tensors, in all rounds."""
+    later: Mapping[int, Pull]
+    """What is left of a round, by its number."""
+    num_covered: int
+    """So many first rounds are complete after the first pull."""
+    numbers: Mapping[int, Ints]
+    """The base numbers of the tensors that are read from each peer, on that peer."""
+    places: Mapping[int, int]
+    """Where these begin in the table of base addresses."""
+
+    @property
+    def staging_bytes(self) -> int:
+        """The most that any round stages."""
+        return max((pull.staging_bytes for pull in self.later.values()), default=0)
+
+    @classmethod
+    def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
+        """Compile what a rank reads of these peers; only some can be read directly."""
+        rounds = [program.round(number) for number in range(program.num_rounds)]
+        found = {peer for round_ in rounds for peer in round_.receives}
+        numbers, places = dict[int, Ints](), dict[int, int]()
+        at = program.staging + 1
+        for peer in sorted(found & set(peers)):
+            transfers = [one for round_ in rounds for one in round_.receives.get(peer, ())]
+            read = distinct(np.concatenate([one.source.base for one in transfers]))
+            numbers[peer] = read if peer in direct else np.array([program.staging])
+            places[peer] = at
+            at += len(numbers[peer])
+        first, later = _Parts(program.staging), {}
+        for round_ in rounds:
+            rest = _Parts(program.staging)
+            for transfer in round_.copies:
+                if transfer.addend < 0:  # sums read addends of this rank where they are
+                    (rest if transfer.hop else first).add(transfer, transfer.source)
+            for peer, start in places.items():
+                step = round_step(round_.number)
+                for transfer, offset in _laid_out(peer, round_):
+                    if peer not in direct:
+                        rest.add(transfer, transfer.in_message(offset, start), peer, step)
+                        continue
+                    base = start + np.searchsorted(numbers[peer], transfer.source.base)
+                    place = replace(transfer.source, base=base)
+                    part = rest if transfer.hop or transfer.addend >= 0 else first
+                    part.add(transfer, place, peer, step if transfer.hop else ENTERED)
+            if rest.any:
+                later[round_.number] = rest.pull()
+        return cls(first.pull(), later, min(later, default=len(rounds)), numbers, places)
+
+
+class _Parts:
+    """Collects what is copied in one go."""
+
+    def __init__(self, staging: int) -> None:
+        self._copies, self._waits = CopyList(), dict[int, int]()
+        self._addends: list[tuple[Transfer, int]] = []
+        self._staging, self._at, self.any = staging, 0, False
+
+    def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
+        """Copy into the destination, or an addend into the staging buffer.
+
+        What is read from a peer must be ready there: it is after this step.
+        """
+        self.any = True
+        if step:
+            self._waits[peer] = max(step, self._waits.get(peer, 0))
+        if transfer.addend < 0:
+            self._copies.add(transfer.width, source, transfer.destination)
+            return
+        self._addends.append((transfer, self._at))
+        self._copies.add(transfer.width, source, transfer.in_message(self._at, self._staging))
+        self._at += _on_grid(transfer.num_bytes)
+
+    def pull(self) -> Pull:
+        """All of it, compiled."""
+        tables = [CopyTable(blocks) for blocks in self._copies.tables()]
+        return Pull(tables, self._waits, self._addends, self._at)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class PackedRound:
+    """The messages of a round that a rank packs, because peers cannot read its tensors."""
+
+    messages: Sequence[tuple[Message, int]]
+    """Messages, and where in the buffer each begins."""
+    tables: Sequence[CopyTable]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
+        """Compile the messages to these peers."""
+        copies, messages, at = CopyList(), [], 0
+        for peer, transfers in round_.sends.items():
+            if peer in peers:
+                message = message_of(peer, transfers, lambda _: Mode.STAGED)
+                message.pack(copies, at, staging)
+                messages.append((message, at))
+                at += _on_grid(message.staged_bytes)
+        return cls(messages, [CopyTable(blocks) for blocks in copies.tables()], at)
+
+
+def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
+    """The transfers from a peer in a round, and where each begins in its message."""
+    transfers = round_.receives.get(peer)
+    return message_of(peer, transfers, lambda _: Mode.STAGED).staged if transfers else ()
+
+
+def _on_grid(num_bytes: int) -> int:
+    return -(-num_bytes // GRID) * GRID
