@@ -126,10 +126,8 @@ def changing(rank: int, size: int, pipe: Any) -> None:
             memory = all_connections()[0].resource(GpuMemory)
             mapped = sum(map(len, memory.mappings._mapped.values()))
             exported, unused = len(memory.exports._known), len(memory.mappings._unused)
-            fds, buffers = (
-                len(list(Path("/proc/self/fd").iterdir())),
-                len(all_connections()[0].buffers._free),
-            )
+            fds = len(list(Path("/proc/self/fd").iterdir()))
+            buffers = len(all_connections()[0].buffers._free)
             now = (mapped, exported, unused, fds, buffers)
             if rank == 0:
                 free = torch.cuda.mem_get_info()[0] >> 20
@@ -191,6 +189,7 @@ def lives_on(rank: int, size: int, pipe: Any) -> None:
         try:
             plan = rows_to_columns(size, 240)
             mine = full.chunk(size)[rank].contiguous()
+            plan.run({"tensor": mine}, timeout=20)
             pipe.send("ready")
             last = time.monotonic()
             try:
@@ -211,10 +210,11 @@ def lives_on(rank: int, size: int, pipe: Any) -> None:
 
 def is_killed(rank: int, size: int, pipe: Any) -> None:
     full = torch.arange(240.0 * 240, device=CUDA).reshape(240, 240)
-    plan = rows_to_columns(size, 240)
+    plan, mine = rows_to_columns(size, 240), full.chunk(size)[rank].contiguous()
+    plan.run({"tensor": mine}, timeout=20)
     pipe.send("ready")
     while True:
-        plan.run({"tensor": full.chunk(size)[rank].contiguous()}, timeout=20)
+        plan.run({"tensor": mine}, timeout=20)
 
 
 def run_kills(count: int, size: int = 4, seconds: float = 120) -> None:
@@ -242,7 +242,7 @@ def run_kills(count: int, size: int = 4, seconds: float = 120) -> None:
             for pipe in waiting:
                 assert pipe.poll(max(end - time.monotonic(), 0.1)), (number, "nobody began")
                 assert pipe.recv() == "ready"
-            time.sleep(pick.random() * 0.25)
+            time.sleep(pick.random() * 0.05)
             os.kill(victim.pid, signal.SIGKILL)
             victim.join()
             for pipe, _ in pipes:
