@@ -156,7 +156,7 @@ def unexportable(rank: int, size: int, pipe: Any) -> None:
             out = plan.run({"tensor": source}, timeout=20)["tensor"]
             assert torch.equal(out.cpu(), full.chunk(size, 1)[rank])
     memory = all_connections()[0].resource(GpuMemory)
-    assert memory._packing is not None
+    assert memory.packing is not None
     print(f"rank {rank}: packed", flush=True)
     dist.barrier()
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -50,7 +51,7 @@ class TensorTable:
         self.phases = addresses % 16
         self.key = self.phases.astype(np.uint8).tobytes()
         self._addresses = addresses
-        self._uploaded: torch.Tensor | None = None
+        self._uploaded: list[torch.Tensor] = []
 
     @classmethod
     def of(cls, bases: Bases, staging: torch.Tensor) -> TensorTable:
@@ -60,12 +61,18 @@ class TensorTable:
         tensors = {**bases.tensors, len(addresses) - 1: staging}
         return cls(addresses, tensors, staging.device)
 
+    def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> TensorTable:
+        """The same addresses, which are uploaded once, of tensors that were bound again."""
+        found = copy(self)
+        found.tensors = tensors
+        return found
+
     def uploaded(self) -> torch.Tensor:
         """The addresses on the device; the upload is enqueued."""
-        if self._uploaded is None:
+        if not self._uploaded:
             pinned = torch.from_numpy(self._addresses).pin_memory()
-            self._uploaded = pinned.to(self.device, non_blocking=True)
-        return self._uploaded
+            self._uploaded.append(pinned.to(self.device, non_blocking=True))
+        return self._uploaded[0]
 
 
 class CopyTable:

@@ -7,6 +7,6 @@ listener       connect the ranks of one host
 mailbox        control messages over unix sockets
 control        the control messages themselves
 cause          why a call failed; tags of calls
-shared_memory  buffers that two processes map; abort flags
+shared_memory  buffers that processes map; abort flags, signals between GPUs
 store          the session's store, worker threads, and a lock that survives exceptions
 """

@@ -45,7 +45,8 @@ class Hello(NamedTuple):
     strided: int = 0
     """1 if some of its tensors are not contiguous, so that all of its messages are staged."""
     table_at: int = 0
-    """The address of its table of base addresses, which peers read from its memory."""
+    """The address of its table of base addresses, which peers read from its memory. Between GPUs
+    the version of the table of GPU memory in ``buffer``."""
     signals: int = 0
     """The shared buffer with the signals of its GPU, if peers read its GPU memory; else 0."""
     eager: int = 0

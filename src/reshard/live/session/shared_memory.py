@@ -8,6 +8,7 @@ has ended, however it ended.
 from __future__ import annotations
 
 import _thread
+import contextlib
 import ctypes
 import fcntl
 import mmap
@@ -15,9 +16,15 @@ import os
 from collections.abc import Callable
 from itertools import count
 
+import numpy as np
+
+from reshard.live.copy.cuda_driver import CudaError, Driver
+from reshard.live.copy.host import array_at
 from reshard.live.session.store import OwnedLock
 
-__all__ = ["AbortFlags", "BufferPool", "SharedBuffer"]
+__all__ = [
+    "DONE", "REACHED", "AbortFlags", "BufferPool", "CallSignals", "SharedBuffer", "Signals",
+]  # fmt: skip
 
 _numbers = count(1)
 
@@ -185,3 +192,81 @@ class AbortFlags:
     def is_writing(self, call: int) -> bool:
         """Whether the rank that owns the page writes into the memory of peers."""
         return self._writing[call % SLOTS] == call + 1
+
+
+REACHED, DONE = 0, 1
+"""The two signals of a rank in a call: how far its tensors are ready, and its own reads done."""
+
+SIGNAL_SLOTS = 1024
+"""Calls whose signals a page holds at a time."""
+
+LAST_STEP = (1 << 32) - 1
+
+
+class Signals:
+    """How far a rank has come in its calls, on a page of the host that all its peers map.
+
+    A signal is a number that grows: the call in its upper half, a step of the call in its lower.
+    Every call has words of its own, so that a failed call can be released without regard to others.
+    """
+
+    def __init__(self, page: SharedBuffer, driver: Driver) -> None:
+        if page.num_bytes < 2 * SIGNAL_SLOTS * 8:
+            raise ValueError(f"signals of {page.num_bytes} bytes instead of {2 * SIGNAL_SLOTS * 8}")
+        self.page, self._driver = page, driver
+        self._words = array_at(
+            page.address, (2, SIGNAL_SLOTS), np.dtype(np.uint64), (8 * SIGNAL_SLOTS, 8)
+        )
+        self._address = driver.register(page.address, page.num_bytes)
+        self._enqueued = np.zeros((2, SIGNAL_SLOTS), np.uint64)
+
+    @classmethod
+    def create(cls, driver: Driver) -> Signals:
+        """The signals of this rank."""
+        return cls(SharedBuffer.create(2 * SIGNAL_SLOTS * 8), driver)
+
+    def _at(self, kind: int, call: int) -> int:
+        return self._address + 8 * (kind * SIGNAL_SLOTS + call % SIGNAL_SLOTS)
+
+    def is_free(self, call: int) -> bool:
+        """Whether the GPU is done with the earlier call that had the words of this one."""
+        slot = call % SIGNAL_SLOTS
+        return bool((self._words[:, slot] >= self._enqueued[:, slot]).all())
+
+    def write(self, stream: int, kind: int, call: int, step: int) -> None:
+        """Enqueue a signal of this rank."""
+        value = call << 32 | step
+        self._driver.write_signal(stream, self._at(kind, call), value)
+        self._enqueued[kind, call % SIGNAL_SLOTS] = value
+
+    def wait(self, stream: int, kind: int, call: int, step: int) -> None:
+        """Let a stream wait for a signal."""
+        self._driver.await_signal(stream, self._at(kind, call), call << 32 | step)
+
+    def has_come(self, kind: int, call: int, step: int) -> bool:
+        """Whether a signal is there."""
+        return int(self._words[kind, call % SIGNAL_SLOTS]) >= call << 32 | step
+
+    def release(self, call: int) -> None:
+        """Release all streams that wait for signals of a call that has failed."""
+        self._words[:, call % SIGNAL_SLOTS] = call << 32 | LAST_STEP
+
+    def close(self) -> None:
+        """Take the page back from the GPU."""
+        with contextlib.suppress(CudaError):
+            self._driver.unregister(self.page.address)
+
+
+class CallSignals:
+    """The signals of one call: those of this rank and of its peers."""
+
+    def __init__(self, call: int, own: Signals) -> None:
+        self.call, self.own = call, own
+        self.peers: dict[int, Signals] = {}
+        self.aborted = False
+
+    def abort(self) -> None:
+        """Release all streams that wait in this call; what they then copy is undefined."""
+        self.aborted = True
+        for signals in (self.own, *self.peers.values()):
+            signals.release(self.call)

@@ -26,72 +26,12 @@ from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.cuda_driver import HANDLE_BYTES, Allocation, CudaError, Driver, cuda_driver
 from reshard.live.copy.host import array_at
 from reshard.live.session.rendezvous import Connections
-from reshard.live.session.shared_memory import SharedBuffer
+from reshard.live.session.shared_memory import SharedBuffer, Signals
 from reshard.live.transport.in_flight import InFlight
 
 __all__ = [
-    "DONE", "REACHED", "Exports", "GpuMemory", "Mappings", "Signals", "StagingBuffer", "Table",
+    "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table",
 ]  # fmt: skip
-
-REACHED, DONE = 0, 1
-"""The two signals of a rank in a call: how far its tensors are ready, and its own reads done."""
-
-SLOTS = 1024
-"""Calls whose signals a page holds at a time."""
-
-LAST_STEP = (1 << 32) - 1
-
-
-class Signals:
-    """How far a rank has come in its calls, on a page of the host that all its peers map.
-
-    A signal is a number that grows: the call in its upper half, a step of the call in its lower.
-    Every call has words of its own, so that a failed call can be released without regard to others.
-    """
-
-    def __init__(self, page: SharedBuffer, driver: Driver) -> None:
-        if page.num_bytes < 2 * SLOTS * 8:
-            raise ValueError(f"signals of {page.num_bytes} bytes instead of {2 * SLOTS * 8}")
-        self.page, self._driver = page, driver
-        self._words = array_at(page.address, (2, SLOTS), np.dtype(np.uint64), (8 * SLOTS, 8))
-        self._address = driver.register(page.address, page.num_bytes)
-        self._enqueued = np.zeros((2, SLOTS), np.uint64)
-
-    @classmethod
-    def create(cls, driver: Driver) -> Signals:
-        """The signals of this rank."""
-        return cls(SharedBuffer.create(2 * SLOTS * 8), driver)
-
-    def _at(self, kind: int, call: int) -> int:
-        return self._address + 8 * (kind * SLOTS + call % SLOTS)
-
-    def is_free(self, call: int) -> bool:
-        """Whether the GPU is done with the earlier call that had the words of this one."""
-        slot = call % SLOTS
-        return bool((self._words[:, slot] >= self._enqueued[:, slot]).all())
-
-    def write(self, stream: int, kind: int, call: int, step: int) -> None:
-        """Enqueue a signal of this rank."""
-        value = call << 32 | step
-        self._driver.write_signal(stream, self._at(kind, call), value)
-        self._enqueued[kind, call % SLOTS] = value
-
-    def wait(self, stream: int, kind: int, call: int, step: int) -> None:
-        """Let a stream wait for a signal."""
-        self._driver.await_signal(stream, self._at(kind, call), call << 32 | step)
-
-    def has_come(self, kind: int, call: int, step: int) -> bool:
-        """Whether a signal is there."""
-        return int(self._words[kind, call % SLOTS]) >= call << 32 | step
-
-    def release(self, call: int) -> None:
-        """Release all streams that wait for signals of a call that has failed."""
-        self._words[:, call % SLOTS] = call << 32 | LAST_STEP
-
-    def close(self) -> None:
-        """Take the page back from the GPU."""
-        with contextlib.suppress(CudaError):
-            self._driver.unregister(self.page.address)
 
 
 class _Export(NamedTuple):
@@ -208,6 +148,12 @@ class Mappings:
         self._mapped: dict[int, dict[int, _Mapped]] = {}
         self._unused: list[tuple[Callable[[], bool], int]] = []
         """Mappings to close, each once no GPU work reads it any more."""
+        self._generation = 0
+
+    @property
+    def generation(self) -> int:
+        """Changes whenever something was unmapped."""
+        return self._generation
 
     def update(self, peer: int, table: Table, is_idle: Callable[[], bool]) -> None:
         """Map what a peer has exported, and unmap what it has freed.
@@ -217,6 +163,7 @@ class Mappings:
         mapped, live = self._mapped.setdefault(peer, {}), set(table.live.tolist())
         for number in mapped.keys() - live:
             self._unused.append((is_idle, mapped.pop(number).address))
+            self._generation += 1
         self.sweep()
         for row in table.exports:
             number, handle = int(row[0]), row[3:].tobytes()
@@ -265,6 +212,7 @@ class Mappings:
         for mapped in self._mapped.values():
             self._unused += [(is_idle, one.address) for one in mapped.values()]
         self._mapped.clear()
+        self._generation += 1
         self.sweep()
 
 
@@ -293,6 +241,19 @@ class StagingBuffer:
         self._tensor = None
 
 
+class Published(NamedTuple):
+    """A table of this rank in shared memory."""
+
+    version: int
+    buffer: SharedBuffer
+    packs: bool
+    """Whether it has no tensors, but a buffer in which this rank packs its messages."""
+
+
+MAX_PUBLISHED = 8
+"""Tables that are kept for the next calls."""
+
+
 class GpuMemory:
     """What a session keeps for moves between GPUs of one host."""
 
@@ -306,8 +267,10 @@ class GpuMemory:
         """Addends that this rank has read from peers."""
         self._marks: list[Any] = []
         """Events behind the GPU work of calls; those that are complete are dropped."""
-        self._packing: tuple[int, int] | None = None
+        self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
+        self._published: dict[object, Published] = {}
+        self._version = 0
         self._device: torch.device | None = None
         self._own: Signals | None = None
         self._peers: dict[int, Signals] = {}
@@ -318,7 +281,7 @@ class GpuMemory:
     def using(self, device: torch.device | None) -> Iterator[None]:
         """Make calls of the driver for a device."""
         self._device = device
-        if device is None or device.type != "cuda":
+        if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
             yield
             return
         with torch.cuda.device(device):
@@ -338,16 +301,33 @@ class GpuMemory:
             found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
         return found
 
+    def publish(self, key: object, make: Callable[[], tuple[Table, bool]]) -> Published:
+        """This rank's table in shared memory; with the same key it is the one of an earlier call.
+
+        Only the calls of this rank that are over may have used the tables that are dropped.
+        """
+        found = self._published.get(key)
+        if found is None:
+            table, packs = make()
+            pool = self._connections.buffers
+            while len(self._published) >= MAX_PUBLISHED:
+                pool.give_back(self._published.pop(next(iter(self._published))).buffer)
+            buffer = pool.take(table.num_bytes)
+            table.write(buffer.address)
+            self._version += 1
+            found = self._published[key] = Published(self._version, buffer, packs)
+        return found
+
     def packing_buffer(self, num_bytes: int) -> int:
         """The address of a buffer that can be exported, with at least so many bytes."""
-        if self._packing is None or self._packing[1] < num_bytes:
+        if self.packing is None or self.packing[1] < num_bytes:
             self._free_packing()
-            self._packing = self.driver.allocate(num_bytes), num_bytes
-        return self._packing[0]
+            self.packing = self.driver.allocate(num_bytes), num_bytes
+        return self.packing[0]
 
     def _free_packing(self) -> None:
-        if self._packing is not None:
-            address, self._packing = self._packing[0], None
+        if self.packing is not None:
+            address, self.packing = self.packing[0], None
             with contextlib.suppress(CudaError):
                 self.driver.free(address)
 
@@ -375,6 +355,8 @@ class GpuMemory:
     def release(self) -> None:
         """Free the buffers, and unmap the memory of peers."""
         self.addends.release()
+        while self._published:
+            self._connections.buffers.give_back(self._published.popitem()[1].buffer)
         with self.using(self._device):
             self._free_packing()
             self.mappings.drop(self.is_idle)

@@ -32,9 +32,13 @@ from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.session import Ticket
-from reshard.live.session.shared_memory import SharedBuffer
+from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
 from reshard.live.transport.base import Transport
-from reshard.live.transport.gpu_memory import DONE, REACHED, GpuMemory, Signals, Table
+from reshard.live.transport.gpu_memory import (
+    GpuMemory,
+    Published,
+    Table,
+)
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
     GRID,
@@ -55,21 +59,6 @@ SIGNALS_ROUND = 1 << 40
 """The message that brings a rank's page of signals is a Ready of this round."""
 
 _cuda: Any = torch.cuda  # its streams and events have no types
-
-
-class CallSignals:
-    """The signals of one call: those of this rank and of its peers."""
-
-    def __init__(self, call: int, own: Signals) -> None:
-        self.call, self.own = call, own
-        self.peers: dict[int, Signals] = {}
-        self.aborted = False
-
-    def abort(self) -> None:
-        """Release all streams that wait in this call; what they then copy is undefined."""
-        self.aborted = True
-        for signals in (self.own, *self.peers.values()):
-            signals.release(self.call)
 
 
 class _Work:
@@ -117,13 +106,14 @@ class GpuPeerTransport(Transport):
         self._ticket, self._in_flight = ticket, in_flight
         self._memory = watch.connections.resource(GpuMemory)
         self._signals: CallSignals | None = None
+        on_gpu = device.type == "cuda"
+        self._stream = int(_cuda.current_stream(device).cuda_stream) if on_gpu else 0
         self._packs = False
         """Whether this rank packs its messages."""
-        self._buffer: SharedBuffer | None = None
-        """The shared buffer with this rank's table."""
-        self._tables: dict[int, Table] = {}
         self._pulls: Pulls | None = None
         self._bases: Ints = np.zeros(0, np.int64)
+        self._addresses: TensorTable | None = None
+        """The same without tensors."""
         self._here: dict[int, set[int]] = {}
         """By round, the peers whose messages have come."""
         self.addends: torch.Tensor | None = None
@@ -143,12 +133,6 @@ class GpuPeerTransport(Transport):
             here = f"rank {self.watch.connections.rank} cannot {what} ({error})"
             self.watch.fail(Cause("error", f'{here}: give transport="nccl" or "shared"'))
 
-    @property
-    def _stream(self) -> int:
-        if self.device.type != "cuda":
-            return 0
-        return int(_cuda.current_stream(self.device).cuda_stream)
-
     def send_hellos(self) -> None:
         """Enqueue the signal that sources are ready, and tell peers where they are."""
         watch, memory = self.watch, self._memory
@@ -162,42 +146,52 @@ class GpuPeerTransport(Transport):
                 time.sleep(TURN_PAUSE)
             self._signals = CallSignals(watch.call, own)
             own.write(self._stream, REACHED, watch.call, ENTERED)
-        with self._driver_errors("export the memory of its GPU"):
-            table = self._own_table()
-        buffer = self._buffer = watch.connections.buffers.take(table.num_bytes)
-        table.write(buffer.address)
+            published = self._publish()
+        self._packs, buffer = published.packs, published.buffer
         page, mailbox = own.page, watch.mailbox
-        strided = int(self._packs)
-        hello = watch.hello(on_gpu=1, strided=strided, signals=page.number, buffer=buffer.number)
+        hello = watch.hello(
+            on_gpu=1,
+            strided=int(self._packs),
+            signals=page.number,
+            table_at=published.version,
+            buffer=buffer.number,
+        )
         for peer in self.peers:
             fd = page.fd_for(peer)
             if fd is not None:
                 mailbox.send(peer, Ready(watch.call, SIGNALS_ROUND, page.number), fd)
             mailbox.send(peer, hello, buffer.fd_for(peer))
 
-    def _own_table(self) -> Table:
+    def _publish(self) -> Published:
         """Where this rank's tensors are; if they cannot be exported, where it packs messages."""
-        bound, exports = self.bound, self._memory.exports
-        ranges = np.zeros((bound.staging + 1, 2), np.int64)
+        bound, memory = self.bound, self._memory
         sent = self._kept("sent", self._numbers_sent)
-        live, found = exports.refresh(), []
-        if len(sent):
-            self._packs = bool(bound.strides.keys() & set(sent.tolist()))
-            starts = bound.table[sent]
-            ends = starts + self._kept("sizes", lambda: self._sizes(sent))
-            if not self._packs:
-                try:
-                    found = exports.of(starts, ends)
-                    ranges[sent] = np.stack([starts, ends], axis=1)
-                except CudaError:
-                    self._packs = True
-            if self._packs:
-                size = max(self._packed(one).num_bytes for one in self._rounds())
-                start = self._memory.packing_buffer(max(size, 1))
-                ranges[-1] = start, start + size
-                found = exports.of(ranges[-1:, 0], ranges[-1:, 1])
+        starts, live = bound.table[sent], memory.exports.refresh()
+        strided = bool(bound.strides) and not bound.strides.keys().isdisjoint(sent.tolist())
+        key = (sent.tobytes(), starts.tobytes(), tuple(live), strided, memory.packing)
+        return memory.publish(key, lambda: self._own_table(sent, starts, live, strided))
+
+    def _own_table(
+        self, sent: Ints, starts: Ints, live: Sequence[int], packs: bool
+    ) -> tuple[Table, bool]:
+        """The table of this rank, and whether it packs its messages."""
+        exports, found = self._memory.exports, []
+        ranges = np.zeros((self.bound.staging + 1, 2), np.int64)
+        if len(sent) and not packs:
+            sizes = [self.bound.tensors[number].nbytes for number in sent.tolist()]
+            ends = starts + np.array(sizes, np.int64)
+            try:
+                found = exports.of(starts, ends)
+                ranges[sent] = np.stack([starts, ends], axis=1)
+            except CudaError:
+                packs = True
+        if packs:
+            size = max(self._packed(one).num_bytes for one in self._rounds())
+            start = self._memory.packing_buffer(max(size, 1))
+            ranges[-1] = start, start + size
+            found = exports.of(ranges[-1:, 0], ranges[-1:, 1])
         known = set(live) | {one.allocation.number for one in found}
-        return Table.of(sorted(known), found, ranges)
+        return Table.of(sorted(known), found, ranges), packs
 
     def _kept(self, name: str, make: Callable[[], Any], *key: object) -> Any:
         """What is compiled once for these peers and kept with the first round."""
@@ -217,11 +211,6 @@ class GpuPeerTransport(Transport):
             for peer, transfers in round_.sends.items():
                 found += [one.source.base for one in transfers if peer in self.peers]
         return distinct(np.concatenate(found))
-
-    def _sizes(self, numbers: Ints) -> Ints:
-        """Bytes of tensors, which are the same in all calls."""
-        tensors = self.bound.tensors
-        return np.array([tensors[number].nbytes for number in numbers.tolist()], np.int64)
 
     # Packing -----------------------------------------------------------------------------------
 
@@ -269,20 +258,35 @@ class GpuPeerTransport(Transport):
         make = partial(Pulls.of, self.program, self.peers, direct)
         pulls: Pulls = self._kept("pulls", make, direct)
         self._pulls = pulls
-        bases = [self.bound.table.copy()]
         for peer in self.peers:
-            with self._driver_errors(f"reach the GPU memory of rank {peer}", ValueError, KeyError):
+            with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
                 self._signals.peers[peer] = memory.signals_of(peer, hellos[peer].signals)
-                if peer in pulls.numbers:
-                    table = self._tables[peer] = self._read_table(peer, hellos[peer])
-                    memory.mappings.update(peer, table, memory.is_idle)
-                    numbers = pulls.numbers[peer]
-                    bases.append(memory.mappings.addresses(peer, table, numbers))
         if pulls.staging_bytes:
             size = pulls.staging_bytes
             self.addends = memory.addends.take(size, self.device, self._stream)
-            bases[0][-1] = self.addends.data_ptr()
-        self._bases = np.concatenate(bases)
+        versions = tuple(hellos[peer].table_at for peer in pulls.numbers)
+        own = self.bound.table.copy()
+        own[-1] = 0 if self.addends is None else self.addends.data_ptr()
+        key = (own.tobytes(), versions, self._stream, memory.mappings.generation)
+        last = self._kept("bases", list[Any], direct)
+        if not last or last[0] != key:
+            bases = np.concatenate(
+                [own, *(self._map(peer, hellos[peer]) for peer in pulls.numbers)]
+            )
+            # Mapping may have unmapped something.
+            key = (*key[:-1], memory.mappings.generation)
+            last[:] = key, TensorTable(bases, {}, self.device), bases
+        _, self._addresses, self._bases = last
+
+    def _map(self, peer: int, hello: Hello) -> Ints:
+        """Map what a peer has exported; returns the addresses of the tensors that are read."""
+        assert self._pulls is not None
+        mappings, numbers = self._memory.mappings, self._pulls.numbers[peer]
+        with self._driver_errors(f"reach the GPU memory of rank {peer}", ValueError, KeyError):
+            table = self._read_table(peer, hello)
+            mappings.update(peer, table, self._memory.is_idle)
+            return mappings.addresses(peer, table, numbers)
+        raise AssertionError  # `_driver_errors` has raised
 
     def _read_table(self, peer: int, hello: Hello) -> Table:
         buffer = self.watch.inbox.buffers[peer, hello.buffer]
@@ -356,7 +360,11 @@ class GpuPeerTransport(Transport):
             bases = bases.copy()
             for peer in packed:
                 bases[self._pulls.places[peer]] += self.watch.inbox.ready[peer, number].offset
-        tensors = TensorTable(bases, _Views(self, bases), self.device)
+        views = _Views(self, bases)
+        if bases is self._bases and self._addresses is not None:
+            tensors = self._addresses.with_tensors(views)
+        else:
+            tensors = TensorTable(bases, views, self.device)
         for table in pull.tables:
             table.launch(tensors)
 
@@ -376,7 +384,8 @@ class GpuPeerTransport(Transport):
             key=lambda one: self._pulls.places[one],  # type: ignore[union-attr]
         )
         place = base - self._pulls.places[peer]
-        start, end = self._tables[peer].ranges[self._pulls.numbers[peer][place]].tolist()
+        table = self._read_table(peer, self.watch.inbox.hellos[peer])
+        start, end = table.ranges[self._pulls.numbers[peer][place]].tolist()
         skip = address % GRID
         size = end - start + skip - (address - int(self._bases[base]))
         return self._memory.driver.view(address - skip, size, self.device)[skip:]
@@ -418,14 +427,6 @@ class GpuPeerTransport(Transport):
             self._in_flight.give_up()
             with self._memory.using(self.device):
                 self._memory.mark(self.device)
-        buffer, self._buffer = self._buffer, None
-        if buffer is not None:
-            buffers = self.watch.connections.buffers
-            if ok:
-                buffers.give_back(buffer)
-            else:
-                buffers.retire(buffer)
-        self._tables.clear()
 
 
 class _Views(Mapping[int, torch.Tensor]):

@@ -83,9 +83,9 @@ class Pulls:
             numbers[peer] = read if peer in direct else np.array([program.staging])
             places[peer] = at
             at += len(numbers[peer])
-        first, later = _Parts(program.staging), {}
+        first, later = _PullParts(program.staging), {}
         for round_ in rounds:
-            rest = _Parts(program.staging)
+            rest = _PullParts(program.staging)
             for transfer in round_.copies:
                 if transfer.addend < 0:  # sums read addends of this rank where they are
                     (rest if transfer.hop else first).add(transfer, transfer.source)
@@ -104,7 +104,7 @@ class Pulls:
         return cls(first.pull(), later, min(later, default=len(rounds)), numbers, places)
 
 
-class _Parts:
+class _PullParts:
     """Collects what is copied in one go."""
 
     def __init__(self, staging: int) -> None:
