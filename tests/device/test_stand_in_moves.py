@@ -63,10 +63,10 @@ def test_late_gpus_over_a_stand_in(tmp_path: Path) -> None:
     run_forked(tmp_path, "behind")
 
 
-def test_processes_that_end_over_a_stand_in() -> None:
+@pytest.mark.parametrize("transport", ["nccl", "gpu_peer"])
+def test_processes_that_end_over_a_stand_in(transport: str) -> None:
     """Processes of their own: how an interpreter ends is what is tested."""
-    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT="nccl")
-    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT="gpu_peer")
+    run_ranks("leave", BACKEND="gloo", STAND_IN="1", RESHARD_TRANSPORT=transport)
 
 
 @pytest.mark.parametrize("transport", ["nccl", "gpu_peer"])

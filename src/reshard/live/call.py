@@ -13,7 +13,7 @@ close       free resources; the number is used, however the call ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,7 @@ from reshard.live.inputs.bound import (
     placement_of,
 )
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.inputs.request import GPU_TRANSPORTS, Options, Request, check_request
+from reshard.live.inputs.request import Options, Request, check_request
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.mailbox import Inbox
@@ -49,7 +49,7 @@ from reshard.live.transport.exchange import Exchange, Wait
 from reshard.live.transport.gloo import GlooTransport
 from reshard.live.transport.gloo_group import GlooGroup, GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
-from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, choose_routes
+from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, find_routes
 from reshard.live.transport.host import HostTransport
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl import NcclTransport
@@ -263,7 +263,8 @@ class Call:
         session, key = watch.session, self._key
         if self._compares:
             texts = compare(watch, self._signature(bound))
-            session.routes[key] = self._routes(watch, bound, texts)
+            option, gpu = self.options.transport, self._gpu(bound)
+            session.routes[key] = find_routes(watch, option, self.plan, gpu, texts)
             session.has_compared(key)
             self._compares = False
         while key not in session.agreed and session.is_comparing(key):
@@ -282,32 +283,6 @@ class Call:
                 "in every call"
             )
             watch.fail(Cause("tensor", text))
-        return routes
-
-    def _routes(
-        self, watch: Watch, bound: BoundTensors, texts: Mapping[int, str]
-    ) -> GpuRoutes | None:
-        """How data goes between GPUs, from what all ranks have announced; None: by the host."""
-        option = self.options.transport
-        forced = option in GPU_TRANSPORTS
-        if option != "auto" and not forced:
-            return None
-        parts = {rank: text.partition("\n") for rank, text in texts.items()}
-        places = {rank: part[0] for rank, part in parts.items()}
-        if not all_on_gpus(places):
-            for rank, place in places.items() if forced else ():
-                if place not in (GPU, "none"):
-                    text = f'transport="{option}" was forced and the tensors of rank {rank} are on'
-                    watch.fail(Cause("tensor", f"{text} {place}: move them to one GPU"))
-            return None
-        trials, device = watch.connections.resource(GpuTrials), self._gpu(bound)
-        facts, why_not = trials.settle(watch, device, {r: part[2] for r, part in parts.items()})
-        traffic = self.plan.traffic
-        ends = zip(traffic.source.tolist(), traffic.destination.tolist(), strict=True)
-        pairs = {(min(pair), max(pair)) for pair in ends if pair[0] != pair[1]}
-        routes = choose_routes(option, pairs, facts, why_not)
-        if isinstance(routes, str):
-            watch.fail(Cause("error", routes))
         return routes
 
     def _gpu(self, bound: BoundTensors) -> torch.device | None:

@@ -21,10 +21,14 @@ from reshard.errors import LiveError
 from reshard.live.copy.cuda_driver import CudaError
 from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
+from reshard.live.inputs.bound import GPU, all_on_gpus
+from reshard.live.inputs.request import GPU_TRANSPORTS
+from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.transport.gpu_memory import GpuMemory
+from reshard.planning.plans import Plan
 
-__all__ = ["GpuRoutes", "GpuTrials", "Pair", "choose_routes"]
+__all__ = ["GpuRoutes", "GpuTrials", "Pair", "choose_routes", "find_routes"]
 
 Pair = tuple[int, int]
 """Two ranks, the lower one first."""
@@ -142,6 +146,34 @@ class GpuTrials:
 
     def close(self) -> None:
         """The probes are freed with the process."""
+
+
+def find_routes(
+    watch: Watch, option: str, plan: Plan, device: torch.device | None, texts: Mapping[int, str]
+) -> GpuRoutes | None:
+    """How data goes between GPUs, from what all ranks have announced; None: by way of the host.
+
+    An announcement is where a rank has its tensors, and on a second line what `facts` returned.
+    """
+    forced = option in GPU_TRANSPORTS
+    if option != "auto" and not forced:
+        return None
+    parts = {rank: text.partition("\n") for rank, text in texts.items()}
+    places = {rank: part[0] for rank, part in parts.items()}
+    if not all_on_gpus(places):
+        for rank, place in places.items() if forced else ():
+            if not all_on_gpus({0: place, 1: GPU}):
+                text = f'transport="{option}" was forced and the tensors of rank {rank} are on'
+                watch.fail(Cause("tensor", f"{text} {place}: move them to one GPU"))
+        return None
+    trials = watch.connections.resource(GpuTrials)
+    facts, why_not = trials.settle(watch, device, {r: part[2] for r, part in parts.items()})
+    ends = zip(plan.traffic.source.tolist(), plan.traffic.destination.tolist(), strict=True)
+    pairs = {_pair(*pair) for pair in ends if pair[0] != pair[1]}
+    routes = choose_routes(option, pairs, facts, why_not)
+    if isinstance(routes, str):
+        watch.fail(Cause("error", routes))
+    return routes
 
 
 def choose_routes(
