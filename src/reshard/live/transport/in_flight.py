@@ -64,7 +64,6 @@ class InFlightCall:
     def __init__(self, calls: InFlight, watch: Watch) -> None:
         self._calls, self.watch = calls, watch
         self._groups: list[Abortable] = []
-        self._unwatched: list[tuple[Work, Collection[int], Callable[[int], str]]] = []
         self.error: LiveError | None = None
         self.complete = threading.Event()
         """Set when all exchanges have ended, or one has failed."""
@@ -74,16 +73,10 @@ class InFlightCall:
     def add(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         """Watch one more exchange; ``what`` describes what a peer is waited for."""
         self._groups.append(work.group)
-        self._unwatched.append((work, peers, what))
-
-    def _watch_all(self) -> None:
-        """Watch the exchanges that were added, in their order."""
-        while self._unwatched:
-            self._watch(*self._unwatched.pop(0))
+        self._calls.submit(lambda: self._watch(work, peers, what))
 
     def wait(self) -> None:
         """Wait until all exchanges have ended, and raise the error of one that failed."""
-        self._calls.submit(self._watch_all)
         self._calls.settle()
         if self.error is not None:
             self.raised = True
@@ -113,7 +106,6 @@ class InFlightCall:
         self._calls.submit(self._complete)
 
     def _complete(self) -> None:
-        self._watch_all()
         self.watch.close()
         if self.error is not None and not self.raised:
             self._calls.unraised.append(self)
