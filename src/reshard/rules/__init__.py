@@ -11,10 +11,25 @@ models    tensor names and shapes of known models
 families/ the shipped rules files
 """
 
-from reshard.rules import models as models
-from reshard.rules.ruleset import Rules
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from reshard.rules import models as models
+    from reshard.rules.ruleset import Rules
 
 __all__ = ["Rules"]
+
+
+def __getattr__(name: str) -> object:
+    """Load the rules when they are first used: names are matched with patterns without them."""
+    if name == "Rules":
+        return import_module("reshard.rules.ruleset").Rules
+    if name == "models":
+        return import_module("reshard.rules.models")
+    raise AttributeError(f"module 'reshard.rules' has no attribute '{name}'")
 
 
 def __dir__() -> list[str]:

@@ -12,7 +12,8 @@ from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from reshard import checkpoint
-from reshard.checkpoint.live import direct_reads, loading, shared_reads
+from reshard.checkpoint.live import loading, shared_reads
+from reshard.checkpoint.live.direct_reads import MappedFiles
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
 from reshard.planning.plans import Plan
@@ -112,7 +113,7 @@ def try_load(rank: int, folder: str, kind: str, broken: str) -> str:
         raise OSError(5, "Input/output error")
 
     into = into_of(kind)
-    where: Any = LocalStorage if real else direct_reads
+    where: Any = LocalStorage if real else MappedFiles
     changed = fails if rank == 2 else getattr(where, broken)
     try:
         with patch.object(where, broken, changed):
@@ -122,7 +123,7 @@ def try_load(rank: int, folder: str, kind: str, broken: str) -> str:
     return "loaded"
 
 
-@pytest.mark.parametrize(("kind", "broken"), [("rows", "read_into"), ("tp", "_copy_mapped")])
+@pytest.mark.parametrize(("kind", "broken"), [("rows", "read_into"), ("tp", "copy")])
 def test_a_rank_that_cannot_read_fails_all(
     pool: Pool, tmp_path: Path, kind: str, broken: str
 ) -> None:

@@ -33,7 +33,8 @@ from torch.distributed.tensor.parallel import (
 from reshard import checkpoint, sharded
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.live import direct_reads, write_shares
+from reshard.checkpoint.live import write_shares
+from reshard.checkpoint.live.direct_reads import MappedFiles
 from reshard.checkpoint.live.entries import entries_of
 from reshard.checkpoint.live.read_shares import Limits, ReadRequest, batches_of
 from reshard.checkpoint.piece_table import PieceTable
@@ -227,7 +228,7 @@ def parallel_block(mesh: DeviceMesh) -> State:
 @contextmanager
 def bytes_read() -> Iterator[list[int]]:
     """Every byte that this process reads, or copies from mapped pages, of files of a checkpoint."""
-    counted, pread, preadv, copy_mapped = [0], os.pread, os.preadv, direct_reads._copy_mapped
+    counted, pread, preadv, copy = [0], os.pread, os.preadv, MappedFiles.copy
 
     def one(descriptor: int, length: int, offset: int) -> bytes:
         data = pread(descriptor, length, offset)
@@ -242,14 +243,14 @@ def bytes_read() -> Iterator[list[int]]:
             counted[0] += count
         return count
 
-    def mapped(descriptor: int, task: Any, width: int) -> None:
-        copy_mapped(descriptor, task, width)
+    def mapped(files: MappedFiles, path: str, task: Any) -> None:
+        copy(files, path, task)
         counted[0] += task.into.numel() * task.into.element_size()
 
     with (
         patch.object(os, "pread", one),
         patch.object(os, "preadv", many),
-        patch.object(direct_reads, "_copy_mapped", mapped),
+        patch.object(MappedFiles, "copy", mapped),
     ):
         yield counted
 

@@ -23,7 +23,6 @@ from reshard.checkpoint.integrity.checksums import (
     damage,
     sum_of,
 )
-from reshard.checkpoint.integrity.crcs import Crcs, crcs_of
 from reshard.checkpoint.publish.journal import Journal, read_journals
 from reshard.checkpoint.publish.workplace import Workplace
 from reshard.checkpoint.storage.local import Storage
@@ -178,9 +177,10 @@ class Builder:
     def __post_init__(self) -> None:
         self._total = sum(transfer.target_bytes for transfer in self.plan.transfers)
         storage, catalog, sums = self.storage, self.plan.catalog, self.source_sums
-        checker = Checker(self._checked_sums(), storage.root)
-        crcs = Crcs(crcs_of(storage, catalog, sums) if self.request.checksums else ())
-        self.source = Source(storage, catalog, sums, checker, crcs)
+        self.source = Source(storage, catalog, sums)
+        if self.request.checksums:
+            self.source = Source.of(storage, catalog, sums)
+            self.source.checker = Checker(self._checked_sums(), storage.root)
         self.target = OutputFiles(self.place.data, self.plan.output.files)
 
     @property
@@ -204,8 +204,8 @@ class Builder:
         for copy in self.plan.output.objects:
             source = copy.source
             for at, data in self._read(self.source.name(source.file), source.offset, source.size):
-                crcs = self.source.crcs
-                crcs.add(crcs.parts(source.file, source.offset + at, data))
+                if (crcs := self.source.crcs) is not None:
+                    crcs.add(crcs.parts(source.file, source.offset + at, data))
                 self._put(copy.file, copy.offset + at, memoryview(data))
         for file, number in self.plan.others:
             for at, data in self._read(file.path, 0, file.size):
@@ -295,9 +295,10 @@ class Builder:
 
         Bytes of a record that no output tensor needs are read now; no byte is read twice.
         """
-        for done in chunks:
-            self.source.crcs.add(done.crcs)
-        self.source.check_crcs()
+        if self.source.crcs is not None:
+            for done in chunks:
+                self.source.crcs.add(done.crcs)
+            self.source.check_crcs()
 
     def _check_resumed(self) -> None:
         """Check files that an interrupted earlier run read only in part."""

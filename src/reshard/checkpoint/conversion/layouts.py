@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.output import Wanted
@@ -33,9 +34,11 @@ from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules import Rules
 from reshard.rules.pattern import matches, matching
 from reshard.text import quoted
+
+if TYPE_CHECKING:
+    from reshard.rules import Rules
 
 __all__ = ["LayoutRequest", "Parameters", "notes_of", "wanted_of"]
 
@@ -75,8 +78,11 @@ class LayoutRequest:
                 f"dtype {want} is not floating-point: it is for all floating-point parameters; "
                 "use float32, bfloat16, float16 or another float"
             )
-        loaded = rules if isinstance(rules, Rules) or rules is None else Rules.load(rules)
-        return cls(as_mesh(mesh), loaded, layouts or {}, want, fsdp, replicate)  # type: ignore[arg-type]
+        if rules is not None:
+            from reshard.rules import Rules
+
+            rules = rules if isinstance(rules, Rules) else Rules.load(rules)
+        return cls(as_mesh(mesh), rules, layouts or {}, want, fsdp, replicate)  # type: ignore[arg-type]
 
     @property
     def has_mesh(self) -> bool:

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,7 +29,7 @@ from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, part_of
 from reshard.checkpoint.live.read_shares import ReadRequest
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.source import Source
 from reshard.checkpoint.transfer.windows import in_order
 from reshard.dtypes import itemsize
@@ -36,13 +38,13 @@ from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.layout import Layout
 
-__all__ = ["DirectReader", "split_requests"]
+__all__ = ["DirectReader", "MappedFiles", "split_requests"]
 
 STAGED = 16 << 20
 """Bytes that are read at a time for a tensor that cannot be read into directly: it is on a GPU, of
 another dtype, or not contiguous."""
 MAPPED = 32 << 20
-"""Bytes of a file that are mapped at a time: mapped pages count as memory of the process."""
+"""Bytes of a file that are in the page table at a time: they count as memory of the process."""
 LONGEST = 64 << 20
 """The most bytes of one task, so that workers share large tensors."""
 MOST_WORKERS = 4
@@ -97,33 +99,81 @@ def _is_run(piece: StoredPiece, box: Box) -> bool:
     return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Task:
-    """A box of a stored piece, and the memory that it is read into."""
+class _Task(NamedTuple):
+    """A box of a stored piece, the memory that it is read into, and its range of the file."""
 
     piece: StoredPiece
     box: Box
     into: torch.Tensor
     dtype: str
+    start: int
+    stop: int
 
-    @property
-    def start(self) -> int:
-        """The byte of the file at which the box begins."""
-        starts = zip(self.box.start, self.piece.box.start, self.piece.strides, strict=True)
-        before = sum((low - first) * stride for low, first, stride in starts)
-        return self.piece.offset + before * itemsize(self.dtype)
-
-    @property
-    def stop(self) -> int:
-        """The byte of the file at which the box ends."""
-        steps = zip(self.box.shape, self.piece.strides, strict=True)
-        last = sum((length - 1) * stride for length, stride in steps)
-        return self.start + (last + 1) * itemsize(self.dtype)
+    @classmethod
+    def of(cls, piece: StoredPiece, box: Box, into: torch.Tensor, dtype: str) -> _Task:
+        """The task of a box that is not empty."""
+        first = last = 0
+        dims = zip(box.start, box.stop, piece.box.start, piece.strides, strict=True)
+        for low, high, start, stride in dims:
+            first += (low - start) * stride
+            last += (high - 1 - start) * stride
+        size = itemsize(dtype)
+        return cls(
+            piece, box, into, dtype, piece.offset + first * size, piece.offset + (last + 1) * size
+        )
 
     def split(self, num_bytes: int) -> Iterator[_Task]:
         """The task in parts of at most this many bytes."""
-        for box in slabs(self.box, max(num_bytes // itemsize(self.dtype), 1)):
-            yield _Task(self.piece, box, part_of((self.box, self.into), box), self.dtype)
+        most = max(num_bytes // itemsize(self.dtype), 1)
+        if self.box.size <= most:
+            yield self
+            return
+        for box in slabs(self.box, most):
+            yield _Task.of(self.piece, box, part_of((self.box, self.into), box), self.dtype)
+
+
+class MappedFiles:
+    """Files as mapped memory, of which a few MiB are in the page table at a time."""
+
+    def __init__(self, storage: LocalStorage) -> None:
+        self._storage = storage
+        self._maps: dict[str, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def copy(self, path: str, task: _Task) -> None:
+        """Copy a box out of a file."""
+        with self._storage.using(path) as file:
+            if task.stop > file.size:
+                raise DamageError(
+                    f"{self._storage.where(path)}: bytes {task.start} to {task.stop} are needed "
+                    f"and the file has {file.size}: it is truncated"
+                )
+            _read_ahead(file.descriptor, task.start, task.stop)
+            pages = self._pages(path, file)
+        width = itemsize(task.dtype)
+        strides = [stride * width for stride in task.piece.strides]
+        stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, task.start, strides)
+        # torch copies runs of 1 to 2 KiB a fifth faster than numpy does
+        task.into.view(_SAME_SIZE[width]).copy_(torch.from_numpy(stored))
+        del stored
+        first = task.start - task.start % mmap.PAGESIZE
+        pages.madvise(mmap.MADV_DONTNEED, first, task.stop - first)
+
+    def _pages(self, path: str, file: OpenFile) -> mmap.mmap:
+        with self._lock:
+            if path not in self._maps:
+                # private and writable only so that torch takes the array without a warning
+                access = mmap.PROT_READ | mmap.PROT_WRITE
+                self._maps[path] = mmap.mmap(
+                    file.descriptor, file.size, flags=mmap.MAP_PRIVATE, prot=access
+                )
+            return self._maps[path]
+
+    def close(self) -> None:
+        """Unmap all files."""
+        for pages in self._maps.values():
+            with suppress(BufferError):  # an error that is being raised still refers to an array
+                pages.close()
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,78 +195,51 @@ class DirectReader:
     ) -> None:
         """Read this rank's part of these tensors."""
         tasks = sorted(self._tasks(requests, views), key=lambda task: (task.piece.file, task.start))
-        if self.workers == 1:
-            for task in tasks:
-                self._read(task)
-            return
-        parts = [part for task in tasks for part in task.split(LONGEST)]
-        for _ in in_order(lambda task, _: self._read(task), parts, self.workers, lambda: None):
-            pass
+        storage = self.source.storage
+        mapped = MappedFiles(storage) if isinstance(storage, LocalStorage) else None
+        try:
+            if self.workers == 1:
+                for task in tasks:
+                    self._read(task, mapped)
+                return
+            parts = [part for task in tasks for part in task.split(LONGEST)]
+            work = in_order(
+                lambda task, _: self._read(task, mapped), parts, self.workers, lambda: None
+            )
+            for _ in work:
+                pass
+        finally:
+            if mapped is not None:
+                mapped.close()
 
     def _tasks(
         self, requests: Mapping[str, ReadRequest], views: Mapping[str, Sequence[View]]
     ) -> Iterator[_Task]:
         for name, request in requests.items():
-            for piece in request.transfer.source.pieces():
-                for view in views.get(name, ()):
+            mine = views.get(name, ())
+            for piece in request.transfer.source.pieces() if mine else ():
+                for view in mine:
                     box = view[0] & piece.box
                     if box.size:
-                        yield _Task(piece, box, part_of(view, box), request.transfer.have)
+                        into = view[1] if box == view[0] else part_of(view, box)
+                        yield _Task.of(piece, box, into, request.transfer.have)
 
-    def _read(self, task: _Task) -> None:
+    def _read(self, task: _Task, mapped: MappedFiles | None) -> None:
         kind: torch.dtype = getattr(torch, task.dtype)
         here = task.into.device.type == "cpu" and task.into.dtype == kind
         if here and task.into.is_contiguous() and _is_run(task.piece, task.box):
-            self._fill(task, task.into)
-        elif here and isinstance(self.source.storage, LocalStorage):
-            self._fill_by_rows(task)
+            memory = task.into.reshape(-1).view(torch.uint8).numpy().data
+            self.source.read_into(task.piece.file, task.start, memory)
+        elif here and mapped is not None:
+            size = task.box.size * itemsize(task.dtype)
+            for part in task.split(size * MAPPED // (task.stop - task.start)):
+                mapped.copy(self.source.name(task.piece.file), part)
+            self.source.count(size)
         else:
             for part in task.split(STAGED):
                 staged = torch.empty(part.box.shape, dtype=kind)
-                self._read(_Task(part.piece, part.box, staged, part.dtype))
+                self._read(part._replace(into=staged), mapped)
                 part.into.copy_(staged)
-
-    def _fill(self, task: _Task, into: torch.Tensor) -> None:
-        """Read one run of bytes in place."""
-        memory = into.reshape(-1).view(torch.uint8).numpy().data
-        self.source.read_into(task.piece.file, task.start, memory)
-
-    def _fill_by_rows(self, task: _Task) -> None:
-        """Copy a strided box out of mapped pages, or element by element into a strided tensor."""
-        storage = self.source.storage
-        assert isinstance(storage, LocalStorage)
-        path = self.source.name(task.piece.file)
-        width = itemsize(task.dtype)
-        share = max(task.box.size * width * MAPPED // max(task.stop - task.start, 1), width)
-        with storage.using(path) as file:
-            for part in task.split(share):
-                if part.stop > file.size:
-                    raise DamageError(
-                        f"{storage.where(path)}: bytes {part.start} to {part.stop} are wanted and "
-                        f"the file has {file.size}: it is cut short"
-                    )
-                _copy_mapped(file.descriptor, part, width)
-                self.source.count(part.box.size * width)
-
-
-def _copy_mapped(descriptor: int, task: _Task, width: int) -> None:
-    """Copy a box out of mapped pages of its file."""
-    _read_ahead(descriptor, task.start, task.stop)
-    skipped = task.start % mmap.ALLOCATIONGRANULARITY
-    length = task.stop - task.start + skipped
-    # private and writable only so that torch takes the array without a warning; it is not written
-    with mmap.mmap(
-        descriptor,
-        length,
-        flags=mmap.MAP_PRIVATE,
-        prot=mmap.PROT_READ | mmap.PROT_WRITE,
-        offset=task.start - skipped,
-    ) as pages:
-        strides = [stride * width for stride in task.piece.strides]
-        stored: Array = np.ndarray(task.box.shape, _CELLS[width], pages, skipped, strides)
-        # torch copies runs of 1 to 2 KiB a fifth faster than numpy does
-        task.into.view(_SAME_SIZE[width]).copy_(torch.from_numpy(stored))
-        del stored
 
 
 def _read_ahead(descriptor: int, start: int, stop: int) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
@@ -13,10 +14,10 @@ from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.pieces import Piece
 from reshard.layout.spec import TensorSpec
-from reshard.tensors.local import box_view, layout_of, parts_of, piece_view, spec_of
+from reshard.tensors.local import box_view, parts_of, piece_view, spec_of
 from reshard.text import quoted
 
-__all__ = ["Entries", "Memory", "RankBoxes", "View", "entries_of", "part_of"]
+__all__ = ["Entries", "Held", "Memory", "RankBoxes", "View", "entries_of", "part_of"]
 
 MAX_DEPTH = 64
 """A dict that is nested deeper is taken to contain itself."""
@@ -59,7 +60,14 @@ class Memory:
         return cls(frozenset(names), tuple(map(frozenset, groups)), frozenset(empty))
 
 
-@dataclass(frozen=True, slots=True)
+class Held(NamedTuple):
+    """A tensor of this rank: its spec, and the memory of its parts in the order of its boxes."""
+
+    spec: TensorSpec
+    parts: tuple[torch.Tensor, ...]
+
+
+@dataclass(frozen=True)
 class Entries:
     """A flattened state dict."""
 
@@ -68,16 +76,21 @@ class Entries:
     """Entries that are not tensors: numbers, strings, lists, objects."""
     keys: dict[str, Keys] = field(default_factory=dict)
 
+    @cached_property
+    def held(self) -> dict[str, Held]:
+        """All tensors; an error names the tensor."""
+        return {name: _held(name, tensor) for name, tensor in self.tensors.items()}
+
     def specs(self) -> dict[str, TensorSpec]:
-        """The spec of every tensor; an error names the tensor."""
-        return {name: _spec(name, tensor) for name, tensor in self.tensors.items()}
+        """The spec of every tensor."""
+        return {name: held.spec for name, held in self.held.items()}
 
     def memory(self) -> Memory:
         """The tensors that share all of their memory."""
         groups: dict[tuple[Any, ...], list[str]] = {}
         empty = []
-        for name, tensor in self.tensors.items():
-            parts = [part for part in parts_of(tensor) if part.numel()]
+        for name, held in self.held.items():
+            parts = [part for part in held.parts if part.numel()]
             if parts:
                 key = tuple((p.data_ptr(), p.device, p.dtype, p.shape, p.stride()) for p in parts)
                 groups.setdefault(key, []).append(name)
@@ -134,12 +147,13 @@ def _checked(key: object) -> str:
     return str(key)
 
 
-def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
+def _held(name: str, tensor: torch.Tensor) -> Held:
     try:
         spec = spec_of(tensor)
     except ReshardError as error:
         raise type(error)(f"{quoted(name)}: {error}") from None
-    for part in parts_of(tensor):
+    parts = tuple(part.detach() for part in parts_of(tensor))
+    for part in parts:
         if part.is_meta or part.is_conj() or part.is_neg():
             kind = "on the meta device" if part.is_meta else "a lazy conjugate or negative"
             raise TensorError(f"{quoted(name)} is {kind}: give a tensor that has its own memory")
@@ -148,7 +162,7 @@ def _spec(name: str, tensor: torch.Tensor) -> TensorSpec:
             f'{quoted(name)} has layout "{spec.layout}", which leaves a sum pending: a checkpoint '
             "holds values; redistribute the tensor first"
         )
-    return spec
+    return Held(spec, parts)
 
 
 class RankBoxes:
@@ -178,21 +192,19 @@ class RankBoxes:
             self._pieces[key] = tuple(piece for piece in pieces if piece.box.size)
         return self._pieces[key]
 
-    def views(self, tensor: torch.Tensor, shape: tuple[int, ...], rank: int) -> list[View]:
+    def views(self, held: Held, rank: int) -> list[View]:
         """The boxes that this rank holds in ascending order, and the memory of each.
 
         Writing to that memory changes the tensor. The layout is that of the tensor itself: the
         layout that all ranks together describe may be an equal one in other words.
         """
-        parts, layout = [part.detach() for part in parts_of(tensor)], layout_of(tensor)
+        layout, parts = held.spec.layout, held.parts
         if isinstance(layout, BoxLayout):
             pairs = zip(layout.boxes.get(rank, ()), parts, strict=True)
             found = [(box, part) for box, part in pairs if box.size]
-        elif parts:
-            held = self._held(layout, rank, shape)
-            found = [(piece.box, piece_view(parts[0], piece)) for piece in held]
         else:
-            found = []
+            pieces = self._held(layout, rank, held.spec.shape) if parts else ()
+            found = [(piece.box, piece_view(parts[0], piece)) for piece in pieces]
         return sorted(found, key=lambda view: view[0])
 
 

@@ -275,8 +275,8 @@ class _Loading:
         agreement, crcs = here.agreement, Crcs(summary.catalog.crcs)
         source = Source(here.storage, summary.catalog, here.checksums, crcs=crcs)
         reader = ShareReader(source, requests, agreement.rank, summary.digests)
-        tensors, share = here.entries.tensors, parse_bytes(memory) // 4
-        scatter = Scatter(agreement, requests, match.chosen, tensors, share)
+        share = parse_bytes(memory) // 4
+        scatter = Scatter(agreement, requests, match.chosen, here.entries.held, share)
         return cls(
             agreement, here.entries, memory, match, summary, agreed.hosts, source, reader, scatter,
             CrcRecords(crcs, requests),
@@ -300,8 +300,8 @@ class _Loading:
 
         def read() -> list[Any]:
             direct.read(own, self.scatter.views)
-            texts = read_small(small, self.source) if self.agreement.is_first else {}
-            return [self.source.num_bytes, texts]
+            text = read_small(small, self.source) if small and self.agreement.is_first else ""
+            return [self.source.num_bytes, text]
 
         count, total = len(own) + len(small), len(self.reader.requests)
         try:
@@ -358,7 +358,7 @@ class _Loading:
         Returns the bytes of these gaps.
         """
         for some in parts if self.agreement.is_first else ():
-            self.source.crcs.add(some)
+            self.records.crcs.add(some)
         ready = self.records.finished(batch.finished)
 
         def compare() -> int:

@@ -145,7 +145,7 @@ def _write(
     with _entered(agreement, place, overwrite, files):
         token = agreement.run_on_first(lambda: _prepare(place, plan))
         target = OutputFiles(place.data, plan.output.files)
-        writer = Writer(plan, saved.entries.tensors, saved.objects, agreement.rank, checksums)
+        writer = Writer(plan, saved.entries.held, saved.objects, agreement.rank, checksums)
         try:
             agreement.run(lambda: _check_seen(place, token))
             while any(agreement.run(lambda: _step(writer, target)).values()):

@@ -21,12 +21,14 @@ import torch
 
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.crcs import Crcs, Part
-from reshard.checkpoint.live.entries import RankBoxes, View, part_of
+from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
 from reshard.checkpoint.piece_table import PieceTable, slabs
+from reshard.checkpoint.transfer.packing import Pack, Packed
 from reshard.checkpoint.transfer.source import Source, SourceReads
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.checkpoint.transfer.windows import Buffers, compare, fill, in_order, within
+from reshard.dtypes import itemsize
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
@@ -130,16 +132,16 @@ class CrcRecords:
     """The CRC-32 records of a load: each is compared when the last tensor in it has been read."""
 
     def __init__(self, crcs: Crcs, requests: Mapping[str, ReadRequest]) -> None:
-        self._crcs = crcs
+        self.crcs = crcs
         self._of = {name: self._touched(request) for name, request in requests.items()}
         self._left = Counter(which for some in self._of.values() for which in some)
 
     def _touched(self, request: ReadRequest) -> set[int]:
-        if not len(self._crcs):
+        if not len(self.crcs):
             return set()
         sides = request.transfer.source, request.transfer.replicas
         spans = (span for side in sides for span in _spans(side))
-        return {which for span in spans for which in self._crcs.touching(*span)}
+        return {which for span in spans for which in self.crcs.touching(*span)}
 
     def finished(self, names: Iterable[str]) -> list[int]:
         """The records that are complete now that these tensors have been read."""
@@ -166,30 +168,38 @@ def are_small(requests: Mapping[str, ReadRequest]) -> bool:
     return total <= MOST_SMALL
 
 
-def read_small(requests: Mapping[str, ReadRequest], source: Source) -> dict[str, str]:
-    """The bytes of small tensors, in base64."""
-    texts = {}
-    for name, request in requests.items():
-        transfer = request.transfer
-        buffers = Buffers(max(int(transfer.source.num_bytes.sum()), 1), casts=False)
-        array = fill(transfer, Box.whole(transfer.shape), buffers, source)
-        texts[name] = b64encode(array.tobytes()).decode()
-    return texts
+def read_small(requests: Mapping[str, ReadRequest], source: Source) -> str:
+    """The bytes of small tensors, one after the other, in base64."""
+    pack = _pack(requests)
+    pack.read(np.empty(max(len(pack.buffer), 1), dtype=np.uint8), source)
+    return b64encode(pack.buffer.data).decode()
 
 
 def copy_small(
-    requests: Mapping[str, ReadRequest],
-    texts: Mapping[str, str],
-    views: Mapping[str, Sequence[View]],
+    requests: Mapping[str, ReadRequest], text: str, views: Mapping[str, Sequence[View]]
 ) -> None:
-    """Copy small tensors from their texts into this rank's tensors."""
+    """Copy small tensors from their text into this rank's tensors."""
+    data = torch.frombuffer(bytearray(b64decode(text)) or bytearray(1), dtype=torch.uint8)
+    at = 0
     for name, request in requests.items():
-        transfer = request.transfer
-        data = np.frombuffer(bytearray(b64decode(texts[name])), dtype=np.uint8)
-        kind: torch.dtype = getattr(torch, transfer.have)
-        tensor = torch.from_numpy(data).view(kind).reshape(transfer.shape)
+        transfer, start = request.transfer, at
+        at += transfer.source_bytes
+        # A copy, because elements of a file need not be aligned to their size.
+        part = data[start:at].clone().view(getattr(torch, transfer.have)).reshape(transfer.shape)
         for view in views.get(name, ()):
-            view[1].copy_(part_of((Box.whole(transfer.shape), tensor), view[0]))
+            view[1].copy_(part_of((Box.whole(transfer.shape), part), view[0]))
+
+
+def _pack(requests: Mapping[str, ReadRequest]) -> Pack:
+    """The tensors as a pack, with a buffer of its own."""
+    tensors = []
+    for request in requests.values():
+        transfer = request.transfer
+        pieces = [*transfer.source.pieces()]
+        size = itemsize(transfer.have)
+        tensors.append(Packed(transfer.shape, size, transfer.source_bytes, pieces))
+    total = sum(tensor.num_bytes for tensor in tensors)
+    return Pack.of(tensors, np.empty(total, dtype=np.uint8))
 
 
 class Scatter:
@@ -200,7 +210,7 @@ class Scatter:
         agreement: Agreement,
         requests: Mapping[str, ReadRequest],
         specs: Mapping[str, TensorSpec],
-        tensors: Mapping[str, torch.Tensor],
+        held: Mapping[str, Held],
         memory: int,
     ) -> None:
         self.bytes_moved = 0
@@ -212,9 +222,7 @@ class Scatter:
             memory,
         )
         self.views: Mapping[str, Sequence[View]] = {
-            name: self._boxes.views(tensors[name], spec.shape, agreement.rank)
-            for name, spec in specs.items()
-            if name in tensors
+            name: self._boxes.views(held[name], agreement.rank) for name in specs if name in held
         }
 
     def move(self, batch: Batch, read: Sequence[ShareData]) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from reshard.checkpoint.formats.output import Output, Owned, Wanted, owned_boxes
 from reshard.checkpoint.integrity import digest
-from reshard.checkpoint.live.entries import RankBoxes, View, part_of
+from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.output_files import OutputFiles
 from reshard.checkpoint.transfer.copying import sums_of
@@ -135,14 +135,14 @@ class Writer:
     def __init__(
         self,
         plan: SavePlan,
-        tensors: Mapping[str, torch.Tensor],
+        held: Mapping[str, Held],
         objects: Mapping[str, bytes],
         rank: int,
         checksums: bool,
     ) -> None:
-        self._plan, self._tensors, self._objects, self._rank = plan, tensors, objects, rank
+        self._plan, self._held, self._objects, self._rank = plan, held, objects, rank
         self._checksums = checksums
-        self._held = RankBoxes()
+        self._rank_boxes = RankBoxes()
         self._left = self._writes()
         self._touched: set[int] = set()
         self.done = Written()
@@ -189,7 +189,7 @@ class Writer:
     def _boxes(self, name: str) -> Iterator[_Write]:
         spec, pieces = self._plan.specs[name], self._plan.output.tensors[name].pieces
         mine = {start for start, _, rank in self._plan.owned[name] if rank == self._rank}
-        views = self._held.views(self._tensors[name], spec.shape, self._rank) if mine else []
+        views = self._rank_boxes.views(self._held[name], self._rank) if mine else []
         size = itemsize(spec.dtype)
         for piece in pieces.pieces:
             at, whole = piece.offset, piece.box

@@ -56,15 +56,22 @@ class Source:
     checksums: Checksums | None = None
     checker: Checker = field(default_factory=lambda: Checker(None, ""))
     """Compares what is read with the checksums."""
-    crcs: Crcs = field(default_factory=lambda: Crcs(()))
+    crcs: Crcs | None = None
     """The CRC-32 records of torch's files, for files that have no checksums of ours."""
     num_bytes: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
+    @classmethod
+    def of(cls, storage: Storage, catalog: Catalog, checksums: Checksums | None) -> Source:
+        """A source whose bytes are all compared with what is known of them."""
+        has_records = bool(catalog.crcs or catalog.objects)
+        crcs = Crcs(crcs_of(storage, catalog, checksums)) if has_records else None
+        return cls(storage, catalog, checksums, Checker(checksums, storage.root), crcs)
+
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
         self.fill(file, offset, buffer)
-        if len(self.crcs):
+        if self.crcs is not None:
             self.crcs.add(self.crcs.parts(file, offset, buffer))
 
     def fill(self, file: int, offset: int, buffer: memoryview) -> None:
@@ -88,7 +95,7 @@ class Source:
 
         Bytes of a record that were not read yet are read now.
         """
-        for crc, now in self.crcs.values(self.unread, which):
+        for crc, now in self.crcs.values(self.unread, which) if self.crcs is not None else ():
             if crc.value != now:
                 raise DamageError(changed(self.catalog, crc, now))
 
@@ -124,7 +131,7 @@ class SourceReads:
     def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file."""
         self.source.fill(file, offset, buffer)
-        if len(self.source.crcs):
+        if self.source.crcs is not None:
             self.crcs += self.source.crcs.parts(file, offset, buffer)
 
     def name(self, file: int) -> str:
@@ -140,9 +147,7 @@ def opened(
     with open_storage(root) as storage:
         checksums = load_checksums(storage)
         catalog = read_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
-        checker = Checker(checksums, storage.root)
-        crcs = Crcs(crcs_of(storage, catalog, checksums))
-        yield Source(storage, catalog, checksums, checker, crcs)
+        yield Source.of(storage, catalog, checksums)
 
 
 class StoredReader:

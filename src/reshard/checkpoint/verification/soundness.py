@@ -20,8 +20,8 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
 from reshard.checkpoint.conversion.names import Outline, left_over, rename_tensors
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, load_checksums
-from reshard.checkpoint.integrity.crcs import Crcs, changed, crcs_of, tensors_of
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, load_checksums
+from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
 from reshard.checkpoint.storage.local import Storage
 from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Budget, Meter, collector_paused
@@ -176,7 +176,7 @@ def _note_unchecked(side: _Side) -> None:
         return
     side.found.notes.append(
         "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
-        if len(side.source.crcs)
+        if side.source.crcs
         else "there are no checksums: a changed byte goes unseen"
     )
 
@@ -202,9 +202,7 @@ class _Side:
         for line in findings.unsupported:
             self.found.add(Problem(UNSUPPORTED, line))
         self.is_known = not findings.any
-        checker = Checker(checksums, storage.root)
-        crcs = Crcs(crcs_of(storage, catalog, checksums))
-        self.source = Source(storage, catalog, checksums, checker, crcs)
+        self.source = Source.of(storage, catalog, checksums)
 
     def rename(self, names: Names, drop: Sequence[str]) -> None:
         """Rename the tensors; recorded digests are those of the old tensors and are not used."""
@@ -240,9 +238,10 @@ class _Side:
 
     def _values(self) -> Iterator[tuple[Crc, int]]:
         """All CRC-32 records with their present value; what cannot be read is a problem."""
-        for which in range(len(self.source.crcs)):
+        crcs = self.source.crcs or Crcs(())
+        for which in range(len(crcs)):
             try:
-                yield from self.source.crcs.values(self.source.unread, [which])
+                yield from crcs.values(self.source.unread, [which])
             except CheckpointError as error:
                 self.found.add(Problem("unreadable", str(error)))
 
