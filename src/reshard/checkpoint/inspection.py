@@ -178,7 +178,7 @@ def _facts(report: Inspection) -> Iterator[str]:
         yield f"checksums: yes ({covered}, digests of {tensors})"
     if report.metadata:
         pairs = [f"{key}={shorten(text, 40)}" for key, text in report.metadata.items()]
-        yield f"says     {_few(pairs)}"
+        yield f"metadata {_few(pairs)}"
 
 
 def _findings(report: Inspection) -> Iterator[str]:

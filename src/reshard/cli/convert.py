@@ -53,7 +53,7 @@ UNFINISHED = 3
     "--checksums/--no-checksums", default=True, help="Write checksums, check the source's."
 )
 @click.option("--compare/--no-compare", default=True, help="Compare what is stored several times.")
-@click.option("--resume", is_flag=True, help="Go on where an earlier run stopped.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted run.")
 @click.option("--overwrite", is_flag=True, help="Replace DST, once the new one is complete.")
 @click.option(
     "--dry-run", is_flag=True, help="Report what would be read, written and needed; write nothing."
@@ -77,7 +77,7 @@ def convert(
     reshard convert ckpt out --dry-run                        what it would take
     torchrun --nproc-per-node 8 -m reshard convert ckpt out   eight processes, the same result
 
-    DST appears when it is complete. What was interrupted goes on with --resume.
+    DST appears when it is complete. --resume continues an interrupted conversion.
     """
     from reshard.checkpoint.publish.journal import Team, team_of
     from reshard.errors import UnfinishedError
@@ -88,7 +88,7 @@ def convert(
     except UnfinishedError as error:
         return _unfinished(error, team)
     except KeyboardInterrupt:
-        print(f"reshard: interrupted; to go on: {_again()}", file=sys.stderr)
+        print(f"reshard: interrupted; to continue: {_again()}", file=sys.stderr)
         raise
 
 
@@ -129,7 +129,7 @@ def _layout(text: str) -> tuple[str, str]:
 def _unfinished(error: ReshardError, team: Team) -> int:
     """Say what happened and the command that goes on; of ranks only the launcher knows it."""
     text = " ".join(str(error).split())
-    command = f"; to go on: {_again()}" if team.size == 1 else ""
+    command = f"; to continue: {_again()}" if team.size == 1 else ""
     print(f"reshard: {text}{command}", file=sys.stderr)
     return UNFINISHED
 

@@ -300,7 +300,7 @@ def test_rules_and_a_mesh_are_not_passed_over(tmp_path: Path) -> None:
     for format in ("distcp", "ranks"):
         checkpoint.convert(tmp_path / "src", tmp_path / format, mesh="tp=2", format=format)
     for options in ({"rules": "llama", "mesh": "tp=2"}, {"mesh": "tp=2"}):
-        with pytest.raises(ReshardError, match="says itself how its tensors are cut: leave out"):
+        with pytest.raises(ReshardError, match="records the layout of its tensors: leave out"):
             checkpoint.inspect(tmp_path / "distcp", **options)
     with pytest.raises(ReshardError, match="holds whole tensors: leave out mesh tp=2"):
         checkpoint.inspect(tmp_path / "src", mesh="tp=2")

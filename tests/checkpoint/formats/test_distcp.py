@@ -170,7 +170,7 @@ def test_metadata_that_is_cut_short(ckpt: Path, keep: float) -> None:
     path = ckpt / ".metadata"
     data = path.read_bytes()
     path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
-    with pytest.raises(DamageError, match=r"cut short|makes no sense"):
+    with pytest.raises(DamageError, match=r"truncated|is malformed"):
         catalog_of(ckpt)
     assert inspect(ckpt).damage
 
@@ -264,7 +264,7 @@ def test_a_directory_as_large_as_the_file(ckpt: Path, tmp_path: Path) -> None:
 
 def test_lengths_that_are_lies_allocate_nothing() -> None:
     for start in (b"\x80\x04\x8e", b"\x80\x04\x8d", b"\x80\x04\x96"):
-        with pytest.raises(DamageError, match="cut short"):
+        with pytest.raises(DamageError, match="truncated"):
             unpickle(start + (1 << 60).to_bytes(8, "little") + b"x", allow_none, "x")
     assert unpickle(b"\x80\x02K\x07r\xff\xff\xff\xff.", allow_none, "x") == 7
 
@@ -288,8 +288,8 @@ def first_info(metadata: Any, name: str = "rows") -> Any:
         ("relative_path", "/etc/passwd", "leaves its checkpoint"),
         ("relative_path", "a/../../b", "leaves its checkpoint"),
         ("offset", -1, "in no range of a file"),
-        ("offset", 1 << 70, "cut short"),
-        ("length", 1 << 70, "cut short"),
+        ("offset", 1 << 70, "truncated"),
+        ("length", 1 << 70, "truncated"),
         ("length", 5, "5 bytes are no archive"),
         ("offset", "0", "in no range of a file"),
         ("offset", 1, "share bytes"),
@@ -317,7 +317,7 @@ def test_a_chunk_that_is_stored_nowhere(ckpt: Path) -> None:
         del metadata.storage_data[gone]
 
     edited(ckpt, forget)
-    with pytest.raises(DamageError, match=r'"rows": its chunk at .* is stored nowhere'):
+    with pytest.raises(DamageError, match=r'"rows": its chunk at .* is stored in no file'):
         catalog_of(ckpt)
 
 

@@ -124,8 +124,8 @@ def test_our_own_files_need_no_rules(
 @pytest.mark.parametrize(
     ("mesh", "layout", "shape", "says"),
     [
-        ("tp=2", "tp:1 ...", [1 << 40], "is dealt by .* in 1099511627776 blocks"),
-        ("tp=2", "{1099511627776 tp:1}", [1 << 40], "is dealt by .* blocks"),
+        ("tp=2", "tp:1 ...", [1 << 40], "is sharded by .* into 1099511627776 blocks"),
+        ("tp=2", "{1099511627776 tp:1}", [1 << 40], "is sharded by .* blocks"),
         ("tp=2", "tp -", [4], "has 2 words and shape"),
         ("tp=2", "nonsense", [4], 'names axis "nonsense"'),
         ("tp=99999999999", "tp", [4], "tp=99999999999|ranks"),
@@ -399,7 +399,7 @@ def test_damaged_torch_files(tmp_path: Path) -> None:
     torch.save({"w": torch.arange(3000)}, path)
     whole = path.read_bytes()
     os.truncate(path, len(whole) - 1)
-    with pytest.raises(DamageError, match="cut short"):
+    with pytest.raises(DamageError, match="truncated"):
         read(tmp_path, None, None)
     path.write_bytes(b"x" * 100)
     with pytest.raises(DamageError, match=r"no archive of torch\.save"):

@@ -107,7 +107,7 @@ def one(**changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("header", "size", "says"),
     [
-        ({"w": one()}, 7, r"cut short: its tensors, the last of them \"w\" end at byte"),
+        ({"w": one()}, 7, r"truncated: its tensors, the last of them \"w\" end at byte"),
         ({"w": one()}, 9, "longer than its header says"),
         ({"w": one(data_offsets=[0, 4])}, 4, r"has 4 bytes and \(2,\) of float32 needs 8"),
         ({"w": one(data_offsets=[8, 0])}, 8, "lies in bytes 8 to 0"),
@@ -147,7 +147,7 @@ def test_damaged_headers(tmp_path: Path, header: Any, size: int, says: str) -> N
         ((2).to_bytes(8, "little") + b"{,", "its JSON cannot be read"),
         ((2).to_bytes(8, "little") + b"\xff\xfe", "its JSON cannot be read"),
         ((9).to_bytes(8, "little") + b'{"a":1,"a', "its JSON cannot be read"),
-        ((13).to_bytes(8, "little") + b'{"a":1,"a":1}', 'key "a" stands twice'),
+        ((13).to_bytes(8, "little") + b'{"a":1,"a":1}', 'key "a" occurs twice'),
         ((10_000).to_bytes(8, "little") + b"[" * 10_000, "its JSON cannot be read"),
         ((5000).to_bytes(8, "little") + b'{"a":' + b"9" * 4995, "its JSON cannot be read"),
     ],

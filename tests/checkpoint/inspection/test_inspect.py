@@ -55,7 +55,7 @@ def test_the_report(ckpt: Path) -> None:
         "",
         f"files    2 of {report.files[0].size / 512:.1f} KiB, each {report.files[0].size} B",
         "others   1 that hold no tensors: config.json",
-        "says     format=pt",
+        "metadata format=pt",
     ]
 
 
@@ -98,7 +98,7 @@ def test_exit_codes(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(ckpt), "--json"]) == 1
     data = json.loads(capsys.readouterr().out.partition("\n{")[2].join(["{", ""]))
     assert data["ok"] is False
-    assert "is cut short" in data["damage"][0]
+    assert "is truncated" in data["damage"][0]
     assert run(["inspect", str(ckpt.parent / "nowhere")]) == 2
     assert "does not exist" in capsys.readouterr().err
     (ckpt.parent / "empty").mkdir()

@@ -167,7 +167,7 @@ def test_tensors_that_are_not_contiguous(tmp_path: Path, dtype: torch.dtype) -> 
 
 
 @pytest.mark.parametrize(
-    ("is_first", "message"), [(False, "cut short"), (True, "was replaced or written while")]
+    ("is_first", "message"), [(False, "truncated"), (True, "was replaced or written while")]
 )
 def test_a_file_that_was_cut_short_is_an_error(
     tmp_path: Path, is_first: bool, message: str

@@ -316,7 +316,7 @@ def test_resuming_what_is_complete_succeeds(tmp_path: Path) -> None:
         for other in ({"dtype": "bfloat16"}, {"checksums": bool(options)}):
             with pytest.raises(TargetError, match="exists"):
                 convert(source, out, resume=True, **{**options, **other})
-    (out / "model.safetensors").write_bytes(b"cut short")
+    (out / "model.safetensors").write_bytes(b"truncated")
     with pytest.raises(TargetError, match="exists"):
         convert(source, out, resume=True, checksums=False)
 

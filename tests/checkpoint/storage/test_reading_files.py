@@ -69,7 +69,7 @@ def test_local_ranges(folder: Path, offset: int, length: int) -> None:
 )
 def test_local_ranges_that_are_not_there(folder: Path, offset: int, length: int) -> None:
     with open_storage(folder) as store:
-        with pytest.raises(DamageError, match=r"a\.bin: bytes .* are wanted and the file has 1280"):
+        with pytest.raises(DamageError, match=r"a\.bin: bytes .* are needed and the file has 1280"):
             store.read("a.bin", offset, length)
         if 0 <= length < 10_000:
             with pytest.raises(DamageError):
@@ -80,7 +80,7 @@ def test_a_file_that_shrinks_is_noticed(folder: Path) -> None:
     with open_storage(folder) as store:
         store.read("a.bin", 0, 1)
         os.truncate(folder / "a.bin", 100)
-        with pytest.raises(DamageError, match=r"ends at byte 100 and 1180 more are wanted"):
+        with pytest.raises(DamageError, match=r"ends at byte 100 and 1180 more are needed"):
             store.read("a.bin", 0, len(DATA))
 
 

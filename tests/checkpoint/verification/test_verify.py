@@ -184,7 +184,7 @@ def test_flipped_bits_of_every_format_that_is_written(tmp_path: Path, format: st
 
 
 def test_files_of_ranks_against_whole_tensors(tmp_path: Path) -> None:
-    """Rules say how the one side is cut, and the other says it itself."""
+    """Rules give the layout of one side, and the other records it."""
     write_sharded(tmp_path / "src", small(), whole(small()))
     rules = tmp_path / "cut.toml"
     rules.write_text('axes = ["tp"]\n[tensors]\n"w" = "tp -"\n"b" = "tp"\n"*" = "..."\n')

@@ -138,7 +138,7 @@ def begin(place: Workplace, plan: ConversionPlan, request: Request, budget: Budg
         return budget.window
     if not request.resume:
         raise UnfinishedError(
-            f"an unfinished conversion to {place.target} is there: give --resume to go on, or "
+            f"an unfinished conversion to {place.target} exists: give --resume to continue, or "
             f"remove {place.folder} to start again"
         )
     if any(found.get(key) != value for key, value in identity.items()):
@@ -148,8 +148,8 @@ def begin(place: Workplace, plan: ConversionPlan, request: Request, budget: Budg
         )
     if not plan.stamp.is_sure:
         raise TargetError(
-            f"{plan.catalog.root} does not say when its files change, so it may be another one "
-            f"than before: remove {place.folder} to start again"
+            f"{plan.catalog.root} reports no versions of its files, so a changed source would "
+            f"not be noticed: remove {place.folder} to start again"
         )
     return int(found["window"])
 
@@ -322,7 +322,7 @@ class Builder:
             if chunk.number not in done:
                 name = self.plan.transfers[chunk.windows[0][0]].name
                 raise UnfinishedError(
-                    f"chunk {chunk.number} (of {quoted(name)}) is not done; --resume goes on"
+                    f"chunk {chunk.number} (of {quoted(name)}) is not done; continue with --resume"
                 )
 
     def _check_source(self) -> None:
@@ -366,7 +366,7 @@ class Builder:
                 path.unlink(missing_ok=True)
             raise UnfinishedError(
                 f"{error.filename or self.place.data} cannot be put on disk: {error.strerror}; "
-                "when that is mended, --resume copies everything again"
+                "fix the cause; --resume then copies everything again"
             ) from None
 
     def _report(self, num_bytes: int) -> None:

@@ -140,7 +140,7 @@ class ConvertReport:
 
     def _resumed(self) -> str:
         resumed = format_bytes(self.bytes_resumed)
-        return f", and {resumed} by the run before" if self.bytes_resumed else ""
+        return f", and {resumed} by an earlier run" if self.bytes_resumed else ""
 
     def _time(self) -> list[str]:
         if self.seconds is None:

@@ -62,7 +62,7 @@ def _check_needed(root: str, is_of_ranks: bool, rules: Rules | None, mesh: Mesh 
     if not is_of_ranks and (rules is not None or mesh is not None):
         given = "rules" if rules is not None else f"mesh {mesh}"
         raise CheckpointError(
-            f"{root} is a .distcp folder, which says itself how its tensors are cut: leave out "
+            f"{root} is a .distcp folder, which records the layout of its tensors: leave out "
             f"{given}"
         )
 
@@ -121,8 +121,8 @@ def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[i
             if name in home:
                 raise CheckpointError(
                     f"{root} holds local tensors of {len(ranks)} ranks that saved without each "
-                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not say "
-                    "how they were cut: give --rules and --mesh"
+                    f"other ({quoted(name)} is on ranks {home[name]} and {rank}) and do not "
+                    "record their layout: give --rules and --mesh"
                 )
             home[name] = rank
 

@@ -81,8 +81,8 @@ def join_ranks(
             count += len(joined[name].pieces)
             if count > MAX_PIECES:
                 raise UnsupportedError(
-                    f"the layouts cut {len(joined)} of {len(held)} tensors into {count} pieces, at "
-                    f"most {MAX_PIECES} are read: use larger blocks"
+                    f"the layouts shard {len(joined)} of {len(held)} tensors into {count} pieces, "
+                    f"at most {MAX_PIECES} are read: use larger blocks"
                 )
     return joined
 
@@ -93,13 +93,13 @@ def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) 
         blocks = max((length // block for block in _blocks(cuts)), default=0)
         if blocks > MAX_BLOCKS:
             raise UnsupportedError(
-                f'{where}: tensor {quoted(name)} is dealt by "{layout}" in {blocks} blocks, at '
+                f'{where}: tensor {quoted(name)} is sharded by "{layout}" into {blocks} blocks, at '
                 f"most {MAX_BLOCKS} are read"
             )
 
 
 def _blocks(cuts: Cuts) -> Iterator[int]:
-    """The block sizes of cyclic cuts of a dim."""
+    """The block sizes of the cyclic words of a dim."""
     for cut in cuts:
         match cut:
             case Cyclic(block=block):
@@ -183,7 +183,7 @@ def _check_local(
     if tensor.shape != expected:
         raise DamageError(
             f"{file.where}: tensor {quoted(name)} has the shape {tensor.shape} and "
-            f'"{layout}" on mesh {layout.mesh} cuts {shape} to {expected} for rank {file.rank}: '
+            f'"{layout}" on mesh {layout.mesh} shards {shape} to {expected} for rank {file.rank}: '
             "are these the rules and the mesh that wrote it?"
         )
 
@@ -236,8 +236,8 @@ def _length(
         part = [rank for rank in ranks if mesh.coords(rank)[axis] == at]
         if not part:
             raise DamageError(
-                f'tensor {quoted(name)} is cut by "{layout}" on mesh {mesh}, and no file holds its '
-                f"part at {axis}={at} of dim {dim}: a rank's file is missing"
+                f'tensor {quoted(name)} is sharded by "{layout}" on mesh {mesh}, and no file holds '
+                f"its part at {axis}={at} of dim {dim}: a rank's file is missing"
             )
         total += _length(name, dim, cuts[1:], layout, part, lengths)
     return total

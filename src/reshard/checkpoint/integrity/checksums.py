@@ -135,7 +135,7 @@ class Checksums:
         return Checksums(files, digests, request)
 
 
-_ADVICE = "restore it from a copy, or delete it to go on without checksums"
+_ADVICE = "restore it from a copy, or delete it to continue without checksums"
 
 
 def load_checksums(storage: Storage) -> Checksums | None:
@@ -210,7 +210,7 @@ def _joined(path: str, chunks: list[ChunkSum], size: int) -> FileSums:
             low, high = sorted((at, chunk.start))
             raise CheckpointError(
                 f"{path}: bytes {low} to {high} of {size} were written {kind}: "
-                "this is a mistake of reshard; please report it"
+                "this is a bug in reshard; please report it"
             )
         at = chunk.stop
     return FileSums(tuple(chunk.stop for chunk in rising), b"".join(chunk.sum for chunk in rising))
@@ -365,7 +365,7 @@ def _opened(text: bytes, where: str) -> dict[str, Any]:
     length = len(_seal(b""))
     body = text[:-length]
     if text[-length:] != _seal(body):
-        raise DamageError(f"{where} was changed or cut short since it was written: {_ADVICE}")
+        raise DamageError(f"{where} was changed or truncated since it was written: {_ADVICE}")
     try:
         data = json.loads(text)
     except (ValueError, RecursionError):
@@ -374,7 +374,7 @@ def _opened(text: bytes, where: str) -> dict[str, Any]:
     if version != VERSION:
         raise UnsupportedError(
             f"{where} is of version {quoted(version)} and this reshard reads version {VERSION}: "
-            f"use the reshard that wrote it, or delete it to go on without checksums"
+            f"use the reshard that wrote it, or delete it to continue without checksums"
         )
     return data  # type: ignore[no-any-return]
 

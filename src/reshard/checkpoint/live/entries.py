@@ -40,7 +40,7 @@ class Memory:
     empty: frozenset[str]
     """Tensors without an element on this rank."""
 
-    def names_beside(self, name: str) -> set[str]:
+    def other_names(self, name: str) -> set[str]:
         """The other names for a tensor's memory."""
         return {other for group in self.groups if name in group for other in group} - {name}
 

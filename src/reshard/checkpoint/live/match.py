@@ -170,7 +170,7 @@ def _is_tied(name: str, chosen: Mapping[str, TensorSpec], memories: Mapping[int,
     others: set[str] | None = None
     for memory in memories.values():
         if name in memory.names and name not in memory.empty:
-            same = memory.names_beside(name)
+            same = memory.other_names(name)
             others = same if others is None else others & same
     return bool(others and others & chosen.keys())
 

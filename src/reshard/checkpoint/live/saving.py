@@ -311,7 +311,7 @@ def _enter(place: Workplace, overwrite: bool, files: Sequence[str]) -> None:
         found = place.request()
         if found is not None and not found.get("saved"):
             raise TargetError(
-                f"an unfinished conversion to {place.target} is there: finish it with reshard "
+                f"an unfinished conversion to {place.target} exists: finish it with reshard "
                 f"convert --resume, or remove {place.folder}"
             )
         if found is not None:  # left by a save that was killed: nothing of it can be used

@@ -98,7 +98,7 @@ def boot_id() -> str:
 
 
 def _reliable(records: list[Record]) -> Iterator[Record]:
-    """Records of this boot, and those of others that were synced before the machine went down.
+    """Records of this boot, and those of others that were synced before the machine crashed.
 
     A record that was not synced then stays invalid, whatever a later boot has synced.
     """
@@ -210,12 +210,12 @@ class Team:
             with suppress(FileNotFoundError):
                 (place.folder / f"waits.{self.rank}").touch()
             if not place.is_held() and place.request() is not None:
-                raise UnfinishedError("rank 0 is gone; start all ranks again with --resume")
+                raise UnfinishedError("rank 0 has exited; start all ranks again with --resume")
             return None
 
         self._wait(published, lambda: 0, lambda: "rank 0 has not published the output")
         if not place.target.exists():
-            raise UnfinishedError(f"{place.target} is not there: rank 0 gave up")
+            raise UnfinishedError(f"{place.target} does not exist: rank 0 did not publish it")
 
     def _wait(
         self,

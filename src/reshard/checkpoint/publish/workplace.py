@@ -160,7 +160,7 @@ class Workplace:
 
     def _take_lock(self) -> None:
         if self.folder.is_symlink() or self.data.is_symlink():
-            raise TargetError(f"{self.folder} leads elsewhere by a link: remove it")
+            raise TargetError(f"{self.folder} is a symbolic link: remove it")
         try:
             self.target.parent.mkdir(parents=True, exist_ok=True)
             self.folder.mkdir(exist_ok=True)
@@ -248,7 +248,7 @@ class Workplace:
     def _keep_old(self) -> None:
         if self.old.exists():
             raise UnfinishedError(
-                f"{self.old} holds what stood at {self.target}: move it to a safe place first"
+                f"{self.old} holds the old content of {self.target}: move it to a safe place first"
             )
 
     def _remove(self) -> None:
@@ -288,12 +288,12 @@ class Workplace:
         try:
             return self.check_target(True, files)
         except TargetError as error:
-            raise UnfinishedError(f"{error}; --resume then goes on") from None
+            raise UnfinishedError(f"{error}; then continue with --resume") from None
 
     def _in_the_way(self, error: OSError) -> Exception:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             return UnfinishedError(
-                f"{self.target} came to be while it was converted: move it away and give --resume, "
+                f"{self.target} was created during the conversion: move it away and give --resume, "
                 "or give --resume --overwrite"
             )
         return UnfinishedError(

@@ -138,8 +138,8 @@ class Storage(ABC):
         size = self.size(path)
         if not (0 <= offset <= size and 0 <= length <= size - offset):
             raise DamageError(
-                f"{self.where(path)}: bytes {offset} to {offset + length} are wanted and the file "
-                f"has {size}: it is cut short, or what points into it is wrong"
+                f"{self.where(path)}: bytes {offset} to {offset + length} are needed and the file "
+                f"has {size}: it is truncated, or the reference into it is wrong"
             )
 
 
@@ -289,7 +289,7 @@ class LocalStorage(Storage):
                 count = self._pread(path, file.descriptor, left, at)
                 if count == 0:
                     raise DamageError(
-                        f"{self.where(path)}: ends at byte {at} and {len(left)} more are wanted: "
+                        f"{self.where(path)}: ends at byte {at} and {len(left)} more are needed: "
                         f"it had {file.size} bytes when it was opened; is it being written?"
                     )
                 left, at = left[count:], at + count

@@ -218,7 +218,7 @@ class OutputFiles:
                 raise UnfinishedError(
                     f"{self.folder / self.files[file].path}: bytes {offset} to "
                     f"{offset + len(data)} cannot be written: {error.strerror}; "
-                    "when that is mended, --resume goes on"
+                    "fix the cause, then continue with --resume"
                 ) from None
 
     def sync(self) -> None:

@@ -99,13 +99,13 @@ class RemoteStorage(Storage):
         )
         if len(found) > length:
             raise CheckpointError(
-                f"{where}: {length} bytes from {offset} were asked for and {len(found)} came: "
-                "the server does not serve byte ranges; copy the checkpoint here first"
+                f"{where}: {length} bytes from {offset} were requested and {len(found)} were "
+                "received: the server does not serve byte ranges; copy the checkpoint here first"
             )
         if len(found) < length:
             raise DamageError(
-                f"{where}: bytes {offset} to {offset + length} are wanted and only {len(found)} "
-                "came: it is cut short"
+                f"{where}: bytes {offset} to {offset + length} are needed and only {len(found)} "
+                "came: it is truncated"
             )
         return found
 
@@ -192,7 +192,7 @@ class RemoteTarget:
     def upload(self, folder: Path, paths: Sequence[str], request: Mapping[str, Any]) -> None:
         """Upload these files of a folder, compare their sizes, and commit."""
         sizes = {path: (folder / path).stat().st_size for path in paths}
-        self._check_strangers(paths)
+        self._check_foreign_files(paths)
         for path, size in sizes.items():
             self._ask("put_file", str(folder / path), f"{self._base}/{path}")
             found = self._ask("size", f"{self._base}/{path}")
@@ -204,14 +204,14 @@ class RemoteTarget:
         text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
         self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
 
-    def _check_strangers(self, paths: Sequence[str]) -> None:
+    def _check_foreign_files(self, paths: Sequence[str]) -> None:
         """Refuse files at the address that would be read together with ours."""
         found = self._ask("find", self._base) if self._ask("exists", self._base) else []
         names = {str(name).removeprefix(self._base).lstrip("/") for name in found}
-        if strange := sorted(names - {*paths, COMMITTED}):
+        if foreign := sorted(names - {*paths, COMMITTED}):
             raise UnfinishedError(
-                f"{self.address}/{strange[0]} is there and not of this checkpoint: remove it and "
-                "give --resume"
+                f"{self.address}/{foreign[0]} exists and is not part of this checkpoint: remove it "
+                "and give --resume"
             )
 
     def _ask(self, method: str, *arguments: object) -> Any:

@@ -177,7 +177,7 @@ def _note_unchecked(side: _Side) -> None:
     side.found.notes.append(
         "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
         if side.source.crcs
-        else "there are no checksums: a changed byte goes unseen"
+        else "there are no checksums: a changed byte would not be detected"
     )
 
 

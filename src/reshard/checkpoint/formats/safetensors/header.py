@@ -105,7 +105,7 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
     if length > file_size - 8:
         raise DamageError(
             f"{where}: bytes 0 to 8 promise a header of {length} bytes and the file has "
-            f"{file_size}: it is cut short or is no safetensors file"
+            f"{file_size}: it is truncated or is no safetensors file"
         )
     if length > MAX_HEADER:
         raise DamageError(f"{where}: a header of {length} bytes, at most {MAX_HEADER} are read")
@@ -121,7 +121,7 @@ def parse_header(data: bytes, file_size: int, where: str) -> Header:
     ranges.sort(key=lambda found: found[1:])
     end = _check_ranges(ranges, where)
     if end != file_size - data_start:
-        what = "cut short" if end > file_size - data_start else "longer than its header says"
+        what = "truncated" if end > file_size - data_start else "longer than its header says"
         last = f", the last of them {quoted(ranges[-1][0].name)}" if ranges else ""
         raise DamageError(
             f"{where} is {what}: its tensors{last} end at byte {data_start + end} and it has "
@@ -181,7 +181,7 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) != len(pairs):
         seen: set[str] = set()
         double = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise DamageError(f"the key {quoted(double)} stands twice")
+        raise DamageError(f"the key {quoted(double)} occurs twice")
     return found
 
 
@@ -208,7 +208,7 @@ def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
         )
     shape = checked_shape(sizes, where, name)
     if not 0 <= start <= stop or isinstance(start, bool) or isinstance(stop, bool):
-        _damaged(name, where, f"lies in bytes {start} to {stop} of the data")
+        _damaged(name, where, f"is at bytes {start} to {stop} of the data")
     needed = prod(shape) * itemsize(dtype)
     if stop - start != needed:
         _damaged(name, where, f"has {stop - start} bytes and {shape} of {dtype} needs {needed}")

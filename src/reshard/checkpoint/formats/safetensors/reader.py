@@ -195,9 +195,9 @@ def read_whole(
     index = find_index(listed)
     for path in missing_parts(files) if index is None else ():
         if storage.is_file:
-            findings.note(f"{path} and others belong to it and were not asked for")
+            findings.note(f"{path} and other files of the same set were not given")
             break
-        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
+        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
     _check_no_ranks(storage.root, headed)
     tensors: dict[str, StoredTensor] = {}
     home: dict[str, str] = {}
@@ -238,7 +238,7 @@ def _check_no_ranks(root: str, headed: Sequence[HeadedFile]) -> None:
         path, rank = next(iter(ranks.items()))
         raise CheckpointError(
             f"{root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank {rank}) "
-            "that do not say how they were cut: give --rules and --mesh"
+            "that do not record their layout: give --rules and --mesh"
         )
 
 
@@ -276,12 +276,12 @@ def check_counts(
 ) -> None:
     """Note missing files: reshard writes their number, torch the number of each rank."""
     own = {one.file.path: one.own for one in headed if one.own is not None}
-    counts = {said.files: path for path, said in own.items()}
+    counts = {one.files: path for path, one in own.items()}
     if len(counts) > 1:
         (one, first), (two, second), *_ = counts.items()
         findings.found(f"{root}/{first} is one of {one} files and {second} one of {two}")
         return
-    numbers = {said.file for said in own.values()}
+    numbers = {one.file for one in own.values()}
     total = next(iter(counts), 0)
     if not own:
         matches = [_SHARD.match(file.path) for file in files]

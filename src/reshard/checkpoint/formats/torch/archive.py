@@ -170,7 +170,7 @@ def _end_of(found: _Zip) -> tuple[int, int, int]:
     """The start, length and number of members of the directory."""
     at = found.tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(found.tail):
-        raise DamageError(f"{found.where}: the directory at its end is missing: it is cut short")
+        raise DamageError(f"{found.where}: the directory at its end is missing: it is truncated")
     _, _, _, _, count, length, start, _ = _END.unpack_from(found.tail, at)
     locator = at - _LOCATOR.size
     if locator >= 0 and found.tail[locator : locator + 4] == b"PK\x06\x07":

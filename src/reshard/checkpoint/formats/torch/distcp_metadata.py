@@ -210,7 +210,7 @@ def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTen
     where = f"{where}: {quoted(name)}"
     if entry.kind == f"{_DCP}metadata.BytesStorageMetadata":
         if (name, None) not in placed:
-            raise DamageError(f"{where} is stored nowhere")
+            raise DamageError(f"{where} is stored in no file")
         return placed[name, None]
     if entry.kind != f"{_DCP}metadata.TensorStorageMetadata":
         raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
@@ -241,7 +241,7 @@ def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> 
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for chunk in chunks if isinstance(chunks, list) else ():
         if not isinstance(chunk, Record):
-            raise DamageError(f"{where} has a chunk that is none")
+            raise DamageError(f"{where} has a malformed chunk")
         start = checked_shape(chunk.field("offsets"), where)
         shape = checked_shape(chunk.field("sizes"), where)
         stop = tuple(map(add, start, shape))
@@ -250,7 +250,7 @@ def _chunks(tensor: StoredTensor, entry: Record, placed: Placed, where: str) -> 
                 f"{where} has a chunk at {start} of shape {shape}, outside of {tensor.shape}"
             )
         if (tensor.name, start) not in placed:
-            raise DamageError(f"{where}: its chunk at {start} is stored nowhere")
+            raise DamageError(f"{where}: its chunk at {start} is stored in no file")
         if (start, stop) not in seen:
             seen.add((start, stop))
             yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])

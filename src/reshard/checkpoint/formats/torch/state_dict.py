@@ -150,7 +150,7 @@ def read_torch(
     files = _choose_files(storage.root, named)
     check_no_zero_files(storage.root, files)
     for path in missing_parts(files) if not storage.is_file else ():
-        findings.found(f"{storage.where(path)} is missing: the names of the others count it")
+        findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
     tensors: dict[str, StoredTensor] = {}
     doubled: dict[tuple[str, str], list[str]] = {}
     contents: list[Content] = []
@@ -177,8 +177,8 @@ def _choose_files(root: str, files: Sequence[StoredFile]) -> tuple[StoredFile, .
     ranks = {rank_of(file.path, None) for file in files} - {None}
     if len(ranks) > 1:
         raise CheckpointError(
-            f"{root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do not say "
-            "how they were cut: give --rules and --mesh"
+            f"{root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do not "
+            "record their layout: give --rules and --mesh"
         )
     usual = [file for file in files if file.path.startswith("pytorch_model")]
     return tuple(usual or files)

@@ -110,13 +110,13 @@ def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
     try:
         return reader.load()
     except (IndexError, struct.error):
-        reader.fail("the pickle is cut short")
+        reader.fail("the pickle is truncated")
     except (KeyError, TypeError, AttributeError, OverflowError, pickle.UnpicklingError):
-        reader.fail("the pickle makes no sense")
+        reader.fail("the pickle is malformed")
     except ValueError as error:
         if isinstance(error, DamageError | UnsupportedError):
             raise
-        reader.fail("the pickle makes no sense")
+        reader.fail("the pickle is malformed")
     except MemoryError:
         reader.refuse("the pickle takes more memory than there is")
 
