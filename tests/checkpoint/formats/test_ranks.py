@@ -263,7 +263,7 @@ def test_ranks_that_disagree_about_a_shape(tmp_path: Path) -> None:
     for rank, rows in enumerate((3, 1, 3)):
         save_file({"w": torch.zeros(rows, 2)}, tmp_path / f"model-rank-{rank}-part-0.safetensors")
     with pytest.raises(
-        DamageError, match=r'shape \(1, 2\) and "tp -" on mesh tp=3 cuts \(7, 2\) to \(3, 2\)'
+        DamageError, match=r'shape \(1, 2\) and "tp -" on mesh tp=3 shards \(7, 2\) to \(3, 2\)'
     ):
         read(tmp_path, rules, Mesh(tp=3))
     save_file({"w": torch.zeros(1, 3)}, tmp_path / "model-rank-2-part-0.safetensors")

@@ -110,8 +110,8 @@ def one(**changes: Any) -> dict[str, Any]:
         ({"w": one()}, 7, r"truncated: its tensors, the last of them \"w\" end at byte"),
         ({"w": one()}, 9, "longer than its header says"),
         ({"w": one(data_offsets=[0, 4])}, 4, r"has 4 bytes and \(2,\) of float32 needs 8"),
-        ({"w": one(data_offsets=[8, 0])}, 8, "lies in bytes 8 to 0"),
-        ({"w": one(data_offsets=[-8, 0])}, 8, "lies in bytes -8 to 0"),
+        ({"w": one(data_offsets=[8, 0])}, 8, "is at bytes 8 to 0"),
+        ({"w": one(data_offsets=[-8, 0])}, 8, "is at bytes -8 to 0"),
         ({"w": one(data_offsets=[4, 12])}, 12, "leaves a gap after the header"),
         ({"v": one(), "w": one(data_offsets=[4, 12])}, 12, '"w" begins at .* overlaps "v"'),
         ({"v": one(), "w": one()}, 8, '"w" begins at byte 0 of the data and overlaps "v"'),
@@ -188,7 +188,7 @@ def test_a_folder_with_an_index(model: Path) -> None:
 def test_a_single_file(model: Path) -> None:
     catalog = catalog_of(model / "model-00002-of-00002.safetensors")
     assert [*catalog.tensors] == ["c"]
-    assert "model-00001-of-00002.safetensors and others belong to it" in catalog.notes[0]
+    assert "model-00001-of-00002.safetensors and other files of the same set" in catalog.notes[0]
 
 
 @pytest.mark.parametrize("number", [1, 2])

@@ -191,8 +191,8 @@ def _check_ranges(
         elif end > sizes[path]:
             lost = sum(stop > sizes[path] for _, stop in spans)
             findings.found(
-                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is cut "
-                f"short, {lost} of {len(spans)} entries are lost"
+                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is "
+                f"truncated, {lost} of {len(spans)} entries are lost"
             )
         pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
         shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
