@@ -172,11 +172,13 @@ def wanted_of(
     """Every output tensor with its dtype and, unless it is whole, its layout."""
     layouts = {} if whole else _layouts(outlines, request)
     parameters = Parameters({name: outline.shape for name, outline in outlines.items()})
-    dtypes = {
-        name: _dtype(name, outline, request, parameters) for name, outline in outlines.items()
-    }
+    keys: Mapping[str, str | None] = {}
     if isinstance(request.dtype, Mapping):
-        _check_overrides("dtype", request.dtype, outlines)
+        keys = _overrides("dtype", request.dtype, outlines)
+    dtypes = {
+        name: _dtype(name, outline, request.dtype, keys.get(name), parameters)
+        for name, outline in outlines.items()
+    }
     return {
         name: Wanted(outline.shape, dtypes[name], layouts.get(name))
         for name, outline in outlines.items()
@@ -208,10 +210,13 @@ def notes_of(
 
 
 def _layouts(outlines: Mapping[str, Outline], request: LayoutRequest) -> dict[str, Layout]:
-    _check_overrides("layout", request.layouts, outlines)
+    keys = _overrides("layout", request.layouts, outlines)
     parsed: dict[str, Layout] = {}
-    chosen = {name: _chosen(name, one, request, parsed) for name, one in outlines.items()}
-    found = {name: layout for name, layout in chosen.items() if layout is not None}
+    found = {
+        name: _chosen(name, outlines[name], key, request, parsed)
+        for name, key in keys.items()
+        if key is not None
+    }
     open_names = [name for name in outlines if name not in found]
     rules = request.rules.fit(outlines) if request.rules is not None else None
     unmatched: dict[str, ReshardError] = {}
@@ -223,25 +228,30 @@ def _layouts(outlines: Mapping[str, Outline], request: LayoutRequest) -> dict[st
     parameters = Parameters({name: outlines[name].shape for name in found})
     for name, unknown in unmatched.items():
         found[name] = _following(name, outlines[name], parameters, found, request, unknown)
+    checked: set[tuple[Layout, tuple[int, ...]]] = set()
     for name, layout in found.items():
-        _check(name, outlines[name], layout)
+        pair = layout, outlines[name].shape
+        if pair not in checked:
+            _check(name, outlines[name], layout)
+            checked.add(pair)
     if rules is not None and open_names:
         rules.check_axes(found.values(), request.mesh)
     return found
 
 
-def _check_overrides(what: str, keys: Iterable[str], names: Iterable[str]) -> None:
-    """Refuse a name or pattern that decides no tensor: misspelt, or hidden by an earlier one."""
-    keys = [*keys]
-    deciding = {_override(name, keys) for name in names}
-    for key in keys:
-        if key in deciding:
-            continue
+def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[str, str | None]:
+    """The override for each name: the name itself, else the first pattern that it matches.
+
+    A name or pattern that decides no tensor is an error: misspelt, or hidden by an earlier one.
+    """
+    found = {name: _override(name, keys) for name in names}
+    deciding = set(found.values())
+    for key in (key for key in keys if key not in deciding):
         hidden = next(iter(matching(key, names)), None)
         if hidden is not None:
             raise LayoutError(
                 f"{what} {quoted(key)} decides nothing: {quoted(hidden)} and all others that it "
-                f"matches are matched by {quoted(str(_override(hidden, keys)))} before it; give it "
+                f"matches are matched by {quoted(str(found[hidden]))} before it; give it "
                 "first"
             )
         near = difflib.get_close_matches(key, [*names], n=3, cutoff=0.3)
@@ -249,26 +259,23 @@ def _check_overrides(what: str, keys: Iterable[str], names: Iterable[str]) -> No
         raise LayoutError(
             f"{what} {quoted(key)} matches no tensor: the nearest names are {nearest}"
         )
+    return found
 
 
 def _override(name: str, keys: Collection[str]) -> str | None:
-    """The override for a name: the name itself, else the first pattern that it matches."""
     if name in keys:
         return name
     return next((key for key in keys if matches(key, name)), None)
 
 
 def _chosen(
-    name: str, outline: Outline, request: LayoutRequest, parsed: dict[str, Layout]
-) -> Layout | None:
-    """The layout that the caller chose for a name, or for a pattern that it matches.
+    name: str, outline: Outline, key: str, request: LayoutRequest, parsed: dict[str, Layout]
+) -> Layout:
+    """The layout that the caller chose for a name, or for a pattern (``key``) that it matches.
 
     A pattern does not shard a 0-d tensor. ``parsed`` holds one object per layout, because many
     tensors share one and equal objects are compared fast.
     """
-    key = _override(name, request.layouts)
-    if key is None:
-        return None
     layout = request.layouts[key]
     if isinstance(layout, Layout):
         return layout
@@ -313,16 +320,21 @@ def _check(name: str, outline: Outline, layout: Layout) -> None:
         raise LayoutError(f"tensor {quoted(name)}: {error}") from None
 
 
-def _dtype(name: str, outline: Outline, request: LayoutRequest, parameters: Parameters) -> str:
+def _dtype(
+    name: str,
+    outline: Outline,
+    request: str | Mapping[str, str] | None,
+    key: str | None,
+    parameters: Parameters,
+) -> str:
     """The dtype of an output tensor; optimizer states are cast only by name."""
-    match request.dtype:
+    match request:
         case str() as dtype:
             is_cast = outline.dtype in FLOATS and not parameters.is_state(name)
             want = dtype if is_cast else outline.dtype
         case None:
             return outline.dtype
         case patterns:
-            key = _override(name, patterns)
             want = outline.dtype if key is None else canonical_dtype(patterns[key])
     check_cast(outline.dtype, want, f"tensor {quoted(name)}")
     return want

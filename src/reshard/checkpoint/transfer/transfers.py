@@ -115,7 +115,8 @@ class Transfer:
 
     def is_packed(self, num_bytes: int) -> bool:
         """Whether the tensor is copied in a pack of this many bytes: see ``packing``."""
-        return isinstance(self.stored, Pieces) and self.most_bytes <= num_bytes
+        is_small = isinstance(self.stored, Pieces)
+        return is_small and (num_bytes >= SMALL or self.most_bytes <= num_bytes)
 
     @property
     def most_bytes(self) -> int:

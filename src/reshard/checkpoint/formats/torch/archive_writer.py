@@ -132,9 +132,9 @@ class _Writer:
 
     def _int(self, value: int) -> None:
         if 0 <= value < 256:
-            self.out += pickle.BININT1 + struct.pack("<B", value)
+            self.out += _SMALL_INTS[value]
         elif -(1 << 31) <= value < 1 << 31:
-            self.out += pickle.BININT + struct.pack("<i", value)
+            self.out += pickle.BININT + value.to_bytes(4, "little", signed=True)
         else:
             data = pickle.encode_long(value)
             short = len(data) < 256
@@ -182,11 +182,19 @@ class _Writer:
             self._items(tuple(zip(value.names, value.values, strict=True)))
             self._names[value.names] = [self._memo[name] for name in value.names]
             return
-        self.out += pickle.EMPTY_DICT + pickle.MARK
+        out, memo = self.out, self._memo
+        out += pickle.EMPTY_DICT + pickle.MARK
         for name, one in zip(names, value.values, strict=True):
-            self.out += name
-            self.write(one)
-        self.out += pickle.SETITEMS
+            out += name
+            # A .metadata has millions of these: most are known, or numbers.
+            kind = type(one)
+            if kind is int:
+                self._int(one)
+            elif kind in _MEMOIZED and (reference := memo.get(one)) is not None:
+                out += reference
+            else:
+                self.write(one)
+        out += pickle.SETITEMS
 
     def _global(self, value: Global) -> None:
         self.out += pickle.GLOBAL + f"{value.module}\n{value.name}\n".encode()
@@ -208,8 +216,12 @@ class _Writer:
     def _instance(self, value: Instance) -> None:
         self.write(value.of)
         self.out += pickle.EMPTY_TUPLE + pickle.NEWOBJ
-        if value.state is not None:
-            self.write(value.state)
+        state = value.state
+        if type(state) is Fields:
+            self._fields(state)
+        elif state is not None:
+            self.write(state)
+        if state is not None:
             self.out += pickle.BUILD
 
     def _memoize(self, value: Any) -> None:
@@ -219,6 +231,7 @@ class _Writer:
 
 
 _MEMOIZED = frozenset({str, Global, Shared})
+_SMALL_INTS = [pickle.BININT1 + bytes([value]) for value in range(256)]
 _TUPLES = {0: pickle.EMPTY_TUPLE, 1: pickle.TUPLE1, 2: pickle.TUPLE2, 3: pickle.TUPLE3}
 _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
     type(None): _Writer._none,

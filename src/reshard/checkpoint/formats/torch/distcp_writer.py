@@ -7,6 +7,7 @@ pickle with the place of every box.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
@@ -94,15 +95,14 @@ def distcp(
         pieces, chunks = list[StoredPiece](), list[Shared]()
         around: list[tuple[bytes, bytes]] = []
         for start, stop, rank in owned_boxes(name, wanted, number):
-            box, shape, strides = _box(start, stop)
-            archive = _archive(wanted.dtype, shape)
-            file, offset, skipped = ranks.add(rank, archive.size)
-            around.append((_padded(archive, skipped), archive.tail))
-            pieces.append(StoredPiece(box, file, offset + archive.data_offset, strides))
-            places.items.append(
-                (_index(name, start, len(chunks)), _place(names[rank], offset, archive.size))
-            )
-            chunks.append(_chunk(start, shape))
+            planned = _planned(wanted.dtype, start, stop)
+            file, offset, skipped = ranks.add(rank, planned.size)
+            around.append((planned.head(skipped), planned.tail))
+            at = offset + planned.data_offset
+            pieces.append(StoredPiece(planned.box, file, at, planned.strides))
+            index = Instance(_INDEX, Fields(_INDEX_NAMES, (name, planned.start, len(chunks))))
+            places.items.append((index, _place(names[rank], offset, planned.size)))
+            chunks.append(planned.chunk)
         size = itemsize(wanted.dtype)
         placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
         outputs[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
@@ -115,22 +115,38 @@ def distcp(
     return Output((*files, StoredFile(".metadata", len(metadata))), outputs, literals, copies)
 
 
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A box as it is written, the same for thousands of tensors."""
+
+    box: Box
+    strides: tuple[int, ...]
+    chunk: Shared
+    start: Shared
+    size: int
+    """Bytes of the archive."""
+    data_offset: int
+    tail: bytes
+    heads: dict[int, bytes]
+
+    def head(self, skipped: int) -> bytes:
+        """The bytes before the elements, with padding of this length before them."""
+        known = self.heads.get(skipped)
+        if known is None:
+            known = self.heads[skipped] = bytes(skipped) + self.heads[0]
+        return known
+
+
 @lru_cache(maxsize=4096)
-def _box(
-    start: tuple[int, ...], stop: tuple[int, ...]
-) -> tuple[Box, tuple[int, ...], tuple[int, ...]]:
-    """A box, its shape and its strides."""
+def _planned(dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> _Planned:
     box = Box(start, stop)
-    return box, box.shape, row_major(box.shape)
-
-
-_archive = lru_cache(maxsize=4096)(TensorArchive.of)
-
-
-@lru_cache(maxsize=4096)
-def _padded(archive: TensorArchive, skipped: int) -> bytes:
-    """The bytes before the elements, with padding up to the alignment."""
-    return bytes(skipped) + archive.head
+    shape = box.shape
+    archive = TensorArchive.of(dtype, shape)
+    chunk = Fields(("offsets", "sizes"), (_size(start), _size(shape)))
+    return _Planned(
+        box, row_major(shape), Shared(Instance(_CHUNK, chunk)), _size(start),
+        archive.size, archive.data_offset, archive.tail, {0: archive.head},
+    )  # fmt: skip
 
 
 def _file_names(tensors: Mapping[str, Wanted]) -> dict[int, str]:
@@ -208,15 +224,6 @@ def _tensor(wanted: Wanted, chunks: list[Shared]) -> Instance:
 def _properties(dtype: str) -> Shared:
     state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
     return Shared(Instance(Global(_METADATA, "TensorProperties"), state))
-
-
-@lru_cache(maxsize=1 << 16)
-def _chunk(offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Shared:
-    return Shared(Instance(_CHUNK, Fields(("offsets", "sizes"), (_size(offsets), _size(sizes)))))
-
-
-def _index(name: str, offset: tuple[int, ...], number: int) -> Instance:
-    return Instance(_INDEX, Fields(_INDEX_NAMES, (name, _size(offset), number)))
 
 
 def _place(path: str, offset: int, length: int) -> Instance:
