@@ -1,6 +1,7 @@
 """The command line; one file per command.
 
-    show plan inspect convert verify diff bench  the commands
+    show plan inspect convert bench index  the commands of these names
+    compare      ``verify`` and ``diff``
     demo         plan, simulate, run and convert a model; ``demo_live`` starts its ranks
     options      options that several commands take
     parsing      shapes, meshes, layouts and models from text
@@ -22,7 +23,7 @@ from collections.abc import Sequence
 
 import click
 
-from reshard.cli import bench, convert, demo, diff, inspect, plan, show, verify
+from reshard.cli import bench, compare, convert, demo, index, inspect, plan, show
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 
@@ -56,7 +57,7 @@ def cli(context: click.Context, version: bool) -> None:
 
 for _command in (
     *(show.show, plan.plan, inspect.inspect, convert.convert),
-    *(verify.verify, diff.diff, demo.demo, bench.bench),
+    *(compare.verify, compare.diff, index.index, demo.demo, bench.bench),
 ):
     cli.add_command(_command)
 

@@ -1,4 +1,4 @@
-"""``reshard verify``: is a checkpoint sound, or are two of them equal, bit by bit?"""
+"""``reshard verify`` and ``reshard diff``: is a checkpoint sound, are two equal, where not?"""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 from reshard.cli.options import compare_and_report, with_options
 from reshard.cli.output import code_of
 
-__all__ = ["verify"]
+__all__ = ["diff", "verify"]
 
 
 @click.command()
@@ -34,3 +34,18 @@ def verify(names: str | None, **words: Any) -> int:
     words["names"] = None if names is None else read_names(names)
     report = compare_and_report("verify", check, words)
     return code_of(report.ok, report.is_unsupported)
+
+
+@click.command()
+@click.argument("a")
+@click.argument("b")
+@with_options
+def diff(**words: Any) -> int:
+    """Report how two checkpoints differ, or that they hold the same values in other layouts.
+
+    \b
+    reshard diff ckpt-1000 ckpt-2000    exit code 0 if equal, 1 if not
+    """
+    from reshard.checkpoint.verification.differences import diff as compare
+
+    return 0 if compare_and_report("diff", compare, words).equal else 1

@@ -1,0 +1,245 @@
+"""What one file defines, imports and mentions; read from its text, without running it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import keyword
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, TypeAlias
+
+__all__ = ["DEFINED", "IN_TEXT", "Definition", "Record", "markdown_record", "python_record"]
+
+DEFINED, MENTIONED, IN_TEXT = "defined", "mentioned", "in comments or docstrings"
+_TOKEN = re.compile(
+    r"(?:[rRbBuUfF]{0,2})(?P<text>\"\"\"(?:[^\\]|\\.)*?\"\"\"|'''(?:[^\\]|\\.)*?'''"
+    r"|\"(?:[^\"\\\n]|\\.)*\"|'(?:[^'\\\n]|\\.)*')|(?P<comment>\#[^\n]*)|(?P<name>[^\W\d]\w*)",
+    re.DOTALL,
+)
+_WORD = re.compile(r"[^\W\d]\w{2,}")
+_HEADING = re.compile(r"^(#{1,6})\s+(.+?)\s*#*\s*$", re.MULTILINE)
+_FENCED = re.compile(r"^ *(```|~~~)[^\n]*\n(.*?)^ *\1", re.DOTALL | re.MULTILINE)
+_TICKED = re.compile(r"`([^`\n]+)`")
+_SENTENCE = re.compile(r"(.+?[.!?:])(\s|$)|(.+)")
+
+_Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
+_Named: TypeAlias = _Function | ast.ClassDef
+
+
+@dataclass(frozen=True, slots=True)
+class Definition:
+    """A function, a class, or a heading."""
+
+    name: str
+    line: int
+    signature: str = ""
+    summary: str = ""
+    calls: Sequence[str] = ()
+    """Functions and classes of the same file that it calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One file."""
+
+    path: str
+    language: str
+    lines: int
+    bytes: int
+    summary: str
+    functions: list[Definition] = field(default_factory=list)
+    classes: list[Definition] = field(default_factory=list)
+    headings: list[Definition] = field(default_factory=list)
+    imports: list[tuple[str, int, list[str]]] = field(default_factory=list)
+    """(module as it is written, line, names taken from it)."""
+    identifiers: dict[str, tuple[str, int, int]] = field(default_factory=dict)
+    """{word: (kind, line of its first definition or mention, count)}, sorted."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The record as plain data, for JSON."""
+        return {"schema": "reshard.index.file/1", **asdict(self)}
+
+
+def first_sentence(text: str | None) -> str:
+    """The first sentence of a docstring, on one line.
+
+    >>> first_sentence("Cut a tensor.  Then more.")
+    'Cut a tensor.'
+    """
+    found = _SENTENCE.match(" ".join((text or "").strip().partition("\n\n")[0].split()))
+    return (found[1] or found[3])[:300] if found else ""
+
+
+def python_record(path: str, data: bytes) -> tuple[Record, str]:
+    """The record of a Python file, and its text; SyntaxError or ValueError if it does not parse."""
+    text = importlib.util.decode_source(data)
+    tree = ast.parse(text)
+    walk = _Walk(tree)
+    words = _words(text, walk.docstrings)
+    found = {word: _kind(walk.defined.get(word), *words[word]) for word in sorted(words)}
+    summary = first_sentence(ast.get_docstring(tree, clean=False))
+    functions, classes = (sorted(some, key=_line) for some in (walk.functions, walk.classes))
+    counts = len(text.splitlines()), len(data)
+    record = Record(
+        path, "python", *counts, summary, functions, classes, [], walk.imports, found
+    )  # fmt: skip
+    return record, text
+
+
+def _line(definition: Definition) -> int:
+    return definition.line
+
+
+def _kind(
+    defined: int | None, in_code: int, code_line: int, in_text: int, text_line: int
+) -> tuple[str, int, int]:
+    if defined:
+        return DEFINED, defined, in_code + in_text
+    return (MENTIONED, code_line, in_code + in_text) if in_code else (IN_TEXT, text_line, in_text)
+
+
+def _words(text: str, docstrings: set[int]) -> dict[str, list[int]]:
+    """For each word: how often and where first, in code, and in comments and docstrings."""
+    starts = [0, *(found.end() for found in re.finditer("\n", text))]
+    words: dict[str, list[int]] = {}
+    for token in _TOKEN.finditer(text):
+        if token.lastgroup == "name":
+            seen = words.get(token[0])
+            if seen is not None and seen[0]:
+                seen[0] += 1
+            elif not keyword.iskeyword(token[0]):
+                seen = words.setdefault(token[0], [0, 0, 0, 0])
+                seen[:2] = [1, bisect_right(starts, token.start())]
+        elif token.lastgroup == "comment" or bisect_right(starts, token.start()) in docstrings:
+            for found in _WORD.finditer(token[0]):
+                seen = words.setdefault(found[0], [0, 0, 0, 0])
+                seen[2] += 1
+                seen[3] = seen[3] or bisect_right(starts, token.start() + found.start())
+    return words
+
+
+class _Walk:
+    """One pass over a syntax tree."""
+
+    def __init__(self, tree: ast.Module) -> None:
+        self.functions: list[Definition] = []
+        self.classes: list[Definition] = []
+        self.imports: list[tuple[str, int, list[str]]] = []
+        self.defined: dict[str, int] = {}
+        self.docstrings: set[int] = set()
+        self._own = set(_callable_names(tree))
+        self._visit(tree, "", "")
+
+    def _visit(self, scope: ast.Module | _Named, prefix: str, owner: str) -> set[str]:
+        """Walk one scope; the functions and classes of this file that it calls."""
+        match scope.body:
+            case [ast.Expr(ast.Constant(str())) as docstring, *_]:
+                self.docstrings.add(docstring.lineno)
+        calls: set[str] = set()
+        stack = list(_children(scope))[::-1]
+        while stack:
+            match stack.pop():
+                case ast.Constant():
+                    continue
+                case ast.Name(name, context) as node:
+                    if isinstance(context, ast.Store):
+                        self.defined.setdefault(name, node.lineno)
+                    continue
+                case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef() as node:
+                    self._define(node, prefix, owner)
+                    continue
+                case ast.Import() | ast.ImportFrom() as node:
+                    self._import(node)
+                    continue
+                case ast.Call(function) as node:
+                    calls |= {name for name in [_called(function, owner)] if name in self._own}
+                case ast.arg(name) as node:
+                    self.defined.setdefault(name, node.lineno)
+                case node:
+                    pass
+            stack.extend(_children(node))
+        return calls
+
+    def _define(self, node: _Named, prefix: str, owner: str) -> None:
+        name = f"{prefix}{node.name}"
+        self.defined[node.name] = min(node.lineno, self.defined.get(node.name, node.lineno))
+        is_class = isinstance(node, ast.ClassDef)
+        calls = sorted(self._visit(node, f"{name}.", name if is_class else owner))
+        summary = first_sentence(ast.get_docstring(node, clean=False))
+        made = Definition(name, node.lineno, _signature(node), summary, calls)
+        (self.classes if is_class else self.functions).append(made)
+
+    def _import(self, node: ast.Import | ast.ImportFrom) -> None:
+        names = [alias.name for alias in node.names]
+        for alias in node.names:
+            self.defined.setdefault(alias.asname or alias.name.partition(".")[0], node.lineno)
+        if isinstance(node, ast.Import):
+            self.imports += [(name, node.lineno, []) for name in names]
+        else:
+            self.imports.append(("." * node.level + (node.module or ""), node.lineno, names))
+
+
+def _children(node: ast.AST) -> Iterator[ast.AST]:
+    """As ``ast.iter_child_nodes``, which takes longer."""
+    for name in node._fields:
+        value = getattr(node, name, None)
+        if isinstance(value, ast.AST):
+            yield value
+        elif isinstance(value, list):
+            yield from (item for item in value if isinstance(item, ast.AST))
+
+
+def _callable_names(tree: ast.Module) -> Iterator[str]:
+    """Functions, classes and methods, under dotted names."""
+    for node in tree.body:
+        if isinstance(node, _Named):
+            yield node.name
+        if isinstance(node, ast.ClassDef):
+            methods = (one.name for one in node.body if isinstance(one, _Named))
+            yield from (f"{node.name}.{method}" for method in methods)
+
+
+def _called(function: ast.expr, owner: str) -> str:
+    match function:
+        case ast.Name(name):
+            return name
+        case ast.Attribute(ast.Name("self" | "cls"), name):
+            return f"{owner}.{name}"
+        case ast.Attribute(ast.Name(instance), name):
+            return f"{instance}.{name}"
+    return ""
+
+
+def _signature(node: _Named) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(map(ast.unparse, [*node.bases, *node.keywords]))
+        text = f"class {node.name}({bases})" if bases else f"class {node.name}"
+    else:
+        word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+        returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+        text = f"{word} {node.name}({ast.unparse(node.args)}){returns}"
+    return text if len(text) <= 500 else f"{text[:500]}..."
+
+
+def markdown_record(path: str, data: bytes) -> tuple[Record, str]:
+    """The record of a Markdown file: its headings, and the words of its code."""
+    text = data.decode("utf-8")
+    fences = [(found.span(), found[2]) for found in _FENCED.finditer(text)]
+    headings = [
+        Definition(found[2], text.count("\n", 0, found.start()) + 1, found[1])
+        for found in _HEADING.finditer(text)
+        if not any(start <= found.start() < stop for (start, stop), _ in fences)
+    ]
+    words: dict[str, tuple[str, int, int]] = {}
+    ticked = [(found.span(), found[1]) for found in _TICKED.finditer(text)]
+    for (at, _), code in sorted([*ticked, *fences]):
+        for found in _WORD.finditer(code):
+            line, count = words.get(found[0], ("", text.count("\n", 0, at) + 1, 0))[1:]
+            words[found[0]] = MENTIONED, line, count + 1
+    summary = headings[0].name if headings else ""
+    counts = len(text.splitlines()), len(data)
+    listed = dict(sorted(words.items()))
+    return Record(path, "markdown", *counts, summary, [], [], headings, [], listed), text
