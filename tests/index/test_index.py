@@ -26,7 +26,7 @@ from collections import abc as kinds, deque
 from . import other
 from .deep.inner import helper as assistant
 
-LIMIT = 3  # largest Größe of a cut
+LIMIT = 3  # largest Gr\u00f6\u00dfe of a cut
 
 
 class Cutter(dict):
@@ -58,7 +58,7 @@ def tree(tmp_path: Path) -> Path:
         "tests/test_main.py": "from pkg.main import Cutter\n",
         "README.md": "# Title\n\nUse `pkg.main` so:\n\n```python\n# no heading\ncutter = 1\n```\n",
         "broken.py": "def (:\n",
-        "latin.py": "x = 'é'\n",
+        "latin.py": "x = '\u00e9'\n",
         ".hidden/secret.py": "x = 1\n",
     }
     root = tmp_path / "tree"
@@ -119,7 +119,7 @@ def test_a_keyword_page(tree: Path, tmp_path: Path) -> None:
         assert f"[{name}](main.py.md#L" in imports
     words = section(page, "Identifiers")
     assert "[LIMIT](main.py.md#L10) 3 (defined)" in words
-    assert "[Größe](main.py.md#L10) 1 (in comments or docstrings)" in words
+    assert "[Gr\u00f6\u00dfe](main.py.md#L10) 1 (in comments or docstrings)" in words
     assert "[assistant]" in words
     assert "no_keyword_in_a_string" not in page.replace("\\", "")
     assert re.search(r"^\*\*L\*\*: largest, LIMIT$", page, re.MULTILINE)
