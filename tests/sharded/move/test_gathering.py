@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from reshard import Layout, Mesh
 from reshard.sharded import (
@@ -15,6 +16,7 @@ from reshard.sharded import (
     LayoutShardingSpec,
     RaggedShardingSpec,
     ShardingSpec,
+    ones,
     shard_tensor,
     zeros,
 )
@@ -186,3 +188,15 @@ def wrong_on_all_ranks(rank: int) -> None:
 
 def test_a_destination_that_no_rank_has(pool: Pool) -> None:
     pool.run(wrong_on_all_ranks, ranks=FOUR)
+
+
+def compared_outside(rank: int) -> list[bool]:
+    """Ranks outside of a group may compare its tensors, as in torch; they hold no parts."""
+    group = dist.new_group([2, 3])
+    one, two = (ones(chunk(0, [2, 3]), 6, 4, process_group=group) for _ in range(2))
+    other = ones(chunk(1, [2, 3]), 6, 4, process_group=group)
+    return [torch.equal(one, two), torch.allclose(one, two), torch.equal(one, other)]
+
+
+def test_tensors_of_a_group_are_compared_on_ranks_outside_of_it(pool: Pool) -> None:
+    assert pool.run(compared_outside) == [[True, True, False]] * 8

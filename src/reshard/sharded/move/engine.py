@@ -22,7 +22,7 @@ from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
 from reshard.sharded.content import Content, strides_like
-from reshard.sharded.groups import Group, members
+from reshard.sharded.groups import Group, is_outside, members
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
@@ -213,7 +213,11 @@ def all_agree(
             )
     assert isinstance(one, Content)
     assert isinstance(other, Content)
-    if one.shape != other.shape or one.dtype != other.dtype or not one.is_like(other):
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if is_outside(one.group) or is_outside(other.group):
+        return one.group is other.group and one.layout == other.layout  # this rank has no parts
+    if not one.is_like(other):
         return False
     here = all(same(a, b) for a, b in zip(one.parts, other.parts, strict=True))
     if not dist.is_initialized():
