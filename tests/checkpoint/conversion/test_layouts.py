@@ -36,14 +36,34 @@ SMALL = {
     "num_local_experts": 2,
     "num_experts": 2,
     "moe_intermediate_size": 8,
+    # deepseek_v3
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 4,
+    "n_routed_experts": 2,
+    "first_k_dense_replace": 0,
+    # llama4
+    "intermediate_size_mlp": 12,
+    "interleave_moe_layer_step": 1,
+    # qwen3_next
+    "shared_expert_intermediate_size": 8,
+    "linear_num_key_heads": KV_HEADS,
+    "linear_num_value_heads": HEADS,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
 }
+MULTIMODAL = ("gemma3", "llama4")
+"""Families whose config has the numbers in its ``text_config``."""
 TP = (1, KV_HEADS, 2 * KV_HEADS, 4 * KV_HEADS)
 """Below, equal to and above the number of kv heads; the last one also above that of q heads."""
 
 
 def write_model(folder: Path, family: str, with_config: bool = True) -> dict[str, Any]:
     """A checkpoint of a small model, as Hugging Face writes it; returns its config."""
-    config = SMALL | {"model_type": family}
+    config = {"text_config": SMALL} if family in MULTIMODAL else SMALL
+    config = config | {"model_type": family}
     folder.mkdir(parents=True)
     shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
     start = 0
