@@ -261,14 +261,6 @@ class Checker:
             else:
                 self._check_part(path, index, chunk, start, part)
 
-    def aligned(self, path: str, start: int, stop: int) -> tuple[int, int]:
-        """The range that must be read so that all of its chunks are complete."""
-        sums = self._files.get(path)
-        touched = sums.touching(start, stop) if sums is not None else range(0)
-        if sums is None or not touched:
-            return start, stop
-        return sums.chunk(touched[0]).start, sums.chunk(touched[-1]).stop
-
     def finish(self, storage: Storage) -> int:
         """Read chunks again that were read only in parts; returns the number of bytes."""
         with self._lock:

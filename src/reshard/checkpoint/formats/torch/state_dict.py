@@ -44,7 +44,6 @@ _ADVICE = (
     "the checkpoint, and convert those"
 )
 _MARKS = ("ds_version", "ds_config")
-MAX_PARAMETERS = 1 << 20
 MAX_ARGS = 16
 
 
