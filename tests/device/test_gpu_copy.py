@@ -11,7 +11,14 @@ import torch
 from reshard.errors import PlanError
 from reshard.live.copy import gpu as gpu_copy
 from reshard.live.copy.gpu import CopyTable, TensorTable
-from reshard.live.copy.gpu_table import Cast, LaunchTable, compile_table, merged_blocks
+from reshard.live.copy.gpu_table import (
+    ENDS,
+    SHIFTED,
+    Cast,
+    LaunchTable,
+    compile_table,
+    merged_blocks,
+)
 from reshard.live.program.blocks import CopyBlocks
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -195,10 +202,28 @@ def decoded(table: LaunchTable) -> dict[int, int]:
                     index -= rest * row[9 - inner]
                 ways[0] += index * row[19 - inner]
                 ways[1] += index * row[23 - inner]
+            if row[6] >= SHIFTED:
+                extra = shifted(row, number % row[9], *ways)
+                assert not extra.keys() & moved.keys()
+                moved |= extra
+                continue
             for byte in range(row[6]):
                 assert ways[1] + byte not in moved
                 moved[ways[1] + byte] = ways[0] + byte
     return moved
+
+
+def shifted(row: list[int], place: int, source: int, destination: int) -> dict[int, int]:
+    """The bytes that one unit of a row off the grid, or of its ends, stands for."""
+    if row[6] < ENDS:
+        length, head = row[6] - SHIFTED, -destination % 16
+        whole = place * 16 + head + 16 <= length
+        return {destination + head + n: source + head + n for n in range(16) if whole}
+    length, start = row[6] - ENDS, destination - place
+    head = -start % 16
+    at = place if place < 16 else head + (length - head) // 16 * 16 + place - 16
+    inside = at < (head if place < 16 else length)
+    return {start + at: source - place + at} if inside else {}
 
 
 def test_a_table_names_every_byte_once() -> None:
@@ -211,6 +236,41 @@ def test_a_table_names_every_byte_once() -> None:
             chosen = strided.take(strided.base[0] == number)
             found = decoded(compile_table(chosen)) if len(chosen) else {}
             assert found == listed(blocks, number)
+
+
+def test_rows_off_the_grid_are_put_together_from_words() -> None:
+    for length, at in ((1001, 3), (300, 0), (129, 5)):
+        blocks = one_block([3, length], [length + 7, 1], [length, 1], itemsize=2)
+        blocks = replace(blocks, source_offset=np.array([2 * at]))
+        table = compile_table(merged_blocks(blocks, np.array([0, 0])))
+        assert max(table.units) == SHIFTED
+        assert decoded(table) == listed(blocks, 0)
+
+
+def test_rows_off_the_grid_on_a_gpu() -> None:
+    device, rng = torch.device(gpu()), random.Random(3)
+    for _ in range(60):
+        item = rng.choice([1, 2, 4])
+        rows, length = rng.randrange(1, 40), rng.randrange(256, 5000) // item
+        gaps = [rng.randrange(0, 40), rng.choice([0, 0, rng.randrange(40)])]
+        starts = [rng.randrange(40) * item for _ in range(2)]
+        dtype = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[item]
+        size = rows * (length + 40) + 80
+        source = torch.randint(-100, 100, (size,), device=device).to(dtype)
+        destination = torch.zeros(size, dtype=dtype, device=device)
+        right = destination.clone()
+        block = one_block([rows, length], [length + gaps[0], 1], [length + gaps[1], 1], item)
+        block = replace(
+            block,
+            source_offset=np.array([starts[0]]),
+            destination_offset=np.array([starts[1]]),
+        )
+        tensors = [source, destination]
+        addresses = np.array([one.data_ptr() for one in tensors])
+        CopyTable(block).launch(TensorTable(addresses, dict(enumerate(tensors)), device))
+        part = source.as_strided((rows, length), (length + gaps[0], 1), starts[0] // item)
+        right.as_strided((rows, length), (length + gaps[1], 1), starts[1] // item).copy_(part)
+        assert torch.equal(destination, right), (item, rows, length, gaps, starts)
 
 
 REST = (

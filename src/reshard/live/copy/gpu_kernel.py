@@ -2,7 +2,8 @@
 
 Every program copies one tile, which belongs to one block: it reads the block's row, turns the
 numbers of its units into indices by multiplications, and moves each unit with one load and one
-store per thread, 16 bytes wide where the row permits.
+store per thread, 16 bytes wide where the row permits. Where the two sides of a long row are not on
+the same grid, it loads the aligned words that 16 bytes of the destination come from, and shifts.
 """
 # Where Triton is not installed, mypy takes its decorator for untyped.
 # mypy: disable-error-code="untyped-decorator"
@@ -12,11 +13,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from reshard.live.copy.gpu_table import ENDS as ENDS_UNIT
 from reshard.live.copy.gpu_table import FIELDS as NUM_FIELDS
+from reshard.live.copy.gpu_table import SHIFTED as SHIFTED_UNIT
 
 __all__ = ["cast_tiles", "copy_tiles"]
 
 FIELDS = tl.constexpr(NUM_FIELDS)
+SHIFTED = tl.constexpr(SHIFTED_UNIT)
+ENDS = tl.constexpr(ENDS_UNIT)
 FIRST_TILE = tl.constexpr(4)
 UNITS = tl.constexpr(5)
 UNIT = tl.constexpr(6)
@@ -40,12 +45,16 @@ def copy_tiles(
 ) -> None:
     """Copy bytes; ``ONLY`` is the one size of units in the table, or 0 if there are several."""
     row = _row_of_tile(rows, tiles)
-    source, destination, mask = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
-    if ONLY:
+    source, destination, mask, inner = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+    if ONLY and ONLY < SHIFTED:
         _copy_units(source, destination, mask, ONLY)
     else:
         unit = tl.load(row + UNIT)
-        if unit == 16:
+        if unit >= ENDS:
+            _copy_ends(source, destination, mask, inner, unit - ENDS)
+        elif unit >= SHIFTED:
+            _copy_shifted(source, destination, mask, inner, unit - SHIFTED)
+        elif unit == 16:
             _copy_units(source, destination, mask, 16)
         elif unit == 8:
             _copy_units(source, destination, mask, 8)
@@ -71,7 +80,7 @@ def cast_tiles(
 ) -> None:
     """Copy elements from one dtype to another, ``TOGETHER`` at once where the row permits."""
     row = _row_of_tile(rows, tiles)
-    source, destination, mask = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+    source, destination, mask, _ = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
     if tl.load(row + UNIT) == TOGETHER:
         _cast_units(source, destination, mask, TOGETHER, HAVE, WANT)
     else:
@@ -92,7 +101,7 @@ def _addresses(
     NUM_DIMS: tl.constexpr,
     WIDE: tl.constexpr,
 ) -> tl.tensor:
-    """The addresses of the units of this program's tile on both sides, and which there are."""
+    """Addresses of the units of this tile on both sides, which there are, their place in a row."""
     source = tl.load(bases + tl.load(row)) + tl.load(row + 1)
     destination = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3)
     tile = tl.program_id(0) - tl.load(row + FIRST_TILE).to(tl.int32)
@@ -107,9 +116,11 @@ def _addresses(
             shift = tl.load(row + SHIFTS + 2 - inner).to(tl.uint32)
             rest = (tl.umulhi(index, multiplier) + index) >> shift
             index -= rest * width
+        if inner == 0:
+            place = index
         source += _distance(index, tl.load(row + SOURCE_STRIDES + 3 - inner), WIDE)
         destination += _distance(index, tl.load(row + DESTINATION_STRIDES + 3 - inner), WIDE)
-    return source, destination, mask
+    return source, destination, mask, place
 
 
 @triton.jit
@@ -140,6 +151,50 @@ def _copy_units(
         _copy_words(source, destination, mask, tl.int16)
     else:
         _copy_words(source, destination, mask, tl.int8)
+
+
+@triton.jit
+def _copy_shifted(
+    source: tl.tensor, destination: tl.tensor, mask: tl.tensor, place: tl.tensor, length: tl.tensor
+) -> None:
+    """Copy 16 bytes of the destination's grid, from the aligned words of the source around them.
+
+    All of these words have a byte of the row, so they are memory of the tensor.
+    """
+    head = (-destination) & 15
+    mask = mask & (place.to(tl.int64) * 16 + head + 16 <= length)
+    have, want = source + head, destination + head
+    low = have & 15
+    word = tl.arange(0, 2)[None, :]
+    words = (have - low)[:, None].to(tl.pointer_type(tl.uint64)) + word
+    words = tl.max_contiguous(tl.multiple_of(words, [8, 16]), [1, 2])
+    a, b = tl.split(tl.load(words, mask=mask[:, None], other=0))
+    c, d = tl.split(tl.load(words + 2, mask=(mask & (low > 0))[:, None], other=0))
+    far = low >= 8
+    first, second, third = tl.where(far, b, a), tl.where(far, c, b), tl.where(far, d, c)
+    bits = ((low & 7) * 8).to(tl.uint64)
+    lower = (first >> bits) | ((second << 1) << (63 - bits))
+    upper = (second >> bits) | ((third << 1) << (63 - bits))
+    pair = want[:, None].to(tl.pointer_type(tl.uint64)) + word
+    pair = tl.max_contiguous(tl.multiple_of(pair, [8, 16]), [1, 2])
+    tl.store(pair, tl.join(lower, upper), mask=mask[:, None])
+
+
+@triton.jit
+def _copy_ends(
+    source: tl.tensor, destination: tl.tensor, mask: tl.tensor, place: tl.tensor, length: tl.tensor
+) -> None:
+    """Copy one byte before, or behind, the units that `_copy_shifted` copies of a row.
+
+    A row has 32 places: 16 for the bytes before, 16 for those behind.
+    """
+    at = place.to(tl.int64)
+    head = (at - destination) & 15
+    behind = at >= 16
+    end = head + ((length - head) & ~15)
+    byte = tl.where(behind, end + at - 16, at)
+    mask = mask & tl.where(behind, byte < length, at < head)
+    _copy_words(source - at + byte, destination - at + byte, mask, tl.int8)
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 A move packs, unpacks and copies thousands of blocks whose sizes differ by many orders of magnitude:
 18,000 slices of experts beside one of a gigabyte. Here the list of blocks becomes a launch table,
-in four steps, each over all blocks at once:
+in five steps, each over all blocks at once:
 
 1. strides in bytes, dims of width 1 dropped, adjacent dims merged where both sides allow it:
 
@@ -12,7 +12,9 @@ in four steps, each over all blocks at once:
 2. rows in units of 16, 8, 4, 2 or 1 bytes, the widest that every address of the block permits;
    rows that start or end off the grid of 16 give their edges to separate blocks
 3. at most 4 dims and 2**30 units per block, so that a kernel needs no 64-bit division
-4. tiles of equally many units, each of which one program of the kernel copies
+4. long rows whose two sides are not on the same grid of 16 bytes: units are the 16 bytes of the
+   destination's grid, which the kernel puts together from the words of the source
+5. tiles of equally many units, each of which one program of the kernel copies
 
 Only numpy: nothing here knows a device.
 """
@@ -36,6 +38,14 @@ FEW_LANES, MANY_LANES = 256, 512
 MAX_TILES = 1 << 20
 EDGE_BYTES = 256
 """Rows shorter than this are not split into edges and a middle: one more block costs more."""
+
+SHIFTED, ENDS = 1 << 40, 1 << 41
+"""Added to the bytes of a row, in place of a unit: 16 bytes of the destination's grid, put together
+from shifted words; and the up to 15 bytes at each end of the row that are left."""
+SHIFTED_BYTES = 256
+"""Shorter rows are not divided like that."""
+SHIFTED_UNITS = 8
+"""Only rows whose units would be narrower than this."""
 
 FIELDS = 24
 """Columns of a launch row: source, its offset, destination, its offset, first tile, units, unit,
@@ -73,7 +83,7 @@ class Strided:
     strides: Ints
     """2 sides, blocks, dims."""
     unit: Ints
-    """Bytes (of a cast: elements) that one index stands for."""
+    """Bytes (of a cast: elements) that one index stands for; or `SHIFTED`, or `ENDS`."""
 
     def __len__(self) -> int:
         return len(self.unit)
@@ -105,7 +115,7 @@ class LaunchTable:
     """Units of one tile."""
     num_dims: int
     units: tuple[int, ...]
-    """The sizes of units that occur, in bytes (of a cast: in elements)."""
+    """The sizes of units that occur, in bytes (of a cast: in elements), or `SHIFTED`."""
     wide: bool
     """Whether offsets inside a block need 64 bits."""
 
@@ -125,7 +135,7 @@ def merged_blocks(blocks: CopyBlocks, phase: Ints, cast: Cast | None = None) -> 
 
 def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     """Tiles of equal work over all blocks."""
-    blocks = _bounded(_at_most_dims(blocks))
+    blocks = _bounded(_at_most_dims(blocks if cast is not None else _shifted(blocks)))
     units = blocks.widths.prod(axis=1)
     lanes = _lanes(units, blocks.unit, WIDEST if cast is None else cast.num_together)
     tiles = -(-units // lanes)
@@ -143,7 +153,7 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
         tiles=np.repeat(np.arange(len(blocks), dtype=np.int32), tiles),
         lanes=lanes,
         num_dims=_num_dims(blocks.widths),
-        units=tuple(distinct(blocks.unit).tolist()),
+        units=tuple(distinct(np.minimum(blocks.unit, SHIFTED)).tolist()),
         wide=_reach(blocks) >= 1 << 31,
     )
 
@@ -241,6 +251,22 @@ def _in_units(blocks: Strided, phase: Ints) -> Strided:
     bits = both[0] | both[1] | blocks.widths[:, -1] | WIDEST
     unit = np.where(_contiguous(blocks), bits & -bits, 1)
     return _rows_in(blocks, unit, unit)
+
+
+def _shifted(blocks: Strided) -> Strided:
+    """Divide long rows in narrow units into units of the destination's grid, and their ends."""
+    length = blocks.widths[:, -1] * blocks.unit
+    rows = _contiguous(blocks, blocks.unit) & (blocks.unit < SHIFTED_UNITS)
+    rows &= (length >= SHIFTED_BYTES) & (length < MAX_UNITS)
+    if not rows.any():
+        return blocks
+    long, length = blocks.take(rows), length[rows]
+    parts = [blocks.take(~rows)]
+    for kind, count, step in ((SHIFTED, length // WIDEST, WIDEST), (ENDS, 2 * WIDEST, 1)):
+        widths, strides = long.widths.copy(), long.strides.copy()
+        widths[:, -1], strides[:, :, -1] = count, step
+        parts.append(replace(long, widths=widths, strides=strides, unit=kind + length))
+    return _joined([part for part in parts if len(part)])
 
 
 def _grouped_elements(blocks: Strided, phase: Ints, cast: Cast) -> Strided:

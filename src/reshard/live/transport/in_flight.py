@@ -139,6 +139,8 @@ class _WatchedExchange:
 
     def completes_within(self, seconds: float, hurry: threading.Event) -> bool:
         """Whether it is complete after a while, or as soon as a thread is in a hurry to know."""
+        if self._is_done():
+            return True
         hurry.wait(seconds)
         return self._is_done()
 
