@@ -94,6 +94,7 @@ class BoundTensors:
         self.addresses = [0] * (staging + 1)
         """The base addresses, on any device; 0 for tensors that this rank does not have."""
         self._table: Ints | None = None
+        self._devices: set[torch.device] | None = None
         self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
         """Shape and strides of tensors that are not contiguous."""
         self.on_devices: list[int] = []
@@ -104,7 +105,7 @@ class BoundTensors:
         """Add a tensor that was checked."""
         self.tensors[number] = tensor
         self.addresses[number] = tensor.data_ptr()
-        self._table = None
+        self._table = self._devices = None
         if not tensor.is_cpu:
             self.on_devices.append(number)
         if not tensor.is_contiguous():
@@ -127,7 +128,9 @@ class BoundTensors:
     @property
     def devices(self) -> set[torch.device]:
         """The devices of tensors that are not in the memory of the host."""
-        return {self.tensors[number].device for number in self.on_devices}
+        if self._devices is None:
+            self._devices = {self.tensors[number].device for number in self.on_devices}
+        return self._devices
 
     @property
     def is_host(self) -> bool:
