@@ -208,8 +208,9 @@ def test_a_plan_that_does_not_hold(
 
 def test_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page, data, trace = (tmp_path / name for name in ("a.html", "b.json", "c.trace"))
-    printed(capsys, [*plan(), "--html", str(page), "--save", str(data)])
-    printed(capsys, [*plan(), "--save", str(trace)])
+    assert run([*plan(), "--html", str(page), "--save", str(data)]) == 0
+    assert run([*plan(), "--save", str(trace)]) == 0
+    assert capsys.readouterr().err.splitlines() == [f"wrote {one}" for one in (page, data, trace)]
     assert page.read_text().startswith("<!doctype html>")
     assert rs.Plan.from_json(data.read_text()).num_rounds == 1
     assert json.loads(trace.read_text())["traceEvents"]

@@ -8,14 +8,15 @@ import pytest
 import torch
 
 import reshard as rs
+from tests.ranks.pool import Pool
 from tests.tensors.worlds import playing
 
 ONE = rs.Mesh(x=1)
 ROWS, COLUMNS = rs.Layout(ONE, "x -"), rs.Layout(ONE, "- x")
 WRONG = {
-    "have in words": ({"have": "x -"}, 'have="x -" is no layout: write rs.Layout'),
+    "have in words": ({"have": "x -"}, "'x -' is no mesh with a layout: expected"),
     "have a dict": ({"have": {}}, "have=a dict is no layout"),
-    "want in words": ({"want": "- x"}, '"- x" is no destination: give want=rs.Layout'),
+    "want in words": ({"want": "- x"}, "'- x' is no mesh with a layout: expected"),
     "to no mesh": ({"want": None, "to": (1, 2)}, "a tuple is no destination"),
     "shape in words": ({"shape": "4x4"}, 'shape="4x4": give the sizes'),
     "shape a number": ({"shape": 16}, "shape=16: give the sizes"),
@@ -61,3 +62,14 @@ def test_ranks_that_torch_simulates_in_one_process_are_refused() -> None:
     with LocalTensorMode(frozenset(range(2))), pytest.raises(rs.TensorError) as error:
         rs.move(torch.ones(4, 4), ROWS, COLUMNS, shape=(4, 4))
     assert str(error.value).startswith("LocalTensorMode runs all ranks in this process")
+
+
+def move_by_texts(rank: int) -> None:
+    full = torch.arange(16.0).reshape(4, 4)
+    moved = rs.move(full.chunk(2)[rank], "x=2: x -", "y=2: - y", shape=(4, 4))
+    assert moved is not None
+    assert torch.equal(moved, full.chunk(2, dim=1)[rank])
+
+
+def test_layouts_may_be_texts(pool: Pool) -> None:
+    pool.run(move_by_texts, ranks=range(2))

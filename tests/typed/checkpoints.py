@@ -21,6 +21,7 @@ assert_type(converted, rs.checkpoint.ConvertReport)
 state = {"weight": torch.zeros(12, 8), "step": 3}
 assert_type(checkpoint.save(state, "ckpt"), checkpoint.SaveReport)
 assert_type(checkpoint.load("ckpt", into=state), checkpoint.LoadReport)
+assert_type(checkpoint.load("ckpt", state), checkpoint.LoadReport)
 
 checkpoint.verify(3)  # type: ignore[arg-type]
 checkpoint.lode("ckpt")  # type: ignore[attr-defined]

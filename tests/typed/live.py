@@ -24,6 +24,7 @@ def moves(
     assert_type(rs.move(dtensor, to=layout, timeout=5), torch.Tensor | None)
     assert_type(rs.move(dtensor, want=layout), torch.Tensor | None)
     assert_type(rs.move(sharded, to=layout), torch.Tensor | None)
+    assert_type(rs.move(local, "dp=2: dp -", "tp=2: - tp", shape=(8, 4)), torch.Tensor | None)
     assert_type(rs.move(dtensor, to=layout, into=local), torch.Tensor)
     assert_type(rs.move(local, layout, to=layout, shape=(8,), into=dtensor), DTensor)
     assert_type(rs.move(dtensor, to=(mesh, placements)), DTensor)
@@ -37,6 +38,6 @@ def wrong_moves(dtensor: DTensor, layout: rs.Layout) -> None:
     """What a type checker finds before it runs; an ignore that is not needed is an error."""
     rs.move(dtensor, to=layout, time_out=5)  # type: ignore[call-overload]
     rs.move(dtensor, to=layout, transport="pear")  # type: ignore[call-overload]
-    rs.move(dtensor, to="tp -")  # type: ignore[call-overload]
+    rs.move(dtensor, to=8)  # type: ignore[call-overload]
     rs.move(dtensor, to=layout, grad="average")  # type: ignore[call-overload]
     rs.backward("moved")  # type: ignore[arg-type]

@@ -10,6 +10,8 @@ assert_type(mesh.ranks[0], int)
 assert_type(mesh.num_ranks, int)
 layout = rs.Layout(mesh, "(dp tp) -")
 assert_type(layout.without([9]), rs.Layout)
+assert_type(rs.Layout.parse("dp=2 tp=4: (dp tp) -"), rs.Layout)
+assert_type(layout.draw((8, 4)), str)
 for piece in layout.pieces(rank=8, shape=(8, 4)):
     assert_type(piece.box, rs.Box)
     assert_type(piece.box.start, tuple[int, ...])

@@ -26,4 +26,5 @@ assert_type(rs.Plan.from_json(plan.to_json()), rs.Plan)
 rows = plan.for_rank(1)
 print(rows.sends, rows.receives, rows.copies)
 
+assert_type(rs.plan("dp=2: dp -", "tp=2: - tp", shape=(8, 4)), rs.Plan)
 rs.plan(layout, layout, shape=(8, 4), dtipe="int8")  # type: ignore[call-arg]

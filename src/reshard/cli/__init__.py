@@ -33,6 +33,8 @@ BAD_INPUT = 2
 INTERRUPTED = 130
 TRACEBACK = "RESHARD_TRACEBACK"
 """The variable of the environment that asks for the lines of code behind an internal error."""
+COMPLETION = "_RESHARD_COMPLETE"
+"""The variable through which a shell asks for completion, as click has it."""
 MOST_SAID = 300
 
 _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
@@ -44,9 +46,12 @@ _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
     invoke_without_command=True,
 )
 @click.option("--version", is_flag=True, help="Print the version and leave.")
+@click.option("-v", "--verbose", is_flag=True, help="Show the code behind an error.")
 @click.pass_context
-def cli(context: click.Context, version: bool) -> None:
+def cli(context: click.Context, version: bool, verbose: bool) -> None:
     """Plan, inspect and convert sharded tensors and checkpoints."""
+    if verbose:
+        os.environ[TRACEBACK] = "1"
     if version:
         import reshard
 
@@ -68,6 +73,10 @@ def main() -> None:
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     sys.stdout = sys.stdout and tolerant(sys.stdout)
     sys.stderr = sys.stderr and tolerant(sys.stderr)
+    if COMPLETION in os.environ:
+        from click.shell_completion import shell_complete
+
+        sys.exit(shell_complete(cli, {}, "reshard", COMPLETION, os.environ[COMPLETION]))
     sys.exit(run(sys.argv[1:]))
 
 
@@ -97,6 +106,7 @@ def _invoke(arguments: list[str]) -> int:
     except UnsupportedError as error:
         return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
+        _trace(error)
         return _complain(str(error))
     except click.Abort:
         raise
@@ -108,13 +118,18 @@ def _invoke(arguments: list[str]) -> int:
 
 
 def _ours(error: Exception) -> str:
-    """The message for an internal error; prints its traceback if the environment asks for it."""
+    """The message for an internal error."""
+    _trace(error)
+    what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
+    return f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
+
+
+def _trace(error: Exception) -> None:
+    """Print the traceback of an error if -v or the environment asks for it."""
     if os.environ.get(TRACEBACK):
         import traceback
 
         traceback.print_exception(error)
-    what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
-    return f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
 
 
 def _protect(argument: str) -> str:
@@ -124,7 +139,7 @@ def _protect(argument: str) -> str:
 
 def _complain(message: str, code: int = BAD_INPUT) -> int:
     """Print an error as one line of printable characters; the exit code."""
-    line = " ".join(message.split())
+    line = " ".join(message.split()).replace("raise memory=", "raise --memory")
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     print(f"reshard: {line}", file=sys.stderr)
     return code

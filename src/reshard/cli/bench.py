@@ -43,3 +43,6 @@ def _folder() -> Path | None:
 
 def _scripts(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("*.py") if path.name not in HELPERS)
+
+
+bench.hidden = _folder() is None  # outside a checkout there is nothing to run

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from reshard.cli.options import RULES
+
 if TYPE_CHECKING:
     from reshard.checkpoint.publish.journal import Team
     from reshard.errors import ReshardError
@@ -21,7 +23,11 @@ UNFINISHED = 3
 @click.argument("src")
 @click.argument("dst")
 @click.option("--mesh", help='The mesh of the destination, such as "tp=2" or "dp=2 tp=4".')
-@click.option("--rules", help="A family such as llama, or a TOML file; else by config.json.")
+@click.option(
+    "--rules",
+    help="A family such as llama, or a TOML file; else by config.json.",
+    shell_complete=RULES,
+)
 @click.option("--layout", "layouts", multiple=True, metavar="NAME=LAYOUT", help=(
     "The layout of tensors by name or pattern, such as '*=tp ...'; may be repeated, the first that "
     "matches counts; patterns leave 0-d tensors whole."
@@ -41,7 +47,9 @@ UNFINISHED = 3
     help="Tensors, by name or pattern, to leave out as far as no name takes them.",
 )  # fmt: skip
 @click.option(
-    "--from-rules", help="Rules of the source's per-rank files: a family, or a TOML file."
+    "--from-rules",
+    help="Rules of the source's per-rank files: a family, or a TOML file.",
+    shell_complete=RULES,
 )
 @click.option("--from-mesh", help="The mesh of the source, where its files do not say.")
 @click.option("--max-shard-size", default="5GB", show_default=True, help=(
@@ -64,7 +72,7 @@ UNFINISHED = 3
 @click.option(
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
-@click.option("--quiet", is_flag=True, help="No progress bar.")
+@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def convert(
     src: str, dst: str, ranks: bool, timeout: float, quiet: bool, as_json: bool, **words: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from reshard.cli.options import REPLICATE, with_replicas
+from reshard.cli.options import REPLICATE, RULES, with_replicas
 
 __all__ = ["inspect"]
 
@@ -12,7 +12,11 @@ __all__ = ["inspect"]
 @click.command()
 @click.argument("path")
 @click.option("--tree", is_flag=True, help="The tensors as a tree of their names.")
-@click.option("--rules", help="Rules of per-rank files: a family such as llama, or a TOML file.")
+@click.option(
+    "--rules",
+    help="Rules of per-rank files: a family such as llama, or a TOML file.",
+    shell_complete=RULES,
+)
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

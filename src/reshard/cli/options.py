@@ -10,9 +10,23 @@ import click
 if TYPE_CHECKING:
     from reshard.rules import Rules
 
-__all__ = ["REPLICATE", "compare_and_report", "with_options", "with_replicas"]
+__all__ = ["MODELS", "REPLICATE", "RULES", "compare_and_report", "with_options", "with_replicas"]
 
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
+
+
+def MODELS(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
+    """What a shell completes after --model."""
+    from reshard.rules.models import PRESETS
+
+    return [name for name in PRESETS if name.startswith(typed)]
+
+
+def RULES(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
+    """What a shell completes after --rules."""
+    from reshard.rules import Rules
+
+    return [name for name in Rules.families() if name.startswith(typed)]
 
 
 class _Report(Protocol):
@@ -26,12 +40,16 @@ _OPTIONS = (
     click.option(
         "--memory", default="256MiB", show_default=True, help="Maximum memory for buffers."
     ),
-    click.option("--rules", help="Rules of the per-rank files of A: a family, or a TOML file."),
+    click.option(
+        "--rules",
+        help="Rules of the per-rank files of A: a family, or a TOML file.",
+        shell_complete=RULES,
+    ),
     click.option("--mesh", help='The mesh of the per-rank files of A, such as "tp=4".'),
-    click.option("--b-rules", help="Rules of the per-rank files of B."),
+    click.option("--b-rules", help="Rules of the per-rank files of B.", shell_complete=RULES),
     click.option("--b-mesh", help="The mesh of the per-rank files of B."),
     click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
-    click.option("--quiet", is_flag=True, help="No progress bar."),
+    click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
 

@@ -68,14 +68,12 @@ def parse_side(text: str, option: str) -> Layout:
     Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
     """
     from reshard.layout.layout import Layout
-    from reshard.layout.mesh import Mesh
 
-    mesh, colon, layout = text.partition(":")
-    if not colon:
+    if ":" not in text:
         raise NotationError(
             f'{option} "{text}" has no layout: expected "MESH: LAYOUT", such as "tp=2: - tp"'
         )
-    return Layout(Mesh.parse(mesh.strip()), layout.strip())
+    return Layout.parse(text)
 
 
 def parse_lost(text: str) -> tuple[int, ...]:

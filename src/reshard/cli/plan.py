@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import click
 
+from reshard.cli.options import MODELS, RULES
 from reshard.errors import PlanError, ProofError
 
 if TYPE_CHECKING:
@@ -46,15 +48,19 @@ class Request:
 @click.option("--from", "have", required=True, help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", required=True, help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of one tensor, such as 8192,4096.")
-@click.option("--model", help="A whole model: llama-3-8b, ... or a config.json.")
+@click.option(
+    "--model", help="A whole model: llama-3-8b, ... or a config.json.", shell_complete=MODELS
+)
 @click.option("--dtype", help="The dtype; if not given float32, or the model's.")
 @click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option("--topology", metavar="FILE", help="Hosts and links, as TOML: predicts seconds.")
 @click.option("--without", metavar="RANKS", help="Source ranks that are lost, such as 3,7.")
-@click.option("--rules", help="With --model: a family such as llama, or a TOML file.")
-@click.option("--from-rules", help="Rules for the source alone.")
-@click.option("--to-rules", help="Rules for the destination alone.")
+@click.option(
+    "--rules", help="With --model: a family such as llama, or a TOML file.", shell_complete=RULES
+)
+@click.option("--from-rules", help="Rules for the source alone.", shell_complete=RULES)
+@click.option("--to-rules", help="Rules for the destination alone.", shell_complete=RULES)
 @click.option("--from-fsdp", metavar="AXES", help="Axes that shard dim 0 of the source further.")
 @click.option("--to-fsdp", metavar="AXES", help="Axes that shard dim 0 of the destination further.")
 @click.option("--replicate", multiple=True, metavar="AXIS", help=(
@@ -200,8 +206,10 @@ def _write(move: Plan, html: str | None, save: str | None) -> None:
         from reshard.show.page import render
 
         Path(html).write_text(render(move), encoding="utf-8")
+        print(f"wrote {html}", file=sys.stderr)
     if save is not None:
         move.save(save)
+        print(f"wrote {save}", file=sys.stderr)
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from reshard.errors import LayoutError
+from reshard.cli.options import MODELS
+from reshard.errors import ArgumentError, LayoutError
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
 
 __all__ = ["show"]
 
@@ -17,23 +21,42 @@ MAX_PIECES = 1_000_000
 
 
 @click.command()
-@click.argument("layout")
-@click.option("--mesh", required=True, help='The ranks, such as "dp=2 tp=4" or "tp=2 @ 8-9".')
-@click.option("--shape", required=True, help="The shape of the tensor, such as 8192,4096.")
+@click.argument("layout", required=False, metavar="[LAYOUT|TENSOR]")
+@click.option("--mesh", help='The ranks, such as "dp=2 tp=4", where LAYOUT does not name them.')
+@click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
+@click.option("--model", help="A model or a folder with config.json.", shell_complete=MODELS)
 @click.option("--rank", type=int, help="Only what this rank holds, box by box.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def show(layout: str, mesh: str, shape: str, rank: int | None, as_json: bool) -> None:
+def show(
+    layout: str | None,
+    mesh: str | None,
+    shape: str | None,
+    model: str | None,
+    rank: int | None,
+    as_json: bool,
+) -> None:
     """Draw which rank holds which part of a tensor.
 
     \b
-    reshard show "(dp tp) -" --mesh "dp=2 tp=4" --shape 8192,4096
+    reshard show "dp=2 tp=4: (dp tp) -" --shape 8192,4096
+    reshard show --model llama-3-8b --mesh tp=4            the layouts of its tensors, by the rules
+    reshard show --model llama-3-8b --mesh tp=4 lm_head.weight
     """
     from reshard.cli.parsing import parse_shape
-    from reshard.layout.layout import Layout
     from reshard.layout.mesh import Mesh
 
-    sizes = parse_shape(shape)
-    cut = Layout(Mesh.parse(mesh), layout.strip())
+    if model is not None:
+        if mesh is None:
+            raise ArgumentError('--model needs the ranks: give --mesh, such as --mesh "tp=4"')
+        found = _of_model(model, layout, Mesh.parse(mesh), as_json)
+        if found is None:
+            return
+        cut, sizes = found
+    elif layout is None or shape is None:
+        missing = "'LAYOUT'" if layout is None else "'--shape'"
+        raise ArgumentError(f'{missing} is missing: reshard show "tp=4: tp -" --shape 8192,4096')
+    else:
+        sizes, cut = parse_shape(shape), _layout(layout.strip(), mesh)
     cut.dims(sizes)
     if rank is not None:
         cut.mesh.coords(rank)
@@ -41,6 +64,52 @@ def show(layout: str, mesh: str, shape: str, rank: int | None, as_json: bool) ->
         _print_json(cut, sizes, rank)
     else:
         _print(cut, sizes, rank)
+
+
+def _layout(text: str, mesh: str | None) -> Layout:
+    from reshard.layout.layout import Layout
+    from reshard.layout.mesh import Mesh
+
+    if mesh is None:
+        return Layout.parse(text)
+    if ":" in text.partition("|")[0] and "=" in text.partition(":")[0]:
+        raise ArgumentError(f'"{text}" names a mesh, and so does --mesh: leave one out')
+    return Layout(Mesh.parse(mesh), text)
+
+
+def _of_model(
+    model: str, tensor: str | None, mesh: Mesh, as_json: bool
+) -> tuple[Layout, tuple[int, ...]] | None:
+    """The layout and the shape of one tensor of a model; prints all layouts where none is named."""
+    from reshard.cli.output import print_json
+    from reshard.cli.parsing import model_config
+    from reshard.rules import Rules, models
+    from reshard.text import align, and_more, quoted
+
+    folder = Path(model)
+    config = model_config(str(folder / "config.json") if folder.is_dir() else model)
+    shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
+    layouts = Rules.load(config=config, replicate=" ".join(mesh.axes)).layouts(shapes, mesh)
+    if tensor is not None:
+        if tensor.strip() not in shapes:
+            import difflib
+
+            near = difflib.get_close_matches(tensor, shapes, n=3) or [*shapes][:3]
+            raise ArgumentError(f"{model} has no tensor {quoted(tensor)}: try {and_more(near)}")
+        return layouts[tensor.strip()], shapes[tensor.strip()]
+    if as_json:
+        listed = {name: {"shape": shapes[name], **layouts[name].to_dict()} for name in shapes}
+        print_json({"schema": "reshard.show.model/1", "model": model, "tensors": listed})
+        return None
+    rows: dict[tuple[str, str, str], int] = {}
+    for name, layout in layouts.items():
+        pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
+        size = "x".join(map(str, shapes[name]))
+        key = pattern, size, str(layout).partition(" | on ")[0]
+        rows[key] = rows.get(key, 0) + 1
+    table = [(name, size, layout, str(count)) for (name, size, layout), count in rows.items()]
+    print("\n".join(align([("tensor", "shape", "layout", "count"), *table], right={3})))
+    return None
 
 
 def _print(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:

@@ -14,14 +14,16 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from importlib import import_module
 from math import prod
 from typing import Any
 
-from reshard.errors import FormatError, LayoutError, ReshardError
+from reshard.errors import FormatError, LayoutError, NotationError, ReshardError
 from reshard.layout.box import Box, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
+from reshard.layout.notation.words import from_placements
 from reshard.layout.pieces import Piece, pieces_of_flat, pieces_of_local
 from reshard.layout.tiling import Interval, held, length_of
 
@@ -55,12 +57,45 @@ class Layout:
     def __init__(self, mesh: Mesh, text: str | Words) -> None:
         if not isinstance(mesh, Mesh) or not isinstance(text, str | Words):
             raise LayoutError(
-                f"Layout({mesh!r:.60}, {text!r:.60}): give a mesh and then a text, such as "
-                'Layout(Mesh(dp=2, tp=4), "(dp tp) -"); Mesh.parse reads a mesh from a text'
+                from_placements(mesh.axes if isinstance(mesh, Mesh) else (), text)
+                or f"Layout({mesh!r:.60}, {text!r:.60}): give a mesh and then a text, such as "
+                'Layout(Mesh(dp=2, tp=4), "(dp tp) -"), or one text to '
+                'Layout.parse("dp=2 tp=4: (dp tp) -")'
             )
         self.mesh = mesh
         self.words = parse(text) if isinstance(text, str) else text
         _check_words(self)
+
+    @staticmethod
+    def parse(text: str) -> Layout:
+        """Read a mesh and a layout from one text, as the command line does.
+
+        >>> Layout.parse("tp=2 @ 8-9: - tp")
+        Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
+        """
+        mesh, colon, words = text.partition(":") if isinstance(text, str) else ("", "", "")
+        if not colon:
+            raise NotationError(
+                f'{text!r:.60} is no mesh with a layout: expected "MESH: LAYOUT", such as '
+                '"tp=2: - tp"'
+            )
+        return Layout(Mesh.parse(mesh.strip()), words.strip())
+
+    @staticmethod
+    def of(layout: Layout | str) -> Layout:
+        """A layout, or the one that a text describes: for arguments."""
+        if not isinstance(layout, Layout | str):
+            raise LayoutError(
+                from_placements((), layout)
+                or f"{layout!r:.60} is no layout: give a Layout, or a text such as "
+                '"dp=2 tp=4: (dp tp) -"'
+            )
+        return Layout.parse(layout) if isinstance(layout, str) else layout
+
+    def draw(self, shape: Sequence[int], *, width: int = 80) -> str:
+        """A picture and a table of which rank holds what, as text."""
+        drawing: Any = import_module("reshard.show.terminal")  # it stands above layouts
+        return str(drawing.as_text(self, shape, width))
 
     @staticmethod
     def from_boxes(shape: Sequence[int], boxes: Mapping[int, Iterable[Box]]) -> BoxLayout:

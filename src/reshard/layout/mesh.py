@@ -104,6 +104,19 @@ class Mesh:
             )
         return cls(ranks=parse_ranks(ranks_text, text) if at else None, **axes)
 
+    @classmethod
+    def of(cls, mesh: Mesh | str) -> Mesh:
+        """A mesh, or the one that a text describes, wherever a mesh is wanted as an argument.
+
+        >>> Mesh.of("dp=2 tp=4")
+        Mesh(dp=2, tp=4)
+        """
+        if isinstance(mesh, str):
+            return cls.parse(mesh)
+        if not isinstance(mesh, Mesh):
+            raise MeshError(f'{mesh!r:.60} is no mesh: give a Mesh, or a text such as "dp=2 tp=4"')
+        return mesh
+
     @property
     def num_ranks(self) -> int:
         """How many ranks the mesh has."""

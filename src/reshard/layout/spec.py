@@ -41,6 +41,7 @@ class TensorSpec:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", tuple(map(index, self.shape)))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
+        object.__setattr__(self, "layout", Layout.of(self.layout))
         check_shape(self.shape)
 
     @property

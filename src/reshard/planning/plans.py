@@ -69,8 +69,8 @@ ONE = "tensor"
 
 
 def plan(
-    have: Layout | Mapping[str, TensorSpec],
-    want: Layout | Mapping[str, TensorSpec],
+    have: Layout | str | Mapping[str, TensorSpec],
+    want: Layout | str | Mapping[str, TensorSpec],
     *,
     shape: Sequence[int] | None = None,
     dtype: object = None,
@@ -81,10 +81,14 @@ def plan(
 ) -> Plan:
     """Plan the move of one tensor (two layouts, a shape, a dtype) or of a state dict (two dicts).
 
+    A layout may be a text, such as "dp=2 tp=4: (dp tp) -".
+
     ``memory`` caps what any rank stages, ``names`` says where renamed or joined tensors come from,
     ``topology`` (or the path of its file) knows hosts and links, and ``strict=False`` moves only
     the names that both sides have.
     """
+    have = have if isinstance(have, Mapping) else Layout.of(have)
+    want = want if isinstance(want, Mapping) else Layout.of(want)
     if isinstance(have, Layout) and isinstance(want, Layout):
         if shape is None:
             raise PlanError("a plan for one tensor needs its shape: give shape=(rows, columns)")

@@ -152,14 +152,14 @@ class Rules:
         return self.document.names
 
     def layout(
-        self, name: str, mesh: Mesh | None = None, shape: Sequence[int] | None = None
+        self, name: str, mesh: Mesh | str | None = None, shape: Sequence[int] | None = None
     ) -> Layout:
         """The layout of one tensor; with its shape, the number of words is checked."""
         with located(self.source):
             return self._table(mesh).layout(name, None if shape is None else len(shape))
 
     def layouts(
-        self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | None = None
+        self, names: Iterable[str] | Mapping[str, Sequence[int]], mesh: Mesh | str | None = None
     ) -> dict[str, Layout]:
         """The layouts of many tensors, given by name or as {name: shape}.
 
@@ -178,7 +178,7 @@ class Rules:
         self.check_axes(found.values(), mesh)
         return found
 
-    def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | None = None) -> None:
+    def check_axes(self, layouts: Iterable[Layout], mesh: Mesh | str | None = None) -> None:
         """Raise RulesError for an axis of the mesh that none of a model's layouts names.
 
         Along such an axis every rank would hold a copy of everything: it is misspelt, needs
@@ -189,12 +189,12 @@ class Rules:
             if distinct:
                 check_axes(self.document, self._mesh_or_own(mesh), layout_axes(distinct))
 
-    def check_mesh(self, mesh: Mesh) -> None:
+    def check_mesh(self, mesh: Mesh | str) -> None:
         """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
         with located(self.source):
-            check_axes(self.document, mesh, rule_axes(self.document))
+            check_axes(self.document, Mesh.of(mesh), rule_axes(self.document))
 
-    def mesh_for(self, mesh: Mesh) -> Mesh:
+    def mesh_for(self, mesh: Mesh | str) -> Mesh:
         """The mesh that the layouts are written for: the same ranks in the same order.
 
         Where a model has fewer kv heads than tp has ranks, tp is read as kv groups of rep
@@ -204,6 +204,7 @@ class Rules:
         Mesh(dp=2, kv=8, rep=2)
         """
         with located(self.source):
+            mesh = Mesh.of(mesh)
             for factor in self.document.factors:
                 mesh = _factored(mesh, factor, self.document.model[factor.at_most])
         return mesh
@@ -212,7 +213,7 @@ class Rules:
         self,
         layouts: Mapping[str, Layout],
         shapes: Mapping[str, Sequence[int]],
-        mesh: Mesh | None = None,
+        mesh: Mesh | str | None = None,
     ) -> list[str]:
         """What a reader should know of a model's layouts: axes read as two, ranks without a head.
 
@@ -247,13 +248,13 @@ class Rules:
         matches = (pattern.regex.match(name) for name in names for pattern in patterns)
         return max((int(match[index]) for match in matches if match), default=-1)
 
-    def _mesh_or_own(self, mesh: Mesh | None) -> Mesh:
+    def _mesh_or_own(self, mesh: Mesh | str | None) -> Mesh:
         mesh = mesh or self.mesh
         if mesh is None:
             raise RulesError('no mesh: pass one, or write mesh = "dp=2 tp=4" into the file')
-        return mesh
+        return Mesh.of(mesh)
 
-    def _table(self, mesh: Mesh | None) -> Table:
+    def _table(self, mesh: Mesh | str | None) -> Table:
         mesh = self._mesh_or_own(mesh)
         table = self._tables.get(mesh)
         if table is None:

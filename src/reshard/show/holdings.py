@@ -45,6 +45,8 @@ class Holdings:
     """How many different things ranks hold."""
     num_ranks: int
     """Ranks that hold anything."""
+    idle: tuple[int, ...] = ()
+    """Ranks of the mesh that hold nothing."""
 
 
 def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
@@ -59,7 +61,9 @@ def holdings(layout: Layout, shape: Sequence[int], most: int = 16) -> Holdings:
         groups = _grid_groups(layout, grids)
     kept = [group for group in groups if prod(layout.local_shape(group[0], shape))]
     rows = tuple(_holding(layout, shape, grids, group) for group in kept[:most])
-    return Holdings(rows, len(kept), sum(map(len, kept)))
+    holders = {rank for group in kept for rank in group}
+    idle = tuple(rank for rank in layout.ranks if rank not in holders)
+    return Holdings(rows, len(kept), len(holders), idle)
 
 
 def _regular(layout: Layout) -> Layout:

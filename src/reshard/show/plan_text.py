@@ -320,7 +320,7 @@ def _rounds(plan: Plan) -> Iterator[str]:
     if at_once > plan.memory:
         yield (
             f"{plan.num_rounds:,} rounds: in a single one rank {rank} would stage "
-            f"{format_bytes(at_once)}, and the cap is {cap}; a larger memory= takes fewer."
+            f"{format_bytes(at_once)}, and the cap is {cap}; a larger memory cap takes fewer."
         )
     elif plan.num_rounds <= 1 + max((slot.hops for slot in plan.schedule.slots), default=0):
         yield f"{plan.num_rounds} rounds: what a rank receives it passes on one round later."

@@ -23,11 +23,11 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 from reshard.show.frame import CELL_WIDTH, frame
 from reshard.show.holdings import Holding, Holdings, holdings
-from reshard.show.ink import Line, Span
+from reshard.show.ink import Line, Span, plain
 from reshard.show.picture import picture_of
 from reshard.text import align, shorten
 
-__all__ = ["draw", "headline", "pieces_table", "table"]
+__all__ = ["as_text", "draw", "headline", "pieces_table", "table"]
 
 MAX_ROWS = 16
 """Rows of a picture and of a table."""
@@ -47,6 +47,11 @@ def draw(
         if picture.is_merged:
             lines += [[Span("a..b: parts on ranks a to b, too small to draw one by one")], []]
     return lines + [[Span(line)] for line in table(found, width)]
+
+
+def as_text(layout: Layout, shape: Sequence[int], width: int = 80) -> str:
+    """The same as plain text, for ``layout.draw``."""
+    return plain(draw(layout, shape, width=width))
 
 
 def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
@@ -71,6 +76,10 @@ def table(found: Holdings, width: int = 80) -> list[str]:
     lines = [shorten(line, max(width, 60)) for line in align(rows)]
     if found.num_different > len(found.rows):
         lines.append(f"and {_count(found.num_different - len(found.rows), 'more part')}")
+    if found.idle:
+        verb = "holds" if len(found.idle) == 1 else "hold"
+        named = shorten(format_ranks(found.idle), 40)
+        lines.append(f"{_count(len(found.idle), 'rank')} {verb} nothing: {named}")
     return lines
 
 

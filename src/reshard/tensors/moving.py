@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import TensorError
+from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, is_part_of
 from reshard.live.failure.cleanup import with_ticket
@@ -66,7 +66,7 @@ class MoveOptions(RunOptions, total=False):
 @overload
 def move(
     tensor: torch.Tensor | None,
-    have: Layout | None = None,
+    have: Layout | str | None = None,
     want: None = None,
     *,
     to: OnMesh,
@@ -78,10 +78,10 @@ def move(
 @overload
 def move(
     tensor: torch.Tensor | None,
-    have: Layout | None = None,
-    want: Layout | None = None,
+    have: Layout | str | None = None,
+    want: Layout | str | None = None,
     *,
-    to: Layout | None = None,
+    to: Layout | str | None = None,
     into: T,
     **options: Unpack[MoveOptions],
 ) -> T: ...
@@ -90,10 +90,10 @@ def move(
 @overload
 def move(
     tensor: torch.Tensor | None,
-    have: Layout | None = None,
-    want: Layout | None = None,
+    have: Layout | str | None = None,
+    want: Layout | str | None = None,
     *,
-    to: Layout | None = None,
+    to: Layout | str | None = None,
     into: None = None,
     **options: Unpack[MoveOptions],
 ) -> torch.Tensor | None: ...
@@ -102,10 +102,10 @@ def move(
 @not_compiled
 def move(
     tensor: torch.Tensor | None,
-    have: Layout | None = None,
-    want: Layout | None = None,
+    have: Layout | str | None = None,
+    want: Layout | str | None = None,
     *,
-    to: Layout | OnMesh | None = None,
+    to: Layout | str | OnMesh | None = None,
     shape: Sequence[int] | None = None,
     dtype: object = None,
     cast_to: object = None,
@@ -129,9 +129,12 @@ def move(
     ``async_op``, ``forward_dtype`` and ``backward_dtype`` are those of ``DTensor.redistribute``.
     ``options`` are those of `plan.run`, such as ``timeout``: 60 s without a heartbeat.
     """
+    source: Any = _read(have) if isinstance(have, str) else have
+    destination: Any = _read(want) if isinstance(want, str) else want
+    target: Any = _read(to) if isinstance(to, str) else to
     request = Request(
-        tensor, have, want, to, shape, dtype, cast_to, device, memory, into, grad, async_op,
-        forward_dtype, backward_dtype, options,
+        tensor, source, destination, target, shape, dtype, cast_to, device, memory, into, grad,
+        async_op, forward_dtype, backward_dtype, options,
     )  # fmt: skip
     if are_ranks_simulated():
         raise TensorError(
@@ -145,6 +148,14 @@ def move(
             to = (tensor.device_mesh, placements)
             request = request._replace(tensor=move(tensor, to=to, group=group, **options))
     return with_ticket(group, request.ranks, _move, request)
+
+
+def _read(text: str) -> Any:
+    """The layout that a text describes; a wrong text is left, for all ranks to hear of at once."""
+    try:
+        return Layout.parse(text)
+    except ReshardError:
+        return text
 
 
 class Request(NamedTuple):
@@ -209,6 +220,9 @@ class Request(NamedTuple):
         target = self.target
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
+        for layout in (self.have, target):
+            if isinstance(layout, str):
+                Layout.parse(layout)  # which says what is wrong with it
         if not isinstance(target, Layout | tuple | list):
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):

@@ -112,8 +112,8 @@ class LoadReport:
 
 def load(
     path: str | Path,
-    *,
     into: Mapping[Any, Any],
+    *,
     group: Group = None,
     rules: Rules | str | Path | None = None,
     mesh: Mesh | str | None = None,

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from reshard.layout.mesh import format_ranks
 
@@ -22,6 +22,7 @@ __all__ = [
     "ZigZag",
     "axes_of",
     "format_cuts",
+    "from_placements",
 ]
 
 OPS = ("sum", "avg", "max", "min", "prod")
@@ -192,3 +193,25 @@ def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
         else:
             axes[cut.axis] = None
     return tuple(axes)
+
+
+def from_placements(axes: Iterable[str], placements: object) -> str | None:
+    """What DTensor's placements are in the notation, for who types them as a layout; else None."""
+    listed: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
+    kinds = [type(one).__name__ for one in listed]
+    if not kinds or not set(kinds) <= {"Shard", "_StridedShard", "Replicate", "Partial"}:
+        return None
+    names = [*axes]
+    names += [f"axis{number}" for number in range(len(names), len(listed))]
+    cuts: dict[int, list[str]] = {}
+    for axis, one, kind in zip(names, listed, kinds, strict=False):
+        if "Shard" in kind:
+            cuts.setdefault(one.dim, []).append(axis)
+    words = [" ".join(cuts.get(dim, "-")) for dim in range(max(cuts, default=-1) + 1)]
+    text = " ".join([*(f"({word})" if " " in word else word for word in words), "..."])
+    pending = [axis for axis, kind in zip(names, kinds, strict=False) if kind == "Partial"]
+    text += f" | sum {' '.join(pending)}" if pending else ""
+    return (
+        f"{placements!r:.80} is how DTensor writes it: in the notation of layouts, which names "
+        f'axes of the mesh, it is "{text}"'
+    )
