@@ -2,6 +2,7 @@
 
 import doctest
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,11 @@ def test_a_wrong_document_is_noticed(text: str, tmp_path: Path) -> None:
     (tmp_path / "wrong.md").write_text(text)
     with pytest.raises(AssertionError):
         run_file(tmp_path / "wrong.md", tmp_path)
+
+
+def test_every_page_is_in_the_table_of_contents() -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    listed = [name for block in re.findall(r"```{toctree}\n(.*?)```", text, re.DOTALL)
+              for name in block.split("\n\n", 1)[1].split()]  # fmt: skip
+    pages = {path.stem for path in ROOT.glob("docs/*.md")} - {"index"}
+    assert sorted(listed) == sorted(pages)
