@@ -115,6 +115,9 @@ class StandInDriver:
         """Address here, size, process, address there."""
         self._next = 1 << 60
 
+    def is_usable(self) -> bool:
+        return True
+
     def gpu_of(self, device: torch.device) -> str:
         return self.gpu or f"stand-in {os.getpid()}"
 

@@ -52,6 +52,9 @@ class Allocation(NamedTuple):
 class Driver(Protocol):
     """What a transport between GPUs needs of CUDA; tests have a stand-in."""
 
+    def is_usable(self) -> bool:
+        """Whether there is a GPU."""
+
     def gpu_of(self, device: torch.device) -> str:
         """A text that names the GPU of a device, on all processes alike."""
 
@@ -114,6 +117,9 @@ class CudaDriver:
             text = c_char_p()
             self._library.cuGetErrorName(code, byref(text))
             raise CudaError(text.value.decode() if text.value else f"CUDA error {code}")
+
+    def is_usable(self) -> bool:
+        return torch.cuda.is_available()
 
     def gpu_of(self, device: torch.device) -> str:
         number, found = c_int(), (ctypes.c_ubyte * 16)()

@@ -30,7 +30,7 @@ from reshard.live.session.shared_memory import SharedBuffer, Signals
 from reshard.live.transport.in_flight import InFlight
 
 __all__ = [
-    "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table",
+    "Exports", "GpuMemory", "Mappings", "Published", "StagingBuffer", "Table", "has_gpu",
 ]  # fmt: skip
 
 
@@ -252,6 +252,12 @@ class Published(NamedTuple):
 
 MAX_PUBLISHED = 8
 """Tables that are kept for the next calls."""
+
+
+def has_gpu() -> bool:
+    """Whether this process can use a GPU."""
+    driver = cuda_driver()
+    return driver is not None and driver.is_usable()
 
 
 class GpuMemory:

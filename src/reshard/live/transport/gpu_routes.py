@@ -7,6 +7,7 @@ but tried. The ranks exchange what they found, so all of them choose alike.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -25,7 +26,7 @@ from reshard.live.inputs.bound import GPU, all_on_gpus
 from reshard.live.inputs.request import GPU_TRANSPORTS
 from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
-from reshard.live.transport.gpu_memory import GpuMemory
+from reshard.live.transport.gpu_memory import GpuMemory, has_gpu
 from reshard.planning.plans import Plan
 
 __all__ = ["GpuRoutes", "GpuTrials", "Pair", "choose_routes", "find_routes"]
@@ -70,13 +71,16 @@ class GpuTrials:
     def __init__(self, connections: Connections) -> None:
         self._connections = connections
         self._probes: dict[torch.device, dict[str, Any]] = {}
+        self._allocated: list[tuple[torch.device, int]] = []
         self._known: dict[str, dict[Pair, str]] = {}
         """By the digest of all facts, why pairs cannot read each other's memory."""
 
     def facts(self, device: torch.device | None, has_nccl: bool) -> str:
         """What this rank tells the others; without a device it has no tensors."""
         found: dict[str, Any] = {"nccl": has_nccl, "nccl host": os.environ.get("NCCL_HOSTID", "")}
-        if device is not None:
+        if device is None:
+            found["idle"] = has_gpu()
+        else:
             if device not in self._probes:
                 self._probes[device] = self._probe(device)
             found |= self._probes[device]
@@ -89,6 +93,7 @@ class GpuTrials:
             with memory.using(device):
                 gpu, word = memory.driver.gpu_of(device), secrets.randbits(62)
                 address = memory.driver.allocate(PROBE_BYTES)
+                self._allocated.append((device, address))
                 memory.driver.write_word(address, word)
                 handle = memory.driver.export(memory.driver.allocation(address).base).hex()
                 _ = memory.signals  # the GPU must also reach memory of the host
@@ -145,7 +150,12 @@ class GpuTrials:
         """It has none."""
 
     def close(self) -> None:
-        """The probes are freed with the process."""
+        """Free the probes."""
+        memory = self._connections.existing(GpuMemory)
+        while self._allocated and memory is not None:
+            device, address = self._allocated.pop()
+            with memory.using(device), contextlib.suppress(CudaError):
+                memory.driver.free(address)
 
 
 def find_routes(
@@ -167,7 +177,10 @@ def find_routes(
                 watch.fail(Cause("tensor", f"{text} {place}: move them to one GPU"))
         return None
     trials = watch.connections.resource(GpuTrials)
-    facts, why_not = trials.settle(watch, device, {r: part[2] for r, part in parts.items()})
+    announced = {rank: part[2] for rank, part in parts.items()}
+    if not forced and any(_read(one).get("idle") is False for one in announced.values()):
+        return None  # a rank has no tensors, and no GPU to take part in the handshake
+    facts, why_not = trials.settle(watch, device, announced)
     ends = zip(plan.traffic.source.tolist(), plan.traffic.destination.tolist(), strict=True)
     pairs = {_pair(*pair) for pair in ends if pair[0] != pair[1]}
     routes = choose_routes(option, pairs, facts, why_not)
