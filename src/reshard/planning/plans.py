@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Unpack
@@ -22,22 +21,18 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from reshard.errors import PlanError, needing_torch
-from reshard.layout.columns import Ints, distinct, numbered
+from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
-from reshard.planning.cells.coverage import raise_uncovered
-from reshard.planning.cells.geometry import Geometry
-from reshard.planning.cells.listed import listed_geometries
-from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.cost.traffic import Traffic
 from reshard.planning.execution import Handle, RunOptions
+from reshard.planning.flows import flows_of
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
-from reshard.planning.sharing import Home, LineSet, Slots, Stations, share
 from reshard.planning.transfers import Flow
 from reshard.text import parse_bytes
 
@@ -53,16 +48,6 @@ DEFAULT_MEMORY = 256 << 20
 
 MAX_KEPT = 16
 """How many ranks' parts a plan keeps, for executors that ask more than once."""
-
-SMALL = 64 * 1024
-"""Bytes below which cutting a transfer costs more than it balances."""
-
-MAX_DIRECT = 256 * 1024
-"""Bytes up to which a rank sends copies of the same to all that want it: a round less is worth
-more. Where that makes no rank busier than passing on would, it does so with any number of bytes."""
-
-MAX_DIRECT_ROWS = 4096
-"""Rows of a stack of which that is tried out."""
 
 ONE = "tensor"
 """The name of the tensor in a plan for one tensor."""
@@ -138,7 +123,7 @@ class Plan:
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
         for listed in (False, True):
-            flows = tuple(_flows_of(self.stacks, self.world, self.topology, listed))
+            flows = tuple(flows_of(self.stacks, self.world, self.topology, listed))
             try:
                 loads = [load_of(flow, self.world) for flow in flows]
                 return flows, schedule(loads, self.memory)
@@ -295,141 +280,3 @@ def _world_of(stacks: Sequence[Stack]) -> Ints:
     sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
     ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
     return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
-
-
-def _flows_of(
-    stacks: Sequence[Stack], world: Ints, topology: Topology | None, listed: bool
-) -> list[Flow]:
-    """The flows of all stacks, with the work shared over all of them together.
-
-    With ``listed`` all cells are listed, also where a rank could do without.
-    """
-    home = _home(world, topology)
-    parts = [
-        (stack, geometry)
-        for stack in stacks
-        for geometry in _geometries(stack, listed or topology is not None)
-    ]
-    grain = _grain(parts)
-    loads = np.zeros(len(world), dtype=np.int64)
-    times = [len(stack.names) for stack, _ in parts]
-    senders = [_times(g.senders, n) for (_, g), n in zip(parts, times, strict=True)]
-    wanted = [_times(g.receivers, n) for (_, g), n in zip(parts, times, strict=True)]
-    sizes = [stack.itemsize for stack, _ in parts]
-    sending = share([(*s, 1) for s in zip(senders, sizes, strict=True)], world, grain, loads)
-    homes = [home if geometry.num_addends == 1 else None for _, geometry in parts]
-    slots = _receiving(wanted, sizes, homes, world, grain, loads)
-    flows = [
-        Flow(stack, geometry, home, Slots.of(line, send), slot, max(grain // stack.itemsize, 1))
-        for (stack, geometry), home, line, send, slot in zip(
-            parts, homes, senders, sending, slots, strict=True
-        )
-    ]
-    return flows if topology else _with_direct(flows)
-
-
-def _home(world: Ints, topology: Topology | None) -> Home:
-    if topology is None:
-        return None
-    hosts = topology.hosts_of(map(int, world))
-    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
-    return lambda ranks: number[np.searchsorted(world, ranks)]
-
-
-def _times(lines: LineSet, number: int) -> LineSet:
-    """The lines of a stack of so many tensors."""
-    return LineSet(lines.amounts * number, lines.first, lines.members)
-
-
-def _receiving(
-    wanted: Sequence[LineSet],
-    sizes: Sequence[int],
-    homes: Sequence[Home],
-    world: Ints,
-    grain: int,
-    loads: Ints,
-) -> list[Slots]:
-    """Share the lines that ranks want: over hosts first, then over the ranks of each host.
-
-    A relay sends its share once to each other host of its line and each other rank of its host.
-    """
-    stations = [Stations.of(line, home) for line, home in zip(wanted, homes, strict=True)]
-    by_host = [
-        LineSet(line.amounts, s.of_line, s.host) for line, s in zip(wanted, stations, strict=True)
-    ]
-    lines = [(line, size, line.counts - 1) for line, size in zip(wanted, sizes, strict=True)]
-    known = [number for number, home in enumerate(homes) if home is not None]
-    home = homes[known[0]] if known else None
-    if home is not None:
-        hosts, place = numbered(home(world))
-        on_host = np.bincount(place, weights=loads).astype(np.int64)
-        sets = [(by_host[n], sizes[n], by_host[n].counts - 1) for n in known]
-        for n, amounts in zip(known, share(sets, hosts, grain, on_host), strict=True):
-            one = LineSet(amounts, stations[n].first, stations[n].members)
-            cost = np.repeat(by_host[n].counts - 1, by_host[n].counts) + one.counts - 1
-            lines[n] = (one, sizes[n], cost)
-    shares = share(lines, world, grain, loads)
-    return [
-        Slots.of(LineSet(line.amounts, line.first, station.members), given)
-        for line, station, given in zip(wanted, stations, shares, strict=True)
-    ]
-
-
-def _with_direct(flows: list[Flow]) -> list[Flow]:
-    """Let senders serve all that want the same directly, where that is small or makes none busier.
-
-    Addends are passed on as a sum, which is less, unless they are two: then it is the same.
-    """
-    chosen = {at: replace(flow, direct=True) for at, flow in enumerate(flows) if _has_few(flow)}
-    sent = {at: _sent(flow) for at, flow in chosen.items()}
-    small = sum(int(each.max(initial=0)) for each in sent.values()) <= MAX_DIRECT
-    return [
-        chosen[at] if at in chosen and _is_worth(flow, sent[at], small) else flow
-        for at, flow in enumerate(flows)
-    ]
-
-
-def _is_worth(flow: Flow, direct: Ints, small: bool) -> bool:
-    if small and flow.geometry.num_addends == 1:
-        return True
-    passing = _sent(flow)
-    return bool(direct.sum() <= passing.sum() and direct.max(initial=0) <= passing.max(initial=0))
-
-
-def _has_few(flow: Flow) -> bool:
-    """Whether anything is passed on, and in so few rows that all can be looked at."""
-    geometry = flow.geometry
-    if not geometry.listed or flow.most < 2:
-        return False
-    rows = int(geometry.wanting.counts[flow.parts().line].sum())
-    return rows * geometry.num_addends <= MAX_DIRECT_ROWS
-
-
-def _sent(flow: Flow) -> Ints:
-    """Bytes that each rank sends, first-hand and passed on."""
-    found = np.zeros(int(flow.geometry.senders.members.max(initial=0)) + 1, dtype=np.int64)
-    for rows in flow.everything():
-        some = np.flatnonzero(rows.source != rows.destination)
-        sizes = rows.sizes[some] * flow.stack.itemsize_at(rows.hop)
-        sent = np.bincount(rows.source[some], weights=sizes).astype(np.int64)
-        if len(sent) > len(found):
-            found, sent = sent, found
-        found[: len(sent)] += sent
-    return found
-
-
-def _geometries(stack: Stack, listed: bool) -> list[Geometry]:
-    """The geometries of a stack: one, or one per addend that the destination keeps."""
-    geometry = None if listed else regular_geometry(stack)
-    if geometry is None:
-        return [*listed_geometries(stack)]
-    if not geometry.covered:
-        raise_uncovered(stack)
-    return [geometry]
-
-
-def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:
-    """The smallest share worth cutting: small next to what a sender has to send anyway."""
-    total = sum(int(g.senders.amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
-    senders = max((len(g.senders.members) for _, g in parts), default=1)
-    return min(max(total // max(senders, 1) // 128, 1), SMALL)

@@ -36,6 +36,7 @@ __all__ = [
     "LeastLoaded",
     "Line",
     "LineSet",
+    "Loads",
     "Runs",
     "Slots",
     "Stations",
@@ -324,38 +325,46 @@ class Stations:
         return find_keys(*self._keys, lines, hosts)
 
 
-def share(
-    sets: Sequence[tuple[LineSet, int, Ints | int]], ranks: Ints, grain: int, loads: Ints
-) -> list[Ints]:
-    """Share the amounts of all lines over their members, so that no rank has much more than others.
+@dataclass(frozen=True, eq=False, slots=True)
+class Loads:
+    """What each of several ranks, or hosts, has to send so far."""
 
-    Each set comes with the bytes of an element and how often a member sends its share. ``loads`` is
-    what each of ``ranks`` sends already, and afterwards what it sends in all. Gives the elements of
-    every member of every line.
+    ranks: Ints
+    loads: Ints
+
+    @classmethod
+    def none(cls, ranks: Ints) -> Loads:
+        """Nothing yet; the ranks rise."""
+        return cls(ranks, np.zeros(len(ranks), dtype=np.int64))
+
+    def find(self, ranks: Ints) -> Ints:
+        """The places of ranks."""
+        return np.searchsorted(self.ranks, ranks)
+
+
+def share(sets: Sequence[tuple[LineSet, int, Ints | int]], ends: Loads, grain: int) -> list[Ints]:
+    """Share the amounts of all lines over their members, so that none has much more than others.
+
+    Each set comes with the bytes of an element and how often a member sends its share. Gives the
+    elements of every member of every line, and adds what they send to the loads.
     """
     lines: list[Line] = []
-    for line, itemsize, times in sets:
+    places: list[tuple[int, Ints]] = []
+    for number, (line, itemsize, times) in enumerate(sets):
         cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
         for some, members in line.by_size():
             for each in distinct(cost[some]).tolist():
                 mine = np.flatnonzero(cost[some] == each)
-                item = itemsize * each
-                place = np.searchsorted(ranks, members[mine])
                 least = min(grain * each, max(grain, MUCH))
-                lines.append(Line(line.amounts[some][mine] * item, place, least, item))
-    shares = iter(zip(lines, balance(lines, loads), strict=True))
-    found = []
-    for line, _, times in sets:
-        cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
-        elements = np.zeros(len(line.members), dtype=np.int64)
-        for some, members in line.by_size():
-            for each in distinct(cost[some]).tolist():
-                mine = some[np.flatnonzero(cost[some] == each)]
-                one, given = next(shares)
-                at = line.first[mine][:, None] + np.arange(members.shape[1])
-                elements[at] = given // one.item
-                np.add.at(loads, one.members, given)
-        found.append(elements)
+                amounts, place = line.amounts[some[mine]], ends.find(members[mine])
+                lines.append(Line(amounts * itemsize * each, place, least, itemsize * each))
+                places.append(
+                    (number, line.first[some[mine]][:, None] + np.arange(members.shape[1]))
+                )
+    found = [np.zeros(len(line.members), dtype=np.int64) for line, _, _ in sets]
+    for one, (number, at), given in zip(lines, places, balance(lines, ends.loads), strict=True):
+        found[number][at] = given // one.item
+        np.add.at(ends.loads, one.members, given)
     return found
 
 

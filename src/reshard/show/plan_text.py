@@ -42,6 +42,9 @@ __all__ = ["StackRow", "describe", "figures", "headline", "reasons", "stack_rows
 MAX_ROWS = 24
 """Stacks that the text lists, the largest first."""
 MAX_NAME = 48
+IMBALANCE = 1.2
+"""How far above the mean a rank or a link is called out of balance."""
+
 MAX_LAYOUT = 36
 
 
@@ -141,8 +144,14 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
     if found.busiest_relay_bytes:
         busiest = format_bytes(found.busiest_relay_bytes)
         whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
-        rows.append(("passed on", f"{busiest} at most by one {whom}"))
+        balance = _over_mean(found.busiest_relay_bytes / found.mean_relay_bytes)
+        rows.append(("passed on", f"{busiest} at most by one {whom}{balance}"))
     return rows + _topology(plan)
+
+
+def _over_mean(ratio: float) -> str:
+    """A mark for what is out of balance."""
+    return f", OUT OF BALANCE: {ratio:.2f} x the mean" if ratio > IMBALANCE else ""
 
 
 def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -161,7 +170,8 @@ def _topology(plan: Plan) -> list[tuple[str, str]]:
     between = _against_least(
         found.between_hosts_bytes or 0, found.between_hosts_lower_bound_bytes or 0
     )
-    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
+    balance = _over_mean(found.bottleneck_over_mean or 1.0)
+    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}{balance}"
     return [("between hosts", between), ("seconds", seconds)]
 
 

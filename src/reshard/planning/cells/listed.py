@@ -25,7 +25,7 @@ from reshard.planning.cells.geometry import Cells, Lined
 from reshard.planning.classes import Addends, Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["listed_geometries"]
+__all__ = ["ListedGeometry", "before", "listed_geometries"]
 
 
 def listed_geometries(stack: Stack) -> list[ListedGeometry]:
@@ -160,9 +160,9 @@ class _Builder:
         lined = Lined(
             moved,
             send,
-            _before(send, moved.size, len(holding.counts)),
+            before(send, moved.size, len(holding.counts)),
             receive,
-            _before(receive, moved.size, len(wanting.counts)),
+            before(receive, moved.size, len(wanting.counts)),
         )
         wanting = _amounting(wanting, receive, moved.size)
         senders = _amounting(holding, send, moved.size)
@@ -200,7 +200,7 @@ class _Builder:
         sharing = np.concatenate([[0], np.cumsum([len(r) for r in reducers])]).astype(np.int64)
         ranks = np.concatenate([*reducers, np.zeros(0, np.int64)])
         return ListedGeometry(
-            Lined(cells, ends[0][kind], nothing, receive, _before(receive, cells.size, len(lines))),
+            Lined(cells, ends[0][kind], nothing, receive, before(receive, cells.size, len(lines))),
             holding,
             _amounting(LineSet(nothing[:0], sharing, ranks), receive, cells.size),
             _amounting(wanted, receive, cells.size),
@@ -263,7 +263,7 @@ def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:
     return Cells(*(getattr(cells, column)[index] for column in Cells.__dataclass_fields__))
 
 
-def _before(line: Ints, sizes: Ints, num_lines: int) -> Ints:
+def before(line: Ints, sizes: Ints, num_lines: int) -> Ints:
     """How many elements of the same line come before each cell."""
     order = np.argsort(line, kind="stable")
     ends = np.cumsum(sizes[order])

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from reshard.layout.columns import Ints, numbered
-from reshard.planning.cost.topology import Topology
+from reshard.planning.cost.topology import Link, Topology
 from reshard.planning.cost.traffic import Pairs, Traffic
 from reshard.planning.rounds import Schedule
 from reshard.planning.sharing import repeated
@@ -39,6 +39,8 @@ class Summary:
     """First-hand bytes per rank that sends any."""
     busiest_relay_bytes: int
     """The most bytes that any rank passes on, or sends again to further ranks."""
+    mean_relay_bytes: float = 0.0
+    """Bytes that a rank passes on, over the ranks that do."""
     between_hosts_bytes: int | None = None
     """Bytes that travel between hosts; None without a topology."""
     between_hosts_lower_bound_bytes: int | None = None
@@ -48,6 +50,8 @@ class Summary:
     """Predicted seconds; None without a topology."""
     bottleneck: str | None = None
     """The link that takes longest; None without a topology."""
+    bottleneck_over_mean: float | None = None
+    """Its seconds over the mean of the links of its kind that are used; None without a topology."""
 
     def to_dict(self) -> dict[str, Any]:
         """The figures as plain data."""
@@ -75,6 +79,7 @@ def summarize(
         busiest_sender_bytes=int(sent.max(initial=0)),
         mean_sender_bytes=float(sent.sum() / senders) if senders else 0.0,
         busiest_relay_bytes=int(passed.max(initial=0)),
+        mean_relay_bytes=float(passed.sum() / max(int(np.count_nonzero(passed)), 1)),
         **figures,
     )
 
@@ -106,13 +111,14 @@ def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -
         *_links("host {} sending", source, table, away, between),
         *_links("host {} receiving", destination, table, away, between),
     ]
-    seconds, name = max(links, default=(0.0, "nothing moves"))
+    seconds, name, over_mean = max(links, default=(0.0, "nothing moves", 1.0))
     summed = any(flow.adds for flow in flows)
     return {
         "between_hosts_bytes": int(table.num_bytes[away].sum()),
         "between_hosts_lower_bound_bytes": None if summed else sum(map(_entering_bytes, flows)),
         "seconds": seconds,
         "bottleneck": name,
+        "bottleneck_over_mean": over_mean,
     }
 
 
@@ -124,12 +130,16 @@ def _entering_bytes(flow: Flow) -> int:
     return int(lined.cells.size[row[~held]].sum()) * times
 
 
-def _links(name: str, end: Ints, table: Pairs, rows: Ints, link: Any) -> list[tuple[float, str]]:
-    """The busiest of many equal links and its seconds: bytes over bandwidth, plus latencies."""
+def _links(
+    name: str, end: Ints, table: Pairs, rows: Ints, link: Link
+) -> list[tuple[float, str, float]]:
+    """The busiest of many equal links: its seconds (bytes over bandwidth, plus latencies), its
+    name, and how far it is over the mean."""
     if not rows.any():
         return []
     ends, inverse = numbered(end[rows])
     spent = np.bincount(inverse, weights=table.num_bytes[rows] / link.bandwidth)
     spent += np.bincount(inverse, weights=table.messages[rows] * link.latency)
     worst = int(spent.argmax())
-    return [(float(spent[worst]), name.format(int(ends[worst])))]
+    over_mean = float(spent[worst] / spent.mean()) if spent[worst] else 1.0
+    return [(float(spent[worst]), name.format(int(ends[worst])), over_mean)]

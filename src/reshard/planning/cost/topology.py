@@ -14,6 +14,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +57,12 @@ class Topology:
             if rank in seen or rank < 0:
                 raise TopologyError(f"rank {rank} is on two hosts or negative: name each once")
             seen.add(rank)
-        for link in (self.inside, self.between):
-            if not link.bandwidth > 0 or not link.latency >= 0:
-                raise TopologyError(f"{link}: a bandwidth is positive, a latency not negative")
+        for name, link in (("inside", self.inside), ("between", self.between)):
+            if not 0 < link.bandwidth < inf or not 0 <= link.latency < inf:
+                raise TopologyError(
+                    f"[{name}] has a bandwidth of {link.bandwidth} bytes a second and a latency of "
+                    f"{link.latency} seconds: the first must be above 0, the second at least 0"
+                )
 
     def host_of(self, rank: int) -> int:
         """The number of the host a rank is on."""
@@ -72,7 +76,10 @@ class Topology:
         where = {rank: number for number, host in enumerate(self.hosts) for rank in host}
         missing = [rank for rank in ranks if rank not in where]
         if missing:
-            raise TopologyError(f"rank {missing[0]} is on no host of the topology: add it")
+            raise TopologyError(
+                f"rank {missing[0]} is on no host of the topology, which has {len(where)} ranks on "
+                f"{len(self.hosts)} hosts and lacks {len(missing)} of {len(ranks)}: add them"
+            )
         return {rank: where[rank] for rank in ranks}
 
     @classmethod

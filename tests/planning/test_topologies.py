@@ -1,0 +1,61 @@
+"""Plans that know hosts keep links in balance: predicted seconds against an optimum by HiGHS."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from random import Random
+
+import numpy as np
+import pytest
+
+import reshard as rs
+from tests import bounds, moves
+
+MOST_OVER_OPTIMUM = 1.15
+SHAPE = (240, 192)
+TEXTS = ("a -", "- a", "- -", "(a b) -", "b -", "- b", "a b", "b a")
+
+
+def random_side(rng: Random, ranks: list[int]) -> rs.Layout:
+    """A layout over some of these ranks, in any order."""
+    sizes = rng.choice([(1, 1), (2, 1), (1, 2), (2, 2), (4, 2), (2, 4), (3, 2), (4, 1), (8, 1)])
+    chosen = rng.sample(ranks, sizes[0] * sizes[1])
+    if rng.random() < 0.7:
+        first = rng.randrange(len(ranks) - len(chosen) + 1)
+        chosen = ranks[first : first + len(chosen)]
+    return rs.Layout(rs.Mesh(a=sizes[0], b=sizes[1], ranks=chosen), rng.choice(TEXTS))
+
+
+def random_topology(rng: Random) -> rs.Topology:
+    """Hosts of equal or of different sizes; links inside a host are 2 to 16 times as fast."""
+    sizes = [rng.choice((2, 4, 8))] * 6 if rng.random() < 0.5 else rng.choices(range(1, 7), k=6)
+    sizes += [8] * (sum(sizes) < 12)
+    ends = np.cumsum([0, *sizes]).tolist()
+    hosts = tuple(tuple(range(a, b)) for a, b in pairwise(ends))
+    between = rs.Topology().between.bandwidth
+    links = {
+        "between": {"bandwidth": between},
+        "inside": {"bandwidth": between * rng.choice((2, 4, 16))},
+    }
+    for link in links.values():
+        link["latency"] = 0.0
+    return rs.Topology.from_dict({"hosts": [list(host) for host in hosts], **links})
+
+
+@pytest.mark.parametrize("first", range(0, 50, 10))
+def test_seconds_are_near_the_optimum(first: int) -> None:
+    for number in range(first, first + 10):
+        rng = Random(number)
+        topology = random_topology(rng)
+        ranks = [rank for host in topology.hosts for rank in host]
+        have, want = random_side(rng, ranks), random_side(rng, ranks)
+        plan = rs.plan(have, want, shape=SHAPE, dtype="float32", topology=topology)
+        sides = moves.held(have, SHAPE), moves.held(want, SHAPE)
+        least = bounds.lp_links(*sides, SHAPE[0] * SHAPE[1], topology) * 4
+        summary = plan.summary()
+        assert summary.between_hosts_bytes == summary.between_hosts_lower_bound_bytes
+        assert summary.seconds is not None
+        assert summary.seconds <= MOST_OVER_OPTIMUM * least + 1e-15, (
+            f"case {number}: {summary.seconds / least:.3f} {have!r} {want!r} {topology.hosts} "
+            f"{summary.bottleneck}"
+        )
