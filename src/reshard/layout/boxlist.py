@@ -13,16 +13,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
-from reshard.layout.box import Box
+from reshard.layout.box import Box, row_major
 from reshard.layout.columns import contained, sized_cache
 from reshard.layout.coverage import box_columns, overlapping_pairs
 from reshard.layout.grid import DimTable, Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
+from reshard.layout.tiling import Interval, is_mixed, length_of
 
-__all__ = ["Listed", "LocalPieces", "listed_of", "owners"]
+__all__ = ["Listed", "LocalPieces", "listed_of", "owners", "piece_columns"]
+
+MANY = 64
+"""Ranges of a flattened tensor from which on numpy is faster."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -55,11 +60,112 @@ def listed_of(layout: Layout, shape: tuple[int, ...]) -> Listed:
     grids = grids_of(layout, shape)
     if grids is not None:
         return _merge([_list_grid(grid, lost) for grid in grids])
+    columns = {
+        rank: piece_columns(layout, rank, shape) for rank in layout.ranks if rank not in lost
+    }
+    alike = not isinstance(layout, BoxLayout) and not any(map(is_mixed, layout.dims(shape)))
+    if alike and not is_mixed(layout.words.flat):
+        return _grouped(columns, len(shape))
     held: dict[Box, set[int]] = {}
-    for rank in layout.ranks:
-        for piece in layout.pieces(rank, shape) if rank not in lost else ():
-            held.setdefault(piece.box, set()).add(rank)
+    for rank, (starts, stops, *_) in columns.items():
+        for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
+            held.setdefault(Box(tuple(start), tuple(stop)), set()).add(rank)
     return _from_mapping(_disjoint(held), len(shape))
+
+
+Columns = tuple[Ints, Ints, Ints, Ints]
+
+
+def piece_columns(layout: Layout, rank: int, shape: tuple[int, ...]) -> Columns:
+    """The pieces of a rank as columns: starts, stops, strides, and offsets.
+
+    Ranges of a flattened tensor are turned into boxes all at once, because there may be millions.
+    """
+    intervals, ranges = layout.intervals(rank, shape)
+    if ranges is None or layout.holds(rank) is None or len(ranges) < MANY:
+        pieces = layout.pieces(rank, shape)
+        starts, stops = box_columns([piece.box for piece in pieces], len(shape))
+        steps = np.array([piece.strides for piece in pieces], dtype=np.int64)
+        offsets = np.array([piece.offset for piece in pieces], dtype=np.int64)
+        return starts, stops, steps.reshape(starts.shape), offsets
+    local = tuple(map(length_of, intervals))
+    low, high = np.array(ranges, dtype=np.int64).T
+    of, starts, stops = _flat_boxes(local, low, high)
+    strides = row_major(local)
+    for dim, (mine, step) in enumerate(zip(intervals, strides, strict=True)):
+        starts, stops, of = _on_intervals(starts, stops, of, dim, mine, step)
+    before = np.cumsum(high - low) - (high - low)
+    # The last column of `starts` is where a box begins in the flattened tensor.
+    offsets = starts[:, -1] - low[of] + before[of]
+    order = np.argsort(offsets)
+    steps = np.broadcast_to(np.array(strides, dtype=np.int64), stops.shape)
+    return starts[order, :-1], stops[order], steps, offsets[order]
+
+
+def _flat_boxes(shape: tuple[int, ...], low: Ints, high: Ints) -> tuple[Ints, Ints, Ints]:
+    """The boxes of many ranges of a flattened tensor, as `flat_range` cuts each: the range of each
+    box, its starts and a last column of zeros, its stops."""
+    if not shape:
+        none = np.zeros((len(low), 0), dtype=np.int64)
+        return np.arange(len(low)), np.zeros((len(low), 1), np.int64), none
+    inner = prod(shape[1:])
+    first, last = low // inner, (high - 1) // inner
+    same, head = first == last, (first < last) & (low > first * inner)
+    whole = np.where(high == (last + 1) * inner, last + 1, last)
+    tail = (first < last) & (whole == last)
+    parts = [(np.flatnonzero(same), first, low - first * inner, high - first * inner)]
+    parts.append((np.flatnonzero(head), first, low - first * inner, inner + 0 * high))
+    parts.append((np.flatnonzero(tail), last, 0 * low, high - last * inner))
+    row = np.concatenate([rows for rows, *_ in parts])
+    index, begin, end = (
+        np.concatenate([part[column][part[0]] for part in parts]) for column in (1, 2, 3)
+    )
+    of, starts, stops = _flat_boxes(shape[1:], begin, end)
+    middle = np.flatnonzero((first < last) & (first + head < whole))
+    starts = np.concatenate([index[of, None], starts], axis=1)
+    stops = np.concatenate([index[of, None] + 1, stops], axis=1)
+    more = np.zeros((len(middle), starts.shape[1]), dtype=np.int64)
+    more[:, 0] = (first + head)[middle]
+    ends = np.broadcast_to(np.array(shape, dtype=np.int64), (len(middle), len(shape))).copy()
+    ends[:, 0] = whole[middle]
+    return (
+        np.concatenate([row[of], middle]),
+        np.concatenate([starts, more]),
+        np.concatenate([stops, ends]),
+    )
+
+
+def _on_intervals(
+    starts: Ints, stops: Ints, of: Ints, dim: int, intervals: Sequence[Interval], step: int
+) -> tuple[Ints, Ints, Ints]:
+    """Boxes of the local tensor, cut where a dim's intervals of the whole tensor begin."""
+    low, high = np.array(intervals, dtype=np.int64).reshape(-1, 2).T
+    edge = np.concatenate([[0], np.cumsum(high - low)])
+    first = np.searchsorted(edge, starts[:, dim], side="right") - 1
+    counts = np.searchsorted(edge, stops[:, dim], side="left") - first
+    box = np.repeat(np.arange(len(starts)), counts)
+    at = np.arange(len(box)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    starts, stops = starts[box], stops[box]
+    begin, end = np.maximum(starts[:, dim], edge[at]), np.minimum(stops[:, dim], edge[at + 1])
+    starts[:, -1] += begin * step
+    starts[:, dim], stops[:, dim] = (low - edge[:-1])[at] + begin, (low - edge[:-1])[at] + end
+    return starts, stops, of[box]
+
+
+def _grouped(columns: Mapping[int, Columns], num_dims: int) -> Listed:
+    """Boxes that are equal or disjoint, each once, with all their holders."""
+    none = np.zeros((0, num_dims), dtype=np.int64)
+    starts = np.concatenate([none, *(one[0] for one in columns.values())])
+    stops = np.concatenate([none, *(one[1] for one in columns.values())])
+    ranks = np.repeat(
+        np.array([*columns], dtype=np.int64), [len(one[0]) for one in columns.values()]
+    )
+    order = np.lexsort([ranks, *starts.T[::-1]])
+    starts, stops, ranks = starts[order], stops[order], ranks[order]
+    new = np.ones(len(starts), dtype=bool)
+    new[1:] = (starts[1:] != starts[:-1]).any(axis=1)
+    first = np.flatnonzero(new)
+    return Listed(starts[first], stops[first], np.append(first, len(starts)), ranks)
 
 
 def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:

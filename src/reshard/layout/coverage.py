@@ -97,6 +97,8 @@ def overlapping_pairs(
         return mine.astype(np.int64), others.astype(np.int64)
     order, low, high = min(ranges, key=lambda r: int((r[2] - r[1]).sum()))
     counts = high - low
+    if len(ranges) > 1 and counts.sum() > PAIRS_AT_ONCE + 8 * (len(starts) + len(other_starts)):
+        return _pairs_by_band(starts, stops, other_starts, other_stops)
     mine = np.repeat(np.arange(len(starts)), counts)
     within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
     others = order[np.repeat(low, counts) + within]
@@ -105,6 +107,51 @@ def overlapping_pairs(
     )
     meets = meets.all(axis=1)
     return mine[meets], others[meets]
+
+
+def _pairs_by_band(
+    starts: Ints, stops: Ints, other_starts: Ints, other_stops: Ints
+) -> tuple[Ints, Ints]:
+    """The same where boxes are small in every dim: found in bands between neighbouring edges.
+
+    A box is in one band or more of every dim but the last; boxes of equal bands are searched by the
+    last dim.
+    """
+    import numpy as np
+
+    from reshard.layout.columns import distinct, numbered
+
+    sides = [(starts, stops), (other_starts, other_stops)]
+    rows = [np.flatnonzero((low < high).all(axis=1)) for low, high in sides]
+    keys = [np.zeros(len(some), dtype=np.int64) for some in rows]
+    for dim in range(starts.shape[1] - 1):
+        edges = distinct(np.concatenate([side[:, dim] for pair in sides for side in pair]))
+        for side, (low, high) in enumerate(sides):
+            first = np.searchsorted(edges, low[rows[side], dim])
+            counts = np.searchsorted(edges, high[rows[side], dim]) - first
+            at = np.repeat(np.arange(len(first)), counts)
+            within = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
+            keys[side] = keys[side][at] * len(edges) + first[at] + within
+            rows[side] = rows[side][at]
+        _, number = numbered(np.concatenate(keys))
+        keys = [number[: len(keys[0])], number[len(keys[0]) :]]
+    ends = [side[row, -1] for pair, row in zip(sides, rows, strict=True) for side in pair]
+    # Ordinals instead of indices, so that the sum with the bands does not overflow.
+    edges = distinct(np.concatenate(ends))
+    bands = (keys[0], keys[0], keys[1], keys[1])
+    low, high, other_low, other_high = (
+        band * len(edges) + np.searchsorted(edges, end)
+        for band, end in zip(bands, ends, strict=True)
+    )
+    order, first, last = _candidates(low, high, other_low, other_high)
+    counts = last - first
+    mine = np.repeat(np.arange(len(low)), counts)
+    within = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
+    other = order[np.repeat(first, counts) + within]
+    meets = (low[mine] < other_high[other]) & (other_low[other] < high[mine])
+    pairs = rows[0][mine[meets]] * len(other_starts) + rows[1][other[meets]]
+    found = distinct(pairs)
+    return found // len(other_starts), found % len(other_starts)
 
 
 def _candidates(start: Ints, stop: Ints, other_start: Ints, other_stop: Ints) -> tuple[Ints, ...]:

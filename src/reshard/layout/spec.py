@@ -15,6 +15,7 @@ from operator import index
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
+from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout, check_shape
@@ -156,14 +157,17 @@ def _canonical(dim: DimTable) -> tuple[Ints, Ints, Ints, Ints]:
 
 
 def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]) -> None:
-    pieces = {rank: layout.pieces(rank, shape) for rank in sorted(layout.ranks)}
-    pieces = {rank: mine for rank, mine in pieces.items() if mine}
-    alone = all(len(mine) == 1 for mine in pieces.values())
+    pieces = {rank: piece_columns(layout, rank, shape) for rank in sorted(layout.ranks)}
+    pieces = {rank: columns for rank, columns in pieces.items() if len(columns[3])}
+    alone = all(len(offsets) == 1 for *_, offsets in pieces.values())
     if alone and (len(shape) < 2 or not layout.words.flat):
-        boxes = [(rank, mine[0].box) for rank, mine in pieces.items()]
-        rows = [(r, *sum(zip(b.start, b.stop, strict=True), ())) for r, b in boxes]
+        boxes = [np.stack(columns[:2], axis=2).reshape(-1) for columns in pieces.values()]
         hasher.update(b"box")
-        hasher.update(np.array(rows, dtype=np.int64).tobytes())
-    else:
-        hasher.update(b"pieces")
-        hasher.update(repr(list(pieces.items())).encode())
+        for rank, box in zip(pieces, boxes, strict=True):
+            hasher.update(np.append(rank, box).astype(np.int64).tobytes())
+        return
+    hasher.update(b"pieces")
+    for rank, columns in pieces.items():
+        hasher.update(np.array([rank, len(columns[3])], dtype=np.int64).tobytes())
+        for column in columns:
+            hasher.update(np.ascontiguousarray(column).tobytes())

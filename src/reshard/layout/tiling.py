@@ -72,6 +72,8 @@ def _held_by(
 
 def _select(intervals: list[Interval], positions: list[Interval]) -> list[Interval]:
     """The elements at these positions of a list of intervals; both are in rising order."""
+    if len(intervals) == 1 and intervals[0][0] == 0:
+        return positions
     chosen: list[Interval] = []
     first, before = 0, 0
     for low, high in positions:

@@ -21,7 +21,6 @@ from reshard.planning.cells.geometry import Geometry
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
 from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Stack
-from reshard.planning.cost.topology import Topology
 from reshard.planning.sharing import Home, LineSet, Loads, Slots, Stations, repeated, share
 from reshard.planning.transfers import Flow
 
@@ -38,12 +37,9 @@ MAX_DIRECT_ROWS = 4096
 """Rows of a stack of which that is tried out."""
 
 
-def flows_of(
-    stacks: Sequence[Stack], world: Ints, topology: Topology | None, listed: bool
-) -> list[Flow]:
+def flows_of(stacks: Sequence[Stack], world: Ints, home: Home, listed: bool) -> list[Flow]:
     """The flows of all stacks; with ``listed`` all cells are listed, also where a rank could do
     without."""
-    home = _home(world, topology)
     parts = [
         (stack, geometry if home is None else _entering_only(geometry, home))
         for stack in stacks
@@ -64,15 +60,7 @@ def flows_of(
             parts, sent, sending, receiving, strict=True
         )
     ]
-    return flows if topology else _with_direct(flows)
-
-
-def _home(world: Ints, topology: Topology | None) -> Home:
-    if topology is None:
-        return None
-    hosts = topology.hosts_of(map(int, world))
-    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
-    return lambda ranks: number[np.searchsorted(world, ranks)]
+    return _with_direct(flows) if home is None else flows
 
 
 def _geometries(stack: Stack, listed: bool) -> list[Geometry]:

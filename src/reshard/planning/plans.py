@@ -33,6 +33,7 @@ from reshard.planning.flows import flows_of
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
+from reshard.planning.sharing import Home
 from reshard.planning.transfers import Flow
 from reshard.text import parse_bytes
 
@@ -122,8 +123,9 @@ class Plan:
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
+        home = _home(self.world, self.topology)
         for listed in (False, True):
-            flows = tuple(flows_of(self.stacks, self.world, self.topology, listed))
+            flows = tuple(flows_of(self.stacks, self.world, home, listed))
             try:
                 loads = [load_of(flow, self.world) for flow in flows]
                 return flows, schedule(loads, self.memory)
@@ -280,3 +282,11 @@ def _world_of(stacks: Sequence[Stack]) -> Ints:
     sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
     ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
     return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
+
+
+def _home(world: Ints, topology: Topology | None) -> Home:
+    if topology is None:
+        return None
+    hosts = topology.hosts_of(map(int, world))
+    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
+    return lambda ranks: number[np.searchsorted(world, ranks)]

@@ -19,8 +19,9 @@ import numpy as np
 
 from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
+from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints
-from reshard.layout.coverage import box_columns, first_overlapping_rows
+from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
 from reshard.planning.plans import Plan
 from reshard.planning.row_proof import (
@@ -129,45 +130,41 @@ def _check_inside(
     flow: Flow, spec: TensorSpec, line: Ints, low: Ints, width: Ints, lines: LineSet
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
-    number = np.repeat(np.arange(len(lines.counts)), lines.counts).tolist()
     used = np.bincount(line, minlength=len(lines.counts)) > 0
-    known = {
-        (at, tuple(piece.box for piece in spec.layout.pieces(rank, spec.shape))): rank
-        for at, rank in zip(number, lines.members.tolist(), strict=True)
-        if used[at]
-    }
-    alone = {at: (boxes[0], rank) for (at, boxes), rank in known.items() if len(boxes) == 1}
-    order = np.argsort(line, kind="stable")
-    first = np.searchsorted(line[order], np.arange(len(lines.counts) + 1))
-    many = [key for key in known if len(key[1]) != 1 or alone[key[0]][0] != key[1][0]]
-    if alone:
-        starts = np.zeros((len(lines.counts), low.shape[1]), dtype=np.int64)
-        stops = np.full_like(starts, -1)
-        places = np.array([*alone], dtype=np.int64)
-        starts[places], stops[places] = box_columns(
-            [box for box, _ in alone.values()], low.shape[1]
-        )
+    seen: dict[int, set[bytes]] = {}
+    variants: list[dict[int, tuple[int, Ints, Ints]]] = []
+    number = np.repeat(np.arange(len(lines.counts)), lines.counts).tolist()
+    for at, rank in zip(number, lines.members.tolist(), strict=True):
+        if used[at]:
+            starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
+            known, key = seen.setdefault(at, set()), starts.tobytes() + stops.tobytes()
+            if key not in known:
+                if len(known) == len(variants):
+                    variants.append({})
+                variants[len(known)][at] = (rank, starts, stops)
+                known.add(key)
+    for pieces in variants:
+        # Lines are kept apart by one more dim.
         has = np.zeros(len(lines.counts), dtype=bool)
-        has[places] = True
-        out = (low < starts[line]).any(axis=1) | (low + width > stops[line]).any(axis=1)
-        wrong = np.flatnonzero(out & has[line])
-        if len(wrong):
-            row = wrong[0]
-            _raise_outside(flow, spec, alone[int(line[row])][1], _as_box(low[row], width[row]))
-    for at, held in many:
-        mine = order[first[at] : first[at + 1]]
-        outside = first_outside(low[mine], width[mine], held)
+        has[[*pieces]] = True
+        some = np.flatnonzero(has[line])
+        of = np.repeat(np.array([*pieces]), [len(one) for _, one, _ in pieces.values()])[:, None]
+        starts = np.concatenate([of, np.concatenate([a for _, a, _ in pieces.values()])], axis=1)
+        stops = np.concatenate([of + 1, np.concatenate([b for _, _, b in pieces.values()])], axis=1)
+        lows = np.concatenate([line[some, None], low[some]], axis=1)
+        widths = np.concatenate([np.ones((len(some), 1), np.int64), width[some]], axis=1)
+        outside = first_outside(lows, widths, starts, stops)
         if outside is not None:
-            _raise_outside(flow, spec, known[at, held], outside)
+            at, box = outside.start[0], Box(outside.start[1:], outside.stop[1:])
+            what = "holds" if spec is flow.stack.have else "wants"
+            raise ProofError(
+                f"no piece that rank {pieces[at][0]} {what} contains box {box} of "
+                f"{flow.stack.label}"
+            )
 
 
 def _as_box(low: Ints, width: Ints) -> Box:
     return Box(tuple(low.tolist()), tuple((low + width).tolist()))
-
-
-def _raise_outside(flow: Flow, spec: TensorSpec, rank: int, box: Box) -> None:
-    what = "holds" if spec is flow.stack.have else "wants"
-    raise ProofError(f"no piece that rank {rank} {what} contains box {box} of {flow.stack.label}")
 
 
 def _written(flow: Flow, world: Ints) -> Ints:
@@ -195,10 +192,15 @@ def _check_totals(plan: Plan, group: TensorGroup, written: dict[int, Ints]) -> N
         if id(stack) in group.stacks:
             total += written[id(stack)] // len(stack.names)
     for at, rank in enumerate(plan.world.tolist()):
-        pieces = [piece.box for piece in group.spec.layout.pieces(rank, group.spec.shape)]
-        filled = sum((piece & box).size for piece in pieces for box in group.fills)
-        wanted, count = sum(box.size for box in pieces), int(total[at]) + filled
+        starts, stops, *_ = piece_columns(group.spec.layout, rank, group.spec.shape)
+        wanted, count = _num_elements(starts, stops), int(total[at])
+        for box in group.fills:
+            count += _num_elements(np.maximum(starts, box.start), np.minimum(stops, box.stop))
         if count != wanted:
             raise ProofError(
                 f'rank {rank} wants {wanted} elements of "{group.name}" and gets {count}'
             )
+
+
+def _num_elements(starts: Ints, stops: Ints) -> int:
+    return int(np.maximum(stops - starts, 0).prod(axis=1).sum())

@@ -19,8 +19,9 @@ import numpy as np
 
 from reshard.errors import ProofError
 from reshard.layout.box import Box
+from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, distinct, distinct_first
-from reshard.layout.coverage import box_columns, missing_boxes, overlapping_pairs
+from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.classes import Stack
@@ -213,22 +214,26 @@ def _raise_run(rank: int, stack: Stack, row: Ints, at: int, twice: bool) -> None
 
 def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints, Ints]]) -> None:
     spec, rank = group.spec, mine.rank
-    pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
-    none = np.zeros((0, len(spec.shape)), dtype=np.int64)
-    filled = {fill.box for fill in mine.fills if fill.name == group.name}
-    fills = [piece & box for piece in pieces for box in group.fills if box in filled]
-    fills = [box for box in fills if box.size]
-    low = np.concatenate([none, *(low for low, _ in found), *(_row(box.start) for box in fills)])
-    width = np.concatenate([none, *(w for _, w in found), *(_row(box.shape) for box in fills)])
-    outside = first_outside(low, width, pieces)
+    starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
+    lows, widths = [starts[:0]], [starts[:0]]
+    for box in {fill.box for fill in mine.fills if fill.name == group.name} & {*group.fills}:
+        low = np.maximum(starts, np.array(box.start, dtype=np.int64))
+        width = np.minimum(stops, np.array(box.stop, dtype=np.int64)) - low
+        some = np.flatnonzero((width > 0).all(axis=1))
+        lows.append(low[some])
+        widths.append(width[some])
+    low = np.concatenate([*lows, *(one for one, _ in found)])
+    width = np.concatenate([*widths, *(one for _, one in found)])
+    outside = first_outside(low, width, starts, stops)
     if outside is not None:
         raise ProofError(
             f'rank {rank} writes box {outside} of "{group.name}", which is not inside a piece '
             "it wants"
         )
     _check_apart(group.name, rank, low, low + width)
-    wanted, count = sum(box.size for box in pieces), int(width.prod(axis=1).sum())
+    wanted, count = int((stops - starts).prod(axis=1).sum()), int(width.prod(axis=1).sum())
     if count != wanted:
+        pieces = [piece.box for piece in spec.layout.pieces(rank, spec.shape)]
         done = [Box(tuple(a), tuple(a + w)) for a, w in zip(low, width, strict=True)]
         missing = next((gap for box in pieces for gap in missing_boxes(box, done)), None)
         raise ProofError(
@@ -237,13 +242,8 @@ def _check_group(group: TensorGroup, mine: RankPlan, found: Sequence[tuple[Ints,
         )
 
 
-def _row(numbers: Sequence[int]) -> Ints:
-    return np.array([numbers], dtype=np.int64).reshape(1, len(numbers))
-
-
-def first_outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
-    """The first box that is inside none of the pieces."""
-    starts, stops = box_columns(pieces, low.shape[1])
+def first_outside(low: Ints, width: Ints, starts: Ints, stops: Ints) -> Box | None:
+    """The first box that is inside none of the pieces that start and stop there."""
     mine, piece = overlapping_pairs(low, low + width, starts, stops)
     inside = (low[mine] >= starts[piece]) & (low[mine] + width[mine] <= stops[piece])
     good = np.zeros(len(low), dtype=bool)
@@ -251,16 +251,14 @@ def first_outside(low: Ints, width: Ints, pieces: Sequence[Box]) -> Box | None:
     if good.all():
         return None
     row = int(np.flatnonzero(~good)[0])
-    return Box(tuple(low[row]), tuple(low[row] + width[row]))
+    return Box(tuple(low[row].tolist()), tuple((low[row] + width[row]).tolist()))
 
 
 def _check_apart(name: str, rank: int, low: Ints, high: Ints) -> None:
-    one, two = overlapping_pairs(low, high, low, high)
-    crossing = np.flatnonzero(one < two)
-    if len(crossing):
-        a, b = one[crossing[0]], two[crossing[0]]
-        box = Box(tuple(low[a]), tuple(high[a])) & Box(tuple(low[b]), tuple(high[b]))
-        raise ProofError(f'rank {rank} writes box {box} of "{name}" twice')
+    crossing = first_overlapping_rows(low, high)
+    if crossing is not None:
+        a, b = (Box(tuple(low[row].tolist()), tuple(high[row].tolist())) for row in crossing)
+        raise ProofError(f'rank {rank} writes box {a & b} of "{name}" twice')
 
 
 def _check_held(rows: Rows, rank: int) -> None:
@@ -272,8 +270,9 @@ def _check_held(rows: Rows, rank: int) -> None:
     _check_shift(rows, rank)
     used = distinct(rows.transfers.runs.cell)
     keep = kept_dims(cells.width, stack.feed.have_insert)
-    pieces = [piece.box for piece in stack.have.layout.pieces(rank, stack.have.shape)]
-    outside = first_outside(cells.have_low[used][:, keep], cells.width[used][:, keep], pieces)
+    starts, stops, *_ = piece_columns(stack.have.layout, rank, stack.have.shape)
+    low, width = cells.have_low[used][:, keep], cells.width[used][:, keep]
+    outside = first_outside(low, width, starts, stops)
     if outside is not None:
         raise ProofError(
             f'rank {rank} sends box {outside} of "{stack.names[0][0]}", which it does not hold'
