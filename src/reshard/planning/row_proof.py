@@ -33,6 +33,8 @@ __all__ = ["TensorGroup", "check_ranks", "first_outside", "kept_dims", "tensor_g
 
 MAX_ROWS = 1 << 18
 """Rows that are looked at one by one."""
+PER_FLOW = 100
+"""As how many rows a rank counts for each flow, because it takes as long."""
 
 _Pairs = dict[tuple[int, int], list[bytes]]
 
@@ -51,6 +53,7 @@ def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
         _note(received, ((rows, None, rank) for rows in mine.receives.rows))
         seen.add(rank)
         rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
+        rows += PER_FLOW * len(plan.flows)
         if rows > MAX_ROWS:
             break
     for pair in sorted({*sent, *received}):
