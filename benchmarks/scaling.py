@@ -50,22 +50,18 @@ def fsdp_shrinks(n: int) -> Dicts:
 
 def hsdp_lost(n: int) -> Dicts:
     """Llama-3-70B, HSDP with groups of 64: one group is lost and comes back empty."""
-    have = _hsdp(n)
-    lost = range(64, 128)
-    left = {
-        name: rs.TensorSpec(spec.shape, spec.dtype, spec.layout.without(lost))
-        for name, spec in have.items()
-    }
-    return left, have
-
-
-def _hsdp(n: int) -> dict[str, rs.TensorSpec]:
-    mesh = rs.Mesh(replica=n // 64, dp=64)
-    flat = specs(Case("", "llama-3-70b", "", ""), "dp=64", True)
-    return {
-        name: rs.TensorSpec(spec.shape, spec.dtype, rs.Layout(mesh, str(spec.layout)))
-        for name, spec in flat.items()
-    }
+    mesh, lost = rs.Mesh(replica=n // 64, dp=64), range(64, 128)
+    groups = specs(Case("", "llama-3-70b", "", ""), "dp=64", True)
+    texts = {str(spec.layout) for spec in groups.values()}
+    whole = {text: rs.Layout(mesh, text) for text in texts}
+    left = {text: layout.without(lost) for text, layout in whole.items()}
+    return tuple(
+        {
+            name: rs.TensorSpec(spec.shape, spec.dtype, layouts[str(spec.layout)])
+            for name, spec in groups.items()
+        }
+        for layouts in (left, whole)
+    )
 
 
 def experts_to_tp(n: int) -> Dicts:

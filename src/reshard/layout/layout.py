@@ -140,7 +140,7 @@ class Layout:
 
     def holds(self, rank: int) -> dict[str, int] | None:
         """The coordinates of a rank, or None if it holds nothing of any tensor."""
-        if self.mesh.index(rank) is None or rank in self.words.without:
+        if self.mesh.index(rank) is None or rank in self._lost:
             return None
         coords = self.mesh.coords(rank)
         return coords if all(coords[axis] in at for axis, at in self.words.on) else None
@@ -233,6 +233,10 @@ class Layout:
 
     def __str__(self) -> str:
         return self._text
+
+    @cached_property
+    def _lost(self) -> frozenset[int]:
+        return frozenset(self.words.without)
 
     @cached_property
     def _text(self) -> str:

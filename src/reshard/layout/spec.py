@@ -9,14 +9,14 @@ rank's pieces.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, distinct, distinct_first, sized_cache
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout, check_shape
 
@@ -70,9 +70,11 @@ def fingerprint(layout: Layout, shape: tuple[int, ...]) -> bytes:
     hasher = hashlib.blake2b(digest_size=16)
     hasher.update(repr((shape, layout.reduce and layout.reduce[0])).encode())
     hasher.update(repr(sorted(addend_of(layout).items())).encode())
-    grids = grids_of(layout, shape)
+    lost = layout.words.without
+    whole = Layout(layout.mesh, replace(layout.words, without=())) if lost else layout
+    grids = grids_of(whole, shape)
     if grids is not None and len(grids) == 1:
-        _hash_grid(hasher, grids[0])
+        _hash_grid(hasher, grids[0], np.array(lost, dtype=np.int64))
     else:
         _hash_pieces(hasher, layout, shape)
     return hasher.digest()
@@ -110,10 +112,10 @@ def _addend(layout: Layout, rank: int) -> tuple[str, int, int] | None:
     return layout.reduce[0], addend_of(layout)[rank], num_addends(layout)
 
 
-def _hash_grid(hasher: hashlib.blake2b, grid: Grid) -> None:
+def _hash_grid(hasher: hashlib.blake2b, grid: Grid, lost: Ints) -> None:
     """Hash one box per rank if that is all there is, else the tables and each rank's parts."""
     tables = [_canonical(dim) for dim in grid.dims]
-    held = np.flatnonzero(grid.region_at >= 0)
+    held = np.flatnonzero((grid.region_at >= 0) & ~contained(grid.ranks, lost))
     regions = grid.region_at[held]
     columns = [grid.ranks[held]]
     single = all(len(starts) == len(distinct(parts)) for starts, _, parts, _ in tables)
