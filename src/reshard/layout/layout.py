@@ -44,12 +44,7 @@ class Owners:
 
 
 class Layout:
-    """How a tensor is sharded over the ranks of a mesh, one word per tensor dim.
-
-    >>> from reshard.layout.mesh import Mesh
-    >>> str(Layout(Mesh(tp=2), "tp*128   ..."))
-    'tp*128 ...'
-    """
+    """How a tensor is sharded over the ranks of a mesh, one word per tensor dim."""
 
     mesh: Mesh
     words: Words
