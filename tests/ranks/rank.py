@@ -9,13 +9,16 @@ import socket
 import time
 import traceback
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from tests.ranks.outcome import Raised, Returned, Told
 
@@ -48,6 +51,22 @@ def pool_group(size: int) -> Any:
     this is torch's `GroupMember.NON_GROUP_MEMBER`.
     """
     return _groups[size]
+
+
+_made: Counter[tuple[int, ...]] = Counter()
+
+
+def local_group(*ranks: int) -> Any:
+    """A new process group of some ranks, which only they call.
+
+    torch would name it by how many groups a rank has. That differs between ranks that took part in
+    different tests, and then they would wait for each other for ever; so the name counts the groups
+    of these ranks.
+    """
+    _made[ranks] += 1
+    name = f"{ranks} for the {_made[ranks]}. time"
+    with patch.object(distributed_c10d, "_hash_ranks_to_str", lambda _: name):
+        return dist.new_group(ranks, use_local_synchronization=True)
 
 
 def tell(value: Any) -> None:

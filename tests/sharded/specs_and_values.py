@@ -18,7 +18,7 @@ from reshard.sharded import (
     ShardMetadata,
     shard_tensor,
 )
-from tests.ranks.rank import pool_group
+from tests.ranks.rank import local_group, pool_group
 
 FOUR = range(4)
 
@@ -26,13 +26,9 @@ _groups: dict[tuple[int, ...], Any] = {}
 
 
 def group_of(*ranks: int) -> Any:
-    """A process group of just these ranks, which alone call it; made once.
-
-    Never destroyed: torch would give the next group of these ranks the same name, and it would look
-    for its peers where those of the first were.
-    """
+    """A process group of just these ranks, which alone call it; made once."""
     if ranks not in _groups:
-        _groups[ranks] = dist.new_group(ranks, use_local_synchronization=True)
+        _groups[ranks] = local_group(*ranks)
     return _groups[ranks]
 
 

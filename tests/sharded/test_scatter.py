@@ -31,7 +31,7 @@ from reshard.sharded import (
 from reshard.sharded import api as scatter
 from reshard.tensors.agreement import Agreement
 from tests.ranks.pool import Pool
-from tests.ranks.rank import pool_group
+from tests.ranks.rank import local_group, pool_group
 from tests.sharded.specs_and_values import (
     FOUR,
     Collectives,
@@ -327,7 +327,7 @@ def test_one_process_needs_no_group() -> None:
 
 
 def forgotten_groups(rank: int) -> None:
-    group = torch.distributed.new_group([0, 1, 2, 3], use_local_synchronization=True)
+    group = local_group(0, 1, 2, 3)
     gone = weakref.ref(group)
     one = shard_tensor(numbered(8, 4), chunk(0), process_group=group)
     one.resharded(chunk(1))

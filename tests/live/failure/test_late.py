@@ -25,7 +25,7 @@ from tests.live.failure.faults import (
     tried,
 )
 from tests.ranks.pool import Pool
-from tests.ranks.rank import pool_group
+from tests.ranks.rank import local_group, pool_group
 from tests.soak import cases, within
 
 LATE = 3
@@ -167,8 +167,7 @@ def test_a_move_that_fails_beside_another(pool: Pool, transport: str) -> None:
 
 def stall_while_connecting(rank: int, step: int) -> Tried:
     """Rank 2 stops when it is about to say that it has reached a step of the rendezvous."""
-    group, plan = dist.new_group([0, 1, 2, 3]), plan_of()
-    reach = Rendezvous._reach
+    group, plan, reach = local_group(0, 1, 2, 3), plan_of(), Rendezvous._reach
 
     def stalling(rendezvous: Rendezvous, reached: int) -> None:
         if rank == 2 and reached == step:
@@ -180,6 +179,7 @@ def stall_while_connecting(rank: int, step: int) -> Tried:
         outcome = tried(lambda: plan.run(source_of(plan, rank), group=group, timeout=1.0))
     dist.barrier(pool_group(4))
     moves_well(rank, group, "auto")
+    dist.destroy_process_group(group)
     return outcome
 
 

@@ -26,7 +26,7 @@ from tests.nn.activations.compare import (
 )
 from tests.ranks.meshes import mesh_of
 from tests.ranks.pool import Pool, fresh_ranks
-from tests.ranks.rank import pool_group
+from tests.ranks.rank import local_group, pool_group
 
 
 def refused(rank: int) -> None:
@@ -79,7 +79,7 @@ _alone: dict[int, Any] = {}
 
 def one_rank(rank: int) -> None:
     if rank not in _alone:
-        _alone[rank] = dist.new_group([rank], use_local_synchronization=True)
+        _alone[rank] = local_group(rank)
     group = _alone[rank]
     model = check_same(
         lambda: MLP(HIDDEN, 64, group), lambda one: input_reshard(one, group, 0), numbers(4, HIDDEN)
@@ -88,7 +88,7 @@ def one_rank(rank: int) -> None:
 
 
 def test_a_group_of_one_rank(pool: Pool) -> None:
-    pool.run(one_rank)  # all: torch names groups by how many a rank has
+    pool.run(one_rank)
 
 
 def differing(rank: int) -> None:
