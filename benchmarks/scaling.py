@@ -82,8 +82,10 @@ def worst_rank(plan: rs.Plan) -> int:
     rows = np.zeros(int(plan.world[-1]) + 1, dtype=np.int64)
     for flow in plan.flows:
         for stream in flow.streams():
-            sent, times = (stream.rows, stream.served) if isinstance(stream, Fan) else (stream, 1)
-            np.add.at(rows, sent.source, times)
+            if isinstance(stream, Fan):
+                np.add.at(rows, stream.rows.source, stream.served)
+            else:
+                np.add.at(rows, stream.source[stream.source != stream.destination], 1)
     return int(rows.argmax())
 
 

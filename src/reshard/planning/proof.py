@@ -45,15 +45,28 @@ def check_plan(plan: Plan, memory: int) -> None:
             f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
             f"{format_bytes(memory)}: raise memory="
         )
-    groups = list(tensor_groups(plan))
+    groups, pieces_of = list(tensor_groups(plan)), _Pieces()
     written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
     for flow in plan.flows:
         _check_parts(flow)
-        _check_cells(flow)
+        _check_cells(flow, pieces_of)
         written[id(flow.stack)] += _written(flow, plan.world)
     for group in groups:
-        _check_totals(plan, group, written)
+        _check_totals(plan, group, written, pieces_of)
     check_ranks(plan, groups)
+
+
+class _Pieces:
+    """The pieces of ranks by spec; layouts that stacks share are worked out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]] = {}
+
+    def __call__(self, spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
+        key = (id(spec.layout), spec.shape, rank)
+        if key not in self._known:
+            self._known[key] = piece_columns(spec.layout, rank, spec.shape)[:2]
+        return self._known[key]
 
 
 def _bytes_of(flow: Flow) -> int:
@@ -95,7 +108,7 @@ def _check_parts(flow: Flow) -> None:
             )
 
 
-def _check_cells(flow: Flow) -> None:
+def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
     """Every cell is inside a piece of each rank of its two lines, and overlaps no other of them."""
     lined, stack, feed = flow.geometry.all(), flow.stack, flow.stack.feed
     sides = [
@@ -116,7 +129,7 @@ def _check_cells(flow: Flow) -> None:
     ]
     for spec, insert, line, low, lines in sides:
         keep = [dim for dim in range(low.shape[1]) if dim not in insert]
-        _check_inside(flow, spec, line, low[:, keep], lined.cells.width[:, keep], lines)
+        _check_inside(flow, spec, line, low[:, keep], lined.cells.width[:, keep], lines, pieces_of)
     line = lined.receive_line[:, None]
     low = np.concatenate([line, lined.cells.want_low], axis=1)
     high = np.concatenate([line + 1, lined.cells.want_low + lined.cells.width], axis=1)
@@ -127,7 +140,13 @@ def _check_cells(flow: Flow) -> None:
 
 
 def _check_inside(
-    flow: Flow, spec: TensorSpec, line: Ints, low: Ints, width: Ints, lines: LineSet
+    flow: Flow,
+    spec: TensorSpec,
+    line: Ints,
+    low: Ints,
+    width: Ints,
+    lines: LineSet,
+    pieces_of: _Pieces,
 ) -> None:
     """Cells are inside pieces of all ranks of their lines; equal pieces are looked at once."""
     used = np.bincount(line, minlength=len(lines.counts)) > 0
@@ -136,7 +155,7 @@ def _check_inside(
     number = np.repeat(np.arange(len(lines.counts)), lines.counts).tolist()
     for at, rank in zip(number, lines.members.tolist(), strict=True):
         if used[at]:
-            starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
+            starts, stops = pieces_of(spec, rank)
             known, key = seen.setdefault(at, set()), starts.tobytes() + stops.tobytes()
             if key not in known:
                 if len(known) == len(variants):
@@ -185,14 +204,16 @@ def _written(flow: Flow, world: Ints) -> Ints:
     return found
 
 
-def _check_totals(plan: Plan, group: TensorGroup, written: dict[int, Ints]) -> None:
+def _check_totals(
+    plan: Plan, group: TensorGroup, written: dict[int, Ints], pieces_of: _Pieces
+) -> None:
     """Every rank writes as many elements of a tensor as it wants."""
     total = np.zeros(len(plan.world), dtype=np.int64)
     for stack in plan.stacks:
         if id(stack) in group.stacks:
             total += written[id(stack)] // len(stack.names)
     for at, rank in enumerate(plan.world.tolist()):
-        starts, stops, *_ = piece_columns(group.spec.layout, rank, group.spec.shape)
+        starts, stops = pieces_of(group.spec, rank)
         wanted, count = _num_elements(starts, stops), int(total[at])
         for box in group.fills:
             count += _num_elements(np.maximum(starts, box.start), np.minimum(stops, box.stop))

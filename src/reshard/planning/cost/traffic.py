@@ -234,11 +234,14 @@ def _num_pairs(active: Sequence[tuple[Stream, Ints]], world: Ints) -> int:
     mine = np.flatnonzero(times[sender] > 1)
     at = (row[sender[mine]], receiver[mine] >> 3)
     np.bitwise_or.at(bits, at, _BIT[receiver[mine] & 7])
-    found, known = 0, times[sender] > 1
+    found = int(np.count_nonzero(times[sender] == 0))
+    once = np.flatnonzero(times[sender] == 1)
+    known = np.zeros(len(once), dtype=bool)
     for groups in wide:
         alone = times[groups.sender] == 1
         found += int(groups.size[alone].sum())
-        known |= groups.contain(sender, receiver, world)
+        if len(once):
+            known |= groups.contain(sender[once], receiver[once], world)
         groups.mark(bits, row, ~alone, world)
     return found + int(np.count_nonzero(~known)) + int(_COUNT[bits].sum(dtype=np.int64))
 
