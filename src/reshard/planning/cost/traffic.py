@@ -34,6 +34,14 @@ class Stream:
     slot: Slot
     rows: Transfers
     fan: Fan | None
+    world: Ints
+
+    @cached_property
+    def groups(self) -> _Groups:
+        """The groups of all rows that go to many ranks."""
+        assert self.fan is not None
+        many = np.flatnonzero(self.fan.wanting.counts[self.rows.line] > FEW)
+        return _Groups.of(self.fan, many, self.world)
 
     @property
     def num_bytes(self) -> Ints:
@@ -91,11 +99,12 @@ class Traffic:
                 if isinstance(rows, Fan):
                     some = np.flatnonzero(rows.served)
                     if len(some):
-                        yield Stream(flow, slot, rows.rows.take(some), rows.take(some))
+                        fan = rows.take(some)
+                        yield Stream(flow, slot, fan.rows, fan, self.world)
                     continue
                 moved = rows.take(np.flatnonzero(rows.source != rows.destination))
                 if len(moved):
-                    yield Stream(flow, slot, moved, None)
+                    yield Stream(flow, slot, moved, None, self.world)
 
     def _places(self, ranks: Ints) -> Ints:
         return np.searchsorted(self.world, ranks)
@@ -222,7 +231,8 @@ def _num_pairs(active: Sequence[tuple[Stream, Ints]], world: Ints) -> int:
             many = fan.wanting.counts[stream.rows.line[rows]] > FEW
         narrow.append((stream, rows[~many]))
         if fan is not None and many.any():
-            wide.append(_Groups.of(fan, rows[many], world))
+            whole = len(rows) == len(stream.rows)
+            wide.append(stream.groups if whole else _Groups.of(fan, rows[many], world))
     keys = _listed(narrow, world)
     times = np.zeros(len(world), dtype=np.int64)
     for groups in wide:
