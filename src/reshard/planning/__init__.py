@@ -9,7 +9,6 @@ flows      the work of all stacks is shared over ranks and hosts
 rounds     what moves when, so that staging stays under the memory cap
 rank       one rank's part of a plan
 cost/      bytes, messages and seconds of a plan
-execution  the types of options and handles of live runs
 plans      `plan` and `Plan`
 proof      checks that every wanted element is written exactly once, for all ranks together
 row_proof  the same for single ranks, row by row

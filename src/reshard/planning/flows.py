@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, numbered
-from reshard.planning.cells.coverage import raise_uncovered
-from reshard.planning.cells.geometry import Geometry
+from reshard.planning.cells.geometry import Geometry, raise_uncovered
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
 from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Stack

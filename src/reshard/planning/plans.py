@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
 
@@ -28,7 +28,6 @@ from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.cost.traffic import Traffic
-from reshard.planning.execution import Handle, RunOptions
 from reshard.planning.flows import flows_of
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
@@ -40,9 +39,10 @@ from reshard.text import parse_bytes
 if TYPE_CHECKING:
     from pathlib import Path
 
+    import torch
     from torch import Tensor
 
-__all__ = ["DEFAULT_MEMORY", "Plan", "plan"]
+__all__ = ["DEFAULT_MEMORY", "Handle", "Plan", "RunOptions", "plan"]
 
 DEFAULT_MEMORY = 256 << 20
 """Bytes that a rank may stage beyond source and destination, unless ``memory=`` says otherwise."""
@@ -52,6 +52,38 @@ MAX_KEPT = 16
 
 ONE = "tensor"
 """The name of the tensor in a plan for one tensor."""
+
+
+class RunOptions(TypedDict, total=False):
+    """The keyword options of `Plan.run`, `Plan.start` and `rs.move`.
+
+    ``reshard/live/inputs/request.py`` says what each of them means.
+    """
+
+    group: torch.distributed.ProcessGroup | None
+    device: torch.device | str | None
+    timeout: float
+    deadline: float | None
+    transport: Literal["auto", "peer", "shared", "network"]
+    check: Literal["first", "always", "never"]
+    atomic: bool
+    donate: bool
+    progress: bool | None
+    tag: int | str | None
+    sync: bool
+
+
+class Handle(Protocol):
+    """A move in flight."""
+
+    report: Any
+    """The `RunReport` of the move on this rank."""
+
+    def done(self) -> bool:
+        """Whether the move has completed or failed."""
+
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Wait for the move; returns this rank's destination tensors, or raises its error."""
 
 
 def plan(

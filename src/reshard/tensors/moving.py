@@ -21,8 +21,7 @@ from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, is_part_of
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
-from reshard.planning.execution import RunOptions
-from reshard.planning.plans import ONE
+from reshard.planning.plans import ONE, RunOptions
 from reshard.tensors.kinds import (
     are_ranks_simulated,
     has_layout,

@@ -20,8 +20,13 @@ from reshard.layout.columns import Ints, distinct, numbered
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.cells.coverage import check_coverage, in_want_coordinates, insert_columns
-from reshard.planning.cells.geometry import Cells, Lined
+from reshard.planning.cells.geometry import (
+    Cells,
+    Lined,
+    check_coverage,
+    in_want_coordinates,
+    insert_columns,
+)
 from reshard.planning.classes import Addends, Stack, addends_of
 from reshard.planning.sharing import LineSet, repeated
 

@@ -78,7 +78,7 @@ class Topology:
         if missing:
             raise TopologyError(
                 f"rank {missing[0]} is on no host of the topology, which has {len(where)} ranks on "
-                f"{len(self.hosts)} hosts and lacks {len(missing)} of {len(ranks)}: add them"
+                f"{len(self.hosts)} hosts and lacks {len(missing)} of {len(ranks)}: add it"
             )
         return {rank: where[rank] for rank in ranks}
 
