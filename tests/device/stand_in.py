@@ -110,6 +110,7 @@ class StandInDriver:
 
     def __init__(self) -> None:
         self._kept: dict[int, Any] = {}
+        """Memory that was allocated here."""
         self._handles: dict[bytes, int] = {}
         self._ranges: list[tuple[int, int, int, int]] = []
         """Address here, size, process, address there."""

@@ -75,6 +75,13 @@ def moves(rank: int, setting: str) -> list[str]:
         labels = handle.report.transports
     strided = mine.t().contiguous().t()
     assert torch.equal(plan.run({"tensor": strided}, timeout=20)["tensor"], right)
+    memory = torch.arange(576.0)  # tensors of several sizes at one address
+    for height in (1, 12, 4, 12):
+        full = torch.cat([memory[: height * 48].view(height, 48) + 1000 * n for n in range(4)])
+        memory += 1000 * rank
+        out = rs.move(memory[: height * 48].view(height, 48), rows, columns, shape=full.shape)
+        memory -= 1000 * rank
+        assert torch.equal(out, full.chunk(4, 1)[rank]), height
     pending = rs.Layout(line, "- - | sum tp")
     for want in (columns, rs.Layout(line, "- -")):
         summed = rs.move(FULL * (rank + 1), pending, want, shape=FULL.shape, timeout=20)

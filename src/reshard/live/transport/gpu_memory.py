@@ -48,12 +48,16 @@ class Exports:
         """By address."""
         self._bases = self._ends = np.zeros(0, np.int64)
 
-    def refresh(self) -> list[int]:
-        """Forget allocations that were freed; returns the numbers of all others."""
+    def refresh(self) -> None:
+        """Forget allocations that were freed."""
         number = self._driver.number
         live = [one for one in self._known if number(one.allocation.base) == one.allocation.number]
         if len(live) < len(self._known):
             self._keep(live)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of the allocations that have been exported and not freed."""
         return [one.allocation.number for one in self._known]
 
     def of(self, starts: Ints, ends: Ints) -> list[_Export]:
@@ -275,7 +279,7 @@ class GpuMemory:
         """Events behind the GPU work of calls; those that are complete are dropped."""
         self.packing: tuple[int, int] | None = None
         """Address and size of the buffer in which this rank packs what peers cannot read."""
-        self._published: dict[object, Published] = {}
+        self._published: dict[tuple[bytes, tuple[int, ...], bool], Published] = {}
         self._version = 0
         self._device: torch.device | None = None
         self._own: Signals | None = None
@@ -307,15 +311,18 @@ class GpuMemory:
             found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
         return found
 
-    def publish(self, key: object, make: Callable[[], tuple[Table, bool]]) -> Published:
-        """This rank's table in shared memory; with the same key it is the one of an earlier call.
+    def publish(self, ranges: Ints, packs: bool) -> Published:
+        """A table with these tensors in shared memory; an equal one of an earlier call if there is.
 
-        Only the calls of this rank that are over may have used the tables that are dropped.
+        Only calls of this rank that are over may have used the tables that are dropped.
         """
+        used = ranges[ranges[:, 1] > 0]
+        exports = self.exports.of(used[:, 0], used[:, 1])
+        live = self.exports.numbers
+        key = (ranges.tobytes(), tuple(live), packs)
         found = self._published.get(key)
         if found is None:
-            table, packs = make()
-            pool = self._connections.buffers
+            table, pool = Table.of(live, exports, ranges), self._connections.buffers
             while len(self._published) >= MAX_PUBLISHED:
                 pool.give_back(self._published.pop(next(iter(self._published))).buffer)
             buffer = pool.take(table.num_bytes)

@@ -165,33 +165,23 @@ class GpuPeerTransport(Transport):
     def _publish(self) -> Published:
         """Where this rank's tensors are; if they cannot be exported, where it packs messages."""
         bound, memory = self.bound, self._memory
-        sent = self._kept("sent", self._numbers_sent)
-        starts, live = bound.table[sent], memory.exports.refresh()
-        strided = bool(bound.strides) and not bound.strides.keys().isdisjoint(sent.tolist())
-        key = (sent.tobytes(), starts.tobytes(), tuple(live), strided, memory.packing)
-        return memory.publish(key, lambda: self._own_table(sent, starts, live, strided))
-
-    def _own_table(
-        self, sent: Ints, starts: Ints, live: Sequence[int], packs: bool
-    ) -> tuple[Table, bool]:
-        """The table of this rank, and whether it packs its messages."""
-        exports, found = self._memory.exports, []
-        ranges = np.zeros((self.bound.staging + 1, 2), np.int64)
-        if len(sent) and not packs:
-            sizes = [self.bound.tensors[number].nbytes for number in sent.tolist()]
-            ends = starts + np.array(sizes, np.int64)
+        sent, sizes = self._kept("sent", self._sent)
+        starts = bound.table[sent]
+        ranges = np.zeros((bound.staging + 1, 2), np.int64)
+        packs = bool(bound.strides) and not bound.strides.keys().isdisjoint(sent.tolist())
+        memory.exports.refresh()
+        if not packs:
+            ranges[sent, 0], ranges[sent, 1] = starts, starts + sizes
             try:
-                found = exports.of(starts, ends)
-                ranges[sent] = np.stack([starts, ends], axis=1)
+                memory.exports.of(starts, starts + sizes)
             except CudaError:
                 packs = True
         if packs:
+            ranges[:] = 0
             size = max(self._packed(one).num_bytes for one in self._rounds())
-            start = self._memory.packing_buffer(max(size, 1))
+            start = memory.packing_buffer(max(size, 1))
             ranges[-1] = start, start + size
-            found = exports.of(ranges[-1:, 0], ranges[-1:, 1])
-        known = set(live) | {one.allocation.number for one in found}
-        return Table.of(sorted(known), found, ranges), packs
+        return memory.publish(ranges, packs)
 
     def _kept(self, name: str, make: Callable[[], Any], *key: object) -> Any:
         """What is compiled once for these peers and kept with the first round."""
@@ -204,13 +194,15 @@ class GpuPeerTransport(Transport):
     def _rounds(self) -> Iterator[Round]:
         return map(self.program.round, range(self.program.num_rounds))
 
-    def _numbers_sent(self) -> Ints:
-        """The base numbers of the tensors that peers read."""
+    def _sent(self) -> tuple[Ints, Ints]:
+        """The base numbers of the tensors that peers read, and their bytes."""
         found = [np.zeros(0, np.int64)]
         for round_ in self._rounds():
             for peer, transfers in round_.sends.items():
                 found += [one.source.base for one in transfers if peer in self.peers]
-        return distinct(np.concatenate(found))
+        numbers = distinct(np.concatenate(found))
+        sizes = [self.bound.tensors[number].nbytes for number in numbers.tolist()]
+        return numbers, np.array(sizes, np.int64)
 
     # Packing -----------------------------------------------------------------------------------
 
@@ -267,7 +259,7 @@ class GpuPeerTransport(Transport):
         versions = tuple(hellos[peer].table_at for peer in pulls.numbers)
         own = self.bound.table.copy()
         own[-1] = 0 if self.addends is None else self.addends.data_ptr()
-        key = (own.tobytes(), versions, self._stream, memory.mappings.generation)
+        key = (id(memory), own.tobytes(), versions, self._stream, memory.mappings.generation)
         last = self._kept("bases", list[Any], direct)
         if not last or last[0] != key:
             bases = np.concatenate(
