@@ -309,6 +309,8 @@ class Flow:
         self, parts: Transfers, at: Ints, station: Ints, rank: int | None
     ) -> Iterator[Transfers]:
         """The rows by which parts reach the ranks of stations; those of one rank, if given."""
+        if not len(at):
+            return
         pair, member = repeated(self.wanting.first, station)
         member = self.wanting.members[member]
         lacks = self.geometry.senders.find(parts.send_line[at][pair], member) < 0
@@ -360,7 +362,7 @@ class Flow:
         outside = np.where(own | direct, parts.source[at], relay)
         feeder = np.where(held >= 0, local, outside)
         hop = np.where((held >= 0) | own | direct, 0, 1)
-        begins = station == self._first_needy(parts, at)
+        begins = station == self._first_needy(parts, at) if direct.any() else own
         once = np.where((own & holds)[pair], place == 0, enters)
         first = np.where(held[pair] >= 0, once, begins[pair])
         return feeder, hop, enters, first
