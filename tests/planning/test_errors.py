@@ -52,7 +52,7 @@ BAD: list[tuple[str, Callable[[], object], type[rs.ReshardError], tuple[str, ...
     ("a rank that is none", lambda: rs.Mesh(tp=2, ranks=[0, "b"]), rs.MeshError,
      ("'b'", "whole numbers")),
     ("a layout of two texts", lambda: rs.Layout("dp=2", "dp -"), rs.LayoutError,
-     ("Layout('dp=2', 'dp -')", "a mesh and then a text", "Mesh.parse")),
+     ("Layout('dp=2', 'dp -')", "a mesh and then a text", "Layout.parse")),
     ("a layout without a text", lambda: rs.Layout(rs.Mesh(tp=2), 3), rs.LayoutError,
      ("Layout(Mesh(tp=2), 3)", "a mesh and then a text")),
     ("a rank outside", lambda: layout("tp -").local_shape(9, (8, 4)), rs.LayoutError,
