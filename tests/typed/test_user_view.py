@@ -13,6 +13,7 @@ from tests.docs.snippets import ROOT
 
 HERE = Path(__file__).parent
 PAGES_WITHOUT_PYTHON = {
+    "scale",
     *("architecture", "behaviours", "digest", "exit-codes", "index", "protocol", "source-index"),
 }
 """Pages whose reader types no Python."""
