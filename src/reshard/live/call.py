@@ -264,7 +264,8 @@ class Call:
         if self._compares:
             texts = compare(watch, self._signature(bound))
             option, gpu = self.options.transport, self._gpu(bound)
-            session.routes[key] = find_routes(watch, option, self.plan, gpu, texts)
+            if option != "auto" or any(text.startswith(GPU) for text in texts.values()):
+                session.routes[key] = find_routes(watch, option, self.plan, gpu, texts)
             session.has_compared(key)
             self._compares = False
         while key not in session.agreed and session.is_comparing(key):

@@ -151,7 +151,7 @@ def verify(
         raise NamesError("names and drop are about a conversion: give both checkpoints")
     if b is None and (b_rules is not None or b_mesh is not None):
         raise CheckpointError("b_rules and b_mesh are for a second checkpoint: name that one too")
-    with open_storage(a) as storage:
+    with collector_paused(), open_storage(a) as storage:
         budget = Budget.for_reading(memory, storage)
         left = _Side(storage, rules, mesh)
         if b is None:

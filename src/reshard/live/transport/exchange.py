@@ -156,7 +156,7 @@ class Exchange:
             part.spent("waiting", began)
 
     def _finish_round(self, round_: Round, part: RoundReport | None, staged: int) -> None:
-        for transport in self.transports:
+        for transport in self.transports if self._fused else ():
             transport.end_round(round_)
         sent, received, copied = round_.bytes
         self.done += received + copied
