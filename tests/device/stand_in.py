@@ -199,7 +199,9 @@ class StandInDriver:
             if here <= address and address + num_bytes <= here + size and here in self.opened:
                 found = torch.empty(num_bytes, dtype=torch.uint8)
                 start = there + address - here
-                read_memory(pid, IovecCall.single(found.data_ptr(), start, num_bytes))
+                # CUDA keeps mapped memory of a process that was killed; here it is gone.
+                with contextlib.suppress(ProcessLookupError):
+                    read_memory(pid, IovecCall.single(found.data_ptr(), start, num_bytes))
                 return found
         raise AssertionError(f"{address:x} is not mapped")
 
