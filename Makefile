@@ -9,7 +9,7 @@ PY    := $(BIN)/python
 READY := .venv/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign versions check docs-check fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign versions check docs-check screenshots fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -50,6 +50,9 @@ check: $(READY) ## style, types and layers
 
 docs-check: $(READY) ## run every snippet of README.md and docs/
 	$(PY) -m pytest tests/docs $(ARGS)
+
+screenshots: $(READY) ## make the pictures of the page in docs/pictures (needs chromium)
+	$(PY) -m tests.show.screenshots docs/pictures
 
 fuzz: $(READY) ## compare PAIRS=100000 random pairs of layouts with the definition
 	$(PY) -m tests.fuzz --pairs $(PAIRS) $(ARGS)

@@ -45,8 +45,11 @@ ONE_WORKER = {
     "tests/nn/shard/": "sharded",
     "tests/nn/activations/": "sharded",
     "tests/checkpoint/live/": "sharded",
+    "tests/show/test_page_in_browser.py": "browser",
+    "tests/show/test_explore.py": "browser",
 }
-"""Folders and files whose tests share a pool of ranks, and the piece of work that they are."""
+"""Folders and files whose tests share a pool of ranks, or a browser, and the piece of work that
+they are."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
 

@@ -277,9 +277,12 @@ class Plan:
         """Free the buffers and tables that live runs keep for the next call."""
         _engine().release(self)
 
-    def save(self, path: str | Path) -> None:
-        """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``)."""
-        _module("show.page").save(self, path)
+    def save(self, path: str | Path, *, reports: Sequence[Any] = ()) -> None:
+        """Write the plan as ``.json``, as a page (``.html``) or as a trace (``.trace``).
+
+        A page shows what the `RunReport`s of a run of this plan measured, where they are given.
+        """
+        _module("show.page").save(self, path, reports=reports)
 
     def __str__(self) -> str:
         text: str = _module("show.plan_text").describe(self)

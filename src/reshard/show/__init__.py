@@ -7,8 +7,8 @@ frame       a picture as lines of text, cells in a frame
 matrix      bytes from every rank, host or group to every other
 ink         coloured text, or plain text where colours are not wanted
 terminal    pictures and tables as text
-svg         pictures, matrices and bars as SVG
-page        one self-contained HTML page; a plan as a file of any kind
+name_patterns  many tensor names as few patterns
+page/       one self-contained HTML page; a plan as a file of any kind
 trace       a timeline for a trace viewer
 run_report  what a live run did
 progress    a progress bar of a live run

@@ -29,7 +29,9 @@ from reshard.show.ink import Line, Span, heat
 if TYPE_CHECKING:
     from reshard.planning.plans import Plan
 
-__all__ = ["Groups", "Matrix", "draw", "group", "short_bytes", "traffic_matrix"]
+__all__ = [
+    "Ends", "Groups", "Matrix", "draw", "group", "short_bytes", "traffic_ends", "traffic_matrix",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -81,11 +83,27 @@ class Matrix:
     """The part of the bytes that comes from source tensors; the rest is passed on."""
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class Ends:
+    """A matrix, and where each rank of a plan stands in it."""
+
+    matrix: Matrix
+    sources: Ints
+    """The row of each rank of ``plan.world`` that sends; any row for the others."""
+    destinations: Ints
+    """The column of each rank that receives; any column for the others."""
+
+
 def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
     """The traffic of a plan between at most so many senders and receivers.
 
     Between hosts where the plan has a topology, else between ranks.
     """
+    return traffic_ends(plan, most).matrix
+
+
+def traffic_ends(plan: Plan, most: int) -> Ends:
+    """The same matrix, and where each rank stands in it."""
     traffic, number, kind = plan.traffic, plan.world, "rank"
     if plan.topology is not None:
         hosts = plan.topology.hosts_of(plan.ranks)
@@ -93,9 +111,11 @@ def traffic_matrix(plan: Plan, most: int = 16) -> Matrix:
     rows = group(number[traffic.first_hand + traffic.passed_on > 0], most)
     columns = group(number[traffic.received > 0], most)
     shape = len(rows.labels), len(columns.labels)
-    found = traffic.between(rows.find(number), columns.find(number))
+    sources, destinations = rows.find(number), columns.find(number)
+    found = traffic.between(sources, destinations)
     num_bytes, first_hand = (table[: shape[0], : shape[1]] for table in found)
-    return Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand)
+    matrix = Matrix(kind, rows.labels, columns.labels, num_bytes, first_hand)
+    return Ends(matrix, sources, destinations)
 
 
 def draw(matrix: Matrix) -> list[Line]:

@@ -4,34 +4,36 @@
 >>> from reshard.layout.mesh import Mesh
 >>> from reshard.show.picture import picture_of
 >>> picture = picture_of(Layout(Mesh(tp=2), "tp -"), (8, 8), most=(4, 4))
->>> drawing = drawing_of(picture, {(0,): 210, (1,): 30})
->>> [(rect.label, rect.y, rect.height, rect.hue) for rect in drawing.rects]
-[('0', 0.0, 130.0, 210), ('1', 130.0, 130.0, 30)]
+>>> drawing = drawing_of(picture, Colours())
+>>> [(rect.label, rect.y, rect.height, str(rect.look)) for rect in drawing.rects]
+[('0', 0.0, 120.0, 'c0'), ('1', 120.0, 120.0, 'c1')]
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 from reshard.layout.mesh import format_ranks
 from reshard.show.matrix import Matrix, short_bytes
+from reshard.show.page.colours import Colours, Look
 from reshard.show.picture import Cell, Picture
-from reshard.show.plan_text import StackRow
 from reshard.text import format_bytes, shorten
 
-__all__ = ["Drawing", "Rect", "Tick", "bars_of", "drawing_of", "matrix_of"]
+__all__ = ["Drawing", "Entry", "Rect", "Table", "Tick", "drawing_of", "table_of"]
 
 WIDTH = 400.0
-MAX_HEIGHT = 260.0
-LETTER = 7.2
+MAX_HEIGHT = 240.0
+LETTER = 7.3
 """The width of a character on the page."""
+MAX_LABELLED = 8
+"""Columns of a matrix whose cells are wide enough for numbers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rect:
-    """A rectangle, what is written in it, and what it says when pointed at."""
+    """A rectangle of a picture: ranks that hold a box, what is written in it and said of it."""
 
     x: float
     y: float
@@ -39,8 +41,21 @@ class Rect:
     height: float
     label: str
     title: str
-    hue: int | None = None
-    strength: float = 1.0
+    ranks: tuple[int, ...]
+    low: tuple[int, int]
+    high: tuple[int, int]
+    """The rows and columns of the tensor that it covers; a 1-d tensor has one row."""
+    look: Look | None
+    """None where no rank holds it, or where there were no colours left."""
+    merged: bool
+
+    @property
+    def style(self) -> str:
+        """The classes of the rectangle on the page."""
+        fine = " fine" if min(self.width, self.height) < 8 else ""
+        if not self.ranks:
+            return f"hole{fine}"
+        return f"{self.look or 'grey'}{fine}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +77,9 @@ class Drawing:
     left: tuple[Tick, ...]
     gutter: float
     """The room that the texts on the left need."""
-    slanted: bool = False
-    """Whether the texts along the top are too long to stand side by side."""
 
 
-def drawing_of(picture: Picture, hues: Mapping[tuple[int, ...], int]) -> Drawing:
+def drawing_of(picture: Picture, colours: Colours) -> Drawing:
     """Place the cells of a picture, true to scale."""
     height = 64.0
     if len(picture.shape) == 2:
@@ -75,7 +88,7 @@ def drawing_of(picture: Picture, hues: Mapping[tuple[int, ...], int]) -> Drawing
     xs = [WIDTH * edge / picture.columns[-1] for edge in picture.columns]
     ys = [height * edge / picture.rows[-1] for edge in picture.rows]
     rects = tuple(
-        _cell_rect(picture.cells[i][j], picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], hues)
+        _rect(picture, (i, j, end), (xs[j], xs[end]), ys[i : i + 2], colours)
         for i, row in enumerate(picture.cells)
         for j, end in _runs(row)
     )
@@ -91,14 +104,15 @@ def _runs(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
     return pairwise([*starts, len(row)])
 
 
-def _cell_rect(
-    cell: Cell,
+def _rect(
     picture: Picture,
     at: tuple[int, int, int],
     across: Sequence[float],
     down: Sequence[float],
-    hues: Mapping[tuple[int, ...], int],
+    colours: Colours,
 ) -> Rect:
+    row, column, end = at
+    cell = picture.cells[row][column]
     width, height = across[1] - across[0], down[1] - down[0]
     room = int((width - 6) / LETTER)
     label = cell.text(room)
@@ -109,12 +123,16 @@ def _cell_rect(
         round(width, 2),
         round(height, 2),
         label if fits else "",
-        _cell_title(cell, picture, at),
-        hues.get(cell.ranks),
+        _title(cell, picture, at),
+        cell.ranks,
+        (picture.rows[row], picture.columns[column]),
+        (picture.rows[row + 1], picture.columns[end]),
+        colours.of(cell.ranks) if cell.ranks else None,
+        cell.num_parts > 1,
     )
 
 
-def _cell_title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
+def _title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
     row, column, end = at
     box = f"{picture.columns[column]}:{picture.columns[end]}"
     if len(picture.shape) == 2:
@@ -122,8 +140,9 @@ def _cell_title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
     if not cell.ranks:
         return f"[{box}] is held by no rank"
     ranks = shorten(format_ranks(cell.ranks), 60)
-    what = f"{cell.num_parts:,} parts on ranks" if cell.num_parts > 1 else "on ranks"
-    return f"[{box}] {what} {ranks}{'' if cell.whole else ', not all of it'}"
+    where = f"on rank{'s' if len(cell.ranks) > 1 else ''} {ranks}"
+    what = f"{cell.num_parts:,} parts {where}" if cell.num_parts > 1 else where
+    return f"[{box}] {what}{'' if cell.whole else ', not all of it'}"
 
 
 def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Iterator[Tick]:
@@ -138,55 +157,73 @@ def _ticks(edges: Sequence[int], places: Sequence[float], least: float) -> Itera
             yield Tick(round(place, 1), text)
 
 
-def matrix_of(matrix: Matrix) -> Drawing:
-    """Place a traffic matrix; the colour says whether bytes are first-hand or passed on."""
-    width, height = 50.0, 30.0
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A cell of the traffic matrix."""
+
+    x: float
+    y: float
+    label: str
+    title: str
+    strength: float
+    """Its bytes, as a share of the largest entry; 0 where nothing travels."""
+    passed: float
+    """The share of its bytes that is passed on, not sent by a source."""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The traffic matrix with its labels."""
+
+    kind: str
+    cell_width: float
+    cell_height: float
+    entries: tuple[Entry, ...]
+    """Row by row; one for each pair, so that its place is its number."""
+    top: tuple[Tick, ...]
+    left: tuple[Tick, ...]
+    width: float
+    height: float
+    gutter: float
+    head: float
+    """The room that the texts along the top need."""
+    slanted: bool
+    """Whether these are too long to stand side by side."""
+
+    @property
+    def passes(self) -> bool:
+        """Whether anything is passed on."""
+        return any(entry.passed for entry in self.entries)
+
+
+def table_of(matrix: Matrix) -> Table:
+    """Place a traffic matrix."""
+    width = 46.0 if len(matrix.destinations) <= MAX_LABELLED else 26.0
+    height = 24.0
     largest = max(int(matrix.num_bytes.max(initial=0)), 1)
-    rects = []
+    entries = []
     for i, source in enumerate(matrix.sources):
         for j, destination in enumerate(matrix.destinations):
             size, first = int(matrix.num_bytes[i, j]), int(matrix.first_hand[i, j])
             title = f"{matrix.kind} {source} to {destination}: {format_bytes(size)}"
             if first < size:
                 title += f", {format_bytes(size - first)} of it passed on"
-            hue = round(212 - 178 * (size - first) / size) if size else None
-            label = short_bytes(size) if size else ""
-            strength = round(0.15 + 0.85 * size / largest, 3)
-            rects.append(Rect(j * width, i * height, width, height, label, title, hue, strength))
-    top = [Tick((j + 0.5) * width, text) for j, text in enumerate(matrix.destinations)]
-    left = [Tick((i + 0.5) * height, text) for i, text in enumerate(matrix.sources)]
-    longest = max(map(len, matrix.sources), default=0)
-    return Drawing(
+            label = short_bytes(size) if size and width > 40 else ""
+            strength = round(0.2 + 0.8 * size / largest, 3) if size else 0.0
+            passed = round((size - first) / size, 3) if size else 0.0
+            entries.append(Entry(j * width, i * height, label, title, strength, passed))
+    longest = max(map(len, matrix.destinations), default=0) * LETTER
+    slanted = longest > width - 4
+    return Table(
+        matrix.kind,
+        width,
+        height,
+        tuple(entries),
+        tuple(Tick((j + 0.5) * width, text) for j, text in enumerate(matrix.destinations)),
+        tuple(Tick((i + 0.5) * height, text) for i, text in enumerate(matrix.sources)),
         width * len(matrix.destinations),
         height * len(matrix.sources),
-        tuple(rects),
-        tuple(top),
-        tuple(left),
-        longest * LETTER + 12,
-        max(map(len, matrix.destinations), default=0) * LETTER > width,
+        round(max(map(len, matrix.sources), default=0) * LETTER + 12, 1),
+        round(longest * 0.71 + 38 if slanted else 42, 1),
+        slanted,
     )
-
-
-def bars_of(rows: Sequence[StackRow], num_rounds: int, most: int = 24) -> Drawing:
-    """When each of the largest stacks moves: one bar from its first to its last round."""
-    largest = sorted(range(len(rows)), key=lambda i: -rows[i].wire_bytes)[:most]
-    shown = [rows[i] for i in sorted(largest)]
-    width, height = 560.0, 22.0
-    top_edges = sorted({round(num_rounds * part / 8) for part in range(9)})
-    rects = [
-        Rect(
-            round(width * row.first_round / max(num_rounds, 1), 2),
-            number * height + 3,
-            round(max(width * (row.last_round + 1 - row.first_round) / max(num_rounds, 1), 2), 2),
-            height - 6,
-            "",
-            f"{row.name}: rounds {row.rounds}, {format_bytes(row.wire_bytes)}",
-            212,
-        )
-        for number, row in enumerate(shown)
-    ]
-    left = [Tick((i + 0.5) * height, shorten(row.name, 60)) for i, row in enumerate(shown)]
-    gutter = max((len(tick.text) for tick in left), default=0) * LETTER + 4
-    places = [width * edge / max(num_rounds, 1) for edge in top_edges]
-    top = tuple(_ticks(top_edges, places, 0))
-    return Drawing(width, height * len(shown), tuple(rects), top, tuple(left), gutter)

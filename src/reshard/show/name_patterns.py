@@ -1,0 +1,117 @@
+"""Many tensor names as few patterns: ``model.layers.{0-31}.mlp.{gate,up}_proj.weight``.
+
+A pattern stands for exactly the names it was made of: braces list what a part of the dotted name
+may be, and every combination of them is a name.
+
+>>> name_patterns([f"h.{i}.{part}_proj.weight" for i in range(32) for part in ("gate", "up")])
+['h.{0-31}.{gate,up}_proj.weight']
+>>> name_patterns(["norm.weight", "h.0.w", "h.1.w", "h.3.w"])
+['norm.weight', 'h.{0-1,3}.w']
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from itertools import groupby
+
+__all__ = ["name_patterns", "named"]
+
+MAX_NAMES = 50_000
+"""Names that are looked at; the rest are only counted."""
+MAX_WORDS = 8
+"""Words in braces that are listed."""
+MAX_LENGTH = 200
+
+_NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})\Z", re.ASCII)
+_SPECIAL = re.compile(r"[{},]")
+
+Parts = tuple[frozenset[str], ...]
+
+
+def name_patterns(names: Iterable[str]) -> list[str]:
+    """Patterns that together stand for exactly these names, in the order of their first names."""
+    order = {name: at for at, name in enumerate(names)}
+    plain = [name for name in order if not _SPECIAL.search(name)]
+    items = {tuple(frozenset((part,)) for part in name.split(".")): order[name] for name in plain}
+    merged = _merge(items)
+    found = [(at, ".".join(map(_braces, parts))) for parts, at in merged.items()]
+    # A name with braces of its own would read as a pattern, so it stays as it is.
+    found += [(at, name) for name, at in order.items() if _SPECIAL.search(name)]
+    return [text for _, text in sorted(found)]
+
+
+def named(names: Sequence[str], most: int = 4) -> str:
+    """The names of a group as text: its patterns, and how many names are left out of it.
+
+    >>> named(["a.0.w", "a.1.w", "b"])
+    'a.{0-1}.w, b'
+    """
+    found = name_patterns(names[:MAX_NAMES])
+    shown = [one if len(one) <= MAX_LENGTH else f"{one[:MAX_LENGTH]}..." for one in found[:most]]
+    rest = len(found) - len(shown)
+    return ", ".join(shown) + (f" and {rest:,} more patterns" if rest else "")
+
+
+def _merge(items: dict[Parts, int]) -> dict[Parts, int]:
+    """Join names that differ in one part, part by part, until none do."""
+    width = max(map(len, items), default=0)
+    words = [len({parts[at] for parts in items if at < len(parts)}) for at in range(width)]
+    # The part with the most words first: thousands of experts become one name at once.
+    order = sorted(range(width), key=lambda at: -words[at])
+    before = -1
+    while before != len(items):
+        before = len(items)
+        for part in order:
+            items = _merge_at(items, part)
+    return items
+
+
+def _merge_at(items: dict[Parts, int], part: int) -> dict[Parts, int]:
+    groups: dict[tuple[Parts, Parts], list[tuple[frozenset[str], int]]] = {}
+    found: dict[Parts, int] = {}
+    for parts, at in items.items():
+        if part < len(parts):
+            key = parts[:part], parts[part + 1 :]
+            groups.setdefault(key, []).append((parts[part], at))
+        else:
+            found[parts] = at
+    for (head, tail), members in groups.items():
+        for kind in (True, False):  # numbers and words do not share braces
+            some = [(one, at) for one, at in members if _are_numbers(one) == kind]
+            if some:
+                words = frozenset().union(*(one for one, _ in some))
+                found[(*head, words, *tail)] = min(at for _, at in some)
+    return found
+
+
+def _are_numbers(words: frozenset[str]) -> bool:
+    return all(map(_NUMBER.match, words))
+
+
+def _braces(words: frozenset[str]) -> str:
+    if len(words) == 1:
+        return next(iter(words))
+    if _are_numbers(words):
+        return f"{{{','.join(_ranges(sorted(map(int, words))))}}}"
+    listed = sorted(words)
+    head, tail = _common(listed), _common([word[::-1] for word in listed])[::-1]
+    if any(len(word) <= len(head) + len(tail) for word in listed):
+        tail = ""
+    inside = [word[len(head) : len(word) - len(tail)] for word in listed]
+    if len(inside) > MAX_WORDS:
+        inside = [*inside[: MAX_WORDS - 1], f"...{len(inside)} words"]
+    return f"{head}{{{','.join(inside)}}}{tail}"
+
+
+def _common(words: Sequence[str]) -> str:
+    """What all words begin with, up to an underscore."""
+    low, high = min(words), max(words)
+    length = next((i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b), len(low))
+    return low[: low.rfind("_", 0, length) + 1]
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    runs = groupby(enumerate(numbers), key=lambda pair: pair[1] - pair[0])
+    found = [[number for _, number in run] for _, run in runs]
+    return [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in found]

@@ -1,0 +1,248 @@
+"""What is on a page, and how it becomes HTML.
+
+The page is one file: styles, script and data are inside it, and its policy lets the browser run
+this script alone and load nothing. Names and layouts are text of unknown origin: templates escape
+it, and the data of the script cannot end its element.
+
+>>> print(as_json({"name": "</script><b>"}))
+{"name":"\\u003c/script\\u003e\\u003cb\\u003e"}
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module, resources
+from typing import TYPE_CHECKING, Any
+
+from reshard.layout.mesh import format_ranks
+from reshard.show.page.colours import LOOKS, TEXTURES, palette
+from reshard.show.page.drawings import Drawing, Rect, Table
+from reshard.text import shorten
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+__all__ = [
+    "Card",
+    "Document",
+    "Field",
+    "Footer",
+    "Lane",
+    "LaneBar",
+    "Move",
+    "Run",
+    "ScaleMark",
+    "Side",
+    "as_json",
+    "clean",
+    "render_fragment",
+    "render_page",
+    "render_part",
+]  # fmt: skip
+
+MAX_NAME = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """One large figure."""
+
+    label: str
+    value: str
+    note: str
+    part: float | None = None
+    """How full a bar below the figure is, where there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A layout, as a drawing where there can be one, else as a table."""
+
+    mesh: str
+    layout: str
+    drawing: Drawing | None
+    lines: Sequence[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A group of tensors with its layout before, and after if it moves."""
+
+    name: str
+    note: str
+    have: Side
+    want: Side | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LaneBar:
+    """A bar of a lane, in percent of its width."""
+
+    left: float
+    width: float
+    kind: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A name, bars, and a note."""
+
+    name: str
+    bars: Sequence[LaneBar]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleMark:
+    """A text above lanes, at a percentage of their width."""
+
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What was measured."""
+
+    cards: Sequence[Card]
+    rounds: Sequence[Lane]
+    scale: Sequence[ScaleMark]
+    note: str
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """All that a page shows."""
+
+    headline: str
+    cards: Sequence[Card]
+    data: Mapping[str, Any]
+    """What the script of the page works with."""
+    digest: str = ""
+    damage: Sequence[str] = ()
+    reasons_title: str = "Why it costs that"
+    reasons: Sequence[str] = ()
+    moves_title: str = "Who holds what, before and after"
+    moves: Sequence[Move] = ()
+    max_open: int = 3
+    legend: str = ""
+    table: Table | None = None
+    lanes: Sequence[Lane] = ()
+    scale: Sequence[ScaleMark] = ()
+    rounds_note: str = ""
+    run: Run | None = None
+    groups: int = 0
+    groups_title: str = "Tensors"
+    stored: bool = False
+    """Whether tensors have one layout only, that of a checkpoint."""
+    extra: Sequence[tuple[str, Sequence[str]]] = ()
+    """Titles and lines of what is shown when asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Footer:
+    """Where a page comes from."""
+
+    command: str | None = None
+    model: str | None = None
+    explore: str | None = None
+    """A command that opens the same in the explorer."""
+    version: str = field(default_factory=lambda: str(import_module("reshard").__version__))
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of the explorer."""
+
+    name: str
+    label: str
+    value: str
+    hint: str
+
+
+def render_page(doc: Document, footer: Footer, form: Sequence[Field] = ()) -> str:
+    """The page as text."""
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
+        f"form-action 'none'; script-src '{_digest(_source('page.js'))}'"
+    )
+    if form:
+        policy += "; connect-src 'self'"
+    return _render(
+        "page.html", doc, footer, form=form, policy=policy, data=_markup(as_json(doc.data)),
+        css=_markup(_source("page.css")), js=_markup(_source("page.js")),
+    )  # fmt: skip
+
+
+def render_part(doc: Document, footer: Footer) -> str:
+    """What changes on the page of the explorer when a field does."""
+    return _render("doc.html", doc, footer)
+
+
+def render_fragment(name: str, **words: Any) -> str:
+    """A fragment for a notebook, with its own styles and no script."""
+    template = _environment().get_template(name)
+    return template.render(**_common(), css=_markup(_source("page.css")), **words)
+
+
+def _render(name: str, doc: Document, footer: Footer, **words: Any) -> str:
+    return _environment().get_template(name).render(doc=doc, footer=footer, **_common(), **words)
+
+
+def _common() -> dict[str, Any]:
+    palettes = {"light": palette(False), "dark": palette(True), "looks": LOOKS}
+    return {"palettes": palettes, "texture_paths": TEXTURES, "ranks": _ranks}
+
+
+def _ranks(rect: Rect) -> str:
+    return shorten(format_ranks(rect.ranks), 60)
+
+
+@lru_cache(maxsize=1)
+def _environment() -> Environment:
+    from jinja2 import Environment, FunctionLoader, StrictUndefined
+
+    return Environment(
+        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined,
+        loader=FunctionLoader(_source),
+    )  # fmt: skip
+
+
+def _source(name: str) -> str:
+    return resources.files("reshard.show.page").joinpath(name).read_text(encoding="utf-8")
+
+
+def _markup(text: str) -> Any:
+    from markupsafe import Markup
+
+    return Markup(text)
+
+
+def _digest(script: str) -> str:
+    """How a policy names a script that may run."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+
+
+def as_json(data: Any) -> str:
+    """JSON that is safe inside an element of a page."""
+    text = json.dumps(data, separators=(",", ":"))
+    for letter in "<>&":
+        text = text.replace(letter, f"\\u{ord(letter):04x}")
+    return text
+
+
+def clean(name: str, most: int = MAX_NAME) -> str:
+    """A name as one printable line: what turns text around or hides in it becomes visible.
+
+    >>> clean("a" + chr(0x202E) + "b")
+    'a\\\\u202eb'
+    """
+    shown = shorten(name, most)
+    if shown.isprintable():
+        return shown
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)

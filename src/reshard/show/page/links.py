@@ -1,0 +1,171 @@
+"""Which pieces of two pictures share elements, and between which ranks these elements travel.
+
+A link is a rectangle of the source picture, a rectangle of the destination picture, and the
+entries of the traffic matrix that carry what both cover. A page lights up links.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout.columns import Ints
+from reshard.planning.cells.geometry import insert_columns
+from reshard.show.matrix import Ends
+from reshard.show.page.drawings import Rect
+
+if TYPE_CHECKING:
+    from reshard.planning.classes import Stack
+    from reshard.planning.names import Feed
+    from reshard.planning.plans import Plan
+    from reshard.planning.transfers import Flow, Transfers
+
+__all__ = ["Link", "links_of"]
+
+MAX_ROWS = 50_000
+"""Rows of a plan that are looked at for one stack. With more, all groups of ranks that hold a piece
+and exchange anything with a group that wants it count as its senders."""
+MAX_COMPARED = 4_000_000
+"""Pairs of cells and rectangles that are compared."""
+
+Mask = NDArray[np.bool_]
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Two rectangles that share elements."""
+
+    have: int
+    want: int
+    entries: tuple[int, ...]
+    """Entries of the traffic matrix, as row * columns + column."""
+
+
+def links_of(
+    plan: Plan, stack: Stack, have: Sequence[Rect], want: Sequence[Rect], ends: Ends
+) -> list[Link]:
+    """The links of one drawn stack, in the order of its source rectangles."""
+    sides = (
+        _Boxes.of(have, len(stack.have.shape)),
+        _Boxes.of(want, len(stack.want.shape)),
+    )
+    pairs = np.argwhere(_shared(stack.feed, *sides))
+    flows = [flow for flow in plan.flows if flow.stack is stack]
+    if not ends.matrix.num_bytes.size:
+        entries: list[list[int]] = [[] for _ in pairs]
+    elif (
+        _num_rows(flows) <= MAX_ROWS and _num_cells(flows) * (len(have) + len(want)) <= MAX_COMPARED
+    ):
+        entries = _exact(plan, flows, sides, pairs, ends)
+    else:
+        entries = [_possible(plan, have[h].ranks, want[w].ranks, ends) for h, w in pairs.tolist()]
+    return [Link(h, w, tuple(one)) for (h, w), one in zip(pairs.tolist(), entries, strict=True)]
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class _Boxes:
+    """Boxes as columns, with as many dims as their tensor has."""
+
+    low: Ints
+    high: Ints
+
+    @classmethod
+    def of(cls, rects: Sequence[Rect], ndim: int) -> _Boxes:
+        ends = ([rect.low[2 - ndim :] for rect in rects], [rect.high[2 - ndim :] for rect in rects])
+        low, high = (np.array(one, dtype=np.int64).reshape(-1, ndim) for one in ends)
+        return cls(low, high)
+
+    def touching(self, low: Ints, high: Ints) -> Mask:
+        """Which of other boxes (rows) overlap with which of these (columns)."""
+        sides = np.minimum(high[:, None], self.high) - np.maximum(low[:, None], self.low)
+        return np.asarray((sides > 0).all(axis=2))
+
+
+def _shared(feed: Feed, have: _Boxes, want: _Boxes) -> Mask:
+    """Which source boxes (rows) have elements in common with which destination boxes (columns)."""
+    if not feed.moves:
+        return want.touching(have.low, have.high)
+    low, high = (
+        insert_columns(have.low, feed.have_insert, 0),
+        insert_columns(have.high, feed.have_insert, 1),
+    )
+    to_low, to_high = (
+        insert_columns(want.low, feed.want_insert, 0),
+        insert_columns(want.high, feed.want_insert, 1),
+    )
+    found = np.ones((len(low), len(to_low)), dtype=bool)
+    for dim, runs in enumerate(feed.moves):
+        here = np.zeros_like(found)
+        for source, destination, length in runs:
+            start = np.maximum(low[:, dim], source) + destination - source
+            stop = np.minimum(high[:, dim], source + length) + destination - source
+            first = np.maximum(start[:, None], to_low[:, dim])
+            here |= np.minimum(stop[:, None], to_high[:, dim]) > first
+        found &= here
+    return found
+
+
+def _num_rows(flows: Sequence[Flow]) -> int:
+    """How many rows there are at most, without listing them."""
+    return sum(
+        int(flow.geometry.wanting.counts[flow.parts().line].sum()) * flow.geometry.num_addends
+        for flow in flows
+    )
+
+
+def _num_cells(flows: Sequence[Flow]) -> int:
+    return sum(len(flow.parts().cells.size) for flow in flows)
+
+
+def _exact(
+    plan: Plan, flows: Sequence[Flow], sides: tuple[_Boxes, _Boxes], pairs: Ints, ends: Ends
+) -> list[list[int]]:
+    """The entries of each link, from the rows of the plan that carry what it covers."""
+    found: list[set[int]] = [set() for _ in pairs]
+    size = ends.matrix.num_bytes.size
+    for flow in flows:
+        for rows in flow.everything():
+            moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+            entry = _numbered(plan, moved.source, moved.destination, ends)
+            keys = np.unique(moved.runs.cell * size + entry)
+            cell, entry = np.divmod(keys, size)
+            here, there = _covered(flow, moved, cell, sides)
+            for number, (h, w) in enumerate(pairs.tolist()):
+                found[number].update(entry[here[:, h] & there[:, w]].tolist())
+    return [sorted(one) for one in found]
+
+
+def _covered(
+    flow: Flow, rows: Transfers, cell: Ints, sides: tuple[_Boxes, _Boxes]
+) -> Iterator[Mask]:
+    """Which cells touch which rectangles, of the source and of the destination."""
+    cells, feed = rows.cells, flow.stack.feed
+    for lows, insert, boxes in (
+        (cells.have_low, feed.have_insert, sides[0]),
+        (cells.want_low, feed.want_insert, sides[1]),
+    ):
+        low = np.delete(lows[cell], insert, axis=1)
+        yield boxes.touching(low, low + np.delete(cells.width[cell], insert, axis=1))
+
+
+def _possible(plan: Plan, holders: Sequence[int], takers: Sequence[int], ends: Ends) -> list[int]:
+    """The entries with traffic between groups that hold a piece and groups that want it."""
+    rows, columns = (
+        np.unique(group[np.searchsorted(plan.world, np.array(ranks, dtype=np.int64))])
+        for group, ranks in ((ends.sources, holders), (ends.destinations, takers))
+    )
+    entries: Ints = (rows[:, None] * ends.matrix.num_bytes.shape[1] + columns).reshape(-1)
+    busy: list[int] = entries[ends.matrix.num_bytes.reshape(-1)[entries] > 0].tolist()
+    return busy
+
+
+def _numbered(plan: Plan, sources: Ints, destinations: Ints, ends: Ends) -> Ints:
+    """The entry of the matrix to which each pair of ranks belongs."""
+    row = ends.sources[np.searchsorted(plan.world, sources)]
+    column = ends.destinations[np.searchsorted(plan.world, destinations)]
+    entry: Ints = row * ends.matrix.num_bytes.shape[1] + column
+    return entry
