@@ -28,7 +28,8 @@ from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, soak, state_cases
-from tests.device import activation_ranks, sharded_ranks, stand_in
+from tests.device import activation_ranks, checkpoint_ranks, sharded_ranks, stand_in
+from tests.tensors import adjoint
 
 SIZE = 4
 RANK = int(os.environ.get("RANK", "0"))
@@ -468,6 +469,18 @@ def gradients() -> None:
     assert torch.equal(leaf.grad.cpu(), local(right, have))
 
 
+def adjoints() -> None:
+    """The backward of random pairs is their adjoint, by both rules for replicas."""
+    count = 0
+    for seed in range(NUM_CASES):
+        one = adjoint.expected(seed, SIZE)
+        for rule in ("sum", "replicated") if one else ():
+            adjoint.run_case(RANK, one, rule, DEVICE)
+        count += one is not None
+    assert count > NUM_CASES // 2, count
+    print(f"gradients of {count} pairs on rank {RANK}")
+
+
 def refusals() -> None:
     """What ranks were given differs: everybody says so, and the next call works."""
     full = torch.arange(64.0).reshape(8, 8)
@@ -669,7 +682,7 @@ SCENARIOS = {
     function.__name__: function
     for function in (
         *(pairs, states, casts, sums, large, given_ways, disjoint, in_flight, streams, dtensors),
-        *(gradients, overtaken, refusals, absent, behind, killed, mixed, leave),
+        *(gradients, adjoints, overtaken, refusals, absent, behind, killed, mixed, leave),
     )
 }
 
@@ -684,6 +697,7 @@ def main() -> None:
     dist.init_process_group(BACKEND, rank=RANK, world_size=SIZE, init_method=address)
     check_group()
     more = {**sharded_ranks.SCENARIOS, **activation_ranks.SCENARIOS}
+    more |= checkpoint_ranks.SCENARIOS
     others = {name: partial(one, RANK) for name, one in more.items()}
     known = {**SCENARIOS, **others}
     for name in [name for name in sys.argv[1:] if name in known]:

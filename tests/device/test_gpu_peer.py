@@ -24,6 +24,27 @@ def test_random_moves_by_peer_memory() -> None:
     by_peer_memory("pairs", "states")
 
 
+def test_random_gradients_by_peer_memory() -> None:
+    by_peer_memory("adjoints")
+
+
+def by_default(*scenarios: str) -> None:
+    """Ranks that share a GPU read each other's memory unless they are told otherwise."""
+    on_gpu(*scenarios, backend="nccl", transport="auto")
+
+
+def test_sharded_tensors_by_peer_memory() -> None:
+    by_default("sharded_tensors", "sharded_devices", "sharded_training")
+
+
+def test_activations_by_peer_memory() -> None:
+    by_default("activations_train", "activations_offload")
+
+
+def test_checkpoints_are_loaded_by_peer_memory() -> None:
+    by_default("checkpoint_load")
+
+
 def test_moves_by_peer_memory() -> None:
     names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "streams")
     by_peer_memory(*names, "large", "dtensors", "gradients", backend="nccl")

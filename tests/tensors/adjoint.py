@@ -136,16 +136,16 @@ def run_cases(rank: int, num_ranks: int, seeds: range) -> Told:
     return told
 
 
-def run_case(rank: int, one: Expected, rule: str) -> Products:
+def run_case(rank: int, one: Expected, rule: str, device: torch.device | None = None) -> Products:
     """Forth and back on one rank, compared with the oracle."""
     case, have, want = one.case, *sides(one.case)
-    source = tensor(one.sources.get(rank), grad=True)
+    source = tensor(one.sources.get(rank), grad=True, device=device)
     memory = case.memory
     moved = rs.move(
         source, have, want, shape=case.shape, dtype="float64", grad=rule, memory=memory,
-        timeout=TIMEOUT,
+        timeout=TIMEOUT, device=device,
     )  # fmt: skip
-    gradient = tensor(one.gradients[rule].get(rank))
+    gradient = tensor(one.gradients[rule].get(rank), device=device)
     if gradient is None:
         rs.backward(moved)
     else:
@@ -157,7 +157,8 @@ def run_case(rank: int, one: Expected, rule: str) -> Products:
         scale = float((moved.detach() * gradient).abs().sum())
     if source is not None:
         close(source.grad, one.backs[rule][rank])
-        back = float((source.detach() * source.grad * tensor(one.first[rank])).sum())
+        first = tensor(one.first[rank], device=device)
+        back = float((source.detach() * source.grad * first).sum())
     return Products(forth, back, scale)
 
 
@@ -165,15 +166,17 @@ def sides(case: Case) -> tuple[rs.Layout, rs.Layout]:
     return checks.build(case.have, case.shape), checks.build(case.want, case.shape)
 
 
-def tensor(array: np.ndarray | None, grad: bool = False) -> torch.Tensor | None:
+def tensor(
+    array: np.ndarray | None, grad: bool = False, device: torch.device | None = None
+) -> torch.Tensor | None:
     if array is None:
         return None
-    return torch.from_numpy(np.array(array, order="C")).requires_grad_(grad)
+    return torch.from_numpy(np.array(array, order="C")).to(device).requires_grad_(grad)
 
 
 def close(found: torch.Tensor, wanted: np.ndarray) -> None:
     assert tuple(found.shape) == wanted.shape, f"shape {tuple(found.shape)}, not {wanted.shape}"
-    off = np.abs(found.detach().numpy() - wanted)
+    off = np.abs(found.detach().cpu().numpy() - wanted)
     limit = RELATIVE * (1 + np.abs(wanted).max(initial=0.0))
     assert off.max(initial=0.0) <= limit, f"off by {off.max()}: {found}, not {wanted}"
 
