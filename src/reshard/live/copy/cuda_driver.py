@@ -32,6 +32,9 @@ OPEN_LAZILY = 1
 PORTABLE_AND_MAPPED = 1 | 2
 """CU_MEMHOSTREGISTER_PORTABLE and _DEVICEMAP: for all GPUs of this process."""
 
+NO_CONTEXT = 201
+"""CUDA_ERROR_INVALID_CONTEXT: the thread that calls has none."""
+
 NON_BLOCKING = 1
 """CU_STREAM_NON_BLOCKING: does not wait for work on the default stream."""
 
@@ -106,13 +109,28 @@ class _Handle(ctypes.Structure):
 
 
 class CudaDriver:
-    """The driver of NVIDIA, by way of ctypes. A context must be current: that of torch."""
+    """The driver of NVIDIA, by way of ctypes, in the context that torch uses."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
 
+    def _code(self, name: str, *arguments: Any) -> int:
+        """Call the driver; in a thread that has no context yet, it gets that of its device.
+
+        Autograd's threads have none until their first kernel or allocation.
+        """
+        function = getattr(self._library, name)
+        code: int = function(*arguments)
+        if code == NO_CONTEXT:
+            device, context = c_int(), c_void_p()
+            self._library.cuDeviceGet(byref(device), torch.cuda.current_device())
+            self._library.cuDevicePrimaryCtxRetain(byref(context), device)
+            self._library.cuCtxSetCurrent(context)
+            code = function(*arguments)
+        return code
+
     def _call(self, name: str, *arguments: Any) -> None:
-        code = getattr(self._library, name)(*arguments)
+        code = self._code(name, *arguments)
         if code:
             text = c_char_p()
             self._library.cuGetErrorName(code, byref(text))
@@ -123,7 +141,8 @@ class CudaDriver:
 
     def gpu_of(self, device: torch.device) -> str:
         number, found = c_int(), (ctypes.c_ubyte * 16)()
-        self._call("cuCtxGetDevice", byref(number))
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._call("cuDeviceGet", byref(number), c_int(index))
         self._call("cuDeviceGetUuid_v2", byref(found), number)
         return bytes(found).hex()
 
@@ -134,7 +153,7 @@ class CudaDriver:
 
     def number(self, address: int) -> int:
         found = c_uint64()
-        code = self._library.cuPointerGetAttribute(byref(found), BUFFER_ID, c_uint64(address))
+        code = self._code("cuPointerGetAttribute", byref(found), BUFFER_ID, c_uint64(address))
         return 0 if code else found.value
 
     def export(self, base: int) -> bytes:
