@@ -28,7 +28,7 @@ from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
 from tests import checks, generate, moves, soak, state_cases
-from tests.device import activation_ranks, checkpoint_ranks, sharded_ranks, stand_in
+from tests.device import stand_in
 from tests.tensors import adjoint
 
 SIZE = 4
@@ -212,16 +212,16 @@ def sums() -> None:
     rng = np.random.default_rng(7)
     ops = ("sum", "avg", "max", "min", "prod")
     kinds = [*("float32", "float64", "int32", "int64", "uint8", "int16"), *("uint16", "uint32")]
-    for op in ops:
-        for kind in [*kinds, *(["bool"] if op != "avg" else [])]:
-            have = rs.Layout(GRID, f"- tp | {op} dp")
-            for want in (rs.Layout(LINE, "tp -"), rs.Layout(GRID, "- -"), rs.Layout(REST, "tp -")):
-                plan = rs.plan(have, want, shape=(6, 10), dtype=kind)
-                draw = rng.random((4, 6, 5)) * (2 if kind == "bool" else 9)
-                given = {rank: {"tensor": draw[rank].astype(kind)} for rank in range(4)}
-                expected = rs.simulate(plan, given).get(RANK, {})
-                tensors = {"tensor": on_gpu(given[RANK]["tensor"], kind)}
-                same(plan.run(tensors), expected, (op, kind, str(want)))
+    wants = (rs.Layout(LINE, "tp -"), rs.Layout(GRID, "- -"), rs.Layout(REST, "tp -"))
+    for turn, op in enumerate(ops):
+        for number, kind in enumerate([*kinds, *(["bool"] if op != "avg" else [])]):
+            have, want = rs.Layout(GRID, f"- tp | {op} dp"), wants[(turn + number) % 3]
+            plan = rs.plan(have, want, shape=(6, 10), dtype=kind)
+            draw = rng.random((4, 6, 5)) * (2 if kind == "bool" else 9)
+            given = {rank: {"tensor": draw[rank].astype(kind)} for rank in range(4)}
+            expected = rs.simulate(plan, given).get(RANK, {})
+            tensors = {"tensor": on_gpu(given[RANK]["tensor"], kind)}
+            same(plan.run(tensors), expected, (op, kind, str(want)))
     halves(rng)
 
 
@@ -557,10 +557,14 @@ def behind() -> None:
         check_group()
 
 
+PATIENCE = 1.0 if STAND_IN else 1.5
+"""Seconds that the others wait for the GPU of rank 3."""
+
+
 def busy() -> None:
-    """Keep the GPU of rank 3 busy for some 4 seconds."""
+    """Keep the GPU of rank 3 busy for some 4 seconds, or 3 if it is none."""
     if STAND_IN:
-        stand_in.StandInGroup.lag = 4.0 if RANK == 3 else 0.0
+        stand_in.StandInGroup.lag = 3.0 if RANK == 3 else 0.0
     elif RANK == 3:
         torch.cuda._sleep(8_000_000_000)
 
@@ -575,7 +579,7 @@ LATE = (rs.LiveError, "rank 3 stopped answering")
 
 def by_check(plan: rs.Plan, given: Any) -> None:
     busy()
-    plan.run(**given, timeout=1.5)
+    plan.run(**given, timeout=PATIENCE)
     if not STAND_IN:
         rs.check()
     stop = time.monotonic() + 5
@@ -588,8 +592,8 @@ def by_check(plan: rs.Plan, given: Any) -> None:
 
 def by_next_call(plan: rs.Plan, given: Any) -> None:
     busy()
-    plan.run(**given, timeout=1.5)
-    time.sleep(3 if STAND_IN else 5)
+    plan.run(**given, timeout=PATIENCE)
+    time.sleep(2 if STAND_IN else 5)
     with fails(*LATE, "before it failed", within=3):
         plan.run(**given, timeout=20)
 
@@ -597,14 +601,14 @@ def by_next_call(plan: rs.Plan, given: Any) -> None:
 def by_sync(plan: rs.Plan, given: Any) -> None:
     busy()
     with fails(*LATE, within=5):
-        plan.run(**given, timeout=1.5, sync=True)
+        plan.run(**given, timeout=PATIENCE, sync=True)
     synchronize()
     rs.check()
 
 
 def by_handle(plan: rs.Plan, given: Any) -> None:
     busy()
-    handle = plan.start(**given, timeout=1.5)
+    handle = plan.start(**given, timeout=PATIENCE)
     with fails(*LATE, within=5):
         handle.wait()
     synchronize()
@@ -669,8 +673,10 @@ def leave() -> None:
     full = torch.arange(float(4 << 20)).reshape(1024, 4096)
     have, want = rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp")
     plan = rs.plan(have, want, shape=(1024, 4096), dtype="float32")
-    for _ in range(3):
-        out = plan.run({"tensor": full.chunk(4, 0)[RANK].contiguous().to(DEVICE)})["tensor"]
+    mine = full.chunk(4, 0)[RANK].contiguous().to(DEVICE)
+    for transport in ("nccl", "gpu_peer") if STAND_IN else (os.environ["RESHARD_TRANSPORT"],):
+        for _ in range(3):
+            out = plan.run({"tensor": mine}, transport=transport)["tensor"]
     time.sleep(RANK * 0.3)
     if RANK % 2:
         assert torch.equal(out.cpu(), full.chunk(4, 1)[RANK])
@@ -687,6 +693,14 @@ SCENARIOS = {
 }
 
 
+def scenarios_of_modules() -> dict[str, partial[None]]:
+    """Scenarios above moves of tensors; their imports take as long as torch itself."""
+    from tests.device import activation_ranks, checkpoint_ranks, sharded_ranks
+
+    found = sharded_ranks.SCENARIOS | activation_ranks.SCENARIOS | checkpoint_ranks.SCENARIOS
+    return {name: partial(one, RANK) for name, one in found.items()}
+
+
 def main() -> None:
     if STAND_IN:
         stand_in.use(PEER_MEMORY)
@@ -696,11 +710,9 @@ def main() -> None:
     address = f"tcp://127.0.0.1:{os.environ['PORT']}"
     dist.init_process_group(BACKEND, rank=RANK, world_size=SIZE, init_method=address)
     check_group()
-    more = {**sharded_ranks.SCENARIOS, **activation_ranks.SCENARIOS}
-    more |= checkpoint_ranks.SCENARIOS
-    others = {name: partial(one, RANK) for name, one in more.items()}
-    known = {**SCENARIOS, **others}
-    for name in [name for name in sys.argv[1:] if name in known]:
+    names = [name for name in sys.argv[1:] if name != "destroy"]
+    known = SCENARIOS if SCENARIOS.keys() >= {*names} else {**SCENARIOS, **scenarios_of_modules()}
+    for name in names:
         start = time.perf_counter()
         known[name]()
         print(f"rank {RANK}: {name} is fine, {time.perf_counter() - start:.1f} s", flush=True)

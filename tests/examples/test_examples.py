@@ -102,10 +102,10 @@ def test_fsdp_tp_to_tp(tmp_path: Path) -> None:
 
 
 def test_a_wrong_example_is_noticed(tmp_path: Path) -> None:
-    """An example that finds its result wrong ends with an error, and so does its launcher."""
+    """An example that finds its result wrong ends with an error."""
     (tmp_path / "wrong.py").write_text("assert False, 'not what was expected'")
     with pytest.raises(AssertionError, match="not what was expected"):
-        launched(["--nproc-per-node", "1", str(tmp_path / "wrong.py")], tmp_path)
+        on_ranks(str(tmp_path / "wrong.py"), tmp_path, size=1)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
