@@ -10,13 +10,13 @@ goes through an `Agreement`:
     saving.check_equal({"path": path, "format": name})  # or a DisagreementError on all ranks
     names = saving.gather(list(state_dict))             # {rank: value}
 
-Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as a list). They are
-sent as live moves of one row of bytes per rank: two moves if a value is long, one otherwise. That
-gives them the guarantees of `rs.move`: a wait is bounded by the timeout, and the error names the
-rank that is late or dead and what it was waited for; the next call works again. Nothing that
-arrives is executed, and no value may be longer than `MAX_BYTES`. The rows go through connections of
-the engine, and the group only carries their addresses: a group of NCCL needs no backend for CPUs,
-on one host or on several.
+Values are those of JSON: numbers, texts, None, lists, dicts (a tuple arrives as a list). Ranks of
+one host exchange them through shared memory (`reshard.live.gather`); ranks of several hosts as live
+moves of one row of bytes per rank, two if a value is long. Both have the guarantees of `rs.move`: a
+wait is bounded by the timeout, and the error names the rank that is late or dead; the next call
+works again. Nothing that arrives is executed, and no value may be longer than `MAX_BYTES`. The
+bytes go through connections of the engine, and the group only carries their addresses: a group of
+NCCL needs no backend for CPUs, on one host or on several.
 
 Each method is collective: all ranks of the group call the same methods in the same order. Without a
 process group, or in one of a single rank, nothing is sent.
@@ -27,7 +27,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -42,6 +43,7 @@ from reshard.errors import DisagreementError, LiveError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh, format_ranks
 from reshard.layout.spec import TensorSpec
+from reshard.live.gather import gather_bytes
 from reshard.planning.plans import Plan, plan
 from reshard.tensors.state_dicts import run
 from reshard.text import quoted
@@ -170,41 +172,57 @@ class Agreement:
 
     def _exchange(self, data: bytes) -> dict[int, bytes]:
         """The bytes of every rank."""
-        frame = _LENGTH.pack(len(data)) + data
-        rows = self._move_rows(frame, FIRST_BYTES)
-        lengths = {rank: _LENGTH.unpack(row[: _LENGTH.size])[0] for rank, row in rows.items()}
+        begin = _LENGTH.size
+        # Of bytes that are too long only their number is sent: all ranks raise the same error.
+        frame = _LENGTH.pack(len(data)) + (data if len(data) <= MAX_BYTES else b"")
+        with self._naming_errors():
+            limit = begin + MAX_BYTES
+            rows = gather_bytes(
+                self._group, frame, timeout=self.timeout, what=self.what, limit=limit
+            )
+            by_move = rows is None
+            if rows is None:
+                rows = self._move_rows(frame, FIRST_BYTES)
+        lengths = {rank: _LENGTH.unpack(row[:begin])[0] for rank, row in rows.items()}
         rank, longest = max(lengths.items(), key=lambda item: item[1])
         if longest > MAX_BYTES:
             raise self.error(
                 f"rank {rank} has {longest} bytes to send in {self.what}: at most {MAX_BYTES} work"
             )
-        if longest > FIRST_BYTES - _LENGTH.size:
+        if by_move and longest > FIRST_BYTES - begin:
             # Powers of two, so that there are few plans.
-            rows = self._move_rows(frame, 1 << (longest + _LENGTH.size - 1).bit_length())
-        return {
-            rank: rows[rank][_LENGTH.size : _LENGTH.size + length]
-            for rank, length in lengths.items()
-        }
+            with self._naming_errors():
+                rows = self._move_rows(frame, 1 << (longest + begin - 1).bit_length())
+        return {rank: rows[rank][begin : begin + length] for rank, length in lengths.items()}
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self.group or dist.group.WORLD
+        assert group is not None
+        return group
+
+    @contextmanager
+    def _naming_errors(self) -> Iterator[None]:
+        """Add what the ranks are doing to an error of the exchange."""
+        try:
+            yield
+        except LiveError as error:
+            raise type(error)(f"{error}, in {self.what}") from None
 
     def _move_rows(self, frame: bytes, size: int) -> dict[int, bytes]:
-        """Move one row of bytes from each rank to all of them."""
+        """Move one row of bytes from each rank to all of them, between hosts."""
         row = np.zeros((1, size), dtype=np.uint8)
         part = frame[:size]
         row[0, : len(part)] = np.frombuffer(part, dtype=np.uint8)
-        group = self.group or dist.group.WORLD
-        assert group is not None
         rows = torch.from_numpy(np.empty((len(self.ranks), size), dtype=np.uint8))
-        try:
-            run(
-                _plan_for(group, self.ranks, size),
-                {ROW: torch.from_numpy(row)},
-                into={ROW: rows},
-                group=self.group,
-                timeout=self.timeout,
-                progress=False,
-            )
-        except LiveError as error:
-            raise type(error)(f"{error}, in {self.what}") from None
+        run(
+            _plan_for(self._group, self.ranks, size),
+            {ROW: torch.from_numpy(row)},
+            into={ROW: rows},
+            group=self.group,
+            timeout=self.timeout,
+            progress=False,
+        )
         return {rank: rows[at].numpy().tobytes() for at, rank in enumerate(sorted(self.ranks))}
 
     def _decode(self, rank: int, data: bytes) -> tuple[str, Any]:

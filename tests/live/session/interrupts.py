@@ -13,9 +13,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 import reshard as rs
 from reshard.live.failure import cleanup
+from reshard.live.gather import gather_bytes
 
 ROWS, COLUMNS = 24, 48
 LARGE = 504
@@ -148,6 +150,15 @@ class Moves:
             return [rs.move(rows, *self.layouts, shape=(size, size))]
         if kind in ("move", "large"):
             return [rs.move(rows, *self.layouts, shape=(size, size), **options)]
+        if kind == "gather":
+            group = dist.group.WORLD
+            assert group is not None
+            data, what = str(iteration).encode() * 2000, "a test"
+            found = gather_bytes(group, data, timeout=20.0, what=what, limit=1 << 20)
+            assert found is not None
+            assert {len(one) for one in found.values()} == {len(data)}
+            numbers = [int(one[: len(data) // 2000]) for one in found.values()]
+            return [torch.tensor(numbers)]
         if kind == "run":
             return [self.plans[size].run({"tensor": rows}, **options)["tensor"]]
         handles = [self.plans[size].start({"tensor": rows}, **options) for _ in range(3)]
@@ -155,7 +166,7 @@ class Moves:
 
 
 def size_of(kind: str) -> int:
-    return {"move": ROWS, "run": ROWS, "start": COLUMNS, "large": LARGE}[kind]
+    return {"move": ROWS, "run": ROWS, "start": COLUMNS, "large": LARGE, "gather": 0}[kind]
 
 
 def run_on_rank(rank: int, num_ranks: int, seed: int, num_calls: int, anywhere: bool) -> list[Seen]:

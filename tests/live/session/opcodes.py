@@ -13,8 +13,8 @@ from tests.live.session.interrupts import Moves, RaisedByHandlerError, Seen, is_
 
 __all__ = ["KINDS", "disturb"]
 
-KINDS = ["move", "large", "run", "start"]
-"""The two prepared ways, the ordinary one, and three calls in flight."""
+KINDS = ["move", "large", "run", "start", "gather"]
+"""The two prepared ways, the ordinary one, three calls in flight, and bytes without a plan."""
 
 
 class Tracer:

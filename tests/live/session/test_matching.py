@@ -107,7 +107,7 @@ def check_iteration(iteration: int, seen: list[interrupts.Seen], anywhere: bool)
             assert one.outcome == "moved" or heard < within(SOON), where
 
 
-BYTECODES = {"move": 3700, "large": 9000, "run": 10200, "start": 3100}
+BYTECODES = {"move": 3700, "large": 9000, "run": 10200, "start": 3100, "gather": 1500}
 """About as many as a call of each kind executes, on a machine that is not busy."""
 
 

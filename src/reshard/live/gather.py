@@ -1,0 +1,177 @@
+"""Gather a few bytes from every rank of a session, without a plan.
+
+A rank puts its bytes into a shared buffer, and sends the buffer's descriptor with its Hello. That
+is the whole exchange: a rank that has the Hellos of all others reads their buffers. It is a call
+like any other: it uses one number of the session, a rank in another call, a lost one or a late one
+is named, and all ranks raise the same cause.
+
+    rank 0   Hello(call 7, buffer 1) -->  |  | length | bytes ... |   read by ranks 1 and 2
+    rank 1   Hello(call 7, buffer 4) -->  |  | length | bytes ... |   read by ranks 0 and 2
+    rank 2   Hello(call 7, buffer 2) -->  |  | length | bytes ... |   read by ranks 0 and 1
+
+Ranks of several hosts share no memory: they move their bytes along a plan instead.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+
+from reshard.errors import LiveError, ReshardError
+from reshard.layout.mesh import format_ranks
+from reshard.live.failure.cleanup import with_ticket
+from reshard.live.failure.watch import Watch
+from reshard.live.session.cause import Cause
+from reshard.live.session.rendezvous import Connections
+from reshard.live.session.session import Session, Ticket, session_of
+from reshard.live.session.shared_memory import SharedBuffer
+from reshard.live.transport.in_flight import InFlight
+
+__all__ = ["gather_bytes"]
+
+_LENGTH = struct.Struct("<Q")
+
+DIGEST = hashlib.blake2b(b"reshard gather 1", digest_size=16).digest()
+"""Takes the place of a plan's digest in the Hellos of these calls."""
+
+
+def gather_bytes(
+    group: dist.ProcessGroup, data: bytes, *, timeout: float, what: str, limit: int
+) -> dict[int, bytes] | None:
+    """The bytes of all ranks of a group; None if the ranks are not all on one host.
+
+    ``what`` says what the ranks are doing, for errors. A rank that sends more than ``limit`` bytes
+    is broken.
+    """
+    ranks = sorted(dist.get_process_group_ranks(group))
+    session = session_of(group, ranks)
+    known = session.connections
+    if known is not None and known.spans_hosts:
+        return None
+
+    def gather(ticket: Ticket) -> dict[int, bytes] | None:
+        session.begin(ticket)
+        return _Gather(ticket, session, timeout, what, limit).run(data)
+
+    return with_ticket(group, None, gather)
+
+
+@dataclass(slots=True)
+class _Gather:
+    """One call on one rank, from its number to its result."""
+
+    ticket: Ticket
+    session: Session
+    timeout: float
+    what: str
+    limit: int
+    watch: Watch | None = None
+    _buffers: list[SharedBuffer] = field(default_factory=list)
+    """The buffer with this rank's bytes."""
+    _ok: bool = False
+
+    def run(self, data: bytes) -> dict[int, bytes] | None:
+        self.ticket.undo = self._close
+        found = None
+        try:
+            connections = self.session.connections or self.session.connect(
+                self.ticket, self.timeout, self.what
+            )
+            if not connections.spans_hosts:
+                watch = self._watch(connections)
+                self._send(watch, data)
+                found = self._receive(watch, data)
+                self._ok = True
+        except ReshardError as error:
+            # After any other exception the cleanup thread closes the call.
+            try:
+                if self.watch is not None:
+                    self.watch.fail_with(error)
+                raise
+            finally:
+                self._close()
+        self._close()
+        return found
+
+    def _watch(self, connections: Connections) -> Watch:
+        ticket = self.ticket
+        watch = self.watch = ticket.watch = Watch(
+            self.session, connections, ticket.number, DIGEST, timeout=self.timeout, what=self.what
+        )
+        watch.status = lambda: f"on rank {connections.rank}: its own part is sent"
+        calls = connections.existing(InFlight)
+        if calls is not None:
+            try:
+                calls.check()
+            except LiveError as error:
+                # An earlier call failed on a GPU after it had returned.
+                watch.fail(Cause.of(error, connections.rank).of_earlier_call())
+        return watch
+
+    def _send(self, watch: Watch, data: bytes) -> None:
+        """Put this rank's bytes into a buffer, and send it to the others."""
+        frame = _LENGTH.pack(len(data)) + data
+        buffer = watch.connections.buffers.take(len(frame))
+        self._buffers.append(buffer)
+        ctypes.memmove(buffer.address, frame, len(frame))
+        hello = watch.hello(eager=1, buffer=buffer.number)
+        for peer in watch.connections.peers:
+            watch.mailbox.send(peer, hello, buffer.fd_for(peer))
+
+    def _receive(self, watch: Watch, data: bytes) -> dict[int, bytes]:
+        """Wait for the Hellos of all ranks, and read what came with them."""
+        peers, hellos = watch.connections.peers, watch.inbox.hellos
+
+        def missing() -> list[int]:
+            self._check_calls(watch)
+            return [peer for peer in peers if peer not in hellos]
+
+        watch.wait(missing, lambda peer: "its part")
+        return {
+            rank: self._read(watch, rank) if rank in peers else data for rank in self.session.ranks
+        }
+
+    def _check_calls(self, watch: Watch) -> None:
+        """Fail if a rank is in a move, or in a call with a tag."""
+        expected = watch.digest, watch.grad, watch.tag_code
+        others = [peer for peer, one in tuple(watch.inbox.hellos.items()) if one[1:4] != expected]
+        if others:
+            one = len(others) == 1
+            watch.fail(Cause("disagree", (
+                f"{'rank' if one else 'ranks'} {format_ranks(sorted(others))} "
+                f"{'is' if one else 'are'} in a move and rank {watch.connections.rank} is not: "
+                "make the same calls in the same order on all ranks"
+            )))  # fmt: skip
+
+    def _read(self, watch: Watch, peer: int) -> bytes:
+        """Copy the bytes of a peer, which may be broken."""
+        begin = _LENGTH.size
+        if (peer, 0) not in watch.inbox.ready:
+            raise LiveError(f"rank {peer} sends no bytes: it is broken, or runs another version")
+        address = watch.inbox.address_of(peer, 0, begin)
+        (size,) = _LENGTH.unpack(ctypes.string_at(address, begin))
+        if size > self.limit:
+            raise LiveError(f"rank {peer} sends {size} bytes: at most {self.limit} work")
+        return ctypes.string_at(watch.inbox.address_of(peer, 0, begin + size) + begin, size)
+
+    def _close(self) -> None:
+        """End the call; may be repeated, as an exception may come between any two bytecodes."""
+        watch = self.watch
+        while self._buffers:
+            buffer = self._buffers[-1]
+            if self._ok and watch is not None:
+                # The bytes stay until the next Hellos say that they were read.
+                buffer.loans |= dict.fromkeys(watch.connections.peers, watch.call)
+            self._buffers.pop()
+            if watch is not None:
+                keep = watch.connections.buffers
+                (keep.give_back if self._ok else keep.retire)(buffer)
+        if watch is None:
+            self.session.close_call(self.ticket.number)
+        else:
+            watch.close()
+        self.ticket.finish()
