@@ -11,25 +11,9 @@ import pytest
 
 import reshard as rs
 from reshard.show.page import render
-from tests.show.browser import Browser, Tab, find_chromium
+from tests.show.browser import Browser, Tab
 from tests.show.test_plan_text import model_plan, side
 from tests.soak import within
-
-CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None,
-    reason="no Chromium on PATH: install it (Debian: apt-get install chromium) or set "
-    "RESHARD_CHROMIUM to run the tests of the page in a browser",
-)
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Browser]:
-    """One browser for all tests of this file."""
-    assert CHROMIUM is not None
-    running = Browser(CHROMIUM)
-    yield running
-    running.close()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
     show plan inspect convert bench index  the commands of these names
     compare      ``verify`` and ``diff``
+    explore/     the page of a plan with fields, in a browser
     demo         plan, simulate, run and convert a model; ``demo_live`` starts its ranks
     options      options that several commands take
     parsing      shapes, meshes, layouts and models from text
@@ -24,6 +25,7 @@ from collections.abc import Sequence
 import click
 
 from reshard.cli import bench, compare, convert, demo, index, inspect, plan, show
+from reshard.cli.explore import command as explorer
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 
@@ -61,7 +63,7 @@ def cli(context: click.Context, version: bool, verbose: bool) -> None:
 
 
 for _command in (
-    *(show.show, plan.plan, inspect.inspect, convert.convert),
+    *(show.show, plan.plan, explorer.explore, inspect.inspect, convert.convert),
     *(compare.verify, compare.diff, index.index, demo.demo, bench.bench),
 ):
     cli.add_command(_command)

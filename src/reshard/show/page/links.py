@@ -57,9 +57,7 @@ def links_of(
     flows = [flow for flow in plan.flows if flow.stack is stack]
     if not ends.matrix.num_bytes.size:
         entries: list[list[int]] = [[] for _ in pairs]
-    elif (
-        _num_rows(flows) <= MAX_ROWS and _num_cells(flows) * (len(have) + len(want)) <= MAX_COMPARED
-    ):
+    elif _are_few(flows, len(have) + len(want)):
         entries = _exact(plan, flows, sides, pairs, ends)
     else:
         entries = [_possible(plan, have[h].ranks, want[w].ranks, ends) for h, w in pairs.tolist()]
@@ -109,16 +107,16 @@ def _shared(feed: Feed, have: _Boxes, want: _Boxes) -> Mask:
     return found
 
 
-def _num_rows(flows: Sequence[Flow]) -> int:
-    """How many rows there are at most, without listing them."""
-    return sum(
+def _are_few(flows: Sequence[Flow], num_rects: int) -> bool:
+    """Whether all rows of some flows can be compared with so many rectangles."""
+    num_cells = sum(flow.geometry.num_cells() for flow in flows)
+    if num_cells * num_rects > MAX_COMPARED:  # before they are listed
+        return False
+    rows = sum(
         int(flow.geometry.wanting.counts[flow.parts().line].sum()) * flow.geometry.num_addends
         for flow in flows
     )
-
-
-def _num_cells(flows: Sequence[Flow]) -> int:
-    return sum(len(flow.parts().cells.size) for flow in flows)
+    return rows <= MAX_ROWS
 
 
 def _exact(
