@@ -7,9 +7,10 @@ ARGS   ?=
 BIN   := .venv/bin
 PY    := $(BIN)/python
 READY := .venv/.ready
+DOCS  := .venv/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign versions check docs-check screenshots fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign versions check docs docs-check screenshots fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -47,6 +48,15 @@ check: $(READY) ## style, types and layers
 	$(PY) -m mypy
 	$(PY) -m pyright
 	$(BIN)/lint-imports --no-logo
+
+docs: $(DOCS) ## build the site into docs/_build; warnings and broken links are errors
+	$(PY) -m sphinx -W --keep-going -q docs docs/_build/html
+	@echo "see docs/_build/html/index.html"
+
+# Beside the tools of the tests: sphinx and its themes are only for the site.
+$(DOCS): $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[torch,docs]'
+	@touch $@
 
 docs-check: $(READY) ## run every snippet of README.md and docs/
 	$(PY) -m pytest tests/docs $(ARGS)

@@ -16,20 +16,22 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-import torch
+from reshard.errors import ArgumentError, needing_torch
 
-from reshard import nn, sharded
-from reshard.errors import ArgumentError
-from reshard.sharded.groups import Group, check_members
-from reshard.sharded.metadata import (
-    Placement,
-    ShardMetadata,
-    TensorProperties,
-    check_disjoint,
-    check_tensor,
-)
-from reshard.sharded.specs.base import layout_of_shards
-from reshard.sharded.tensor import ShardedTensor
+with needing_torch("reshard.compat"):
+    import torch
+
+    from reshard import nn, sharded
+    from reshard.sharded.groups import Group, check_members
+    from reshard.sharded.metadata import (
+        Placement,
+        ShardMetadata,
+        TensorProperties,
+        check_disjoint,
+        check_tensor,
+    )
+    from reshard.sharded.specs.base import layout_of_shards
+    from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["MODULES"]
 

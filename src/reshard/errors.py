@@ -84,7 +84,7 @@ def needing_torch(what: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        advice = "it is not installed; try pip install 'reshard[torch]'"
+        advice = "it is not installed; try pip install torch"
         raise ModuleNotFoundError(f"{what} needs torch: {advice}", name="torch") from None
 
 

@@ -386,7 +386,7 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     text = printed(capsys, DEMO)
     assert "Proven in" in text
     assert text.count("all arrays equal the tensors sharded by the destination layout") == 2
-    assert "Not run live: torch is not installed; try pip install 'reshard[torch]'" in text
+    assert "Not run live: torch is not installed; try pip install torch" in text
     assert "NOT" not in text
     assert "before  ckpt-tp4: sharded-safetensors" in text
     assert "verified: same values" in text

@@ -4,20 +4,37 @@ The blocks of one file run in order, in one namespace and one folder. A comment 
 a fence changes that: `<!-- not run: needs two GPUs -->`, or `<!-- exit: 2 -->` for its commands.
 """
 
+import contextlib
 import doctest
+import io
 import os
 import re
+import shlex
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
+
+from reshard.cli import run
 
 ROOT = Path(__file__).parents[2]
+PAGES = [
+    path
+    for path in sorted(ROOT.glob("docs/**/*.md"))
+    if "_build" not in path.relative_to(ROOT).parts
+]
+DOCUMENTS = [ROOT / "README.md", *PAGES]
+SHELL = re.compile(r"[|;<>&$`]")
 FENCE = re.compile(
     r"(?:^ *<!-- (?P<note>[^\n]*?) -->\n+)?"
     r"^(?P<indent> *)```(?P<lang>python|console|sh)\n(?P<body>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
 
 
 def run_file(path: Path, folder: Path) -> None:
@@ -59,16 +76,33 @@ def run_commands(body: str, where: str, folder: Path, exit_code: int) -> None:
     pairs = commands(body)
     if not pairs or pairs[0][0].split()[0] != "reshard":
         return
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
     for command, want in pairs:
-        bash = ["bash", "-c", f"exec 2>&1; {command}"]
-        done = subprocess.run(bash, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
-        shown = f"{where}: $ {command}\n{done.stdout}"
-        assert done.returncode == exit_code, f"{shown}exit {done.returncode}, not {exit_code}"
-        texts = (_trim(want), _trim(done.stdout))
+        code, output = run_command(command, folder)
+        shown = f"{where}: $ {command}\n{output}"
+        assert code == exit_code, f"{shown}exit {code}, not {exit_code}"
+        texts = (_trim(want), _trim(output))
         if want.strip() and not doctest.OutputChecker().check_output(*texts, doctest.ELLIPSIS):
             raise AssertionError(f"{shown}\nis not what the document shows:\n{want}")
+
+
+def run_command(command: str, folder: Path) -> tuple[int, str]:
+    """The exit code and the output of a command; in this process unless it needs a shell."""
+    settings = {"COLUMNS": "100", "NO_COLOR": "1", "TERM": "dumb"}
+    if not SHELL.search(command):
+        words = shlex.split(command.replace("\\\n", " "))[1:]
+        both = io.StringIO()
+        with (
+            mock.patch.dict(os.environ, settings),
+            contextlib.chdir(folder),
+            contextlib.redirect_stdout(both),
+            contextlib.redirect_stderr(both),
+        ):
+            return run(words), both.getvalue()
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    bash = ["bash", "-c", f"exec 2>&1; {command}"]
+    env = os.environ | settings | {"PATH": path}
+    done = subprocess.run(bash, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout
 
 
 def _trim(output: str) -> str:

@@ -4,22 +4,19 @@ import contextlib
 import re
 import tempfile
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from tests.docs.snippets import FENCE, ROOT
+from tests.docs.snippets import DOCUMENTS, FENCE, name_of
 from tests.ranks.outcome import RankError
-from tests.ranks.pool import fresh_ranks
+from tests.ranks.pool import Ranks, fresh_ranks
 
 ON_RANKS = re.compile(r"not run: on (\d+) ranks")
-DOCUMENTS = [
-    path
-    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-    if ON_RANKS.search(path.read_text())
-]
+ON_RANKS_PAGES = [path for path in DOCUMENTS if ON_RANKS.search(path.read_text())]
 
 
 def blocks_of(path: Path) -> tuple[int, list[str]]:
@@ -45,14 +42,27 @@ def run_blocks(rank: int, name: str, blocks: list[str]) -> None:
             exec(compile(block, name, "exec"), namespace)
 
 
-@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
-def test_document_on_ranks(path: Path) -> None:
+@pytest.fixture(scope="module")
+def ranks_of() -> Iterator[Callable[[int], Ranks]]:
+    """Ranks that the documents share, by number; a document that fails leaves new ones behind."""
+    with contextlib.ExitStack() as stack:
+        started: dict[int, Ranks] = {}
+
+        def get(size: int) -> Ranks:
+            if size not in started or not started[size].usable:
+                started[size] = stack.enter_context(fresh_ranks(size))
+            return started[size]
+
+        yield get
+
+
+@pytest.mark.parametrize("path", ON_RANKS_PAGES, ids=name_of)
+def test_document_on_ranks(path: Path, ranks_of: Callable[[int], Ranks]) -> None:
     size, blocks = blocks_of(path)
-    with fresh_ranks(size) as ranks:
-        ranks.run(run_blocks, path.name, blocks)
+    ranks_of(size).run(run_blocks, path.name, blocks)
 
 
 def test_there_are_documents_and_wrong_ones_are_noticed() -> None:
-    assert "live.md" in [path.name for path in DOCUMENTS]
+    assert "live.md" in [path.name for path in ON_RANKS_PAGES]
     with fresh_ranks(1) as ranks, pytest.raises(RankError, match=r"wrong\.md.*line 3"):
         ranks.run(run_blocks, "wrong.md", ["\n\nassert False"])

@@ -349,6 +349,6 @@ for use in uses:
 def test_what_needs_torch_says_so_in_one_line() -> None:
     words = [sys.executable, "-c", WITHOUT_TORCH]
     said = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    advice = "needs torch: it is not installed; try pip install 'reshard[torch]'"
+    advice = "needs torch: it is not installed; try pip install torch"
     names = ["reshard.move", "reshard.exchange", "reshard.checkpoint.load", "running a plan"]
     assert said == [f"{name} {advice}" for name in [*names, "reshard.sharded", "reshard.nn"]]

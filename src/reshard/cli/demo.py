@@ -240,7 +240,7 @@ def _run_live(plan: Plan, given: Arrays, expected: Arrays, trace: str | None) ->
     from reshard.show.run_report import RunReport
 
     if find_spec("torch") is None:
-        return NotRun("torch is not installed; try pip install 'reshard[torch]'", holds=True)
+        return NotRun("torch is not installed; try pip install torch", holds=True)
     try:
         ran = move_live(plan, given, expected)
     except LiveError as error:

@@ -395,9 +395,11 @@ class ShardingPlan:
 class ShardingPlanner(ABC):
     """Builds the plan for a module.
 
-    class Rows(ShardingPlanner):
-        def build_plan(self, module):
-            return ShardingPlan({name: self.rows for name, _ in module.named_parameters()})
+        class Rows(ShardingPlanner):
+            def build_plan(self, module):
+                return ShardingPlan({name: self.rows for name, _ in module.named_parameters()})
+
+    All ranks build the same plan; `shard_module` compares them.
     """
 
     @abstractmethod

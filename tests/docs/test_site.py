@@ -1,0 +1,107 @@
+"""The site without Sphinx: order, links, names, pictures and what the pages say of the code."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from tests.docs.snippets import DOCUMENTS, PAGES, ROOT, name_of
+
+LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)")
+CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
+PUBLIC = ("reshard", "reshard.checkpoint", "reshard.nn", "reshard.sharded")
+
+
+def module_at(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def anchors(path: Path) -> set[str]:
+    """The headings of a page as links name them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", CODE.sub(_kept, path.read_text()), re.MULTILINE):
+        words = re.sub(r"[^\w\- ]", "", heading.replace("`", "").lower())
+        found.add(words.replace(" ", "-"))
+    return found
+
+
+def _kept(found: re.Match[str]) -> str:
+    return "" if "```" in found[0] else found[0]
+
+
+def test_the_contents_are_in_order_and_complete() -> None:
+    text = (ROOT / "docs/index.md").read_text()
+    listed = [
+        name
+        for block in re.findall(r"```{toctree}\n(.*?)```", text, re.DOTALL)
+        for name in block.split("\n\n", 1)[1].split()
+    ]
+    pages = [str(path.relative_to(ROOT / "docs").with_suffix("")) for path in PAGES]
+    assert sorted(listed) == sorted(set(pages) - {"index"})
+    assert listed[0] == "quickstart"
+    assert listed.index("how-to/convert") < listed.index("notation") < listed.index("cli")
+
+
+@pytest.mark.parametrize("path", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=name_of)
+def test_links_lead_somewhere(path: Path) -> None:
+    wrong = []
+    for link in LINK.findall(CODE.sub("", path.read_text())):
+        name, _, anchor = link.partition("#")
+        if ":" in name:
+            continue
+        target = path if not name else (path.parent / name).resolve()
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_every_public_name_is_in_the_reference(name: str) -> None:
+    page = (ROOT / f"docs/api/{name.rpartition('.')[2]}.md").read_text()
+    shown = set(re.findall(r"\w+", page))
+    missing = set(importlib.import_module(name).__all__) - shown
+    assert not missing
+
+
+def test_guarantees_name_tests_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs/guarantees.md").read_text())
+    assert len(named) > 20
+    missing = [
+        (file, test)
+        for file, test in named
+        if f"def {test}(" not in (ROOT / "tests" / file).read_text()
+    ]
+    assert not missing
+
+
+def test_pictures_are_what_the_library_draws() -> None:
+    pictures = module_at(ROOT / "docs/pictures.py")
+    for name, make in pictures.PICTURES.items():
+        shown = (ROOT / "docs/pictures" / name).read_text()
+        assert shown == make(), f"{name} is out of date: run python docs/pictures.py"
+
+
+def test_the_generated_parts_can_be_made() -> None:
+    generated = module_at(ROOT / "docs/generated.py")
+    text = generated.commands()
+    assert "## reshard plan" in text
+    assert "--from-fsdp" in text
+    source = ["[a](../benchmarks/reports/move.md)\n\n<!-- made of: reports -->\n"]
+    generated.fill(None, "page", source)
+    assert source[0].startswith("[a](#report-move)")
+    assert "(report-move)=\n## Live moves" in source[0]
+    for path in PAGES:
+        for kind, words in generated.MARKER.findall(path.read_text()):
+            assert kind in generated.MAKERS, (path, words)
