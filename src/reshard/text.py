@@ -1,17 +1,23 @@
-"""Text for people: sizes, quoted names, counts, lists cut short, aligned columns."""
+"""Text for people: sizes, quoted names, counts, lists cut short, aligned columns, the log."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Collection, Sequence
 
 from reshard.errors import SizeError
 
 __all__ = [
-    "align", "and_more", "count", "format_bytes", "name_list", "parse_bytes", "quoted", "shorten",
+    "align", "and_more", "count", "format_bytes", "log", "name_list", "parse_bytes", "quoted",
+    "shorten",
 ]  # fmt: skip
 
 MAX_QUOTED = 160
+
+log = logging.getLogger("reshard")
+"""What effects did: files that were written, ranks that connected. Silent without a handler."""
+log.addHandler(logging.NullHandler())
 
 _UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgtpe", start=1):

@@ -7,6 +7,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -262,7 +263,7 @@ WRONG = [
     # layouts
     (show("dp -", "tp=2"), 'names axis "dp" and mesh tp=2 has tp'),
     (show("tp tp", "tp=2"), 'axis "tp" appears twice'),
-    (show("tp", "tp=2"), "has 1 words and shape (8, 8) has 2 dims"),
+    (show("tp", "tp=2"), "has 1 word and shape (8, 8) has 2 dims"),
     (show("tp[3,4] -", "tp=2"), '"tp[3,4]" add up to 7 and the dim it cuts has 8'),
     (show("tp[3,4,1] -", "tp=2"), "gives 3 sizes and mesh tp=2"),
     (show("tp{3,4} -", "tp=2"), '"tp{3,4}" add up to 7'),
@@ -380,7 +381,9 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 DEMO = ["demo", "--model", "llama-3.2-1b"]
 
 
-def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_demo(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without its processes, which tests/examples starts."""
     monkeypatch.setattr(demo, "find_spec", lambda name: None)
     text = printed(capsys, DEMO)
@@ -390,7 +393,21 @@ def test_demo(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     assert "NOT" not in text
     assert "before  ckpt-tp4: sharded-safetensors" in text
     assert "verified: same values" in text
+    rows = [line for line in text.splitlines() if len(re.findall(r"\S  +(?=\S)", line)) > 1]
+    assert [row for row in rows if len(row) > 80] == []
+    before, _, after = text.partition("mlp.gate_proj.weight after:")
+    assert "(tp dp) - on mesh dp=2 tp=4" in before
+    assert "tp - on mesh dp=2 tp=2 @ 8-11" in after
+    *_, commands = text.partition("Try next:\n")
+    monkeypatch.chdir(tmp_path)
+    tried = [shlex.split(line) for line in commands.replace("\\\n", "").splitlines()]
+    assert [words[:2] for words in tried] == [["reshard", n] for n in ("plan", "show", "convert")]
+    assert [run(words[1:]) for words in tried[:2]] == [0, 0]
+    assert (tmp_path / "plan.html").exists()
+    assert run([*tried[2][1:], "--help"]) == 0
+    capsys.readouterr()
     data = json.loads(printed(capsys, [*DEMO, "--no-live", "--json"]))
+    assert data["schema"] == "reshard.demo/1"
     assert data["holds"] is True
     assert data["files"]["equal"] is True
     assert data["files"]["amplification"] < 1.001

@@ -26,6 +26,7 @@ import click
 
 from reshard.cli import bench, compare, convert, demo, index, inspect, plan, show
 from reshard.cli.explore import command as explorer
+from reshard.cli.options import add_manners
 from reshard.cli.output import UNSUPPORTED, tolerant
 from reshard.errors import ReshardError, UnsupportedError
 
@@ -39,6 +40,8 @@ COMPLETION = "_RESHARD_COMPLETE"
 """The variable through which a shell asks for completion, as click has it."""
 MOST_SAID = 300
 
+_OPTIONS = re.compile(r"(?<![\w-])(memory)=")
+"""Arguments of Python functions that are options here."""
 _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
 
 
@@ -48,12 +51,9 @@ _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
     invoke_without_command=True,
 )
 @click.option("--version", is_flag=True, help="Print the version and leave.")
-@click.option("-v", "--verbose", is_flag=True, help="Show the code behind an error.")
 @click.pass_context
-def cli(context: click.Context, version: bool, verbose: bool) -> None:
+def cli(context: click.Context, version: bool) -> None:
     """Plan, inspect and convert sharded tensors and checkpoints."""
-    if verbose:
-        os.environ[TRACEBACK] = "1"
     if version:
         import reshard
 
@@ -66,7 +66,9 @@ for _command in (
     *(show.show, plan.plan, explorer.explore, inspect.inspect, convert.convert),
     *(compare.verify, compare.diff, index.index, demo.demo, bench.bench),
 ):
+    add_manners(_command)
     cli.add_command(_command)
+add_manners(cli)
 
 
 def main() -> None:
@@ -96,8 +98,9 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _invoke(arguments: list[str]) -> int:
+    said: dict[str, bool] = {}
     try:
-        with cli.make_context("reshard", arguments) as context:
+        with cli.make_context("reshard", arguments, obj=said) as context:
             result = cli.invoke(context)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0
@@ -108,7 +111,7 @@ def _invoke(arguments: list[str]) -> int:
     except UnsupportedError as error:
         return _complain(str(error), UNSUPPORTED)
     except ReshardError as error:
-        _trace(error)
+        _trace(error, said)
         return _complain(str(error))
     except click.Abort:
         raise
@@ -116,19 +119,19 @@ def _invoke(arguments: list[str]) -> int:
         where = f"{error.filename}: " if error.filename else ""
         return _complain(f"{where}{error.strerror or error}")
     except Exception as error:
-        return _complain(_ours(error))
+        return _complain(_ours(error, said))
 
 
-def _ours(error: Exception) -> str:
+def _ours(error: Exception, said: dict[str, bool]) -> str:
     """The message for an internal error."""
-    _trace(error)
+    _trace(error, said)
     what = f"{type(error).__name__}: {str(error)[:MOST_SAID]}"
     return f"internal error: {what}; please report it, with what {TRACEBACK}=1 shows"
 
 
-def _trace(error: Exception) -> None:
+def _trace(error: Exception, said: dict[str, bool]) -> None:
     """Print the traceback of an error if -v or the environment asks for it."""
-    if os.environ.get(TRACEBACK):
+    if said.get("verbose") or os.environ.get(TRACEBACK):
         import traceback
 
         traceback.print_exception(error)
@@ -141,7 +144,7 @@ def _protect(argument: str) -> str:
 
 def _complain(message: str, code: int = BAD_INPUT) -> int:
     """Print an error as one line of printable characters; the exit code."""
-    line = " ".join(message.split()).replace("raise memory=", "raise --memory")
+    line = _OPTIONS.sub(r"--\1", " ".join(message.split()))
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     print(f"reshard: {line}", file=sys.stderr)
     return code

@@ -72,11 +72,8 @@ UNFINISHED = 3
 @click.option(
     "--timeout", default=600.0, show_default=True, help="Seconds to wait for other ranks."
 )
-@click.option("-q", "--quiet", is_flag=True, help="No progress bar.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def convert(
-    src: str, dst: str, ranks: bool, timeout: float, quiet: bool, as_json: bool, **words: Any
-) -> int:
+def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **words: Any) -> int:
     """Write a checkpoint for another mesh, or in another format.
 
     \b
@@ -92,7 +89,7 @@ def convert(
 
     team = team_of(timeout=timeout) if ranks else Team()
     try:
-        return _convert(src, dst, team, quiet, as_json, words)
+        return _convert(src, dst, team, as_json, words)
     except UnfinishedError as error:
         return _unfinished(error, team)
     except KeyboardInterrupt:
@@ -100,15 +97,13 @@ def convert(
         raise
 
 
-def _convert(
-    src: str, dst: str, team: Team, quiet: bool, as_json: bool, words: dict[str, Any]
-) -> int:
+def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any]) -> int:
     from reshard.checkpoint.conversion.stages import convert as run
     from reshard.cli.output import byte_meter, print_json
     from reshard.planning.names.tables import read_names
 
     names = words.pop("names")
-    with byte_meter("convert", quiet=quiet or not team.leads) as progress:
+    with byte_meter("convert", quiet=not team.leads) as progress:
         report = run(
             src,
             dst,
@@ -123,7 +118,7 @@ def _convert(
             **words,
         )
     if team.leads:
-        print_json(report.to_dict()) if as_json else print(report)
+        print_json("convert", report.to_dict()) if as_json else print(report)
     return 0
 
 

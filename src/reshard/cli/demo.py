@@ -2,10 +2,11 @@
 
 A trainer holds Llama-3-8B by FSDP over tensor parallelism on eight ranks; two serving replicas of
 two ranks each want it. The plan and its proof are for the whole model at its real size. The
-simulation moves numpy arrays: one decoder layer at full size, then all tensors at an eighth of
-their size in each dim, and compares every byte, message and peak with what the plan states. The
-second move then runs live, on twelve processes of this machine, and must give the same bits. Last,
-a small checkpoint on disk is converted from four shards to two, and must hold the same values.
+simulation moves numpy arrays: one decoder layer at half of its size in each dim, then all tensors
+at an eighth, and compares every byte, message and peak with what the plan states. The second move
+then runs live, on twelve processes of this machine, and must give the same bits. Then a small
+checkpoint on disk is converted from four shards to two, and must hold the same values. Last, a
+picture of what was moved, and commands to try next.
 """
 
 from __future__ import annotations
@@ -35,8 +36,19 @@ __all__ = ["demo"]
 
 MODELS = ("llama-3-8b", "llama-3.2-1b")
 HAVE, FSDP, WANT, REPLICAS = "dp=2 tp=4", "dp", "dp=2 tp=2 @ 8-11", "dp"
-SMALLER = 8
-"""The second simulation divides every dim by this."""
+SMALLER = (2, 8)
+"""The simulations divide every dim by these: of one decoder layer, and of the whole model."""
+SHOWN = "model.layers.0.mlp.gate_proj.weight"
+"""The tensor of the picture at the end."""
+NEXT = (
+    (
+        f'reshard plan --model {{model}} --from "{HAVE}" --from-fsdp {FSDP} \\\n'
+        f'      --to "{WANT}" --replicate {REPLICAS} --html plan.html'
+    ),
+    f'reshard show --model {{model}} --mesh "tp=4" {SHOWN}',
+    "reshard convert CHECKPOINT OUT --mesh tp=2 --dry-run",
+)
+"""Commands that a reader can try next: a page of this plan, a layout, a checkpoint of their own."""
 FILES_MODEL, FILES_HAVE, FILES_WANT = "llama-3.2-1b", "tp=4", "tp=2"
 FILES_SMALLER = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "num_hidden_layers": 4}
 """By how much the model that is written to files is smaller than the real one."""
@@ -110,44 +122,51 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
     """Plan, prove, simulate and run a move of a real model; convert a small checkpoint.
 
     From a trainer (FSDP over tensor parallelism, eight ranks) to two serving replicas. Takes less
-    than a minute and 4 GiB. The live part starts twelve processes on this machine, and ends them.
+    than 40 seconds and 2 GiB. The live part starts twelve processes on this machine, and ends them.
     The checkpoint is made in a temporary folder, and removed.
     """
-    from reshard.cli.output import print_json
+    from reshard.cli.output import fitted, print_json, working
     from reshard.rules.models import preset
 
     def say(text: str) -> None:
         if not as_json:
             print(text, flush=True)
 
-    move = _plan(preset(model), None)
+    with working("planning"):
+        move = _plan(preset(model), None)
     say(
         f"A trainer holds {model} on mesh {HAVE}, tensors sharded by tp and each shard by {FSDP}.\n"
-        f"Two serving replicas want it on mesh {WANT}.\n\n{move}\n"
+        f"Two serving replicas want it on mesh {WANT}.\n\n{fitted(str(move))}\n"
     )
     start = time.perf_counter()
-    move.check()
+    with working("proving"):
+        move.check()
     say(
         f"Proven in {time.perf_counter() - start:.1f} s: every element of all {len(move.want)} "
         "tensors is written exactly once on every rank that wants it, by a rank that holds it.\n"
     )
     results = []
     for what, small in _simulated_moves(move, model):
-        result, given, arrived = _simulate(what, small)
+        with working(f"simulating {what}"):
+            result, given, arrived = _simulate(what, small)
         results.append(result)
         say(_simulated_text(result))
-    ran = _run_live(small, given, arrived, trace) if live else None
+    with working("starting twelve processes, and moving between them"):
+        ran = _run_live(small, given, arrived, trace) if live else None
     if ran is not None:
         say(_live_text(results[-1].what, ran))
-    files = _convert_files()
+    with working("converting a checkpoint"):
+        files = _convert_files()
     say(_files_text(files))
+    say(_picture(move))
+    say("\n  ".join(["Try next:", *(line.format(model=model) for line in NEXT)]))
     moved = all(result.holds for result in results) and (ran is None or ran.holds)
     holds = moved and files.holds
     if as_json:
         figures = {"digest": move.digest, "summary": move.summary().to_dict(), "holds": holds}
         simulated = [asdict(result) for result in results]
         ended = {"live": ran and ran.to_dict(), "files": asdict(files)}
-        print_json({**figures, "simulated": simulated, **ended})
+        print_json("demo", {**figures, "simulated": simulated, **ended})
     return 0 if holds else 1
 
 
@@ -166,13 +185,30 @@ def _simulated_moves(move: Plan, model: str) -> Iterator[tuple[str, Plan]]:
     from reshard.planning.plans import plan
     from reshard.rules.models import preset
 
-    layer = [name for name in move.want if ".layers.0." in name]
-    have, want = ({name: side[name] for name in layer} for side in (move.have, move.want))
-    yield "decoder layer 0 at full size", plan(have, want)
     sizes = ("hidden_size", "intermediate_size", "vocab_size")
-    config = {key: n // SMALLER if key in sizes else n for key, n in preset(model).items()}
-    small = _plan(config, move.memory // SMALLER**2)
-    yield f"the whole model, every dim divided by {SMALLER}", small
+    for smaller, what in zip(SMALLER, ("decoder layer 0", "the whole model"), strict=True):
+        config = {key: n // smaller if key in sizes else n for key, n in preset(model).items()}
+        small = _plan(config, move.memory // smaller**2)
+        if what != "the whole model":
+            layer = [name for name in small.want if ".layers.0." in name]
+            have, want = ({name: side[name] for name in layer} for side in (small.have, small.want))
+            small = plan(have, want, memory=small.memory)
+        yield f"{what}, every dim divided by {smaller}", small
+
+
+def _picture(move: Plan) -> str:
+    """One tensor of the move, before and after."""
+    from reshard.cli.output import terminal_width, wants_boxes
+    from reshard.show.ink import plain
+    from reshard.show.terminal import draw
+
+    parts = []
+    for when, side in (("before", move.have), ("after", move.want)):
+        spec = side[SHOWN]
+        lines = draw(spec.layout, spec.shape, width=terminal_width(), unicode=wants_boxes())
+        picture = plain(lines).partition("\nranks ")[0]
+        parts.append(f"{SHOWN} {when}:\n{picture}")
+    return "\n".join(parts)
 
 
 def _simulate(what: str, move: Plan) -> tuple[Simulated, Arrays, Arrays]:

@@ -25,4 +25,4 @@ def index(path: str, out: str, as_json: bool) -> None:
     from reshard.index import build
 
     report = build(path, out)
-    print_json(report.to_dict()) if as_json else print(report)
+    print_json("index", report.to_dict()) if as_json else print(report)

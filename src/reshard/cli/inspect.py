@@ -38,15 +38,12 @@ def inspect(
     reshard inspect shards --rules llama --mesh "tp=4"
     """
     from reshard.checkpoint.inspection import inspect as look
+    from reshard.cli.output import code_of, fitted, print_json
 
     [given] = with_replicas(replicate, [(rules, mesh)])
     report = look(path, given, mesh)
     if as_json:
-        from reshard.cli.output import print_json
-
-        print_json(report.to_dict())
+        print_json("inspect", report.to_dict())
     else:
-        print(report.tree() if tree else report)
-    from reshard.cli.output import code_of
-
+        print(report.tree() if tree else fitted(str(report)))
     return code_of(report.ok, is_unsupported=not report.damage)

@@ -10,7 +10,10 @@ import click
 if TYPE_CHECKING:
     from reshard.rules import Rules
 
-__all__ = ["MODELS", "REPLICATE", "RULES", "compare_and_report", "with_options", "with_replicas"]
+__all__ = [
+    "MODELS", "REPLICATE", "RULES", "add_manners", "compare_and_report", "with_options",
+    "with_replicas",
+]  # fmt: skip
 
 REPLICATE = "An axis of the mesh along which the rules replicate everything, on purpose."
 
@@ -27,6 +30,36 @@ def RULES(_: Any, __: Any, typed: str) -> list[str]:  # noqa: N802
     from reshard.rules import Rules
 
     return [name for name in Rules.families() if name.startswith(typed)]
+
+
+def add_manners(command: click.Command) -> None:
+    """Add -q and -v to a command; both may also stand before its name."""
+    texts = (
+        ("quiet", "No progress bar, no line about written files."),
+        ("verbose", "Show log messages, and the code behind an error."),
+    )
+    for name, text in texts:
+        words = [f"-{name[0]}", f"--{name}"]
+        option = click.Option(
+            words, is_flag=True, expose_value=False, callback=_remember, help=text
+        )
+        command.params.append(option)
+
+
+def _remember(context: click.Context, option: click.Parameter, value: bool) -> None:
+    """Keep a flag for all of the command, whichever side of its name it stands on."""
+    said = context.ensure_object(dict)
+    if value and option.name == "verbose" and not said.get("verbose"):
+        import logging
+
+        from reshard.text import log
+
+        handler = logging.StreamHandler()
+        log.addHandler(handler)
+        log.setLevel(logging.DEBUG)
+        context.call_on_close(lambda: log.setLevel(logging.NOTSET))
+        context.call_on_close(lambda: log.removeHandler(handler))
+    said[option.name] = value or said.get(option.name, False)
 
 
 class _Report(Protocol):
@@ -49,7 +82,6 @@ _OPTIONS = (
     click.option("--b-rules", help="Rules of the per-rank files of B.", shell_complete=RULES),
     click.option("--b-mesh", help="The mesh of the per-rank files of B."),
     click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE),
-    click.option("-q", "--quiet", is_flag=True, help="No progress bar."),
     click.option("--json", "as_json", is_flag=True, help="Print JSON."),
 )
 
@@ -84,10 +116,10 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
     from reshard.cli.output import byte_meter, print_json
 
     given = dict(words)
-    quiet, as_json = given.pop("quiet"), given.pop("as_json")
+    as_json = given.pop("as_json")
     sides = [(given["rules"], given["mesh"]), (given["b_rules"], given["b_mesh"])]
     given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
-    with byte_meter(verb, quiet=quiet) as progress:
+    with byte_meter(verb) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(report.to_dict()) if as_json else print(report)
+    print_json(verb, report.to_dict()) if as_json else print(report)
     return report

@@ -1,15 +1,19 @@
-"""Standard output and standard error: JSON, coloured lines, progress bars, readers that leave."""
+"""Standard output and standard error: JSON, coloured lines, tables that fit, progress bars."""
 
 from __future__ import annotations
 
 import io
 import json
 import os
+import re
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TextIO
+
+import click
 
 if TYPE_CHECKING:
     from reshard.show.ink import Line
@@ -18,13 +22,22 @@ __all__ = [
     "UNSUPPORTED",
     "byte_meter",
     "code_of",
+    "fitted",
+    "is_quiet",
     "print_json",
     "print_lines",
+    "say_written",
     "terminal_width",
     "tolerant",
     "wants_boxes",
+    "working",
 ]
 
+
+MIN_NAME = 36
+"""Names of tensors are not made shorter than this, but get lines of their own."""
+_HEADER = re.compile(r"\s*(?:round +)?(?P<column>tensor +)(?=shape|box|from)")
+"""The first row of a table of tensors, and the column with their names."""
 
 UNSUPPORTED = 4
 """The exit code for a checkpoint of a kind that is not supported."""
@@ -35,9 +48,58 @@ def code_of(ok: bool, is_unsupported: bool) -> int:
     return 0 if ok else UNSUPPORTED if is_unsupported else 1
 
 
-def print_json(data: Any) -> None:
-    """Print plain data as JSON."""
-    print(json.dumps(data, indent=2))
+def is_quiet() -> bool:
+    """Whether -q was given, before or after the name of the command."""
+    context = click.get_current_context(silent=True)
+    return context is not None and bool((context.obj or {}).get("quiet"))
+
+
+def say_written(path: str) -> None:
+    """Say which file was written, on standard error."""
+    if not is_quiet():
+        print(f"wrote {path}", file=sys.stderr)
+
+
+def print_json(kind: str, data: dict[str, Any]) -> None:
+    """Print a report as JSON; its schema comes first, ``reshard.KIND/1`` unless it has another."""
+    print(json.dumps({"schema": f"reshard.{kind}/1", **data}, indent=2))
+
+
+def fitted(text: str) -> str:
+    """A text with its tables of tensors narrowed until they fit the terminal.
+
+    What goes to a file or a pipe stays as it is, unless COLUMNS asks for a width.
+    """
+    if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+        return text
+    lines, width = text.split("\n"), terminal_width()
+    starts = [number for number, line in enumerate(lines) if _HEADER.match(line)]
+    for start in starts:
+        stop = next((n for n in range(start, len(lines)) if not lines[n].strip()), len(lines))
+        lines[start:stop] = _narrowed(lines[start:stop], width)
+    return "\n".join(lines)
+
+
+def _narrowed(rows: list[str], width: int) -> list[str]:
+    """The rows of a table that is too wide: shorter names, or names on lines of their own."""
+    from reshard.text import shorten
+
+    excess = max(map(len, rows)) - width
+    header = _HEADER.match(rows[0])
+    if excess <= 0 or header is None:
+        return rows
+    low, high = header.span("column")
+    names, room = [row[low:high].rstrip() for row in rows], high - low - excess
+    short = [shorten(name, max(room - 2, 6)) for name in names]
+    if room - 2 >= MIN_NAME and len(set(short)) == len(set(names)):
+        cells = zip(rows, short, strict=True)
+        return [f"{row[:low]}{name.ljust(room)}{row[high:]}" for row, name in cells]
+    return [
+        line
+        for row, name in zip(rows, names, strict=True)
+        for line in (f"{row[:low]}{shorten(name, width - low)}", f"{' ' * low}    {row[high:]}")
+        if line.strip()
+    ]
 
 
 def print_lines(lines: Iterable[Line]) -> None:
@@ -62,34 +124,51 @@ def wants_boxes() -> bool:
 
 
 @contextmanager
+def working(text: str) -> Iterator[None]:
+    """Show on a terminal that a step without other output is under way."""
+    if is_quiet() or not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield
+
+
+@contextmanager
 def byte_meter(words: str, *, quiet: bool = False) -> Iterator[Callable[[int, int], None] | None]:
     """A progress bar of bytes, as a function of bytes done and in all; None without a terminal.
 
-    The bar goes to standard error, so that reports can be piped.
+    The bar goes to standard error, so that reports can be piped. Its units are those of reports.
     """
-    if quiet or not sys.stderr.isatty():
+    if quiet or is_quiet() or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (
-        TextColumn(words),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(words)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    columns = (TextColumn(words), BarColumn(), TextColumn("{task.fields[said]}"))
+    console = Console(stderr=True)
+    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True) as bar:
+        task, began = bar.add_task(words, said=""), time.monotonic()
+
+        def show(done: int, total: int) -> None:
+            said = progress_text(done, total, time.monotonic() - began)
+            bar.update(task, completed=done, total=total, said=said)
+
+        yield show
+
+
+def progress_text(done: int, total: int, seconds: float) -> str:
+    """How far a command is, in the units of its report.
+
+    >>> progress_text(3 << 20, 256 << 20, 2.0)
+    '3.0 MiB of 256.0 MiB, 1.5 MiB/s'
+    """
+    from reshard.text import format_bytes
+
+    speed = f", {format_bytes(done / seconds)}/s" if done and seconds > 0 else ""
+    return f"{format_bytes(done)} of {format_bytes(total)}{speed}"
 
 
 class _Pipe(io.FileIO):

@@ -202,26 +202,28 @@ def _prove(move: Plan) -> str | None:
 
 
 def _write(move: Plan, html: str | None, save: str | None) -> None:
+    from reshard.cli.output import say_written
+
     if html is not None:
         from reshard.show.page import render
 
         Path(html).write_text(render(move), encoding="utf-8")
-        print(f"wrote {html}", file=sys.stderr)
+        say_written(html)
     if save is not None:
         move.save(save)
-        print(f"wrote {save}", file=sys.stderr)
+        say_written(save)
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
-    from reshard.cli.output import print_lines, terminal_width
+    from reshard.cli.output import fitted, print_lines, terminal_width
     from reshard.show.ink import Span
     from reshard.show.matrix import draw, traffic_matrix
     from reshard.show.plan_text import describe
 
     if rank is not None:
-        print("\n".join(_rank_lines(move.for_rank(rank))))
+        print(fitted("\n".join(_rank_lines(move.for_rank(rank)))))
         return
-    first, *rest = describe(move).splitlines()
+    first, *rest = fitted(describe(move)).splitlines()
     rest = rest[: rest.index("why") + 1] + _wrapped(rest[rest.index("why") + 1 :])
     label = max(2 * len(str(move.ranks[-1])) + 1 if len(move.ranks) > 16 else 2, 5)
     most = max(min((terminal_width() - label - 9) // (label + 2), 16), 2)
@@ -242,7 +244,6 @@ def _noted(notes: Sequence[str]) -> list[str]:
 
 def _wrapped(sentences: Sequence[str]) -> list[str]:
     """Sentences, wrapped to the width of the terminal if the output is one."""
-    import sys
     from textwrap import wrap
 
     from reshard.cli.output import terminal_width
@@ -307,7 +308,7 @@ def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequen
         mine = move.for_rank(rank)
         kinds = {"sends": mine.sends, "receives": mine.receives, "copies": mine.copies}
         data["rank"] = {"rank": rank, **{kind: _steps(steps) for kind, steps in kinds.items()}}
-    print_json(data)
+    print_json("plan", data)
 
 
 def _steps(steps: Sequence[Step]) -> list[dict[str, Any]]:

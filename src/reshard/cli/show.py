@@ -81,7 +81,7 @@ def _of_model(
     model: str, tensor: str | None, mesh: Mesh, as_json: bool
 ) -> tuple[Layout, tuple[int, ...]] | None:
     """The layout and the shape of one tensor of a model; prints all layouts where none is named."""
-    from reshard.cli.output import print_json
+    from reshard.cli.output import fitted, print_json
     from reshard.cli.parsing import model_config
     from reshard.rules import Rules, models
     from reshard.text import align, and_more, quoted
@@ -99,7 +99,7 @@ def _of_model(
         return layouts[tensor.strip()], shapes[tensor.strip()]
     if as_json:
         listed = {name: {"shape": shapes[name], **layouts[name].to_dict()} for name in shapes}
-        print_json({"schema": "reshard.show.model/1", "model": model, "tensors": listed})
+        print_json("show.model", {"model": model, "tensors": listed})
         return None
     rows: dict[tuple[str, str, str], int] = {}
     for name, layout in layouts.items():
@@ -108,7 +108,7 @@ def _of_model(
         key = pattern, size, str(layout).partition(" | on ")[0]
         rows[key] = rows.get(key, 0) + 1
     table = [(name, size, layout, str(count)) for (name, size, layout), count in rows.items()]
-    print("\n".join(align([("tensor", "shape", "layout", "count"), *table], right={3})))
+    print(fitted("\n".join(align([("tensor", "shape", "layout", "count"), *table], right={3}))))
     return None
 
 
@@ -135,12 +135,12 @@ def _print_json(layout: Layout, shape: tuple[int, ...], rank: int | None) -> Non
             "are listed: ask for one rank with --rank"
         )
     print_json(
+        "show",
         {
-            "schema": "reshard.show/1",
             **layout.to_dict(),
             "shape": list(shape),
             "ranks": [_held(layout, one, shape) for one in ranks],
-        }
+        },
     )
 
 

@@ -26,6 +26,7 @@ from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format
 from reshard.layout.notation.words import from_placements
 from reshard.layout.pieces import Piece, pieces_of_flat, pieces_of_local
 from reshard.layout.tiling import Interval, held, length_of
+from reshard.text import count
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
 
@@ -58,7 +59,7 @@ class Layout:
                 'Layout.parse("dp=2 tp=4: (dp tp) -")'
             )
         self.mesh = mesh
-        self.words = parse(text) if isinstance(text, str) else text
+        self.words = parse(text, mesh.axes) if isinstance(text, str) else text
         _check_words(self)
 
     @staticmethod
@@ -128,8 +129,9 @@ class Layout:
         dims = self.words.expand(len(shape))
         if dims is None:
             raise LayoutError(
-                f'layout "{self}" has {len(self.words.dims)} words and shape {tuple(shape)} has '
-                f'{len(shape)} dims: write one word per dim, or "..." for dims that are whole'
+                f'layout "{self}" has {count(len(self.words.dims), "word")} and shape '
+                f"{tuple(shape)} has {count(len(shape), 'dim')}: write one word "
+                'per dim, or "..." for dims that are whole'
             )
         return dims
 

@@ -34,7 +34,7 @@ from reshard.errors import (
     UnfinishedError,
     UnsupportedError,
 )
-from reshard.text import count, format_bytes, name_list, parse_bytes
+from reshard.text import count, format_bytes, log, name_list, parse_bytes
 
 if TYPE_CHECKING:
     from reshard.layout.layout import Layout
@@ -184,7 +184,9 @@ def convert(
     renames, joins, stacks or takes tensors, and ``drop`` leaves tensors out that no name takes.
     ``source_mesh`` and ``source_rules`` describe rank files that do not record their layout.
     """
-    return _run(Request(**locals()))
+    report = _run(Request(**locals()))
+    log.info("convert %s: %s", src, str(report).partition("\n")[0])
+    return report
 
 
 def _run(request: Request) -> ConvertReport:

@@ -45,7 +45,7 @@ from reshard.planning.names import Feed
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
-from reshard.text import count, format_bytes, name_list, parse_bytes
+from reshard.text import count, format_bytes, log, name_list, parse_bytes
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -146,7 +146,9 @@ def load(
         agreed = here.agree(lambda storage: _survey(storage, rules, mesh, check, here))
         loading = _Loading.of(here, agreed, options)
         loading.read()
-    return loading.report(time.monotonic() - began)
+    report = loading.report(time.monotonic() - began)
+    log.info("load %s: %s", path, str(report).partition("\n")[0])
+    return report
 
 
 def _share_of(memory: int | str) -> int:

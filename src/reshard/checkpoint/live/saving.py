@@ -43,7 +43,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
-from reshard.text import count, format_bytes, name_list, quoted
+from reshard.text import count, format_bytes, log, name_list, quoted
 
 __all__ = ["SaveReport", "save"]
 
@@ -116,7 +116,7 @@ def save(
     saved = _described(agreement, state_dict, request)
     plan = _planned(saved, format, agreement)
     written, kept = _write(agreement, Workplace.beside(Path(path)), saved, plan, request)
-    return SaveReport(
+    report = SaveReport(
         target=str(path),
         format=format,
         num_tensors=len(plan.specs),
@@ -130,6 +130,8 @@ def save(
         left_out=() if format == "distcp" else tuple(saved.others),
         left_alone=kept,
     )
+    log.info("save: %s", str(report).partition("\n")[0])
+    return report
 
 
 def _write(

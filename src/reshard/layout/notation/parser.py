@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import NoReturn, TypeVar
 
 from reshard.errors import NotationError
@@ -21,6 +21,7 @@ from reshard.layout.notation.words import (
     Words,
     ZigZag,
     axes_of,
+    from_placements,
 )
 from reshard.text import quoted
 
@@ -35,9 +36,18 @@ MAX_DEPTH = 16
 _T = TypeVar("_T")
 
 
-def parse(text: str) -> Words:
-    """Read a layout text, or say which word is wrong and what was expected."""
-    return _Parser(text).layout()
+def parse(text: str, axes: Iterable[str] = ()) -> Words:
+    """Read a layout text, or say which word is wrong and what was expected.
+
+    Placements of DTensor are answered in the notation, with the axes of the mesh.
+    """
+    try:
+        return _Parser(text).layout()
+    except NotationError:
+        answer = from_placements(axes, text)
+        if answer is None:
+            raise
+    raise NotationError(answer)
 
 
 class _Parser:

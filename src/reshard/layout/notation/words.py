@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -197,21 +198,37 @@ def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
 
 def from_placements(axes: Iterable[str], placements: object) -> str | None:
     """What DTensor's placements are in the notation, for who types them as a layout; else None."""
-    listed: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
-    kinds = [type(one).__name__ for one in listed]
+    listed = _typed(placements) if isinstance(placements, str) else _made(placements)
+    kinds = [kind for kind, _ in listed]
     if not kinds or not set(kinds) <= {"Shard", "_StridedShard", "Replicate", "Partial"}:
         return None
     names = [*axes]
     names += [f"axis{number}" for number in range(len(names), len(listed))]
     cuts: dict[int, list[str]] = {}
-    for axis, one, kind in zip(names, listed, kinds, strict=False):
+    for axis, (kind, dim) in zip(names, listed, strict=False):
         if "Shard" in kind:
-            cuts.setdefault(one.dim, []).append(axis)
+            cuts.setdefault(dim, []).append(axis)
     words = [" ".join(cuts.get(dim, "-")) for dim in range(max(cuts, default=-1) + 1)]
     text = " ".join([*(f"({word})" if " " in word else word for word in words), "..."])
     pending = [axis for axis, kind in zip(names, kinds, strict=False) if kind == "Partial"]
     text += f" | sum {' '.join(pending)}" if pending else ""
     return (
-        f"{placements!r:.80} is how DTensor writes it: in the notation of layouts, which names "
+        f"{placements!s:.80} is how DTensor writes it: in the notation of layouts, which names "
         f'axes of the mesh, it is "{text}"'
     )
+
+
+_PLACEMENT = re.compile(
+    r"(_StridedShard|Shard|Replicate|Partial)\((?:dim=)?(\d{0,2})[^)]*\)", re.ASCII
+)
+
+
+def _typed(text: str) -> list[tuple[str, int]]:
+    """The placements that a text names, as class names and dims."""
+    return [(found[1], int(found[2] or 0)) for found in _PLACEMENT.finditer(text)]
+
+
+def _made(placements: object) -> list[tuple[str, int]]:
+    """The same of objects."""
+    listed: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
+    return [(type(one).__name__, getattr(one, "dim", 0)) for one in listed]

@@ -1,0 +1,166 @@
+"""What all commands have in common: JSON, -q and -v, 80 columns, written files, the log."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from reshard.cli import cli, run
+from reshard.cli.output import fitted, progress_text
+from reshard.rules import models
+from reshard.text import log
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+MODEL = ["--model", "llama-3-8b"]
+SIDES = ["--from", "dp=2 tp=4", "--from-fsdp", "dp", "--to", "tp=2 @ 8-9"]
+COMMANDS: dict[str, tuple[list[str], int]] = {
+    "show": (["show", "dp=2 tp=4: (dp tp) -", "--shape", "8192,4096"], 0),
+    "show.model": (["show", "--model", "deepseek-v3", "--mesh", "ep=8 tp=2"], 0),
+    "plan": (["plan", *MODEL, *SIDES], 0),
+    "inspect": (["inspect", "{files}/tp4"], 0),
+    "convert": (["convert", "{files}/hf", "{files}/out", "--mesh", "tp=4", "--overwrite"], 0),
+    "verify": (["verify", "{files}/hf", "{files}/tp4"], 0),
+    "diff": (["diff", "{files}/hf", "{files}/other"], 1),
+    "index": (["index", "{files}/hf", "-o", "{files}/index"], 0),
+}
+"""One call of every kind of report, and its exit code."""
+NO_JSON = {"bench", "explore"}
+"""Commands that start other programs, or serve until they are ended."""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("files")
+    rng = np.random.default_rng(0)
+    tensors = {
+        name: rng.standard_normal(shape).astype("float16")
+        for name, (shape, _) in models.tensors(CONFIG).items()
+    }
+    for name, added in (("hf", 0), ("other", 1)):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps(CONFIG))
+        changed = {key: value + (added if "norm" in key else 0) for key, value in tensors.items()}
+        save_file(changed, folder / name / "model.safetensors")
+    assert run(["convert", str(folder / "hf"), str(folder / "tp4"), "--mesh", "tp=4", "-q"]) == 0
+    return folder
+
+
+def words_of(kind: str, files: Path) -> tuple[list[str], int]:
+    arguments, code = COMMANDS[kind]
+    return [word.replace("{files}", str(files)) for word in arguments], code
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_every_command_is_in_the_table() -> None:
+    """The demo takes its time, and its own test looks at the same things."""
+    assert {kind.partition(".")[0] for kind in COMMANDS} | {"demo"} == set(cli.commands) - NO_JSON
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_json_has_a_schema_that_is_documented(
+    kind: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, code = words_of(kind, files)
+    assert run([*arguments, "--json", "-q"]) == code
+    found = capsys.readouterr()
+    assert found.err == ""
+    data = json.loads(found.out)
+    assert next(iter(data)) == "schema"
+    assert data["schema"] == f"reshard.{kind}/1"
+    (row,) = [
+        line
+        for line in (ROOT / "docs/json.md").read_text().splitlines()
+        if f"| `reshard.{kind}/1` |" in line
+    ]
+    listed = re.findall(r"`(\w+)`", re.sub(r"\([^)]*\)|: for each .*", "", row.split("|")[3]))
+    optional = {"proof", "rank"}
+    assert set(listed) - optional <= set(data)
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+@pytest.mark.parametrize("flag", ["-q", "-v"])
+def test_quiet_and_verbose_stand_on_either_side(
+    kind: str, flag: str, files: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments, code = words_of(kind, files)
+    said = []
+    for words in ([flag, *arguments], [*arguments, flag]):
+        assert run(words) == code
+        said.append(capsys.readouterr())
+    outputs = [re.sub(r"time .*", "", one.out) for one in said]
+    assert outputs[0] == outputs[1]
+    assert said[0].err == said[1].err
+    assert said[0].err == "" or (flag, kind) == ("-v", "convert")
+    assert log.level == logging.NOTSET
+
+
+@pytest.mark.parametrize("kind", COMMANDS)
+def test_tables_fit_80_columns(
+    kind: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments, code = words_of(kind, files)
+    monkeypatch.chdir(files)
+    assert run([word.replace(f"{files}/", "") for word in arguments]) == code
+    # A table has columns, which are two spaces apart; sentences and paths may be longer.
+    rows = [line for line in capsys.readouterr().out.splitlines() if "  " in line.strip()]
+    assert [line for line in rows if len(line) > 80] == []
+
+
+def test_wide_names_get_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [f"model.layers.{layer}.self_attn.k_proj.weight and 63 more" for layer in (0, 1)]
+    others = ["shape  from  to  size", "4x4    tp -  -   1 B", "4x4    tp -  -   2 B"]
+    text = "\n".join(
+        f"{name:55}{rest}" for name, rest in zip(["tensor", *names], others, strict=True)
+    )
+    monkeypatch.setenv("COLUMNS", "49")
+    assert fitted(text).splitlines()[1:4] == [
+        "    shape  from  to  size",
+        "model.layers.0.self_attn.k_proj...ght and 63 more",
+        "    4x4    tp -  -   1 B",
+    ]
+    monkeypatch.setenv("COLUMNS", "70")
+    assert max(map(len, fitted(text).splitlines())) <= 70
+    assert len(fitted(text).splitlines()) == 3
+    monkeypatch.delenv("COLUMNS")
+    assert fitted(text) == text  # a pipe gets whole names
+
+
+def test_progress_is_in_the_units_of_the_report() -> None:
+    assert progress_text(0, 5 << 30, 0.0) == "0 B of 5.0 GiB"
+    assert progress_text(1 << 30, 5 << 30, 2.0) == "1.0 GiB of 5.0 GiB, 512.0 MiB/s"
+
+
+def test_quiet_says_nothing_of_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sides = ["--shape", "8,8", "--from", "dp=2: dp -", "--to", "tp=2: - tp"]
+    page = tmp_path / "x.html"
+    assert run(["plan", *sides, "--html", str(page), "-q"]) == 0
+    assert capsys.readouterr().err == ""
+    assert run(["plan", *sides, "--html", str(page)]) == 0
+    assert capsys.readouterr().err == f"wrote {page}\n"
+
+
+def test_the_log_is_silent_until_it_has_a_handler(
+    files: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    arguments, _ = words_of("convert", files)
+    assert run(arguments) == 0
+    assert capsys.readouterr().err == ""
+    with caplog.at_level(logging.INFO, logger="reshard"):
+        assert run([*arguments, "-q"]) == 0
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
+        f"wrote 21 tensors to {files}/out"
+    ]
