@@ -17,7 +17,8 @@ from tests.ranks.outcome import Died, Outcome, Told
 from tests.ranks.rank import READY, Wires, serve
 
 CONTEXT = multiprocessing.get_context("forkserver")
-# Imported once, by the fork server; a name that does not exist is passed over.
+# Imported once by the fork server, not by each of eight ranks; a name that does not exist is passed
+# over.
 PRELOAD = [
     "torch",
     "torch.distributed.tensor",
@@ -26,8 +27,18 @@ PRELOAD = [
     "reshard.simulation",
     "reshard.live.api",
     "reshard.tensors",
+    "reshard.sharded",
+    "reshard.compat",
+    "reshard.nn",
+    "reshard.checkpoint.live.loading",
+    "reshard.checkpoint.live.saving",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.experimental",
+    "functorch.compile",
+    "hypothesis",
     "tests.ranks.rank",
-    "transformers.models.llama.modeling_llama",  # two seconds, else in each of eight ranks
+    "torch.testing._internal.common_methods_invocations",  # a second, with scipy.signal
+    "transformers.models.llama.modeling_llama",  # two seconds
     "transformers.models.mixtral.modeling_mixtral",
 ]
 # One thread each: ranks share few cores, and a process that has threads is not safe to fork.
