@@ -24,7 +24,6 @@ LAZY = {"reshard", "reshard.checkpoint", "reshard.nn", "reshard.sharded"}
 METHODS = {
     ("reshard.layout.layout", "reshard.layout.boxlist"),
     ("reshard.layout.layout", "reshard.layout.spec"),
-    ("reshard.checkpoint.inspection", "reshard.checkpoint.inspection"),
 }
 """Public values with methods whose work is done in a module above: owners, same_as, str."""
 

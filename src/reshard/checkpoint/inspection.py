@@ -360,13 +360,15 @@ class Inspection:
 
     def tree(self) -> str:
         """The tensors as a tree of their dotted names, with the bytes below each branch."""
-        from reshard.checkpoint.inspection import tree
-
         return tree(self)
 
-    def __str__(self) -> str:
-        from reshard.checkpoint.inspection import table
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
 
+        return text_cell(str(self))
+
+    def __str__(self) -> str:
         return table(self)
 
 

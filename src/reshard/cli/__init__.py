@@ -100,7 +100,8 @@ def run(arguments: Sequence[str]) -> int:
 def _invoke(arguments: list[str]) -> int:
     said: dict[str, bool] = {}
     try:
-        with cli.make_context("reshard", arguments, obj=said) as context:
+        with cli.make_context("reshard", list(arguments), obj=said) as context:
+            context.meta["reshard.arguments"] = arguments  # pages say how they were made
             result = cli.invoke(context)
             sys.stdout.flush()
             return result if isinstance(result, int) else 0

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 import click
 
 from reshard.cli.options import REPLICATE, RULES, with_replicas
+
+if TYPE_CHECKING:
+    from reshard.checkpoint.inspection import Inspection
 
 __all__ = ["inspect"]
 
@@ -19,6 +25,7 @@ __all__ = ["inspect"]
 )
 @click.option("--mesh", help='The mesh of per-rank files, such as "tp=4".')
 @click.option("--replicate", multiple=True, metavar="AXIS", help=REPLICATE)
+@click.option("--html", metavar="FILE", help="Write the report as a page that lists every tensor.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def inspect(
     path: str,
@@ -26,6 +33,7 @@ def inspect(
     rules: str | None,
     mesh: str | None,
     replicate: tuple[str, ...],
+    html: str | None,
     as_json: bool,
 ) -> int:
     """Report what a checkpoint holds, from its headers alone.
@@ -35,6 +43,7 @@ def inspect(
     \b
     reshard inspect ckpt                            tensors, layouts, files, damage
     reshard inspect ckpt --tree                     as a tree of names
+    reshard inspect ckpt --html ckpt.html           as a page with search and drawings
     reshard inspect shards --rules llama --mesh "tp=4"
     """
     from reshard.checkpoint.inspection import inspect as look
@@ -42,8 +51,21 @@ def inspect(
 
     [given] = with_replicas(replicate, [(rules, mesh)])
     report = look(path, given, mesh)
+    if html is not None:
+        _write_page(report, html)
     if as_json:
         print_json("inspect", report.to_dict())
     else:
         print(report.tree() if tree else fitted(str(report)))
     return code_of(report.ok, is_unsupported=not report.damage)
+
+
+def _write_page(report: Inspection, path: str) -> None:
+    from reshard.cli.output import say_written
+    from reshard.show.page.document import Footer
+    from reshard.show.page.stored import render_stored
+
+    arguments = click.get_current_context().meta.get("reshard.arguments", ["inspect"])
+    text = render_stored(report, Footer.of_command(arguments))
+    Path(path).write_text(text, encoding="utf-8")
+    say_written(path)

@@ -69,6 +69,9 @@ class Request:
 @click.option("--rank", type=int, help="Print what one rank does, step by step.")
 @click.option("--check", is_flag=True, help="Prove the plan; exit code 1 if it does not hold.")
 @click.option("--html", metavar="FILE", help="Write the plan as a page.")
+@click.option("--report", "reports", multiple=True, metavar="FILE", help=(
+    "With --html: what a run of this plan measured, as RunReport.save wrote it; may be repeated."
+))  # fmt: skip
 @click.option("--save", metavar="FILE", help="Write the plan as .html, .json or .trace.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def plan(
@@ -76,6 +79,7 @@ def plan(
     rank: int | None,
     check: bool,
     html: str | None,
+    reports: tuple[str, ...],
     save: str | None,
     as_json: bool,
     **words: Any,
@@ -91,10 +95,16 @@ def plan(
     """
     words["from_rules"] = words["from_rules"] or rules
     words["to_rules"] = words["to_rules"] or rules
-    move, notes = make_plan(Request(**words))
+    request = Request(**words)
+    move, notes = make_plan(request)
     _check_rank(move, rank)
     failure = _prove(move) if check else None
-    _write(move, html, save)
+    if reports and html is None:
+        raise PlanError("--report is for --html: a page shows what a run measured")
+    if html is not None:
+        _write_page(move, html, request, notes, reports)
+    if save is not None:
+        _save(move, save)
     if as_json:
         _print_json(move, rank, failure if check else "not asked", notes)
     else:
@@ -201,17 +211,34 @@ def _prove(move: Plan) -> str | None:
     return None
 
 
-def _write(move: Plan, html: str | None, save: str | None) -> None:
+def _save(move: Plan, path: str) -> None:
     from reshard.cli.output import say_written
 
-    if html is not None:
-        from reshard.show.page import render
+    move.save(path)
+    say_written(path)
 
-        Path(html).write_text(render(move), encoding="utf-8")
-        say_written(html)
-    if save is not None:
-        move.save(save)
-        say_written(save)
+
+def _write_page(
+    move: Plan, path: str, request: Request, notes: Sequence[str], reports: Sequence[str]
+) -> None:
+    """Write the page, with what was typed and what runs measured."""
+    import shlex
+
+    from reshard.cli.output import say_written
+    from reshard.show.page import render
+    from reshard.show.page.document import Footer
+    from reshard.show.run_report import RunReport
+
+    explore = None
+    if request.shape is not None:
+        words = ["--from", request.have, "--to", request.want, "--shape", request.shape]
+        explore = shlex.join(["reshard", "explore", *words])
+    arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
+    footer = Footer.of_command(arguments, request.model, explore)
+    runs = [RunReport.load(report) for report in reports]
+    text = render(move, reports=runs, notes=notes, footer=footer)
+    Path(path).write_text(text, encoding="utf-8")
+    say_written(path)
 
 
 def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:

@@ -30,7 +30,6 @@ from reshard.text import count
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
 
-
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
 """More elements than any tensor has; beyond, bytes could not be counted exactly."""
@@ -90,8 +89,11 @@ class Layout:
 
     def draw(self, shape: Sequence[int], *, width: int = 80) -> str:
         """A picture and a table of which rank holds what, as text."""
-        drawing: Any = import_module("reshard.show.terminal")  # it stands above layouts
-        return str(drawing.as_text(self, shape, width))
+        return str(import_module("reshard.show.terminal").as_text(self, shape, width))
+
+    def _repr_html_(self) -> str:
+        """A picture for a notebook, of a small shape that the layout shards evenly."""
+        return str(import_module("reshard.show.page.notebook").layout_cell(self))
 
     @staticmethod
     def from_boxes(shape: Sequence[int], boxes: Mapping[int, Iterable[Box]]) -> BoxLayout:

@@ -288,6 +288,11 @@ class Plan:
         text: str = _module("show.plan_text").describe(self)
         return text
 
+    def _repr_html_(self) -> str:
+        """The plan as a cell of a notebook."""
+        text: str = _module("show.page.notebook").plan_cell(self)
+        return text
+
     def __repr__(self) -> str:
         return f"<Plan of {len(self.want)} tensors, {self.num_rounds} rounds, digest {self.digest}>"
 

@@ -19,6 +19,7 @@ import json
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ __all__ = ["RoundReport", "RunReport", "format_seconds"]
 
 MAX_LINES = 8
 """Rounds that are printed; if there are more, the slowest are."""
+
+SCHEMA = "reshard.run/2"
+MAX_FILE = 1 << 26
 
 LEGEND = (
     "packing includes writes into peers' memory; unpacking includes reads from it, sums, and "
@@ -148,7 +152,7 @@ class RunReport:
         for part in rounds:
             del part["events"], part["started"]
         return {
-            "schema": "reshard.run/2",
+            "schema": SCHEMA,
             "rank": self.rank,
             "call": self.call,
             "plan": self.digest,
@@ -164,6 +168,39 @@ class RunReport:
     def to_json(self, *, indent: int | None = None) -> str:
         """The report as JSON text: bytes and seconds, and ``started`` as a time of day."""
         return json.dumps(self.to_dict(), indent=indent)
+
+    @staticmethod
+    def from_json(text: str) -> RunReport:
+        """Read what ``to_json`` wrote.
+
+        >>> RunReport.from_json(RunReport(3, 7, "ab", {1: "peer memory"}).to_json()).peers()
+        {'peer memory': [1]}
+        >>> RunReport.from_json("[]")
+        Traceback (most recent call last):
+        reshard.errors.FormatError: this is no run report: expected JSON with the schema \
+"reshard.run/2", as RunReport.save writes it
+        """
+        try:
+            return _read(json.loads(text))
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            raise FormatError(
+                f'this is no run report: expected JSON with the schema "{SCHEMA}", as '
+                "RunReport.save writes it"
+            ) from None
+
+    @staticmethod
+    def load(path: str | Path) -> RunReport:
+        """Read what ``save`` wrote as ``.json``."""
+        path = Path(path)
+        if path.stat().st_size > MAX_FILE:
+            raise FormatError(f'"{path}" is larger than {MAX_FILE} bytes: is it a run report?')
+        try:
+            return RunReport.from_json(path.read_text(encoding="utf-8"))
+        except (FormatError, UnicodeDecodeError):
+            raise FormatError(
+                f'"{path}" is no run report: expected JSON with the schema "{SCHEMA}", as '
+                "RunReport.save writes it"
+            ) from None
 
     def to_trace(self) -> str:
         """The report as a Chrome trace, which Perfetto opens."""
@@ -190,6 +227,10 @@ class RunReport:
                 f'cannot save a report as "{path}": the suffix must be .json or .trace'
             )
         path.write_text(self.to_trace() if path.suffix == ".trace" else self.to_json(indent=1))
+
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        return str(import_module("reshard.show.page.notebook").run_cell(self))
 
     def __str__(self) -> str:
         """The report as a table.
@@ -247,6 +288,30 @@ class RunReport:
         rows.append(("setup", f"{setup}, handshake {handshake}"))
         rows.append(("staging", f"{format_bytes(self.peak_staging)} at most, beyond the tensors"))
         return align(rows)
+
+
+def _read(data: Any) -> RunReport:
+    if data["schema"] != SCHEMA:
+        raise ValueError("another schema")
+    rounds = [
+        RoundReport(**{name: _number(part[name]) for name in part}) for part in data["rounds"]
+    ]
+    transports = {int(rank): str(name) for rank, name in data["transports"].items()}
+    times = {name: float(_number(data[name])) for name in ("seconds", "setup", "handshake")}
+    if rounds:  # what the handshake took is when the first round began
+        rounds[0].started = times["setup"] + times["handshake"]
+    return RunReport(
+        int(_number(data["rank"])), int(_number(data["call"])), str(data["plan"]), transports,
+        rounds, times["seconds"], times["setup"], started=0.0,
+        clock=float(_number(data["started"])),
+    )  # fmt: skip
+
+
+def _number(value: Any) -> Any:
+    """A number that a report may hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1 << 63:
+        raise ValueError("not a number")
+    return value
 
 
 def _cells(label: str, part: RoundReport) -> tuple[str, ...]:

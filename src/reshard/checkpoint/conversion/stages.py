@@ -107,6 +107,12 @@ class ConvertReport:
         """The report as JSON text."""
         return json.dumps(self.to_dict())
 
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
+
+        return text_cell(str(self))
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 

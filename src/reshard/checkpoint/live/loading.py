@@ -91,6 +91,12 @@ class LoadReport:
         """The report as JSON text."""
         return json.dumps({**asdict(self), "amplification": round(self.amplification, 4)})
 
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
+
+        return text_cell(str(self))
+
     def __str__(self) -> str:
         read = f"{format_bytes(self.bytes_read)}, {self.amplification:.2f} x what is needed"
         lines = [

@@ -79,6 +79,12 @@ class SaveReport:
         """The report as JSON text."""
         return json.dumps(asdict(self))
 
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
+
+        return text_cell(str(self))
+
     def __str__(self) -> str:
         files = count(self.num_files, "file")
         ranks = f"by {count(self.num_ranks, 'rank')}"

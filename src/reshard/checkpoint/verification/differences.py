@@ -250,6 +250,12 @@ class DiffReport:
         """Whether both hold the same tensors, and at least one has another layout."""
         return self.equal and self.num_recut > 0
 
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
+
+        return text_cell(str(self))
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 

@@ -77,6 +77,12 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        from reshard.show.page.notebook import text_cell
+
+        return text_cell(str(self))
+
     def __str__(self) -> str:
         return "\n".join(self._lines())
 

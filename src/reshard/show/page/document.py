@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -153,6 +154,17 @@ class Footer:
     explore: str | None = None
     """A command that opens the same in the explorer."""
     version: str = field(default_factory=lambda: str(import_module("reshard").__version__))
+
+    @classmethod
+    def of_command(
+        cls, words: Sequence[str], model: str | None = None, explore: str | None = None
+    ) -> Footer:
+        """The footer of a page that a command wrote.
+
+        >>> Footer.of_command(["plan", "--to", " - tp"]).command
+        "reshard plan --to '- tp'"
+        """
+        return cls(shlex.join(["reshard", *map(str.strip, words)]), model, explore)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@
 >>> part = RoundReport(0, 4096, 4096, started=0.25, seconds=0.5, waiting=0.25, packing=0.125)
 >>> run = run_of([RunReport(3, 7, "ab", {}, [part], seconds=1.0, setup=0.125, started=0.0)])
 >>> [(card.label, card.value, card.note) for card in run.cards][:2]
-[('Measured', '1.00 s', 'on rank 3, the slowest of 1'), ('Before the first round', '250 ms', \
+[('Measured', '1.00 s', 'on rank 3'), ('Before the first round', '250 ms', \
 'setup 125 ms, handshake 125 ms')]
 >>> [(bar.kind, bar.left, bar.width) for bar in run.rounds[0].bars]
 [('packing', 0.0, 25.0), ('waiting', 25.0, 50.0), ('rest', 75.0, 25.0)]
@@ -18,7 +18,7 @@ from reshard.errors import FormatError
 from reshard.layout.mesh import format_ranks
 from reshard.show.page.document import Card, Lane, LaneBar, Run, ScaleMark
 from reshard.show.run_report import RoundReport, RunReport, format_seconds
-from reshard.text import format_bytes, shorten
+from reshard.text import count, format_bytes, shorten
 
 __all__ = ["check_reports", "run_of"]
 
@@ -46,7 +46,8 @@ def run_of(reports: Sequence[RunReport]) -> Run | None:
     longest = max((part.seconds for _, part in rounds), default=0.0)
     shown = sorted(rounds, key=lambda pair: -pair[1].seconds)[:MAX_ROUNDS]
     lanes = [_lane(*pair, longest) for pair in sorted(shown, key=lambda pair: pair[1].round)]
-    note = f"Reports of ranks {shorten(format_ranks(sorted({r.rank for r in reports})), 60)}."
+    ranks = sorted({report.rank for report in reports})
+    note = f"Reports of rank{'s' * (len(ranks) > 1)} {shorten(format_ranks(ranks), 60)}."
     if len(rounds) > len(shown):
         note += f" The {len(shown)} slowest of {len(rounds):,} rounds."
     scale = [ScaleMark(0, "0"), ScaleMark(100, format_seconds(longest))] if longest else []
@@ -57,14 +58,14 @@ def _cards(reports: Sequence[RunReport], slowest: RunReport) -> Iterator[Card]:
     yield Card(
         "Measured",
         format_seconds(slowest.seconds),
-        f"on rank {slowest.rank}, the slowest of {len(reports)}",
+        f"on rank {slowest.rank}" + f", the slowest of {len(reports)}" * (len(reports) > 1),
     )
     before = slowest.setup + slowest.handshake
     parts = f"setup {format_seconds(slowest.setup)}, handshake {format_seconds(slowest.handshake)}"
     yield Card("Before the first round", format_seconds(before), parts)
     sent = sum(report.bytes_sent for report in reports)
     rate = max(report.bytes_per_second for report in reports)
-    yield Card("Sent", format_bytes(sent), f"by {len(reports)} ranks with a report")
+    yield Card("Sent", format_bytes(sent), f"by {count(len(reports), 'rank')} with a report")
     yield Card("Fastest rank", f"{rate / 1e9:.2f} GB/s", "sent or received, and kept")
     waited = max(reports, key=lambda report: report.waiting)
     yield Card("Longest wait", format_seconds(waited.waiting), f"on rank {waited.rank}")

@@ -46,7 +46,9 @@ if TYPE_CHECKING:
     from reshard.planning.plans import Plan
     from reshard.show.run_report import RunReport
 
-__all__ = ["cards_of", "document_of", "moves_of", "render", "save", "side_of"]
+__all__ = [
+    "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "save", "side_of",
+]  # fmt: skip
 
 KINDS = (".html", ".json", ".trace")
 MAX_GROUPS = 16
@@ -77,7 +79,7 @@ def document_of(
     """All that the page of a plan shows."""
     check_reports(reports, plan.digest)
     rows = stack_rows(plan)
-    drawn = _kinds(rows)
+    drawn = kinds_of(rows)
     ends = traffic_ends(plan, MAX_GROUPS)
     colours = Colours()
     shown = [row for row, _ in drawn[:MAX_DRAWN]]
@@ -90,7 +92,7 @@ def document_of(
         reasons=[*reasons(plan), *notes],
         moves=moves,
         max_open=MAX_OPEN,
-        legend=_legend(colours, moves, len(drawn), len(rows)),
+        legend=legend_of(colours, moves, len(drawn), len(rows)),
         table=table_of(ends.matrix) if ends.matrix.num_bytes.size else None,
         lanes=_lanes(rows, plan.num_rounds),
         scale=_scale(plan.num_rounds),
@@ -154,7 +156,7 @@ def _largest(rows: Sequence[StackRow], most: int) -> list[StackRow]:
     return sorted(rows, key=lambda row: -row.num_bytes)[:most]
 
 
-def _kinds(rows: Sequence[StackRow]) -> list[tuple[StackRow, list[StackRow]]]:
+def kinds_of(rows: Sequence[StackRow]) -> list[tuple[StackRow, list[StackRow]]]:
     """The largest stack of each kind, and all that differ from it only in where they are."""
     kinds: dict[object, list[StackRow]] = {}
     for row in _largest(rows, len(rows)):
@@ -164,7 +166,7 @@ def _kinds(rows: Sequence[StackRow]) -> list[tuple[StackRow, list[StackRow]]]:
     return [(same[0], same) for same in kinds.values()]
 
 
-def _legend(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows: int) -> str:
+def legend_of(colours: Colours, moves: Sequence[Move], num_kinds: int, num_rows: int) -> str:
     """How to read the pictures."""
     text = (
         "The numbers in a cell are the ranks that hold it; cells of the same colour and texture "

@@ -1,0 +1,128 @@
+"""Plans, layouts and reports as cells of a notebook: HTML with its own styles, and no script.
+
+Notebooks call ``_repr_html_`` of what a cell ends with. A viewer that removes styles still shows
+the text; nothing is loaded from anywhere.
+
+>>> from reshard.layout.mesh import Mesh
+>>> sample_shape(Layout(Mesh(dp=2, tp=4), "(dp tp) -")), sample_shape(Layout(Mesh(tp=2), "tp:8"))
+((8, 8), (32,))
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from reshard.errors import ReshardError
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.notation.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
+from reshard.show.matrix import traffic_matrix
+from reshard.show.page.colours import Colours
+from reshard.show.page.document import Move, render_fragment
+from reshard.show.page.drawings import table_of
+from reshard.show.page.measured import run_of
+from reshard.show.page.plan_page import MAX_GROUPS, cards_of, kinds_of, legend_of, moves_of, side_of
+from reshard.show.plan_text import describe, headline, stack_rows
+from reshard.text import shorten
+
+if TYPE_CHECKING:
+    from reshard.planning.plans import Plan
+    from reshard.show.run_report import RunReport
+
+__all__ = ["layout_cell", "plan_cell", "run_cell", "sample_shape", "text_cell"]
+
+MAX_DRAWN = 2
+MAX_ELEMENTS = 1 << 24
+MAX_TEXT = 100_000
+WHOLE = 8
+"""The length that a dim is drawn with where nothing shards it."""
+
+
+def plan_cell(plan: Plan) -> str:
+    """A plan: its figures, the largest tensors before and after, the matrix; all of it as text."""
+    rows, colours = stack_rows(plan), Colours()
+    kinds = kinds_of(rows)
+    moves = moves_of([row for row, _ in kinds[:MAX_DRAWN]], colours)
+    matrix = traffic_matrix(plan, MAX_GROUPS)
+    return _cell(
+        headline=headline(plan, rows),
+        items=list(cards_of(plan)),
+        moves=moves,
+        legend=legend_of(colours, moves, len(kinds), len(rows)) if moves else "",
+        table=table_of(matrix) if matrix.num_bytes.size else None,
+        text=describe(plan),
+        folded="The plan as text",
+    )
+
+
+def layout_cell(layout: Layout) -> str:
+    """A layout, drawn for a small shape that it shards evenly."""
+    shape = sample_shape(layout)
+    if shape is None:
+        return text_cell(f"{layout} on mesh {layout.mesh}")
+    colours = Colours()
+    side = side_of(layout, shape, colours)
+    sample = "x".join(map(str, shape)) or "0-d"
+    what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
+    move = Move(shorten(str(layout), 80), f"{what} {sample}", side)
+    return _cell(moves=[move], legend=legend_of(colours, [move], 1, 1))
+
+
+def run_cell(report: RunReport) -> str:
+    """A run report: its figures and rounds; all of it as text."""
+    run = run_of([report]) if report.rounds else None
+    text = str(report)
+    return _cell(headline=text.partition("\n")[0], run=run, text=text, folded="The report as text")
+
+
+def text_cell(text: str) -> str:
+    """Any report as its text."""
+    cut = text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}\n... print it to see all of it"
+    return _cell(text=cut)
+
+
+def _cell(**words: Any) -> str:
+    empty = {
+        "headline": "", "items": (), "moves": (), "legend": "", "table": None, "run": None,
+        "text": "", "folded": "",
+    }  # fmt: skip
+    return render_fragment("cell.html", **{**empty, **words})
+
+
+def sample_shape(layout: Layout) -> tuple[int, ...] | None:
+    """A small shape that a layout shards evenly; None where there is none to be found."""
+    if isinstance(layout, BoxLayout):
+        return layout.shape
+    words = layout.words
+    dims = words.dims
+    if words.rest is not None and len(dims) < 2:
+        dims = words.expand(max(len(dims) + 1, 1)) or dims
+    lengths = [_length(cuts, layout) if cuts else WHOLE for cuts in dims]
+    if words.flat and lengths:
+        lengths[-1] *= _length(words.flat, layout)
+    shape = tuple(lengths)
+    try:
+        layout.dims(shape)
+        return shape if 0 < prod(shape) <= MAX_ELEMENTS else None
+    except ReshardError:
+        return None
+
+
+def _length(cuts: Cuts, layout: Layout) -> int:
+    """A length that all cuts of a dim divide."""
+    length = 1
+    for cut in reversed(cuts):
+        match cut:
+            case Packed():
+                length = max(length, sum(segment.size for segment in cut.segments))
+            case Ragged():
+                length = sum(cut.sizes)
+            case Units():
+                length *= layout.mesh.axes[cut.axis] * cut.unit
+            case Cyclic():
+                length *= layout.mesh.axes[cut.axis] * cut.block * 2
+            case ZigZag():
+                length *= layout.mesh.axes[cut.axis] * 2
+            case _:
+                length *= layout.mesh.axes[cut.axis]
+    return length
