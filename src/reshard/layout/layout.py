@@ -71,8 +71,7 @@ class Layout:
         mesh, colon, words = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not colon:
             raise NotationError(
-                f'{text!r:.60} is no mesh with a layout: expected "MESH: LAYOUT", such as '
-                '"tp=2: - tp"'
+                f'{text!r:.60} is no mesh with a layout: expected "MESH: LAYOUT", as "tp=2: - tp"'
             )
         return Layout(Mesh.parse(mesh.strip()), words.strip())
 
@@ -82,8 +81,7 @@ class Layout:
         if not isinstance(layout, Layout | str):
             raise LayoutError(
                 from_placements((), layout)
-                or f"{layout!r:.60} is no layout: give a Layout, or a text such as "
-                '"dp=2 tp=4: (dp tp) -"'
+                or f'{layout!r:.60} is no layout: give a Layout, or text: "dp=2 tp=4: (dp tp) -"'
             )
         return Layout.parse(layout) if isinstance(layout, str) else layout
 
