@@ -105,3 +105,20 @@ def test_the_generated_parts_can_be_made() -> None:
     for path in PAGES:
         for kind, words in generated.MARKER.findall(path.read_text()):
             assert kind in generated.MAKERS, (path, words)
+
+
+def test_figures_of_the_readme_are_in_the_reports() -> None:
+    """Every number of a row of the comparison is in the report that the row links, rounded."""
+    table = (ROOT / "README.md").read_text().partition("## Why not")[2].partition("\nPlanning")[0]
+    rows = [line for line in table.splitlines() if line.startswith("| ") and "](" in line]
+    assert len(rows) == 6
+    for row in rows:
+        measured = row.rstrip(" |").rpartition(" | ")[2]
+        report = (ROOT / re.findall(r"\((benchmarks/reports/\w+\.md)\)", row)[0]).read_text()
+        known = [float(number) for number in re.findall(r"\d+\.?\d*", report)]
+        figures = re.findall(r"([\d,]+\.?\d*) (?:ms|s|MiB)\b", re.sub(r"\[.*?\]", "", measured))
+        assert figures
+        for figure in figures:
+            digits = len(figure.partition(".")[2])
+            value = float(figure.replace(",", ""))
+            assert any(round(number, digits) == value for number in known), (row, figure)
