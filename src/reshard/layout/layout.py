@@ -54,8 +54,7 @@ class Layout:
             raise LayoutError(
                 from_placements(mesh.axes if isinstance(mesh, Mesh) else (), text)
                 or f"Layout({mesh!r:.60}, {text!r:.60}): give a mesh and then a text, such as "
-                'Layout(Mesh(dp=2, tp=4), "(dp tp) -"), or one text to '
-                'Layout.parse("dp=2 tp=4: (dp tp) -")'
+                'Layout(Mesh(dp=2, tp=4), "(dp tp) -"), or text to Layout.parse("tp=4: tp -")'
             )
         self.mesh = mesh
         self.words = parse(text, mesh.axes) if isinstance(text, str) else text
@@ -71,7 +70,8 @@ class Layout:
         mesh, colon, words = text.partition(":") if isinstance(text, str) else ("", "", "")
         if not colon:
             raise NotationError(
-                f'{text!r:.60} is no mesh with a layout: expected "MESH: LAYOUT", as "tp=2: - tp"'
+                f'{text!r:.60} is no mesh with a layout: expected "MESH: LAYOUT", such as '
+                '"tp=2: - tp"'
             )
         return Layout(Mesh.parse(mesh.strip()), words.strip())
 
