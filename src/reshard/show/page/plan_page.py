@@ -58,7 +58,7 @@ MAX_DRAWN = 12
 """Stacks that are drawn; the first of them without asking."""
 MAX_OPEN = 3
 MAX_LANES = 24
-MAX_LISTED = 5_000
+MAX_LISTED = 50_000
 """Groups that are listed with their tensors."""
 
 
