@@ -40,8 +40,12 @@ COMPLETION = "_RESHARD_COMPLETE"
 """The variable through which a shell asks for completion, as click has it."""
 MOST_SAID = 300
 
-_OPTIONS = re.compile(r"(?<![\w-])(memory)=")
+_OPTIONS = re.compile(r"(?<![\w-])(memory|mesh|rules)=(?![\w\"'])")
 """Arguments of Python functions that are options here."""
+_EXAMPLE = re.compile(r"\x08\n\s*(reshard .*?)(?:  .*)?$", re.MULTILINE)
+"""The first example of a command's help, without what it says about it."""
+_TWICE = re.compile(r"(--([\w-]+)) \(\2=(?:True)?\)")
+"""An option that a message names for Python as well."""
 _LAYOUT = re.compile(r"-(\s.*)?\Z", re.DOTALL)
 
 
@@ -107,6 +111,8 @@ def _invoke(arguments: list[str]) -> int:
             return result if isinstance(result, int) else 0
     except click.exceptions.Exit as done:
         return done.exit_code
+    except click.UsageError as error:
+        return _complain(error.format_message() + _example(error))
     except click.ClickException as error:
         return _complain(error.format_message())
     except UnsupportedError as error:
@@ -121,6 +127,17 @@ def _invoke(arguments: list[str]) -> int:
         return _complain(f"{where}{error.strerror or error}")
     except Exception as error:
         return _complain(_ours(error, said))
+
+
+def _example(error: click.UsageError) -> str:
+    """What to type instead: the first example of the command's help, or how to get the help."""
+    context = error.ctx
+    if context is None or not isinstance(error, click.MissingParameter | click.NoSuchOption):
+        return ""
+    example = _EXAMPLE.search(context.command.help or "")
+    if isinstance(error, click.MissingParameter) and example:
+        return f" For example: {example[1]}"
+    return f" Try {context.command_path} --help."
 
 
 def _ours(error: Exception, said: dict[str, bool]) -> str:
@@ -145,7 +162,7 @@ def _protect(argument: str) -> str:
 
 def _complain(message: str, code: int = BAD_INPUT) -> int:
     """Print an error as one line of printable characters; the exit code."""
-    line = _OPTIONS.sub(r"--\1", " ".join(message.split()))
+    line = _OPTIONS.sub(r"--\1", _TWICE.sub(r"\1", " ".join(message.split())))
     line = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in line)
     print(f"reshard: {line}", file=sys.stderr)
     return code

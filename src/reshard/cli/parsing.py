@@ -68,8 +68,12 @@ def parse_side(text: str, option: str) -> Layout:
     Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
     """
     from reshard.layout.layout import Layout
+    from reshard.layout.notation.words import from_placements
 
     if ":" not in text:
+        answer = from_placements((), text)
+        if answer is not None:
+            raise NotationError(f'{option}: {answer}, after a mesh and a colon, as in "tp=2: - tp"')
         raise NotationError(
             f'{option} "{text}" has no layout: expected "MESH: LAYOUT", such as "tp=2: - tp"'
         )

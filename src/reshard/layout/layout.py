@@ -49,7 +49,7 @@ class Layout:
     mesh: Mesh
     words: Words
 
-    def __init__(self, mesh: Mesh, text: str | Words) -> None:
+    def __init__(self, mesh: Mesh, text: str | Words = "") -> None:
         if not isinstance(mesh, Mesh) or not isinstance(text, str | Words):
             raise LayoutError(
                 from_placements(mesh.axes if isinstance(mesh, Mesh) else (), text)

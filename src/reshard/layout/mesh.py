@@ -17,6 +17,7 @@ from itertools import pairwise
 from math import prod
 from operator import index
 from types import MappingProxyType
+from typing import Never
 
 from reshard.errors import MeshError, NotationError
 from reshard.text import quoted
@@ -49,10 +50,12 @@ class Mesh:
     ranks: Sequence[int]
     """The ranks in row-major order; a ``range`` where they are evenly spaced."""
 
-    def __init__(self, ranks: Sequence[int] | None = None, **axes: int) -> None:
-        if ranks is not None and (isinstance(ranks, str) or not isinstance(ranks, Iterable)):
+    def __init__(self, ranks: Sequence[int] | None = None, *more: Never, **axes: int) -> None:
+        is_list = ranks is None or (isinstance(ranks, Iterable) and not isinstance(ranks, str))
+        if more or not is_list:
+            given = ", ".join(map(repr, (ranks, *more)))
             raise MeshError(
-                f"Mesh({ranks!r:.60}): give axes by name and ranks as a list, such as "
+                f"Mesh({given:.60}): give axes by name and ranks as a list, such as "
                 'Mesh(dp=2, tp=4, ranks=range(8)), or a text to Mesh.parse("dp=2 tp=4")'
             )
         ranks = ranks if ranks is None or isinstance(ranks, range) else tuple(map(_rank, ranks))

@@ -255,9 +255,9 @@ def _overrides(what: str, keys: Collection[str], names: Iterable[str]) -> dict[s
                 "first"
             )
         near = difflib.get_close_matches(key, [*names], n=3, cutoff=0.3)
-        nearest = ", ".join(map(quoted, near)) or "none"
+        nearest = ", ".join(map(quoted, near or [*names][:3]))
         raise LayoutError(
-            f"{what} {quoted(key)} matches no tensor: the nearest names are {nearest}"
+            f"{what} {quoted(key)} matches no tensor: write a name or pattern such as {nearest}"
         )
     return found
 

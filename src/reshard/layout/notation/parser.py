@@ -32,6 +32,7 @@ _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
 _ORDER = ("on", "reduce", "flat", "without")
 MAX_TEXT = 1 << 20
 MAX_DEPTH = 16
+MAX_ANSWERED = 200
 
 _T = TypeVar("_T")
 
@@ -39,15 +40,32 @@ _T = TypeVar("_T")
 def parse(text: str, axes: Iterable[str] = ()) -> Words:
     """Read a layout text, or say which word is wrong and what was expected.
 
-    Placements of DTensor are answered in the notation, with the axes of the mesh.
+    Placements of DTensor, and specs of JAX, are answered in the notation.
     """
     try:
-        return _Parser(text).layout()
-    except NotationError:
+        words = _Parser(text).layout()
+        if "None" in axes or not re.search(r"\bNone\b", text):
+            return words
+        problem = f'layout {quoted(text)} names axis "None"'
+    except NotationError as error:
         answer = from_placements(axes, text)
-        if answer is None:
-            raise
-    raise NotationError(answer)
+        if answer is not None:
+            raise NotationError(answer) from None
+        problem = str(error)
+    raise NotationError(f"{problem}{_advice(text)}")
+
+
+def _advice(text: str) -> str:
+    """What to write for a text with commas, quotes or None, such as ``P("tp", None)``; else ""."""
+    if len(text) > MAX_ANSWERED:
+        return ""
+    meant = re.sub(r"\A\s*\w*[(\[](.*)[)\]]\s*\Z", r"\1", text)
+    meant = " ".join(re.sub(r"[,'\"]", " ", re.sub(r"\bNone\b", "-", meant)).split())
+    try:
+        _Parser(meant).layout()
+    except NotationError:
+        return ""
+    return f'; words are separated by spaces, and "-" is a whole dim: write "{meant}"'
 
 
 class _Parser:

@@ -218,13 +218,16 @@ def from_placements(axes: Iterable[str], placements: object) -> str | None:
     )
 
 
+MAX_TYPED = 200
 _PLACEMENT = re.compile(
     r"(_StridedShard|Shard|Replicate|Partial)\((?:dim=)?(\d{0,2})[^)]*\)", re.ASCII
 )
 
 
 def _typed(text: str) -> list[tuple[str, int]]:
-    """The placements that a text names, as class names and dims."""
+    """The placements that a text of a sensible length names, as class names and dims."""
+    if len(text) > MAX_TYPED:
+        return []
     return [(found[1], int(found[2] or 0)) for found in _PLACEMENT.finditer(text)]
 
 

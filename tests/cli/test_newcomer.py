@@ -1,0 +1,262 @@
+"""What a newcomer does: the ten tasks of the first day, and 40 wrong inputs with their answers.
+
+Tasks that documents show run with the documents; `TASKS` says which.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import reshard as rs
+from reshard.cli import run
+from reshard.rules import models
+
+ROOT = Path(__file__).parents[2]
+TASKS = {
+    "show a layout": ("docs/quickstart.md", "$ reshard show"),
+    "plan Llama-3-8B from FSDP over 16 to TP-8 x DP-2": ("docs/quickstart.md", "--from-fsdp dp"),
+    "HF to TP-4 to DCP to HF, verify, diff": ("docs/how-to/convert.md", "$ reshard diff"),
+    "FSDP2 + TP live to a plain module": ("docs/how-to/trainer-to-inference.md", "plain module"),
+    "port a _shard script": ("docs/how-to/from-shard.md", "from reshard.compat"),
+    "input_reshard": ("docs/how-to/activation-memory.md", "input_reshard(block"),
+    "HF folder into a sharded model": ("README.md", 'rs.checkpoint.load("hf"'),
+    "wrong inputs": ("tests/cli/test_newcomer.py", "WRONG_INPUTS"),
+    "completion in bash and zsh": ("docs/cli.md", "zsh_source"),
+    "a new model family": ("docs/architecture.md", "### a model family"),
+}
+"""Where each task is shown; blocks of documents are run by tests/docs."""
+CONFIG = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
+    "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+}  # fmt: skip
+
+SHAPE, MOVE = "--shape 8,8", "--from 'dp=2: dp -' --to 'tp=2: - tp' --shape 8,8"
+WRONG_INPUTS = [
+    # (what is typed, what the answer says to type)
+    (f"show 'dp tp' --mesh 'dp2 tp4' {SHAPE}", "name=size, such as tp=4"),
+    (f"show 'tp -' --mesh tp:4 {SHAPE}", "name=size, such as tp=4"),
+    (f"show 'tp, -' --mesh tp=4 {SHAPE}", 'write "tp -"'),
+    (f"show '[tp, None]' --mesh tp=4 {SHAPE}", 'write "tp -"'),
+    (f"show \"P('tp', None)\" --mesh tp=4 {SHAPE}", 'write "tp -"'),
+    (f"show 'tp None' --mesh tp=4 {SHAPE}", 'write "tp -"'),
+    (f"show 'Shard(0)' --mesh tp=4 {SHAPE}", 'it is "tp ..."'),
+    (f"show 'dp=2 tp=2: Shard(0), Shard(0)' {SHAPE}", 'it is "(dp tp) ..."'),
+    (f"show 'dp=2 tp=2: [Replicate(), Shard(1)]' {SHAPE}", 'it is "- tp ..."'),
+    (f"show 'dp=2: Partial()' {SHAPE}", 'it is "... | sum dp"'),
+    (f"show tp --mesh tp=4 {SHAPE}", 'write one word per dim, or "..."'),
+    (f"show 'tp=4 tp -' {SHAPE}", '"tp=2: - tp"'),
+    (f"show 'tp=4: TP -' {SHAPE}", "mesh tp=4 has tp: use one of these"),
+    ("show 'tp=4: tp -'", 'reshard show "tp=4: tp -" --shape 8192,4096'),
+    ("show 'tp=4: tp -' --shape '8 8'", "numbers such as 8192,4096"),
+    ("show 'tp=4: tp -' --shape 8K,4K", "numbers such as 8192,4096"),
+    (f"show 'tp=4: tp -' {SHAPE} --rank 7", "its ranks are 0-3"),
+    ("show --model llama-3-8b", '--mesh "tp=4"'),
+    ("show --model llama-3-8b --mesh tp=4 lm_head", "try lm_head.weight"),
+    (f"plan --from dp=2 --to tp=2 {SHAPE}", '"MESH: LAYOUT", such as "tp=2: - tp"'),
+    (f"plan --from 'dp=2: dp -' {SHAPE}", "For example: reshard plan --shape 8192,4096 --from"),
+    (f"plan --from 'Shard(0)' --to 'tp=2: - tp' {SHAPE}", 'as in "tp=2: - tp"'),
+    ("plan --from 'dp=2: dp -' --to 'tp=2: - tp'", "give --shape (one tensor) or --model"),
+    ("plan --model llama3-8b --from tp=8 --to tp=4", "try llama-3-8b"),
+    ("plan --model meta-llama/Meta-Llama-3-8B --from tp=8 --to tp=4", "try llama-3-8b"),
+    ("plan --model llama-3-8b --from fsdp=16 --to tp=8", "--from-fsdp or --to-fsdp"),
+    ("plan --model llama-3-8b --from 'tp=8: tp -' --to tp=4", 'give the mesh alone, "tp=8"'),
+    (f"plan {MOVE} --memory '256 megabytes'", 'write 4096, "256MiB" or "1GB"'),
+    (f"plan {MOVE} --memory 1", "the smallest that works is 4 bytes; raise --memory"),
+    (f"plan {MOVE} --dtype float12", "use one of bool uint8 int8"),
+    (f"plan {MOVE} --rank 99", "its ranks are 0-1"),
+    (f"plan {MOVE} --save x.pdf", ".html, .json or .trace"),
+    ("inspect", "For example: reshard inspect ckpt"),
+    ("inspect nowhere", "check the path"),
+    ("inspect empty", "no .safetensors, .metadata with .distcp, .pt"),
+    ("convert hf", "For example: reshard convert ckpt out --mesh"),
+    ("convert hf tp4 --mesh tp=2", "choose another target, or give --overwrite;"),
+    ("convert plain out --mesh tp=4", "give --rules with a family such as llama"),
+    ("convert hf out --mesh tp=4 --rules llamas", 'try "llama"'),
+    ("convert hf out --mesh tp=4 --layout 'tp -'", 'NAME=LAYOUT, such as "*=tp ..."'),
+    ("convert hf out --mesh tp=4 --layout 'nope=tp -'", 'such as "lm_head.weight"'),
+    ("convert hf out --layout '*=tp ...'", "give --mesh"),
+    ("convert hf out --mesh dp=2", "cut dim 0 by it (--fsdp dp"),
+    ("convert hf out --format safetensors", "'full', 'sharded', 'distcp', 'ranks'"),
+    ("convert hf out --dtype int8", "use float32, bfloat16, float16"),
+    ("convert hf hf --overwrite", "choose a destination outside of the source"),
+    ("diff hf", "For example: reshard diff ckpt-1000 ckpt-2000"),
+    ("index hf", "For example: reshard index src -o index"),
+    ("plann", "Did you mean 'plan'?"),
+    ("--jsn", "Try reshard --help"),
+]
+
+
+class Shard:
+    """Stands for DTensor's placement, which is known by its name alone."""
+
+    dim = 0
+
+
+WRONG_CALLS: list[tuple[Callable[[], object], str]] = [
+    (lambda: rs.Layout("dp=2: dp"), "Layout.parse("),  # type: ignore[arg-type]
+    (lambda: rs.Layout("dp=2", "dp -"), "Layout.parse("),  # type: ignore[arg-type]
+    (lambda: rs.Layout(rs.Mesh(tp=2), Shard()), 'it is "tp ..."'),  # type: ignore[arg-type]
+    (lambda: rs.Layout(rs.Mesh(tp=2), "Shard(0)"), 'it is "tp ..."'),
+    (lambda: rs.plan("tp=2: tp -", Shard(), shape=(4, 4)), '"axis0 ..."'),  # type: ignore[arg-type]
+    (lambda: rs.Mesh("dp=2"), "Mesh.parse("),  # type: ignore[arg-type]
+    (lambda: rs.Mesh(2, 4), "Mesh(dp=2, tp=4"),  # type: ignore[arg-type]
+    (lambda: rs.plan("dp=2: dp -", "tp=2: - tp"), "give shape=(rows, columns)"),
+    (lambda: rs.plan("dp -", "- tp", shape=(4, 4)), '"tp=2: - tp"'),
+    (lambda: rs.Rules.load("lama"), 'try "llama"'),
+    (lambda: rs.plann, "try plan"),  # type: ignore[attr-defined]
+]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("newcomer")
+    shapes = {name: shape for name, (shape, _) in models.tensors(CONFIG).items()}
+    for name in ("hf", "plain", "empty"):
+        (folder / name).mkdir()
+    (folder / "hf/config.json").write_text(json.dumps(CONFIG))
+    for name in ("hf", "plain"):
+        save_file(
+            {key: np.ones(shape, "float16") for key, shape in shapes.items()},
+            folder / name / "model.safetensors",
+        )
+    (folder / "tp4").mkdir()
+    shutil.copy(folder / "hf/model.safetensors", folder / "tp4")
+    return folder
+
+
+def test_every_task_is_shown() -> None:
+    assert len(TASKS) == 10
+    missing = [
+        name for name, (file, text) in TASKS.items() if text not in (ROOT / file).read_text()
+    ]
+    assert not missing
+
+
+@pytest.mark.parametrize(("typed", "answer"), WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
+def test_a_wrong_input_is_answered_with_what_to_type(
+    typed: str,
+    answer: str,
+    files: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    import shlex
+
+    monkeypatch.chdir(files)
+    assert run(shlex.split(typed)) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+    assert answer in said.err
+    assert not re.search(r"internal error|Traceback|[\w]+=\)", said.err)
+
+
+def test_there_are_forty() -> None:
+    assert len({typed for typed, _ in WRONG_INPUTS}) >= 40
+
+
+@pytest.mark.parametrize(("call", "answer"), WRONG_CALLS, ids=range(len(WRONG_CALLS)))
+def test_a_wrong_call_is_answered_with_what_to_type(
+    call: Callable[[], object], answer: str
+) -> None:
+    with pytest.raises((rs.ReshardError, AttributeError)) as caught:
+        call()
+    assert answer in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_page_of_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "plan.html"
+    sides = ["--from", "dp=16", "--from-fsdp", "dp", "--to", "dp=2 tp=8 @ 16-31"]
+    words = ["plan", "--model", "llama-3-8b", *sides, "--replicate", "dp", "--html", str(page)]
+    assert run(words) == 0
+    assert capsys.readouterr().err == f"wrote {page}\n"
+    text = page.read_text()
+    assert text.startswith("<!doctype html>")
+    assert "lm_head.weight" in text
+    assert not re.search(r"""(src|href)=["']?https?:""", text)
+
+
+@pytest.fixture
+def on_path(tmp_path: Path) -> dict[str, str]:
+    """An environment in which `reshard` is a command."""
+    program = tmp_path / "reshard"
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m reshard "$@"\n')
+    program.chmod(0o755)
+    return os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+
+
+def test_bash_completes_as_documented(on_path: dict[str, str]) -> None:
+    """The line of the documents in a real bash, and then what the Tab key does."""
+    line = 'eval "$(_RESHARD_COMPLETE=bash_source reshard)"'
+    assert line in (ROOT / "docs/cli.md").read_text()
+    script = f"""{line}
+    COMP_WORDS=(reshard plan --model llama-3-8); COMP_CWORD=3
+    $(complete -p reshard | sed 's/.*-F \\([^ ]*\\).*/\\1/') reshard
+    echo "${{COMPREPLY[@]}}"
+    """
+    done = subprocess.run(["bash", "-c", script], env=on_path, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("llama-3-8b\n", "")
+
+
+def test_zsh_completes_as_documented(on_path: dict[str, str]) -> None:
+    """In zsh where there is one; else what its script would get from the command."""
+    line = 'eval "$(_RESHARD_COMPLETE=zsh_source reshard)"'
+    assert line in (ROOT / "docs/cli.md").read_text()
+    if shutil.which("zsh"):
+        script = f"autoload -Uz compinit; compinit -u; {line}; whence -w _reshard_completion"
+        done = subprocess.run(["zsh", "-fc", script], env=on_path, capture_output=True, text=True)
+        assert "function" in done.stdout, done.stderr
+    env = on_path | {"COMP_WORDS": "reshard con", "COMP_CWORD": "1"}
+    env |= {"_RESHARD_COMPLETE": "zsh_complete"}
+    done = subprocess.run(["reshard"], env=env, capture_output=True, text=True)
+    assert done.stdout.split("\n")[:2] == ["plain", "convert"]
+
+
+def test_a_new_model_family_by_the_documents(tmp_path: Path) -> None:
+    """The steps of docs/architecture.md, in a copy of the source: two lines and a file."""
+    steps = (ROOT / "docs/architecture.md").read_text().partition("### a model family")[2]
+    for said in ("rules/families/NAME.toml", "extends", "_FAMILIES", "PRESETS", "rules/configs.py"):
+        assert said in steps
+    shutil.copytree(ROOT / "src/reshard", tmp_path / "reshard")
+    (tmp_path / "reshard/rules/families/toy.toml").write_text('extends = "llama"\n')
+    configs = tmp_path / "reshard/rules/configs.py"
+    text = configs.read_text()
+    text = text.replace(
+        '        "llama": "llama",\n', '        "llama": "llama",\n        "toy": "toy",\n', 1
+    )
+    preset = re.search(r'        "mistral-7b": .*\n', text)
+    assert preset is not None
+    text = text.replace(
+        preset[0],
+        preset[0] + preset[0].replace("mistral-7b", "toy-7b").replace('"mistral"', '"toy"'),
+    )
+    configs.write_text(text)
+    words = [
+        sys.executable,
+        "-m",
+        "reshard",
+        "show",
+        "--model",
+        "toy-7b",
+        "--mesh",
+        "tp=4",
+        "--json",
+    ]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(words, env=env, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = SimpleNamespace(**json.loads(done.stdout))
+    assert shown.tensors["model.layers.3.self_attn.q_proj.weight"]["layout"] == "tp*128 -"
