@@ -24,7 +24,7 @@ import numpy as np
 from plan_speed import Case, specs
 
 import reshard as rs
-from reshard.planning.transfers import Fan
+from reshard.planning.flows import Fan
 
 Dicts = tuple[dict[str, rs.TensorSpec], dict[str, rs.TensorSpec]]
 SIZES = (8, 64, 256, 1024, 4096, 16384, 65536)

@@ -186,11 +186,14 @@ if not TYPE_CHECKING:  # else every misspelt name would pass as one that is load
 
 
 def _load(name: str) -> object:
-    from reshard.errors import needing_torch
+    try:
+        module = import_module(f"reshard.{_HOMES[name]}")
+    except ModuleNotFoundError:
+        from reshard.errors import needing_torch
 
-    with needing_torch(f"reshard.{name}"):
-        value = getattr(import_module(f"reshard.{_HOMES[name]}"), name)
-    globals()[name] = value
+        with needing_torch(f"reshard.{name}"):
+            raise
+    globals()[name] = value = getattr(module, name)
     return value
 
 

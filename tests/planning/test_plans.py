@@ -22,8 +22,8 @@ import pytest
 from hypothesis import given, settings
 
 import reshard as rs
+from reshard.planning.flows import Transfers
 from reshard.planning.rank import RankPlan, Rows, Steps
-from reshard.planning.transfers import Transfers
 from tests import generate, moves, strategies
 from tests.cases import Side
 from tests.checks import build

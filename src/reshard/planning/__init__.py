@@ -4,8 +4,8 @@ classes    tensors of equal shapes, dtypes and layouts are planned once
 names/     renamed, joined, stacked and cropped tensors
 cells/     the common boxes of source and destination regions
 sharing    which of several ranks does how much
-transfers  cells become transfers from rank to rank
-flows      the work of all stacks is shared over ranks and hosts
+flows      cells become transfers from rank to rank
+hosts      the same with a topology: between hosts and inside them
 rounds     what moves when, so that staging stays under the memory cap
 rank       one rank's part of a plan
 cost/      bytes, messages and seconds of a plan

@@ -1,29 +1,37 @@
-"""The flows of all stacks: who shares which line, so that no rank or host has much more to do.
+"""Who sends what to whom: the cells of a stack become transfers, shared by the ranks that can.
 
-Work is shared in two steps, over all stacks together. The holders of each line share the sending;
-then the ranks that want it share the passing on, the less the more they send already. With a
-topology both are shared over hosts first, which have links of their own, then over the ranks of
-each host; and only what must enter some host counts for the holders, because everything else is
-sent by a rank of the same host.
+Work is shared over all stacks together. The holders of each line share the sending; then the ranks
+that want it share the passing on, the less the more they send already. A *part* is where the slot
+of a sender meets the slot of such a rank, its *relay*. The relay gets the part from its sender and
+passes it on to all ranks of the line that lack it. Where the relay holds the part itself, or all is
+small, the sender serves these ranks directly: a round less. So whoever sends a part to a rank
+follows from the part and the rank by arithmetic. With a topology, ``hosts`` has another rule.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, distinct, numbered
-from reshard.planning.cells.geometry import Geometry, raise_uncovered
-from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
+from reshard.dtypes import accumulator, itemsize
+from reshard.layout.columns import Ints
+from reshard.planning.cells.geometry import Cells, Geometry, Lined, raise_uncovered
+from reshard.planning.cells.listed import listed_geometries
 from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import Home, LineSet, Loads, Slots, Stations, repeated, share
-from reshard.planning.transfers import Flow
+from reshard.planning.sharing import LineSet, Loads, Runs, Slots, repeated, share
 
-__all__ = ["flows_of"]
+__all__ = ["Fan", "Flow", "Mask", "Transfers", "flows_of", "grain_of", "share_plainly"]
+
+Mask = NDArray[np.bool_]
+Parts = Sequence[tuple[Stack, Geometry]]
+
+AT_ONCE = 1 << 20
+"""Rows of fans that are listed together."""
 
 SMALL = 64 * 1024
 """Bytes below which cutting a transfer costs more than it balances."""
@@ -36,169 +44,348 @@ MAX_DIRECT_ROWS = 4096
 """Rows of a stack of which that is tried out."""
 
 
-def flows_of(stacks: Sequence[Stack], world: Ints, home: Home, listed: bool) -> list[Flow]:
+@dataclass(frozen=True, eq=False, slots=True)
+class Transfers:
+    """Rows of a plan for one stack, as columns: which run of which cell goes from whom to whom."""
+
+    cells: Cells
+    runs: Runs
+    source: Ints
+    destination: Ints
+    send_line: Ints
+    """The line of ranks that hold each row."""
+    line: Ints
+    """The line of ranks that want each row."""
+    part: Ints
+    """A number that a row has in common with the rows that pass it on or add to it."""
+    hop: int
+    """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
+    addend: int = -1
+    """Which addend of a pending reduction the rows carry; -1 where nothing is added up."""
+    again: bool = False
+    """Whether the sender has sent the same to another rank too, so that it is no first copy."""
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    @property
+    def sizes(self) -> Ints:
+        """Elements of each row."""
+        return self.runs.stop - self.runs.start
+
+    def take(self, rows: Ints) -> Transfers:
+        """The rows at these places."""
+        return Transfers(
+            self.cells,
+            self.runs.take(rows),
+            self.source[rows],
+            self.destination[rows],
+            self.send_line[rows],
+            self.line[rows],
+            self.part[rows],
+            self.hop,
+            self.addend,
+            self.again,
+        )
+
+    def of_rank(self, rank: int) -> Iterator[Transfers]:
+        """The rows that a rank sends or receives."""
+        yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
+
+
+@dataclass(frozen=True, eq=False)
+class Fan:
+    """Rows that each go to all ranks of their line that neither send nor hold them."""
+
+    rows: Transfers
+    """Their destinations do not count."""
+    wanting: LineSet
+    kind: Ints
+    """Rows of one kind have the same holders and are wanted by the same ranks."""
+    held: LineSet
+    """The ranks of each kind that hold what they want."""
+
+    def take(self, rows: Ints) -> Fan:
+        """Some of the rows."""
+        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows])
+
+    def of_rank(self, rank: int) -> Iterator[Transfers]:
+        """The rows that a rank sends or receives."""
+        sent = self.rows.source == rank
+        yield from self.listed(np.flatnonzero(sent))
+        lacks = self.wanting.has(rank)[self.rows.line] & ~self.held.has(rank)[self.kind]
+        gets = np.flatnonzero(lacks & ~sent)
+        yield from self._to(gets, np.full(len(gets), rank))
+
+    def listed(self, rows: Ints) -> Iterator[Transfers]:
+        """Some rows once for every rank that gets them."""
+        if len(rows):
+            yield from self._to(*self.pairs(rows))
+
+    def pairs(self, rows: Ints) -> tuple[Ints, Ints]:
+        """Some rows, each with every rank that gets it."""
+        at, member = repeated(self.wanting.first, self.rows.line[rows])
+        row, member = rows[at], self.wanting.members[member]
+        lacks = self.held.find(self.kind[row], member) < 0
+        gets = np.flatnonzero(lacks & (member != self.rows.source[row]))
+        return row[gets], member[gets]
+
+    def _to(self, row: Ints, member: Ints) -> Iterator[Transfers]:
+        """Rows to these ranks; where source ranks send several copies, first ones come first."""
+        sent = replace(self.rows.take(row), destination=member)
+        if self.rows.hop:
+            yield sent
+            return
+        first = member == self._first_lacking[self.kind[row]]
+        for again in (False, True):
+            yield replace(sent.take(np.flatnonzero(first != again)), again=again)
+
+    @cached_property
+    def _first_lacking(self) -> Ints:
+        """For each kind the first rank of its line that gets rows of it."""
+        line = np.zeros(len(self.held.counts), dtype=np.int64)
+        line[self.kind] = self.rows.line
+        kind = np.repeat(np.arange(len(line)), self.held.counts)
+        place = self.wanting.find(line[kind], self.held.members) - self.wanting.first[line[kind]]
+        leads = place == np.arange(len(kind)) - self.held.first[kind]
+        at = self.wanting.first[line] + np.bincount(kind[leads], minlength=len(line))
+        found: Ints = np.append(self.wanting.members, -1)[at]
+        return found
+
+    @cached_property
+    def sends_to_itself(self) -> Mask:
+        """Rows whose senders are ranks of the line that do not hold them."""
+        inside = self.wanting.find(self.rows.line, self.rows.source) >= 0
+        return inside & (self.rows.hop > 0)
+
+    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each gets, for an amount of each row; negative amounts correct others.
+
+        Every member of a line gets all of it, except what it sends itself or holds.
+        """
+        for lines, number, sign in ((self.wanting, self.rows.line, 1), (self.held, self.kind, -1)):
+            total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
+            yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
+        mine = np.flatnonzero(self.sends_to_itself)
+        yield self.rows.source[mine], -amounts[mine]
+
+    @cached_property
+    def served(self) -> Ints:
+        """How many ranks get each row."""
+        served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
+        return served - self.sends_to_itself
+
+
+@dataclass(frozen=True, eq=False)
+class Flow:
+    """One stack with its cells and the cuts that balancing found."""
+
+    stack: Stack
+    geometry: Geometry
+    sending: Slots
+    receiving: Slots
+    unit: int
+    """Cuts fall between whole parts of a cell of at most so many elements."""
+    direct: bool = False
+    """Whether senders serve all ranks that want a line, so that relays pass nothing on."""
+
+    @property
+    def accumulator_itemsize(self) -> int:
+        """Bytes of one element while addends are added up."""
+        return itemsize(accumulator(self.stack.have.dtype))
+
+    @property
+    def adds(self) -> bool:
+        """Whether addends are added up."""
+        return self.geometry.num_addends > 1
+
+    @property
+    def most(self) -> int:
+        """The most ranks that want a line."""
+        return int(self.geometry.wanting.counts.max(initial=0))
+
+    def for_rank(self, rank: int) -> Iterator[Transfers]:
+        """Every row that a rank has to do with: sent, received, or copied by itself."""
+        yield from self._copies(rank)
+        if self.geometry.listed:
+            for rows in self.streams():
+                yield from rows.of_rank(rank)
+            return
+        sent = self._cut(self.geometry.sent_by(rank))
+        yield sent.take(np.flatnonzero((sent.source == rank) & (sent.destination != rank)))
+        parts = self._cut(self.geometry.wanted_by(rank))
+        yield parts.take(np.flatnonzero((parts.destination == rank) & (parts.source != rank)))
+        if self.most > 1:
+            yield from self._passed_on(parts).of_rank(rank)
+
+    def everything(self) -> Iterator[Transfers]:
+        """Every row of every rank; some may have one rank on both sides."""
+        for rows in self.streams():
+            if isinstance(rows, Transfers):
+                yield rows
+                continue
+            counts = rows.wanting.counts[rows.rows.line]
+            ends, first = np.cumsum(counts), 0
+            while first < len(ends):
+                done = int(ends[first] - counts[first])
+                last = max(first + 1, int(np.searchsorted(ends, done + AT_ONCE, side="right")))
+                yield from rows.listed(np.arange(first, last))
+                first = last
+
+    def streams(self) -> Iterator[Transfers | Fan]:
+        """The same rows, with those that a rank sends to all of a line together."""
+        yield from self._all_streams if self.geometry.listed else self._streams()
+
+    @cached_property
+    def _all_streams(self) -> list[Transfers | Fan]:
+        return [*self._streams()]
+
+    def _streams(self) -> Iterator[Transfers | Fan]:
+        parts, held = self.parts(), self.geometry.held
+        if self.adds:
+            yield from self.first_sums()
+        elif held is None:
+            yield parts
+        else:
+            kind, holders = held[0][parts.runs.cell], held[1]
+            direct = (holders.find(kind, parts.destination) >= 0) | self.direct
+            some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
+            yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
+            yield parts.take(rest)
+            yield replace(self._passed_on(parts.take(rest)), kind=kind[rest], held=holders)
+            return
+        if self.most > 1 and not self.direct:
+            yield self._passed_on(parts)
+
+    def _passed_on(self, parts: Transfers) -> Fan:
+        """What relays pass on to ranks that hold none of it."""
+        passed, wanting = replace(parts, source=parts.destination, hop=1), self.geometry.wanting
+        return Fan(passed, wanting, parts.line, LineSet.plain(0 * wanting.first, wanting.first[:0]))
+
+    def parts(self) -> Transfers:
+        """What every relay is responsible for, of all ranks."""
+        return self._all_parts if self.geometry.listed else self._cut(self.geometry.all())
+
+    @cached_property
+    def _all_parts(self) -> Transfers:
+        return self._cut(self.geometry.all())
+
+    def _copies(self, rank: int) -> Iterator[Transfers]:
+        cells = self.geometry.copied_by(rank)
+        here = np.full(len(cells.size), rank, dtype=np.int64)
+        runs = Runs.whole(cells.size * len(self.stack.names))
+        if len(cells.size):
+            yield Transfers(cells, runs, here, here, here * 0, here * 0, here * 0, 0)
+
+    def units(self, cells: Cells, most: int) -> Ints:
+        """The largest whole part (a row, a plane, a tensor) of each cell of at most this size."""
+        unit = np.ones(len(cells.size), dtype=np.int64)
+        block = unit
+        for dim in reversed(range(cells.width.shape[1])):
+            block = block * cells.width[:, dim]
+            unit = np.where(block <= most, block, unit)
+        return unit
+
+    def _cut(self, lined: Lined) -> Transfers:
+        """Cut cells where slots of senders begin, then where slots of relays begin.
+
+        Where addends are added up, every holder sends, and only relays' slots count.
+        """
+        times, unit = len(self.stack.names), self.units(lined.cells, self.unit)
+        runs = Runs.whole(lined.cells.size * times)
+        source = np.full(len(runs.cell), -1, dtype=np.int64)
+        if not self.adds:
+            runs, _, slot = runs.split(self.sending, lined.send_line, lined.send_at * times, unit)
+            source = self.sending.ranks[slot]
+        runs, old, slot = runs.split(
+            self.receiving, lined.receive_line, lined.receive_at * times, unit
+        )
+        ends = (lined.send_line[runs.cell], lined.receive_line[runs.cell])
+        relay, part = self.receiving.ranks[slot], np.arange(len(slot))
+        return Transfers(lined.cells, runs, source[old], relay, *ends, part, 0)
+
+    def first_sums(self) -> Iterator[Transfers]:
+        """Rows from the holders of addends to the ranks that add them up, one list per addend."""
+        wanted = self.accumulated()
+        for addend in range(self.geometry.num_addends):
+            senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
+            yield replace(wanted, source=senders, addend=addend)
+
+    def accumulated(self) -> Transfers:
+        """The parts in which ranks add up addends: relays, or all that want the value."""
+        parts = self.parts()
+        if not self.direct:
+            return parts
+        old, at = repeated(self.geometry.wanting.first, parts.line)
+        return replace(parts.take(old), destination=self.geometry.wanting.members[at])
+
+
+def flows_of(stacks: Sequence[Stack], world: Ints, listed: bool) -> list[Flow]:
     """The flows of all stacks; with ``listed`` all cells are listed, also where a rank could do
     without."""
-    parts = [
-        (stack, geometry if home is None else _entering_only(geometry, home))
-        for stack in stacks
-        for geometry in _geometries(stack, listed or home is not None)
-    ]
-    grain = _grain(parts)
-    ranks, hosts = Loads.none(world), Loads.none(world if home is None else distinct(home(world)))
-    if home is not None:
-        for stack, geometry in parts:
-            _add_local(ranks, stack, geometry, home)
-    sent = [_Lines.of(stack, g, g.senders, home, False) for stack, g in parts]
-    passed = [_Lines.of(stack, g, g.receivers, home, True) for stack, g in parts]
-    sending = _slots(sent, grain, hosts, ranks)
-    receiving = _slots(passed, grain, hosts, ranks)
+    parts = [(stack, one) for stack in stacks for one in _geometries(stack, listed)]
+    grain, ranks = grain_of(parts), Loads.none(world)
+    sending = share_plainly(parts, False, ranks, grain)
+    receiving = share_plainly(parts, True, ranks, grain)
     flows = [
-        Flow(stack, geometry, lines.home, send, receive, max(grain // stack.itemsize, 1))
-        for (stack, geometry), lines, send, receive in zip(
-            parts, sent, sending, receiving, strict=True
-        )
+        Flow(stack, geometry, send, receive, max(grain // stack.itemsize, 1))
+        for (stack, geometry), send, receive in zip(parts, sending, receiving, strict=True)
     ]
-    return _with_direct(flows) if home is None else flows
+    return _with_direct(flows)
 
 
-def _geometries(stack: Stack, listed: bool) -> list[Geometry]:
+def _geometries(stack: Stack, listed: bool) -> Sequence[Geometry]:
     """The geometries of a stack: one, or one per addend that the destination keeps."""
     geometry = None if listed else regular_geometry(stack)
     if geometry is None:
-        return [*listed_geometries(stack)]
+        return listed_geometries(stack)
     if not geometry.covered:
         raise_uncovered(stack)
     return [geometry]
 
 
-def _grain(parts: Sequence[tuple[Stack, Geometry]]) -> int:
+def grain_of(parts: Parts) -> int:
     """The smallest share worth cutting: small next to what a sender has to send anyway."""
     total = sum(int(g.senders.amounts.sum()) * len(s.names) * s.itemsize for s, g in parts)
     senders = max((len(g.senders.members) for _, g in parts), default=1)
     return min(max(total // max(senders, 1) // 128, 1), SMALL)
 
 
-def _entering_only(geometry: Geometry, home: Home) -> Geometry:
-    """The same cells, of which only those that must enter some host count for their senders."""
-    if geometry.num_addends > 1 or not isinstance(geometry, ListedGeometry):
-        return geometry
-    lined, senders = geometry.cells, geometry.senders
-    cell, _, held = _stations_of_cells(geometry, home)
-    enters = np.bincount(cell, weights=held < 0, minlength=len(lined.send_line)) > 0
-    sizes = lined.cells.size * enters
-    amounts = np.bincount(lined.send_line, weights=sizes, minlength=len(senders.counts))
-    return replace(
-        geometry,
-        cells=replace(lined, send_at=before(lined.send_line, sizes, len(senders.counts))),
-        senders=LineSet(amounts.astype(np.int64), senders.first, senders.members),
+def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[Slots]:
+    """Share the sending, or the passing on, of every line over its ranks."""
+    whole, jobs, chosen = [], [], []
+    for stack, geometry in parts:
+        lines = geometry.receivers if passes else geometry.senders
+        lines = LineSet(lines.amounts * len(stack.names), lines.first, lines.members)
+        whole.append(lines)
+        chosen.append(_lacking(geometry) if passes else None)
+        times = lines.counts - 1 if passes else 1
+        some = chosen[-1]
+        jobs.append((lines if some is None else lines.only(some), stack.itemsize, times))
+    slots = []
+    for lines, some, shares in zip(whole, chosen, share(jobs, ranks, grain), strict=True):
+        if some is not None:
+            shares, given = np.zeros(len(lines.members), dtype=np.int64), shares
+            shares[some] = given
+        slots.append(Slots.of(lines, shares))
+    return slots
+
+
+def _lacking(geometry: Geometry) -> Mask | None:
+    """The members of lines that do not hold all of their line; all members where all hold it."""
+    if geometry.held is None:
+        return None
+    (kind, held), lined, wanting = geometry.held, geometry.all(), geometry.wanting
+    sizes = np.bincount(kind, weights=lined.cells.size, minlength=len(held.counts))
+    line = np.zeros(len(held.counts), dtype=np.int64)
+    line[kind] = lined.receive_line
+    of = np.repeat(np.arange(len(line)), held.counts)
+    some = np.flatnonzero(sizes[of])
+    place = wanting.find(line[of[some]], held.members[some])
+    lacks: Mask = np.bincount(place, sizes[of[some]], len(wanting.members)) < np.repeat(
+        wanting.amounts, wanting.counts
     )
-
-
-def _stations_of_cells(geometry: Geometry, home: Home) -> tuple[Ints, Ints, Ints]:
-    """Every cell with each station that wants it, and the station that holds it there, or -1."""
-    lined = geometry.all()
-    wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
-    cell, station = repeated(wanting.of_line, lined.receive_line)
-    return cell, station, holding.find(lined.send_line[cell], wanting.host[station])
-
-
-def _add_local(ranks: Loads, stack: Stack, geometry: Geometry, home: Home) -> None:
-    """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
-    if geometry.num_addends > 1:
-        return
-    lined = geometry.all()
-    wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
-    cell, station, held = _stations_of_cells(geometry, home)
-    inside = np.flatnonzero(held >= 0)
-    row, member = repeated(wanting.first, station[inside])
-    rank = wanting.members[member]
-    lacks = geometry.senders.find(lined.send_line[cell[inside[row]]], rank) < 0
-    served = np.bincount(row[lacks], minlength=len(inside)) > 0
-    inside = inside[served]
-    row, member = repeated(holding.first, held[inside])
-    sizes = lined.cells.size[cell[inside]] * len(stack.names) * stack.itemsize
-    each = sizes // holding.counts[held[inside]]
-    np.add.at(ranks.loads, ranks.find(holding.members[member]), each[row])
-
-
-@dataclass(frozen=True, eq=False)
-class _Lines:
-    """Lines to share, host by host."""
-
-    lines: LineSet
-    itemsize: int
-    home: Home
-    stations: Stations
-    chosen: NDArray[np.bool_]
-    """The stations that get a share."""
-    passes: bool
-    """Whether a member sends its share to every other host and every other rank of its own."""
-
-    @classmethod
-    def of(
-        cls, stack: Stack, geometry: Geometry, lines: LineSet, home: Home, passes: bool
-    ) -> _Lines:
-        home = home if geometry.num_addends == 1 else None
-        stations = Stations.of(lines, home)
-        chosen = np.ones(len(stations.host), dtype=bool)
-        if passes and geometry.listed and geometry.num_addends == 1:
-            chosen = _lacking(geometry, stations, home)
-        whole = LineSet(lines.amounts * len(stack.names), lines.first, lines.members)
-        return cls(whole, stack.itemsize, home, stations, chosen, passes)
-
-    def over_stations(self) -> tuple[LineSet, int, Ints | int]:
-        """The lines, to be shared by the chosen stations."""
-        ends = np.concatenate([[0], np.cumsum(self.chosen)])[self.stations.of_line]
-        lines = LineSet(self.lines.amounts, ends, self.stations.host[self.chosen])
-        return lines, self.itemsize, np.diff(self.stations.of_line) - 1 if self.passes else 1
-
-    def over_ranks(self, amounts: Ints) -> tuple[LineSet, int, Ints | int]:
-        """The amounts of the stations, to be shared by the ranks of each."""
-        lines = LineSet(amounts, self.stations.first, self.stations.members)
-        hosts = np.diff(self.stations.of_line)
-        times = np.repeat(hosts, hosts) - 1 + lines.counts - 1
-        return lines, self.itemsize, times if self.passes else 1
-
-    def scattered(self, shares: Ints) -> Ints:
-        """The shares of all stations, given those of the chosen ones."""
-        found = np.zeros(len(self.chosen), dtype=np.int64)
-        found[self.chosen] = shares
-        return found
-
-
-def _slots(jobs: Sequence[_Lines], grain: int, hosts: Loads, ranks: Loads) -> list[Slots]:
-    """Share lines over hosts, then over the ranks of each host; a rank may be a host of its own."""
-    shares: dict[int, Ints] = {}
-    for known, ends in ((True, hosts), (False, ranks)):
-        some = [n for n, job in enumerate(jobs) if (job.home is not None) == known]
-        found = share([jobs[n].over_stations() for n in some], ends, grain)
-        shares |= {n: jobs[n].scattered(one) for n, one in zip(some, found, strict=True)}
-        if known:
-            sets = [jobs[n].over_ranks(shares[n]) for n in some]
-            shares |= dict(zip(some, share(sets, ranks, grain), strict=True))
-    return [
-        Slots.of(LineSet(job.lines.amounts, job.lines.first, job.stations.members), shares[n])
-        for n, job in enumerate(jobs)
-    ]
-
-
-def _lacking(geometry: Geometry, stations: Stations, home: Home) -> NDArray[np.bool_]:
-    """The stations that do not hold all of their line; all stations of a line that all hold."""
-    lined, holding = geometry.all(), Stations.of(geometry.senders, home)
-    kinds, kind = numbered(lined.send_line * len(geometry.wanting.counts) + lined.receive_line)
-    send, line = np.divmod(kinds, max(len(geometry.wanting.counts), 1))
-    holders = LineSet(holding.of_line, holding.of_line, holding.host)
-    wanters = LineSet(stations.of_line, stations.of_line, stations.host)
-    row, host = holders.common(wanters, send, line)
-    sizes = np.bincount(kind, weights=lined.cells.size, minlength=len(kinds))
-    station = stations.find(line[row], host)
-    held = np.bincount(station, weights=sizes[row], minlength=len(stations.host))
-    of_line = np.repeat(np.arange(len(geometry.wanting.counts)), np.diff(stations.of_line))
-    lacks = held < geometry.wanting.amounts[of_line]
-    some = np.bincount(of_line, weights=lacks, minlength=len(geometry.wanting.counts)) > 0
-    found: NDArray[np.bool_] = lacks | ~some[of_line]
-    return found
+    return lacks | wanting.none_of(lacks)
 
 
 def _with_direct(flows: list[Flow]) -> list[Flow]:

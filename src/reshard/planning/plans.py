@@ -28,12 +28,11 @@ from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.cost.traffic import Traffic
-from reshard.planning.flows import flows_of
+from reshard.planning.flows import Flow, flows_of
+from reshard.planning.hosts import Home, host_flows
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
-from reshard.planning.sharing import Home
-from reshard.planning.transfers import Flow
 from reshard.text import parse_bytes
 
 if TYPE_CHECKING:
@@ -155,15 +154,27 @@ class Plan:
 
     def _arrange(self) -> tuple[tuple[Flow, ...], Schedule]:
         """Share the work and put it into rounds; list every row only where the cap demands it."""
-        home = _home(self.world, self.topology)
         for listed in (False, True):
-            flows = tuple(flows_of(self.stacks, self.world, home, listed))
+            flows = tuple(
+                flows_of(self.stacks, self.world, listed)
+                if self._home is None
+                else host_flows(self.stacks, self.world, self._home)
+            )
             try:
                 loads = [load_of(flow, self.world) for flow in flows]
                 return flows, schedule(loads, self.memory)
             except TooTightError:
                 continue
         raise AssertionError("listed flows are never too tight")
+
+    @cached_property
+    def _home(self) -> Home | None:
+        """The hosts of ranks, if there is a topology."""
+        if self.topology is None:
+            return None
+        hosts, world = self.topology.hosts_of(map(int, self.world)), self.world
+        number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
+        return lambda ranks: number[np.searchsorted(world, ranks)]
 
     @property
     def num_rounds(self) -> int:
@@ -209,7 +220,7 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes and messages of every rank, and between groups of ranks."""
-        return Traffic(self.flows, self.schedule.slots, self.world)
+        return Traffic(self.flows, self.schedule.slots, self.world, self._home)
 
     def check(self, *, memory: int | str = "2GiB") -> None:
         """Prove that every wanted element is written exactly once, by a rank that holds it.
@@ -322,11 +333,3 @@ def _world_of(stacks: Sequence[Stack]) -> Ints:
     sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
     ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
     return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
-
-
-def _home(world: Ints, topology: Topology | None) -> Home:
-    if topology is None:
-        return None
-    hosts = topology.hosts_of(map(int, world))
-    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
-    return lambda ranks: number[np.searchsorted(world, ranks)]

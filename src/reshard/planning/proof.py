@@ -23,6 +23,7 @@ from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints
 from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
+from reshard.planning.flows import Fan, Flow
 from reshard.planning.plans import Plan
 from reshard.planning.row_proof import (
     TensorGroup,
@@ -31,7 +32,6 @@ from reshard.planning.row_proof import (
     tensor_groups,
 )
 from reshard.planning.sharing import LineSet
-from reshard.planning.transfers import Fan, Flow
 from reshard.text import format_bytes
 
 __all__ = ["check_plan"]
@@ -198,7 +198,8 @@ def _written(flow: Flow, world: Ints) -> Ints:
         if isinstance(rows, Fan):
             counted += rows.received(rows.rows.sizes)
         elif rows.hop or not flow.adds:
-            counted.append((rows.destination, rows.sizes))
+            moved = rows.source != rows.destination
+            counted.append((rows.destination, rows.sizes * moved))
     for ranks, elements in counted:
         np.add.at(found, np.searchsorted(world, ranks), elements)
     return found

@@ -14,8 +14,8 @@ import numpy as np
 from reshard.layout.box import Box, flat_range
 from reshard.layout.columns import Ints
 from reshard.planning.classes import Fill
+from reshard.planning.flows import Flow, Transfers
 from reshard.planning.rounds import Slot, slice_edges
-from reshard.planning.transfers import Flow, Transfers
 
 __all__ = ["RankPlan", "RankRound", "Step", "Steps"]
 

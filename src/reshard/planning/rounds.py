@@ -20,7 +20,7 @@ from reshard.errors import MemoryCapError
 from reshard.layout.columns import Ints
 from reshard.planning.cells.regular import RegularGeometry
 from reshard.planning.classes import Stack
-from reshard.planning.transfers import Fan, Flow, Transfers
+from reshard.planning.flows import Fan, Flow, Transfers
 from reshard.text import format_bytes
 
 __all__ = ["Load", "Schedule", "Slot", "TooTightError", "load_of", "schedule", "slice_edges"]

@@ -25,9 +25,9 @@ from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overl
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.classes import Stack
+from reshard.planning.flows import Transfers
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
-from reshard.planning.transfers import Transfers
 
 __all__ = ["TensorGroup", "check_ranks", "first_outside", "kept_dims", "tensor_groups"]
 

@@ -22,26 +22,26 @@ Three forms of the same question, *who of several ranks does how much?*
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct
 
 __all__ = [
-    "Home",
     "LeastLoaded",
     "Line",
     "LineSet",
     "Loads",
     "Runs",
     "Slots",
-    "Stations",
     "balance",
     "fill",
+    "find_keys",
     "repeated",
     "share",
 ]
@@ -54,9 +54,6 @@ GOOD = 1.004
 MUCH = 16 << 20
 """A member that sends this many bytes takes part, however small its share: a share that goes to
 thousands of ranks is passed on by many."""
-
-Home = Callable[[Ints], Ints] | None
-"""The hosts of ranks; None where every rank is a host of its own."""
 
 
 class LeastLoaded:
@@ -221,20 +218,47 @@ class LineSet:
         first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
         return cls(amounts, first, members.reshape(-1))
 
+    @classmethod
+    def plain(cls, first: Ints, members: Ints) -> LineSet:
+        """Lines without amounts."""
+        return cls(first[:-1], first, members)
+
     @cached_property
     def counts(self) -> Ints:
         """How many members each line has."""
         return np.diff(self.first)
 
     @cached_property
+    def line_of(self) -> Ints:
+        """The line of each member."""
+        return np.repeat(np.arange(len(self.counts)), self.counts)
+
+    @cached_property
     def _keys(self) -> tuple[Ints, int]:
         """One number for each member of each line, in rising order."""
         span = int(self.members.max(initial=0)) + 1
-        return np.repeat(np.arange(len(self.counts)), self.counts) * span + self.members, span
+        return self.line_of * span + self.members, span
+
+    def has(self, rank: int) -> NDArray[np.bool_]:
+        """The lines of which a rank is a member."""
+        found = np.zeros(len(self.counts), dtype=bool)
+        at = np.flatnonzero(self.members == rank)
+        found[np.searchsorted(self.first, at, side="right") - 1] = True
+        return found
+
+    def only(self, some: NDArray[np.bool_]) -> LineSet:
+        """The same lines with some of their members."""
+        ends = np.concatenate([[0], np.cumsum(some)])[self.first]
+        return LineSet(self.amounts, ends, self.members[some])
 
     def find(self, lines: Ints, ranks: Ints) -> Ints:
         """Where each rank stands in ``members`` as a member of each line; -1 where it is none."""
         return find_keys(*self._keys, lines, ranks)
+
+    def none_of(self, some: NDArray[np.bool_]) -> NDArray[np.bool_]:
+        """The members of lines that have none of some members."""
+        found: NDArray[np.bool_] = np.bincount(self.line_of, some, len(self.counts)) == 0
+        return found[self.line_of]
 
     def by_size(self) -> list[tuple[Ints, Ints]]:
         """The lines that are worth sharing, grouped by the number of members, with those."""
@@ -280,49 +304,6 @@ def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:
     row = np.repeat(np.arange(len(rows)), counts)
     within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
     return row, first[rows][row] + within
-
-
-@dataclass(frozen=True, eq=False)
-class Stations:
-    """The members of lines, host by host; without a topology every rank is a host of its own."""
-
-    members: Ints
-    """Ranks in the order of lines, then hosts, then ranks."""
-    first: Ints
-    """Where the members of each station begin; one more entry ends the last."""
-    host: Ints
-    of_line: Ints
-    """Where the stations of each line begin; one more entry ends the last."""
-
-    @classmethod
-    def of(cls, lines: LineSet, home: Home) -> Stations:
-        """Group the members of each line by host."""
-        if home is None:
-            first = np.arange(len(lines.members) + 1)
-            return cls(lines.members, first, lines.members, lines.first)
-        line, host = np.repeat(np.arange(len(lines.counts)), lines.counts), home(lines.members)
-        order = np.lexsort((lines.members, host, line))
-        line, host = line[order], host[order]
-        new = np.ones(len(order), dtype=bool)
-        new[1:] = (line[1:] != line[:-1]) | (host[1:] != host[:-1])
-        first = np.append(np.flatnonzero(new), len(order))
-        of_line = np.searchsorted(line[new], np.arange(len(lines.counts) + 1))
-        return cls(lines.members[order], first, host[new], of_line)
-
-    @cached_property
-    def counts(self) -> Ints:
-        """How many members each station has."""
-        return np.diff(self.first)
-
-    @cached_property
-    def _keys(self) -> tuple[Ints, int]:
-        span = int(self.host.max(initial=0)) + 1
-        lines = np.repeat(np.arange(len(self.of_line) - 1), np.diff(self.of_line))
-        return lines * span + self.host, span
-
-    def find(self, lines: Ints, hosts: Ints) -> Ints:
-        """The station of each line on each host; -1 where there is none."""
-        return find_keys(*self._keys, lines, hosts)
 
 
 @dataclass(frozen=True, eq=False, slots=True)

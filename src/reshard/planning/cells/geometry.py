@@ -81,6 +81,14 @@ class Geometry(Protocol):
         """The ranks that want each line; some may hold parts of it."""
 
     @property
+    def held(self) -> tuple[Ints, LineSet] | None:
+        """The kind of each cell, and the ranks of each kind that hold what they want.
+
+        Cells of one kind are on the same two lines. None where a rank that wants a line either
+        holds all of it or nothing, and where addends are added up.
+        """
+
+    @property
     def listed(self) -> bool:
         """Whether all cells are listed, so that a rank gets them all."""
 

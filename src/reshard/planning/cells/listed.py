@@ -92,6 +92,8 @@ class ListedGeometry:
     """Cells that some rank both holds and wants, once per such rank, and these ranks."""
     wanted: int
     """Elements of one tensor that ranks want, once per such rank."""
+    held: tuple[Ints, LineSet] | None = None
+    """The kind of each cell, and the ranks of each kind that hold what they want."""
     addends: tuple[int, ...] = ()
     addend_holders: tuple[Ints, ...] = ()
     listed = True
@@ -157,8 +159,9 @@ class _Builder:
         at, rank = holding.common(wanting, *ends)
         if self.addends is not None:
             return self._summed(cells, kind, holding, wanting, ends, (at, rank))
-        lacking = np.bincount(at, minlength=len(kinds)) < wanting.counts[ends[1]]
-        copied, copier = _each(kind, at, rank)
+        held = LineSet.plain(np.searchsorted(at, np.arange(len(kinds) + 1)), rank)
+        lacking = held.counts < wanting.counts[ends[1]]
+        copied, copier = repeated(held.first, kind)
         wanted = int(cells.size @ wanting.counts[receive])
         chosen = np.flatnonzero(lacking[kind])
         moved, send, receive = _take(cells, chosen), send[chosen], receive[chosen]
@@ -171,8 +174,9 @@ class _Builder:
         )
         wanting = _amounting(wanting, receive, moved.size)
         senders = _amounting(holding, send, moved.size)
-        copies = _take(cells, copied), copier
-        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted)
+        copies = _take(cells, copied), rank[copier]
+        held_by = (kind[chosen], held)
+        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted, held_by)
 
     def _summed(
         self,
@@ -211,6 +215,7 @@ class _Builder:
             _amounting(wanted, receive, cells.size),
             (_take(cells, []), np.zeros(0, np.int64)),
             0,
+            None,
             self.addends.have,
             self._addend_holders(cells.have_region),
         )
@@ -254,13 +259,6 @@ def _padded(sets: dict[int, list[int]], num_rows: int) -> Ints:
     for row, ranks in sets.items():
         table[row, : len(ranks)] = ranks
     return table
-
-
-def _each(kind: Ints, at: Ints, rank: Ints) -> tuple[Ints, Ints]:
-    """Every cell once for each rank of its kind, and that rank; ``at`` rises."""
-    first = np.searchsorted(at, np.arange(int(kind.max(initial=-1)) + 2))
-    cell, entry = repeated(first, kind)
-    return cell, rank[entry]
 
 
 def _take(cells: Cells, rows: Sequence[int] | Ints) -> Cells:

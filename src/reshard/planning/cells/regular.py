@@ -296,6 +296,7 @@ class RegularGeometry:
     receive_base: list[int]
     num_addends: int = 1
     listed: bool = False
+    held: None = None
     addends: tuple[int, ...] = ()
 
     @classmethod

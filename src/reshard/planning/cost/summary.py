@@ -10,10 +10,11 @@ import numpy as np
 
 from reshard.layout.columns import Ints, numbered
 from reshard.planning.cost.topology import Link, Topology
-from reshard.planning.cost.traffic import Pairs, Traffic
+from reshard.planning.cost.traffic import Traffic
+from reshard.planning.flows import Flow
+from reshard.planning.hosts import HostFlow
 from reshard.planning.rounds import Schedule
 from reshard.planning.sharing import repeated
-from reshard.planning.transfers import Flow
 
 __all__ = ["Summary", "needs_of", "summarize"]
 
@@ -98,31 +99,28 @@ def needs_of(flow: Flow) -> tuple[int, int]:
 
 def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -> dict[str, Any]:
     """Bytes between hosts, predicted seconds, and the link that takes longest."""
-    world, table = traffic.world, traffic.pairs
-    hosts = topology.hosts_of(map(int, world))
-    number = np.array([hosts[int(rank)] for rank in world], dtype=np.int64)
-    source = number[np.searchsorted(world, table.source)]
-    destination = number[np.searchsorted(world, table.destination)]
-    away = source != destination
-    inside, between = topology.inside, topology.between
-    links = [
-        *_links("rank {} sending inside its host", table.source, table, ~away, inside),
-        *_links("rank {} receiving inside its host", table.destination, table, ~away, inside),
-        *_links("host {} sending", source, table, away, between),
-        *_links("host {} receiving", destination, table, away, between),
+    world, hosts, links = traffic.world, traffic.hosts, traffic.links
+    found = [
+        *_busiest("rank {} sending inside its host", world, links.sent_inside, topology.inside),
+        *_busiest(
+            "rank {} receiving inside its host", world, links.received_inside, topology.inside
+        ),
+        *_busiest("host {} sending", hosts, links.sent_between, topology.between),
+        *_busiest("host {} receiving", hosts, links.received_between, topology.between),
     ]
-    seconds, name, over_mean = max(links, default=(0.0, "nothing moves", 1.0))
-    summed = any(flow.adds for flow in flows)
+    seconds, name, over_mean = max(found, default=(0.0, "nothing moves", 1.0))
+    between = [flow for flow in flows if isinstance(flow, HostFlow)]
+    summed = len(between) < len(flows)
     return {
-        "between_hosts_bytes": int(table.num_bytes[away].sum()),
-        "between_hosts_lower_bound_bytes": None if summed else sum(map(_entering_bytes, flows)),
+        "between_hosts_bytes": int(links.sent_between[0].sum()),
+        "between_hosts_lower_bound_bytes": None if summed else sum(map(_entering_bytes, between)),
         "seconds": seconds,
         "bottleneck": name,
         "bottleneck_over_mean": over_mean,
     }
 
 
-def _entering_bytes(flow: Flow) -> int:
+def _entering_bytes(flow: HostFlow) -> int:
     """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
     lined, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
     row, station = repeated(flow.wanting.of_line, lined.receive_line)
@@ -130,16 +128,15 @@ def _entering_bytes(flow: Flow) -> int:
     return int(lined.cells.size[row[~held]].sum()) * times
 
 
-def _links(
-    name: str, end: Ints, table: Pairs, rows: Ints, link: Link
-) -> list[tuple[float, str, float]]:
-    """The busiest of many equal links: its seconds (bytes over bandwidth, plus latencies), its
-    name, and how far it is over the mean."""
-    if not rows.any():
+def _busiest(name: str, end: Ints, counts: Ints, link: Link) -> list[tuple[float, str, float]]:
+    """The busiest of many equal links, given bytes and messages of the ranks at each: its seconds
+    (bytes over bandwidth, plus latencies), its name, and how far it is over the mean."""
+    ends, inverse = numbered(end)
+    num_bytes, messages = (np.bincount(inverse, weights=count) for count in counts)
+    used = np.flatnonzero(messages)
+    if not len(used):
         return []
-    ends, inverse = numbered(end[rows])
-    spent = np.bincount(inverse, weights=table.num_bytes[rows] / link.bandwidth)
-    spent += np.bincount(inverse, weights=table.messages[rows] * link.latency)
+    spent = num_bytes[used] / link.bandwidth + messages[used] * link.latency
     worst = int(spent.argmax())
     over_mean = float(spent[worst] / spent.mean()) if spent[worst] else 1.0
-    return [(float(spent[worst]), name.format(int(ends[worst])), over_mean)]
+    return [(float(spent[worst]), name.format(int(ends[used[worst]])), over_mean)]

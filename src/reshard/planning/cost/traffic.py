@@ -1,97 +1,160 @@
 """Who exchanges how much with whom, over a whole plan.
 
-Rows that a rank sends to a whole line are looked at once: bytes are multiplied, and the pairs they
-make are bits of a table, so that thousands of replicas that pass on to each other take no longer
-than their ranks are many.
+Bytes are added up by rank. Messages are pairs of ranks, and rows that a rank sends to a whole line
+make as many of these as the line has ranks, so they are counted by *class*: ranks that pass on
+parts of the same lines, held by the same ranks, have to do with the same others. With a topology
+rows are listed host by host of the receivers, because links count messages as well as bytes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, distinct, numbered
+from reshard.layout.columns import Ints, distinct, distinct_first, numbered
+from reshard.planning.flows import Fan, Flow, Mask, Transfers
+from reshard.planning.hosts import Home, HostFlow, host_blocks
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
-from reshard.planning.transfers import Fan, Flow, Transfers
 
-__all__ = ["Traffic"]
+__all__ = ["Links", "Traffic"]
 
-FEW = 64
-"""Members of lines whose pairs are listed one by one."""
+MAX_LISTED = 1 << 13
+"""Rows of a fan whose pairs are listed one by one."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, slots=True)
 class Stream:
     """Rows of one flow and one hop, or rows that go to whole lines, and when they move."""
 
     flow: Flow
     slot: Slot
     rows: Transfers
-    fan: Fan | None
-    world: Ints
-
-    @cached_property
-    def groups(self) -> _Groups:
-        """The groups of all rows that go to many ranks."""
-        assert self.fan is not None
-        many = np.flatnonzero(self.fan.wanting.counts[self.rows.line] > FEW)
-        return _Groups.of(self.fan, many, self.world)
+    fan: Fan | None = None
 
     @property
     def num_bytes(self) -> Ints:
         """Bytes of each row, once."""
         return self.rows.sizes * self.flow.stack.itemsize_at(self.rows.hop)
 
-    @cached_property
-    def is_steady(self) -> bool:
-        """Whether every row is long enough for every slice."""
-        cells, unit = self.rows.cells, self.slot.unit
-        units = self.flow.units(cells, unit)[self.rows.runs.cell]
-        full = bool((self.rows.sizes >= self.slot.slices * units).all())
-        return self.slot.phases == 1 and (self.slot.slices == 1 or full)
+    def units(self) -> Ints:
+        """Slices of each row end between whole parts of this many elements."""
+        return self.flow.units(self.rows.cells, self.slot.unit)[self.rows.runs.cell]
+
+
+class _Moving:
+    """What moves in the rounds of one slot at one hop: numbers, each with the rows behind it."""
+
+    def __init__(self, streams: Sequence[Stream], keys: Sequence[Ints]) -> None:
+        self.slot, self.hop = streams[0].slot, streams[0].rows.hop
+        every, slices = np.concatenate(keys), self.slot.slices
+        self._steady = self.slot.phases == slices == 1
+        if not self._steady:
+            columns = [
+                (s.rows.runs.start, s.rows.runs.stop, s.units(), s.rows.part) for s in streams
+            ]
+            full = (bool((b - a >= slices * unit).all()) for a, b, unit, _ in columns)
+            self._steady = self.slot.phases == 1 and all(full)
+        if self._steady:
+            self.keys = distinct(every)
+            return
+        order = np.argsort(every, kind="stable")
+        self._start, self._stop, self._unit, self._part = (
+            np.concatenate(column)[order] for column in zip(*columns, strict=True)
+        )
+        self.keys, self._first = distinct_first(every[order])
 
     def turn(self, number: int) -> tuple[int, int] | None:
-        """What moves in a round: all rows, as (-1, -1), or those of a phase and a slice."""
-        turn = self.slot.turn(number, self.rows.hop)
-        return (-1, -1) if turn and self.is_steady else turn
+        """What moves in a round: everything, as (-1, -1), or what a phase and a slice have."""
+        turn = self.slot.turn(number, self.hop)
+        return (-1, -1) if turn and self._steady else turn
 
     def active(self, turn: tuple[int, int]) -> Ints:
-        """The places of the rows that move in a turn."""
+        """The numbers that move in a turn, in rising order."""
         phase, part = turn
-        if part < 0:
-            return np.arange(len(self.rows))
-        runs = self.rows.runs
-        units = self.flow.units(self.rows.cells, self.slot.unit)[runs.cell]
-        low = slice_edges(runs.start, runs.stop, units, self.slot.slices, part)
-        high = slice_edges(runs.start, runs.stop, units, self.slot.slices, part + 1)
-        return np.flatnonzero((low < high) & (self.rows.part % self.slot.phases == phase))
+        if self._steady:
+            return self.keys
+        ends = (self._start, self._stop, self._unit, self.slot.slices)
+        moves = slice_edges(*ends, part) < slice_edges(*ends, part + 1)
+        moves &= self._part % self.slot.phases == phase
+        found: Ints = self.keys[np.logical_or.reduceat(moves, self._first)]
+        return found
+
+
+def _rounds(moving: Sequence[_Moving]) -> Iterator[tuple[list[tuple[_Moving, Ints]], int]]:
+    """What moves in a round, and in how many rounds just that does."""
+    found: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+    for at, one in enumerate(moving):
+        for number in range(one.slot.first, one.slot.first + one.slot.num_rounds):
+            turn = one.turn(number)
+            if turn is not None:
+                found.setdefault(number, []).append((at, turn))
+    for some, times in Counter(map(tuple, found.values())).items():
+        yield [(moving[at], moving[at].active(turn)) for at, turn in some], times
+
+
+def _by_turn(ends: Iterable[tuple[Stream, Ints]]) -> list[_Moving]:
+    """Numbers of rows, by the slot and the hop in which they move."""
+    found: dict[tuple[Slot, int], list[tuple[Stream, Ints]]] = {}
+    for stream, keys in ends:
+        if len(keys):
+            found.setdefault((stream.slot, stream.rows.hop), []).append((stream, keys))
+    return [_Moving(*zip(*some, strict=True)) for some in found.values()]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class Pairs:
-    """Pairs of ranks as columns: bytes, and the rounds in which they exchange something."""
+class Links:
+    """Bytes and messages, by rank, inside its host and to or from other hosts."""
 
-    source: Ints
-    destination: Ints
-    num_bytes: Ints
-    messages: Ints
+    sent_inside: NDArray[np.int64]
+    received_inside: NDArray[np.int64]
+    sent_between: NDArray[np.int64]
+    received_between: NDArray[np.int64]
+
+    @classmethod
+    def none(cls, num_ranks: int) -> Links:
+        """Nothing yet; the first row counts bytes, the second messages."""
+        return cls(*np.zeros((4, 2, num_ranks), dtype=np.int64))
+
+    def add(self, what: int, source: Ints, destination: Ints, away: Mask, amounts: Ints) -> None:
+        """Count bytes (0) or messages (1) between places of ranks, to other hosts or not."""
+        size = self.sent_inside.shape[1]
+        for sent, received, some in (
+            (self.sent_inside, self.received_inside, ~away),
+            (self.sent_between, self.received_between, away),
+        ):
+            for table, ends in ((sent, source), (received, destination)):
+                added = np.bincount(ends[some], amounts[some], size)
+                table[what] += added.astype(np.int64)
 
 
 class Traffic:
-    """Bytes and messages of a plan."""
+    """Bytes and messages of a plan; those of links too, if the hosts of ranks are known."""
 
-    def __init__(self, flows: Sequence[Flow], slots: Sequence[Slot], world: Ints) -> None:
+    def __init__(
+        self, flows: Sequence[Flow], slots: Sequence[Slot], world: Ints, home: Home | None = None
+    ) -> None:
         self.world = world
         self._ends = list(zip(flows, slots, strict=True))
         self.first_hand, self.passed_on, self.received = np.zeros((3, len(world)), dtype=np.int64)
-        for stream in self._streams():
-            self._count(stream)
+        self.links = Links.none(len(world) if home else 0)
+        self.messages = 0
+        """All that goes from one rank to another in one round is one message."""
+        self.hosts: Ints = home(world) if home else world
+        """The host of each rank; without a topology each rank is one."""
+        if home is None:
+            streams = [*self._streams()]
+            for stream in streams:
+                self._count(stream)
+            self.messages = self._count_messages(streams)
+            return
+        for block in host_blocks(flows, int(self.hosts.max(initial=-1)) + 1):
+            self._count_links([*self._into(block)])
 
     def _streams(self) -> Iterator[Stream]:
         for flow, slot in self._ends:
@@ -99,32 +162,61 @@ class Traffic:
                 if isinstance(rows, Fan):
                     some = np.flatnonzero(rows.served)
                     if len(some):
-                        fan = rows.take(some)
-                        yield Stream(flow, slot, fan.rows, fan, self.world)
+                        fan = rows if len(some) == len(rows.rows) else rows.take(some)
+                        yield Stream(flow, slot, fan.rows, fan)
                     continue
-                moved = rows.take(np.flatnonzero(rows.source != rows.destination))
+                moved = np.flatnonzero(rows.source != rows.destination)
                 if len(moved):
-                    yield Stream(flow, slot, moved, None, self.world)
+                    whole = len(moved) == len(rows)
+                    yield Stream(flow, slot, rows if whole else rows.take(moved))
+
+    def _into(self, block: range) -> Iterator[Stream]:
+        """All rows to ranks of some hosts."""
+        for flow, slot in self._ends:
+            inside = isinstance(flow, HostFlow)
+            for rows in flow.into(block) if isinstance(flow, HostFlow) else flow.everything():
+                moved = rows.source != rows.destination
+                if not inside:
+                    host = self.hosts[self._places(rows.destination)]
+                    moved &= (host >= block.start) & (host < block.stop)
+                some = np.flatnonzero(moved)
+                if len(some):
+                    yield Stream(flow, slot, rows.take(some))
 
     def _places(self, ranks: Ints) -> Ints:
         return np.searchsorted(self.world, ranks)
 
     def _sum(self, ranks: Ints, num_bytes: Ints) -> Ints:
-        weights = num_bytes.astype(np.float64)
-        return np.bincount(self._places(ranks), weights, len(self.world)).astype(np.int64)
+        return np.bincount(self._places(ranks), num_bytes, len(self.world)).astype(np.int64)
 
     def _count(self, stream: Stream) -> None:
         rows, num_bytes, fan = stream.rows, stream.num_bytes, stream.fan
         first = rows.hop == 0 and not rows.again
-        times = np.ones(len(rows), np.int64) if fan is None else fan.served
         once = self._sum(rows.source, num_bytes) if first else 0
         self.first_hand += once
-        self.passed_on += self._sum(rows.source, num_bytes * times) - once
+        if fan is not None:
+            self.passed_on += self._sum(rows.source, num_bytes * fan.served) - once
+        elif not first:
+            self.passed_on += self._sum(rows.source, num_bytes)
         ends = [(rows.destination, num_bytes)] if fan is None else fan.received(num_bytes)
         for ranks, received in ends:
             self.received += self._sum(ranks, received)
 
-    @cached_property
+    def _count_links(self, streams: Sequence[Stream]) -> None:
+        """Count rows, all of those to some hosts."""
+        size, hosts = max(len(self.world), 1), self.hosts
+        for stream in streams:
+            self._count(stream)
+            ends = self._places(stream.rows.source), self._places(stream.rows.destination)
+            away = hosts[ends[0]] != hosts[ends[1]]
+            self.links.add(0, *ends, away, stream.num_bytes)
+        for active, times in _rounds(_by_turn((one, self._pairs(one)[0]) for one in streams)):
+            source, destination = np.divmod(_joined(active), size)
+            self.messages += len(source) * times
+            away = hosts[source] != hosts[destination]
+            self.links.add(1, source, destination, away, np.full(len(source), times))
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that travel between ranks."""
         return int(self.received.sum())
@@ -143,180 +235,200 @@ class Traffic:
                 times = np.zeros((len(rows), size), dtype=np.int64)
                 times[np.arange(len(rows)), destinations[self._places(rows.destination)]] = 1
             else:
-                times = _members(
-                    fan.wanting.first, destinations[self._places(fan.wanting.members)], size
-                )[rows.line]
-                times -= _members(fan.first, destinations[self._places(fan.held)], size)[fan.kind]
+                gets, has = (
+                    np.bincount(
+                        lines.line_of * size + destinations[self._places(lines.members)],
+                        minlength=len(lines.counts) * size,
+                    ).reshape(-1, size)
+                    for lines in (fan.wanting, fan.held)
+                )
+                times = gets[rows.line] - has[fan.kind]
                 mine = np.flatnonzero(fan.sends_to_itself)
                 times[mine, destinations[self._places(rows.source[mine])]] -= 1
             for number in (0, 1) if rows.hop == 0 else (0,):
                 np.add.at(found[number], group, times * stream.num_bytes[:, None])
         return found[0], found[1]
 
-    @cached_property
-    def messages(self) -> int:
-        """All that goes from one rank to another in one round is one message."""
-        return sum(_num_pairs(active, self.world) * times for active, times in self._rounds())
+    def _count_messages(self, streams: Sequence[Stream]) -> int:
+        """Pairs of ranks that exchange something, over all rounds."""
+        many = [one for one in streams if one.fan and one.fan.served.sum() > MAX_LISTED]
+        listed: list[tuple[Stream, Ints]] = []
+        for stream in (one for one in streams if one not in many):
+            keys, row = self._pairs(stream)
+            rows = stream.rows if stream.fan is None else stream.rows.take(row)
+            listed.append((Stream(stream.flow, stream.slot, rows), keys))
+        pairs = _by_turn(listed)
+        if not many:
+            return sum(times * len(_joined(active)) for active, times in _rounds(pairs))
+        classes = _Classes.of(many, self.world)
+        groups = _by_turn(zip(many, classes.groups(many), strict=True))
+        total = 0
+        for active, times in _rounds([*pairs, *groups]):
+            keys = _joined([one for one in active if one[0] in pairs])
+            lines = _joined([one for one in active if one[0] in groups])
+            total += times * (classes.num_pairs(lines, keys) if len(lines) else len(keys))
+        return total
 
-    def _rounds(self) -> Iterator[tuple[list[tuple[Stream, Ints]], int]]:
-        """The rows that move in a round, and in how many rounds just these do."""
-        streams = list(self._streams())
-        moving: dict[int, list[tuple[int, tuple[int, int]]]] = {}
-        for at, stream in enumerate(streams):
-            for number in range(stream.slot.first, stream.slot.first + stream.slot.num_rounds):
-                turn = stream.turn(number)
-                if turn is not None:
-                    moving.setdefault(number, []).append((at, turn))
-        for some, times in Counter(map(tuple, moving.values())).items():
-            yield [(streams[at], streams[at].active(turn)) for at, turn in some], times
+    def _pairs(self, stream: Stream) -> tuple[Ints, Ints]:
+        """One number for the pair of ranks of each row, and the row; rows of fans repeat."""
+        size, row = len(self.world), np.arange(len(stream.rows))
+        if stream.fan is None:
+            ends = (stream.rows.source, stream.rows.destination)
+        else:
+            row, destination = stream.fan.pairs(row)
+            ends = (stream.rows.source[row], destination)
+        return self._places(ends[0]) * size + self._places(ends[1]), row
 
     @cached_property
-    def pairs(self) -> Pairs:
+    def _ends_of_pairs(self) -> tuple[Ints, Ints]:
         """Every pair of ranks that exchange anything: as many as there are, so not for thousands
         of ranks that all pass on to each other."""
-        size = max(len(self.world), 1)
-        rounds = [(_listed(active, self.world), times) for active, times in self._rounds()]
-        keys = distinct(np.concatenate([*(found for found, _ in rounds), np.zeros(0, np.int64)]))
-        messages, num_bytes = np.zeros((2, len(keys)), dtype=np.int64)
-        for found, times in rounds:
-            messages[np.searchsorted(keys, found)] += times
+        keys = np.zeros(0, dtype=np.int64)
         for stream in self._streams():
-            ends, row = _ends(stream, np.arange(len(stream.rows)), self.world)
-            at = np.searchsorted(keys, ends)
-            num_bytes += np.bincount(at, stream.num_bytes[row], len(keys)).astype(np.int64)
-        return Pairs(self.world[keys // size], self.world[keys % size], num_bytes, messages)
+            keys = distinct(np.concatenate([keys, self._pairs(stream)[0]]))
+        source, destination = np.divmod(keys, max(len(self.world), 1))
+        return self.world[source], self.world[destination]
 
     @property
     def source(self) -> Ints:
         """The sender of every pair of ranks that exchange anything."""
-        return self.pairs.source
+        return self._ends_of_pairs[0]
 
     @property
     def destination(self) -> Ints:
         """The receiver of every pair of ranks that exchange anything."""
-        return self.pairs.destination
+        return self._ends_of_pairs[1]
 
 
-def _members(first: Ints, groups: Ints, size: int) -> Ints:
-    """How many entries of each row of a ragged table are of each group."""
-    row = np.repeat(np.arange(len(first) - 1), np.diff(first))
-    return np.bincount(row * size + groups, minlength=(len(first) - 1) * size).reshape(-1, size)
+def _joined(active: Sequence[tuple[_Moving, Ints]]) -> Ints:
+    """The numbers of all that moves, each once, in rising order."""
+    if len(active) == 1:
+        return active[0][1]
+    return distinct(np.concatenate([*(keys for _, keys in active), np.zeros(0, np.int64)]))
 
 
-def _listed(active: Sequence[tuple[Stream, Ints]], world: Ints) -> Ints:
-    """One number for each pair of ranks that exchange some of these rows."""
-    keys = [_ends(stream, rows, world)[0] for stream, rows in active]
-    return distinct(np.concatenate([*keys, np.zeros(0, np.int64)]))
+@dataclass(frozen=True, eq=False)
+class _Classes:
+    """Counts the pairs of senders that have to do with whole lines; ranks are places.
 
+    A *kind* is a line and the ranks of it that hold what is sent. Senders of the same kinds are a
+    class: the ranks that they send to are those of the lines of these kinds, except the ranks that
+    hold all of it, and the sender. Sets are compared by sums of random numbers.
+    """
 
-def _ends(stream: Stream, rows: Ints, world: Ints) -> tuple[Ints, Ints]:
-    """One number for the pair of ranks of each of these rows, and the row; rows of fans repeat."""
-    source, destination = stream.rows.source[rows], stream.rows.destination[rows]
-    if stream.fan is not None:
-        row, at = repeated(stream.fan.wanting.first, stream.rows.line[rows])
-        rows, source, destination = rows[row], source[row], stream.fan.wanting.members[at]
-        apart = (source != destination) & ~stream.fan.holds(rows, destination)
-        rows, source, destination = rows[apart], source[apart], destination[apart]
-    places = np.searchsorted(world, source), np.searchsorted(world, destination)
-    return places[0] * len(world) + places[1], rows
-
-
-def _num_pairs(active: Sequence[tuple[Stream, Ints]], world: Ints) -> int:
-    """How many pairs of ranks exchange some of these rows."""
-    narrow, wide = [], []
-    for stream, rows in active:
-        fan = stream.fan
-        many = np.zeros(len(rows), dtype=bool)
-        if fan is not None:
-            many = fan.wanting.counts[stream.rows.line[rows]] > FEW
-        narrow.append((stream, rows[~many]))
-        if fan is not None and many.any():
-            whole = len(rows) == len(stream.rows)
-            wide.append(stream.groups if whole else _Groups.of(fan, rows[many], world))
-    keys = _listed(narrow, world)
-    times = np.zeros(len(world), dtype=np.int64)
-    for groups in wide:
-        times += np.bincount(groups.sender, minlength=len(world))
-    sender, receiver = np.divmod(keys, max(len(world), 1))
-    several = distinct(np.flatnonzero(times > 1))
-    bits = np.zeros((len(several), -(-len(world) // 8)), dtype=np.uint8)
-    row = np.searchsorted(several, np.arange(len(world)))
-    mine = np.flatnonzero(times[sender] > 1)
-    at = (row[sender[mine]], receiver[mine] >> 3)
-    np.bitwise_or.at(bits, at, _BIT[receiver[mine] & 7])
-    found = int(np.count_nonzero(times[sender] == 0))
-    once = np.flatnonzero(times[sender] == 1)
-    known = np.zeros(len(once), dtype=bool)
-    for groups in wide:
-        alone = times[groups.sender] == 1
-        found += int(groups.size[alone].sum())
-        if len(once):
-            known |= groups.contain(sender[once], receiver[once], world)
-        groups.mark(bits, row, ~alone, world)
-    return found + int(np.count_nonzero(~known)) + int(_COUNT[bits].sum(dtype=np.int64))
-
-
-_BIT = np.array([128, 64, 32, 16, 8, 4, 2, 1], dtype=np.uint8)
-_COUNT = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1).sum(axis=1, dtype=np.uint8)
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Groups:
-    """Senders that each have to do with a whole line, except some of its ranks; by their places."""
-
+    world: Ints
     lines: LineSet
-    sender: Ints
+    """Different lines of all kinds."""
     line: Ints
-    size: Ints
-    """With how many ranks each sender has to do."""
-    but: LineSet
-    """The exceptions of each group."""
+    """The line of each kind."""
+    held: LineSet
+    """The ranks of each kind that hold what is sent."""
+    mark: NDArray[np.uint64]
+    """A random number for each kind; kinds of equal sets have equal ones."""
 
     @classmethod
-    def of(cls, fan: Fan, rows: Ints, world: Ints) -> _Groups:
-        """The groups of some rows of a fan."""
-        place = np.searchsorted(world, fan.rows.source[rows])
-        keys, group = numbered(place * len(fan.wanting.counts) + fan.rows.line[rows])
-        sender, line = np.divmod(keys, len(fan.wanting.counts))
-        # A rank that holds all that a sender has for its line gets nothing from it.
-        order = np.argsort(group, kind="stable")
-        first = np.searchsorted(group[order], np.arange(len(keys) + 1))
-        head = rows[order[first[:-1]]]
-        some, at = repeated(fan.first, fan.kind[head])
-        held = fan.held[at]
-        case, at = repeated(first, some)
-        lacks = ~fan.holds(rows[order[at]], held[case])
-        all_of_it = np.bincount(case, weights=lacks, minlength=len(some)) == 0
-        itself = np.flatnonzero(fan.sends_to_itself[head])
-        but = (
-            np.concatenate([some[all_of_it], itself]),
-            np.concatenate([np.searchsorted(world, held[all_of_it]), sender[itself]]),
-        )
-        rising = np.lexsort(but[::-1])
-        ends = np.searchsorted(but[0][rising], np.arange(len(keys) + 1))
-        size = fan.wanting.counts[line] - np.diff(ends)
-        return cls(fan.wanting, sender, line, size, LineSet(ends, ends, but[1][rising]))
+    def of(cls, streams: Sequence[Stream], world: Ints) -> _Classes:
+        """The kinds of all fans, numbered one after the other."""
+        fans = [one.fan for one in streams if one.fan is not None]
+        every = _chained([fan.wanting for fan in fans], world)
+        held = _chained([fan.held for fan in fans], world)
+        kinds = np.zeros(len(held.counts), dtype=np.int64)
+        base = np.cumsum([[0, 0], *([len(f.wanting.counts), len(f.held.counts)] for f in fans)], 0)
+        for fan, (line, kind) in zip(fans, base.tolist(), strict=False):
+            kinds[fan.kind + kind] = fan.rows.line + line
+        of_line, of_held = _sums(every, len(world)), _sums(held, len(world))
+        _, chosen = distinct_first(of_line.view(np.int64))
+        number = numbered(of_line.view(np.int64))[1]
+        _, at = repeated(every.first, chosen)
+        ends = np.concatenate([[0], np.cumsum(every.counts[chosen])])
+        lines = LineSet.plain(ends, every.members[at])
+        return cls(world, lines, number[kinds], held, _mixed(of_line[kinds] * 3 + of_held))
 
-    def contain(self, sender: Ints, receiver: Ints, world: Ints) -> NDArray[np.bool_]:
-        """Which pairs are among those of senders that have one group."""
-        group = np.minimum(np.searchsorted(self.sender, sender), len(self.sender) - 1)
-        inside = self.lines.find(self.line[group], world[receiver]) >= 0
-        inside &= self.but.find(group, receiver) < 0
-        found: NDArray[np.bool_] = inside & (self.sender[group] == sender)
+    def groups(self, streams: Sequence[Stream]) -> list[Ints]:
+        """One number for the sender and the kind of each row of each stream."""
+        found, base = [], 0
+        for fan in (one.fan for one in streams if one.fan is not None):
+            place = np.searchsorted(self.world, fan.rows.source)
+            found.append(place * len(self.line) + fan.kind + base)
+            base += len(fan.held.counts)
         return found
 
-    def mark(
-        self, bits: NDArray[np.uint8], row: Ints, some: NDArray[np.bool_], world: Ints
-    ) -> None:
-        """Set the bits of all pairs of some groups in the rows of their senders."""
-        chosen = np.flatnonzero(some)
-        for line in distinct(self.line[chosen]).tolist():
-            groups = chosen[self.line[chosen] == line]
-            members = np.zeros(len(world), dtype=bool)
-            ranks = self.lines.members[self.lines.first[line] : self.lines.first[line + 1]]
-            members[np.searchsorted(world, ranks)] = True
-            pairs = np.repeat(np.packbits(members)[None], len(groups), axis=0)
-            group, at = repeated(self.but.first, groups)
-            but = self.but.members[at]
-            np.bitwise_and.at(pairs, (group, but >> 3), ~_BIT[but & 7])
-            bits[row[self.sender[groups]]] |= pairs
+    def num_pairs(self, groups: Ints, pairs: Ints) -> int:
+        """How many pairs of ranks some groups make together with other pairs."""
+        size = len(self.world)
+        sender, kind = np.divmod(groups, len(self.line))
+        senders, first = distinct_first(sender)
+        marks = np.add.reduceat(self.mark[kind], first)
+        classes, of = numbered(marks.view(np.int64))
+        _, chosen = distinct_first(of)
+        number, at = repeated(np.append(first, len(sender)), chosen)
+        kind = kind[at]
+        table, count = numbered(number * len(self.lines.counts) + self.line[kind])
+        of_class, line = np.divmod(table, len(self.lines.counts))
+        begin = np.searchsorted(of_class, np.arange(len(classes) + 1))
+        members, which = self._members(line, begin)
+        but = self._exceptions(number, kind, line, np.bincount(count), begin)
+        sizes = members.sum(axis=1)[which] - np.bincount(but // size, minlength=len(classes))
+
+        def sends(sender: Ints, rank: Ints) -> Mask:
+            """Whether senders (by number) send to the class of ranks that these are in."""
+            inside: Mask = members[which[of[sender]], rank]
+            key = of[sender] * size + rank
+            at = np.minimum(np.searchsorted(but, key), max(len(but) - 1, 0))
+            return inside & (but[at] != key) if len(but) else inside
+
+        itself = sends(np.arange(len(senders)), senders)
+        source, destination = np.divmod(pairs, size)
+        at = np.minimum(np.searchsorted(senders, source), len(senders) - 1)
+        known = (senders[at] == source) & sends(at, destination)
+        return int(sizes[of].sum() - itself.sum() + np.count_nonzero(~known))
+
+    def _members(self, line: Ints, begin: Ints) -> tuple[Mask, Ints]:
+        """The ranks of different sets of lines, one row each, and the row of each class."""
+        marks = np.add.reduceat(_random(len(self.lines.counts))[line], begin[:-1])
+        sets, which = numbered(marks.view(np.int64))
+        _, chosen = distinct_first(which)
+        row, at = repeated(begin, chosen)
+        one, member = repeated(self.lines.first, line[at])
+        members = np.zeros((len(sets), len(self.world)), dtype=bool)
+        members[row[one], self.lines.members[member]] = True
+        return members, which
+
+    def _exceptions(self, number: Ints, kind: Ints, line: Ints, count: Ints, begin: Ints) -> Ints:
+        """The ranks that hold what a class sends by all kinds on lines that they are on."""
+        size = len(self.world)
+        row, at = repeated(self.held.first, kind)
+        keys, key = numbered(number[row] * size + self.held.members[at])
+        of_class, rank = np.divmod(keys, size)
+        row, at = repeated(begin, of_class)
+        inside = self.lines.find(line[at], rank[row]) >= 0
+        lines = np.bincount(row, count[at] * inside, len(keys))
+        found: Ints = keys[np.bincount(key, minlength=len(keys)) == lines]
+        return found
+
+
+def _chained(sets: Sequence[LineSet], world: Ints) -> LineSet:
+    """Lines one after the other, with the places of their ranks."""
+    none = np.zeros(0, dtype=np.int64)
+    ends = np.cumsum(np.concatenate([none, [0], *(lines.counts for lines in sets)]))
+    members = np.concatenate([none, *(lines.members for lines in sets)])
+    return LineSet.plain(ends, np.searchsorted(world, members))
+
+
+def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:
+    """A number for the set of ranks of each line."""
+    numbers = _random(num_ranks)[lines.members]
+    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers)])
+    return _mixed(ends[lines.first[1:]] - ends[lines.first[:-1]])
+
+
+def _random(num: int) -> NDArray[np.uint64]:
+    """Numbers that look random; numpy.random takes longer to load than a plan to be summed up."""
+    return _mixed(np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Numbers that look random and are equal where these are (the finalizer of splitmix64)."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(31))

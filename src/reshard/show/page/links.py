@@ -20,9 +20,9 @@ from reshard.show.page.drawings import Rect
 
 if TYPE_CHECKING:
     from reshard.planning.classes import Stack
+    from reshard.planning.flows import Flow, Transfers
     from reshard.planning.names import Feed
     from reshard.planning.plans import Plan
-    from reshard.planning.transfers import Flow, Transfers
 
 __all__ = ["Link", "links_of"]
 
