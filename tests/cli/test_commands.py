@@ -463,6 +463,8 @@ def started(arguments: list[str], **more: object) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
+        # Whoever runs the tests in the background may have told them not to hear of interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
         **more,  # type: ignore[call-overload]
     )
 
