@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from reshard.cli import run
 from tests.show.browser import Browser, Tab
 from tests.soak import within
 
@@ -272,22 +273,13 @@ def test_the_server_is_on_the_loopback_address_alone(explorer: Explorer) -> None
         (["--port", "99999"], "99999 is not in the range"),
     ],
 )
-def test_wrong_options(arguments: list[str], said: str) -> None:
-    command = [sys.executable, "-m", "reshard", "explore", "--no-browser", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
-    assert done.returncode == 2
-    assert said in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explore", "--no-browser", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.count("\n") == 1
 
 
-def test_a_port_that_is_taken(explorer: Explorer) -> None:
-    command = [sys.executable, "-m", "reshard", "explore", "--no-browser"]
-    done = subprocess.run(
-        [*command, "--port", str(explorer.port)],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=ROOT,
-    )
-    assert done.returncode == 2
-    assert f"cannot listen on port {explorer.port}: " in done.stderr
+def test_a_port_that_is_taken(explorer: Explorer, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["explore", "--no-browser", "--port", str(explorer.port)]) == 2
+    assert f"cannot listen on port {explorer.port}: " in capsys.readouterr().err

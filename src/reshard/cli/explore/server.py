@@ -27,7 +27,8 @@ __all__ = ["Server"]
 
 ADDRESS = "127.0.0.1"
 MAX_BODY = 8192
-MAX_PROCESSES = 4
+MAX_PROCESSES = 16
+"""Browsers open connections in advance; each of them has a process until it times out."""
 CPU_SECONDS = 10
 """What a plan may take before the answer is that it takes too long."""
 SECONDS = 30
@@ -93,7 +94,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Server
     server_version = "reshard"
     sys_version = ""
-    timeout = 10
+    timeout = 5
 
     def setup(self) -> None:
         """Limit what this process may use; it handles this request alone."""
