@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 import reshard as rs
+from reshard import checkpoint
 from reshard.show.page import render
+from reshard.show.page.stored import render_stored
 from tests.show.browser import Browser, Tab
+from tests.show.test_cells_and_reports import report_of, save_tensors
 from tests.show.test_plan_text import model_plan, side
 from tests.soak import within
 
@@ -244,3 +247,46 @@ def test_the_policy_stops_other_scripts(tab: Tab, tmp_path: Path) -> None:
     assert tab.run("document.body.dataset.ready") == "yes"
     assert any("Content Security Policy" in error for error in tab.errors)
     tab.errors.clear()
+
+
+def test_experts_of_three_dims_light_up(tab: Tab, tmp_path: Path) -> None:
+    plan = rs.plan(side("ep=4", "ep - -"), side("tp=2 @ 4-5", "- - tp"), shape=(8, 6, 4))
+    tab.show(tmp_path / "page.html", render(plan))
+    tab.point(piece(0, 2))
+    assert tab.run(LIT_PIECES) == [[0, 2], [1, 0], [1, 1]]
+    said = tab.run("document.querySelector('.move .info').textContent")
+    assert said.startswith("[4:6, :, 0:4] on rank 2; goes to ranks 4 ")
+
+
+def test_the_page_of_a_checkpoint(tab: Tab, tmp_path: Path) -> None:
+    save_tensors(tmp_path)
+    tab.show(tmp_path / "page.html", render_stored(checkpoint.inspect(tmp_path / "a")))
+    rows = "[...document.querySelectorAll('.row .name')].map((one) => one.textContent)"
+    assert tab.run(rows) == ["model.layers.{0-3}.{gate,up}_proj.weight", "<b>norm</b>"]
+    tab.type(".search", "up_proj float32")
+    assert tab.run("document.querySelector('.count').textContent") == "4 of 9 tensors"
+    tab.resize(PHONE, 700, touch=True)
+    assert tab.run("document.documentElement.scrollWidth") == PHONE
+
+
+def test_measured_times_on_a_phone(tab: Tab, tmp_path: Path) -> None:
+    plan = one_tensor()
+    tab.resize(PHONE, 700, touch=True)
+    tab.show(tmp_path / "page.html", render(plan, reports=[report_of(plan)]))
+    assert tab.run("document.documentElement.scrollWidth") == PHONE
+    assert tab.run("document.querySelectorAll('.short .track i').length") == 6
+    assert tab.run(OUTSIDE) == 0
+
+
+def test_cells_of_a_notebook_need_no_script(tab: Tab, tmp_path: Path) -> None:
+    cells = [one_tensor()._repr_html_(), side("tp=2", "tp -")._repr_html_()]
+    tab.call("Emulation.setScriptExecutionDisabled", value=True)
+    tab.resize(1000, 700, dark=True)
+    tab.show(tmp_path / "page.html", "<!doctype html>" + "<hr>".join(cells))
+    fills = tab.run(
+        "[...document.querySelectorAll('.piece .face')].map((one) => getComputedStyle(one).fill)"
+    )
+    assert len(fills) == 8
+    assert max(map(luminance, fills)) < 0.3
+    sizes = "[...document.querySelectorAll('svg.picture')].map((one) => one.clientWidth)"
+    assert min(tab.run(sizes)) > 100

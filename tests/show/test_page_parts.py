@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from operator import lt
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from reshard.rules.models import tensors
 from reshard.show.matrix import traffic_ends
 from reshard.show.name_patterns import name_patterns, named
 from reshard.show.page.colours import FILLS, LOOKS, TEXTURES, Colours, palette
-from reshard.show.page.drawings import Rect
+from reshard.show.page.drawings import Drawing, Rect
 from reshard.show.page.links import links_of
 from reshard.show.page.plan_page import document_of, moves_of
 from reshard.show.plan_text import stack_rows
@@ -143,10 +144,16 @@ def test_names_that_look_like_patterns_stay_as_they_are() -> None:
     assert named([f"n{i}" for i in range(40)]).count("n") < 20
 
 
-def overlap(rect: Rect, box: rs.Box) -> bool:
-    low, high = rect.low[2 - len(box.start) :], rect.high[2 - len(box.start) :]
-    sides = zip(low, high, box.start, box.stop, strict=True)
-    return all(max(a, c) < min(b, d) for a, b, c, d in sides)
+def touched(drawing: Drawing, box: rs.Box) -> list[int]:
+    """The rectangles of a drawing that overlap with a box, in the dims that are drawn."""
+    start = [box.start[dim] for dim in drawing.dims]
+    stop = [box.stop[dim] for dim in drawing.dims]
+    first = 2 - len(drawing.dims)
+    return [
+        at
+        for at, rect in enumerate(drawing.rects)
+        if all(map(lt, map(max, rect.low[first:], start), map(min, rect.high[first:], stop)))
+    ]
 
 
 def check_links(plan: rs.Plan) -> int:
@@ -157,7 +164,7 @@ def check_links(plan: rs.Plan) -> int:
         assert move.want is not None
         if move.have.drawing is None or move.want.drawing is None:
             continue
-        have, want = move.have.drawing.rects, move.want.drawing.rects
+        have, want = move.have.drawing, move.want.drawing
         links = {
             (link.have, link.want): link for link in links_of(plan, row.stack, have, want, ends)
         }
@@ -172,10 +179,7 @@ def check_links(plan: rs.Plan) -> int:
         for step in steps:
             source, to = (plan.ranks.index(rank) for rank in (step.source, step.destination))
             entry = int(ends.sources[source]) * wide + int(ends.destinations[to])
-            for h, w in itertools.product(
-                (i for i, rect in enumerate(have) if overlap(rect, step.have_box)),
-                (i for i, rect in enumerate(want) if overlap(rect, step.box)),
-            ):
+            for h, w in itertools.product(touched(have, step.have_box), touched(want, step.box)):
                 if (h, w) in links:
                     needed[h, w].add(entry)
                     checked += 1
@@ -194,8 +198,8 @@ def test_links_of_a_simple_move() -> None:
     assert move.want is not None
     assert move.have.drawing is not None
     assert move.want.drawing is not None
-    rects = move.have.drawing.rects, move.want.drawing.rects
-    links = links_of(plan, row.stack, *rects, traffic_ends(plan, 16))
+    drawings = move.have.drawing, move.want.drawing
+    links = links_of(plan, row.stack, *drawings, traffic_ends(plan, 16))
     assert [(link.have, link.want, link.entries) for link in links] == [
         (i, j, (2 * i + j,)) for i in range(4) for j in range(2)
     ]
@@ -210,6 +214,31 @@ def test_links_agree_with_the_steps_of_plans(case: Case) -> None:
     except rs.PlanError:
         return
     check_links(plan)
+
+
+@pytest.mark.parametrize(
+    ("have", "want", "dims"),
+    [
+        (("ep=4", "ep - -"), ("tp=4", "- - tp"), (0, 2)),
+        (("ep=2 tp=2", "ep tp -"), ("ep=4 @ 4-7", "ep - -"), (0, 1)),
+        (("ep=4", "ep - -"), ("ep=2", "ep - -"), (0, 2)),
+        (("ep=2 tp=2", "ep tp -"), ("tp=4", "- - tp"), None),
+    ],
+)
+def test_tensors_with_more_dims_are_drawn_where_two_are_sharded(
+    have: tuple[str, str], want: tuple[str, str], dims: tuple[int, int] | None
+) -> None:
+    plan = rs.plan(side(*have), side(*want), shape=(8, 6, 4))
+    [move] = document_of(plan).moves
+    assert move.want is not None
+    if dims is None:
+        assert move.have.drawing is None
+        assert move.have.lines
+        return
+    assert move.have.drawing is not None
+    assert move.have.drawing.dims == dims
+    assert ":, " in move.have.drawing.rects[0].title or ", :]" in move.have.drawing.rects[0].title
+    assert check_links(plan) > 0
 
 
 def test_links_of_thousands_of_ranks_do_not_list_every_row() -> None:

@@ -1,4 +1,4 @@
-"""A layout of a 1-d or 2-d tensor as a small grid of cells: who holds what, and where?
+"""A layout of at most two sharded dims as a small grid of cells: who holds what, and where?
 
 Cells end where any box of the layout ends. Where that would be more cells than can be drawn,
 neighbours are merged: such a cell has several parts, on different ranks.
@@ -27,7 +27,7 @@ from reshard.layout.grid import Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import format_ranks
 
-__all__ = ["Cell", "Picture", "num_boxes", "picture_of"]
+__all__ = ["Cell", "Picture", "num_boxes", "picture_of", "sharded_dims"]
 
 MAX_BOXES = 200_000
 """More boxes than this are not worth listing for a drawing."""
@@ -67,10 +67,15 @@ class Picture:
     """Cells in rows and columns, and where these begin and end in the tensor."""
 
     shape: tuple[int, ...]
+    """The sizes of the dims that are drawn, one or two."""
     rows: tuple[int, ...]
     """The edges of the rows; (0, 1) for a 1-d tensor."""
     columns: tuple[int, ...]
     cells: tuple[tuple[Cell, ...], ...]
+    dims: tuple[int, ...]
+    """Which dims of the tensor are drawn; no other is sharded."""
+    ndim: int
+    """How many dims the tensor has."""
 
     @property
     def is_merged(self) -> bool:
@@ -82,17 +87,27 @@ class Picture:
         return sorted({cell.ranks for row in self.cells for cell in row if cell.ranks})
 
 
-def picture_of(layout: Layout, shape: Sequence[int], most: tuple[int, int]) -> Picture | None:
+def picture_of(
+    layout: Layout,
+    shape: Sequence[int],
+    most: tuple[int, int],
+    dims: tuple[int, ...] | None = None,
+) -> Picture | None:
     """Draw a layout with at most so many rows and columns.
 
-    None where there is nothing to draw: not 1-d or 2-d, no elements, or far too many boxes.
+    Of a tensor with more than two dims, ``dims`` says which are drawn: all that are sharded. None
+    where there is nothing to draw: more dims than two, no elements, or far too many boxes.
     """
-    shape = tuple(shape)
-    layout.dims(shape)
-    if len(shape) not in (1, 2) or not prod(shape) or num_boxes(layout, shape) > MAX_BOXES:
+    whole = tuple(shape)
+    layout.dims(whole)
+    dims = tuple(range(len(whole))) if dims is None else dims
+    if len(dims) not in (1, 2) or not prod(whole) or num_boxes(layout, whole) > MAX_BOXES:
         return None
-    listed = listed_of(layout, shape)
-    if len(shape) == 1:
+    listed, shape = listed_of(layout, whole), tuple(whole[dim] for dim in dims)
+    if len(dims) < len(whole):
+        starts, stops = listed.starts[:, list(dims)], listed.stops[:, list(dims)]
+        listed = replace(listed, starts=starts, stops=stops)
+    if len(dims) == 1:
         flat = np.zeros_like(listed.starts)
         listed = replace(
             listed,
@@ -107,7 +122,22 @@ def picture_of(layout: Layout, shape: Sequence[int], most: tuple[int, int]) -> P
     )
     kept_rows, cells = _without_repeats(rows, cells)
     kept_columns, turned = _without_repeats(columns, tuple(zip(*cells, strict=True)))
-    return Picture(shape, kept_rows, kept_columns, tuple(zip(*turned, strict=True)))
+    kept = tuple(zip(*turned, strict=True))
+    return Picture(shape, kept_rows, kept_columns, kept, dims, len(whole))
+
+
+def sharded_dims(layout: Layout, shape: tuple[int, ...]) -> set[int] | None:
+    """The dims of which some rank holds a part only; None where that is too much to look at.
+
+    >>> from reshard.layout.mesh import Mesh
+    >>> sharded_dims(Layout(Mesh(ep=2, tp=2), "ep - tp"), (8, 6, 4))
+    {0, 2}
+    """
+    if not prod(shape) or num_boxes(layout, shape) > MAX_BOXES:
+        return None
+    listed = listed_of(layout, shape)
+    parts = (listed.starts > 0) | (listed.stops < np.array(shape, dtype=np.int64))
+    return {int(dim) for dim in np.flatnonzero(parts.any(axis=0))}
 
 
 def _without_repeats(

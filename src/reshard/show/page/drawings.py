@@ -77,6 +77,10 @@ class Drawing:
     left: tuple[Tick, ...]
     gutter: float
     """The room that the texts on the left need."""
+    dims: tuple[int, ...]
+    """Which dims of the tensor are drawn."""
+    ndim: int
+    """How many dims the tensor has."""
 
 
 def drawing_of(picture: Picture, colours: Colours) -> Drawing:
@@ -95,7 +99,8 @@ def drawing_of(picture: Picture, colours: Colours) -> Drawing:
     left = tuple(_ticks(picture.rows, ys, 16))[1:] if len(picture.shape) == 2 else ()
     top = tuple(_ticks(picture.columns, xs, 0))
     gutter = max((len(tick.text) for tick in left), default=0) * LETTER + 8
-    return Drawing(WIDTH, round(height, 1), rects, top, left, round(gutter, 1))
+    sizes = WIDTH, round(height, 1)
+    return Drawing(*sizes, rects, top, left, round(gutter, 1), picture.dims, picture.ndim)
 
 
 def _runs(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
@@ -134,9 +139,11 @@ def _rect(
 
 def _title(cell: Cell, picture: Picture, at: tuple[int, int, int]) -> str:
     row, column, end = at
-    box = f"{picture.columns[column]}:{picture.columns[end]}"
+    runs = [":"] * picture.ndim
+    runs[picture.dims[-1]] = f"{picture.columns[column]}:{picture.columns[end]}"
     if len(picture.shape) == 2:
-        box = f"{picture.rows[row]}:{picture.rows[row + 1]}, {box}"
+        runs[picture.dims[0]] = f"{picture.rows[row]}:{picture.rows[row + 1]}"
+    box = ", ".join(runs)
     if not cell.ranks:
         return f"[{box}] is held by no rank"
     ranks = shorten(format_ranks(cell.ranks), 60)

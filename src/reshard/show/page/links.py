@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from reshard.layout.columns import Ints
 from reshard.planning.cells.geometry import insert_columns
 from reshard.show.matrix import Ends
-from reshard.show.page.drawings import Rect
+from reshard.show.page.drawings import Drawing
 
 if TYPE_CHECKING:
     from reshard.planning.classes import Stack
@@ -45,14 +45,10 @@ class Link:
     """Entries of the traffic matrix, as row * columns + column."""
 
 
-def links_of(
-    plan: Plan, stack: Stack, have: Sequence[Rect], want: Sequence[Rect], ends: Ends
-) -> list[Link]:
+def links_of(plan: Plan, stack: Stack, source: Drawing, to: Drawing, ends: Ends) -> list[Link]:
     """The links of one drawn stack, in the order of its source rectangles."""
-    sides = (
-        _Boxes.of(have, len(stack.have.shape)),
-        _Boxes.of(want, len(stack.want.shape)),
-    )
+    have, want = source.rects, to.rects
+    sides = _Boxes.of(source, stack.have.shape), _Boxes.of(to, stack.want.shape)
     pairs = np.argwhere(_shared(stack.feed, *sides))
     flows = [flow for flow in plan.flows if flow.stack is stack]
     if not ends.matrix.num_bytes.size:
@@ -72,9 +68,13 @@ class _Boxes:
     high: Ints
 
     @classmethod
-    def of(cls, rects: Sequence[Rect], ndim: int) -> _Boxes:
-        ends = ([rect.low[2 - ndim :] for rect in rects], [rect.high[2 - ndim :] for rect in rects])
-        low, high = (np.array(one, dtype=np.int64).reshape(-1, ndim) for one in ends)
+    def of(cls, drawing: Drawing, shape: tuple[int, ...]) -> _Boxes:
+        """The boxes of the rectangles: whole in the dims that are not drawn."""
+        low = np.zeros((len(drawing.rects), len(shape)), dtype=np.int64)
+        high = np.tile(np.array(shape, dtype=np.int64), (len(drawing.rects), 1))
+        for at, dim in enumerate(drawing.dims, start=2 - len(drawing.dims)):
+            low[:, dim] = [rect.low[at] for rect in drawing.rects]
+            high[:, dim] = [rect.high[at] for rect in drawing.rects]
         return cls(low, high)
 
     def touching(self, low: Ints, high: Ints) -> Mask:

@@ -21,7 +21,15 @@ from reshard.show.page.colours import Colours
 from reshard.show.page.document import Move, render_fragment
 from reshard.show.page.drawings import table_of
 from reshard.show.page.measured import run_of
-from reshard.show.page.plan_page import MAX_GROUPS, cards_of, kinds_of, legend_of, moves_of, side_of
+from reshard.show.page.plan_page import (
+    MAX_GROUPS,
+    cards_of,
+    kinds_of,
+    legend_of,
+    moves_of,
+    side_of,
+    two_dims,
+)
 from reshard.show.plan_text import describe, headline, stack_rows
 from reshard.text import shorten
 
@@ -61,7 +69,8 @@ def layout_cell(layout: Layout) -> str:
     if shape is None:
         return text_cell(f"{layout} on mesh {layout.mesh}")
     colours = Colours()
-    side = side_of(layout, shape, colours)
+    dims = two_dims(shape, [layout]) if len(shape) > 2 else None
+    side = side_of(layout, shape, colours, dims)
     sample = "x".join(map(str, shape)) or "0-d"
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
     move = Move(shorten(str(layout), 80), f"{what} {sample}", side)

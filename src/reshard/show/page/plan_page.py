@@ -36,18 +36,20 @@ from reshard.show.page.document import (
 from reshard.show.page.drawings import drawing_of, table_of
 from reshard.show.page.links import links_of
 from reshard.show.page.measured import check_reports, run_of
-from reshard.show.picture import picture_of
+from reshard.show.picture import picture_of, sharded_dims
 from reshard.show.plan_text import StackRow, headline, reasons, stack_rows
 from reshard.show.terminal import table
 from reshard.show.trace import to_trace
 from reshard.text import count, format_bytes, shorten
 
 if TYPE_CHECKING:
+    from reshard.planning.classes import Stack
     from reshard.planning.plans import Plan
     from reshard.show.run_report import RunReport
 
 __all__ = [
     "cards_of", "document_of", "kinds_of", "legend_of", "moves_of", "render", "save", "side_of",
+    "two_dims",
 ]  # fmt: skip
 
 KINDS = (".html", ".json", ".trace")
@@ -129,10 +131,8 @@ def _data(
 def _links(plan: Plan, row: StackRow, move: Move, ends: Ends) -> list[Any]:
     if move.want is None or move.have.drawing is None or move.want.drawing is None:
         return []
-    rects = move.have.drawing.rects, move.want.drawing.rects
-    return [
-        [link.have, link.want, link.entries] for link in links_of(plan, row.stack, *rects, ends)
-    ]
+    links = links_of(plan, row.stack, move.have.drawing, move.want.drawing, ends)
+    return [[link.have, link.want, link.entries] for link in links]
 
 
 def _group(row: StackRow, move: int) -> list[Any]:
@@ -217,25 +217,47 @@ def _host_cards(plan: Plan) -> Iterator[Card]:
 
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
     """Both sides of some stacks, with one colour for each set of ranks."""
-    return [
-        Move(
-            _name(row),
-            f"{row.shape} {row.dtype}, {format_bytes(row.num_bytes)}",
-            *(
-                side_of(side.layout, side.shape, colours)
-                for side in (row.stack.have, row.stack.want)
-            ),
-        )
-        for row in rows
-    ]
+    moves = []
+    for row in rows:
+        sides, dims = (row.stack.have, row.stack.want), _drawn_dims(row.stack)
+        have, want = (side_of(side.layout, side.shape, colours, dims) for side in sides)
+        note = f"{row.shape} {row.dtype}, {format_bytes(row.num_bytes)}"
+        moves.append(Move(_name(row), note, have, want))
+    return moves
 
 
-def side_of(layout: Layout, shape: tuple[int, ...], colours: Colours) -> Side:
+def _drawn_dims(stack: Stack) -> tuple[int, ...] | None:
+    """The dims to draw of a tensor with more than two, where both sides shard at most two."""
+    shapes = stack.have.shape, stack.want.shape
+    if len(shapes[0]) < 3 or shapes[0] != shapes[1] or stack.feed.moves:
+        return None
+    return two_dims(shapes[0], (stack.have.layout, stack.want.layout))
+
+
+def two_dims(shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[int, ...] | None:
+    """The two dims that layouts shard, and the last ones where they shard fewer."""
+    found: set[int] = set()
+    for layout in layouts:
+        sharded = sharded_dims(layout, shape)
+        if sharded is None:
+            return None
+        found |= sharded
+    rest = [dim for dim in reversed(range(len(shape))) if dim not in found]
+    return tuple(sorted([*found, *rest[: 2 - len(found)]])) if len(found) <= 2 else None
+
+
+def side_of(
+    layout: Layout,
+    shape: tuple[int, ...],
+    colours: Colours,
+    dims: tuple[int, ...] | None = None,
+) -> Side:
     """A layout as a drawing, or as a table where there can be none."""
     mesh, text = str(layout.mesh), shorten(str(layout), 80)
-    picture = picture_of(layout, shape, MAX_CELLS)
+    picture = picture_of(layout, shape, MAX_CELLS, dims)
     if picture is not None:
-        return Side(mesh, text, drawing_of(picture, colours), ())
+        drawn = f", dims {dims[0]} and {dims[1]}" if dims else ""
+        return Side(mesh + drawn, text, drawing_of(picture, colours), ())
     return Side(mesh, text, None, table(holdings(layout, shape, 12), 64))
 
 

@@ -10,7 +10,7 @@ from reshard.layout.layout import Layout
 from reshard.show.name_patterns import named
 from reshard.show.page.colours import Colours
 from reshard.show.page.document import Card, Document, Footer, Move, clean, render_page
-from reshard.show.page.plan_page import legend_of, side_of
+from reshard.show.page.plan_page import legend_of, side_of, two_dims
 from reshard.show.picture import num_boxes
 from reshard.text import count, format_bytes, shorten
 
@@ -119,7 +119,9 @@ def _moves(groups: Groups, colours: Colours) -> tuple[list[Move], dict[int, int]
             continue
         number[at] = len(moves)
         note = f"{_dims(group[0])} {group[0].dtype}, {_size(group)}"
-        moves.append(Move(_name(group), note, side_of(layout, group[0].shape, colours)))
+        shape = group[0].shape
+        dims = two_dims(shape, [layout]) if len(shape) > 2 else None
+        moves.append(Move(_name(group), note, side_of(layout, shape, colours, dims)))
     return moves, number
 
 
