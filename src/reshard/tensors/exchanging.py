@@ -37,7 +37,14 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.local import whole_on
 from reshard.text import quoted
 
-__all__ = ["SCHEMA", "exchange", "merge_specs", "specs_from_text", "specs_to_text"]
+__all__ = [
+    "SCHEMA",
+    "exchange",
+    "merge_specs",
+    "specs_from_text",
+    "specs_from_texts",
+    "specs_to_text",
+]
 
 Specs = Mapping[str, TensorSpec]
 
@@ -64,11 +71,8 @@ def exchange(
         raise LiveError("exchange needs torch.distributed: call init_process_group first")
     ranks = Agreement(group, "an exchange of layouts", timeout, TensorError)
     texts = ranks.run(lambda: [_write("have", have or {}), _write("want", want or {})])
-    # Many ranks send the same text: each is read once.
-    reader = _Reader()
-    read = {text: reader.read(text) for text in {one for both in texts.values() for one in both}}
-    sides = ({rank: read[both[side]] for rank, both in texts.items()} for side in (0, 1))
-    have_specs, want_specs = map(merge_specs, sides)
+    sides = ({rank: both[side] for rank, both in texts.items()} for side in (0, 1))
+    have_specs, want_specs = (merge_specs(specs_from_texts(side)) for side in sides)
     return have_specs, want_specs
 
 
@@ -102,6 +106,13 @@ def specs_to_text(specs: Specs) -> str:
 def specs_from_text(text: str) -> dict[str, TensorSpec]:
     """Read what `specs_to_text` wrote; any other text raises a FormatError."""
     return _Reader().read(text)
+
+
+def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec]]:
+    """The same for the texts of many ranks; equal texts are read once, and become one object."""
+    reader = _Reader()
+    read = {text: reader.read(text) for text in set(texts.values())}
+    return {rank: read[text] for rank, text in texts.items()}
 
 
 class _Reader:
@@ -205,6 +216,9 @@ def merge_specs(specs: Mapping[int, Mapping[str, TensorSpec]]) -> dict[str, Tens
     they must agree. The merged layout is in words on a mesh of the state dict if possible,
     otherwise it lists boxes.
     """
+    first = next(iter(specs.values()), {})
+    if all(one is first for one in specs.values()):
+        return dict(first)
     by_name: dict[str, dict[int, TensorSpec]] = {}
     for rank in sorted(specs):
         for name, spec in specs[rank].items():

@@ -44,7 +44,7 @@ from reshard.layout.spec import TensorSpec
 from reshard.planning.names import Feed
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.text import count, format_bytes, log, name_list, parse_bytes
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ class _Here:
 
         answers = self.agreement.run(describe)
         self.agreement.check_gathered({rank: one[1] for rank, one in answers.items()})
-        described = {rank: specs_from_text(one[0]) for rank, one in answers.items()}
+        described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
         memories = {
             rank: Memory.from_data(described[rank], one[2]) for rank, one in answers.items()
         }
@@ -281,7 +281,9 @@ class _Loading:
             for name, spec in match.chosen.items()
         }
         agreement, crcs = here.agreement, Crcs(summary.catalog.crcs)
-        source = Source(here.storage, summary.catalog, here.checksums, crcs=crcs)
+        source = Source(
+            here.storage, summary.catalog, here.checksums, crcs=crcs if len(crcs) else None
+        )
         reader = ShareReader(source, requests, agreement.rank, summary.digests)
         share = parse_bytes(memory) // 4
         scatter = Scatter(agreement, requests, match.chosen, here.entries.held, share)

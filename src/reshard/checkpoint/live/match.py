@@ -82,6 +82,8 @@ class CatalogSummary:
 
 def _touched(tensors: Mapping[str, StoredTensor], crcs: Collection[Crc]) -> Iterable[Crc]:
     """The CRC-32 records with bytes of these tensors."""
+    if not crcs:
+        return ()
     known = Crcs(crcs)
     spans = ((p.file, *p.span(t.dtype)) for t in tensors.values() for p in t.pieces)
     return known.chosen({which for span in spans for which in known.touching(*span)})

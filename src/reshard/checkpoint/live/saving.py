@@ -42,7 +42,7 @@ from reshard.errors import CheckpointError, DisagreementError, TargetError, Unfi
 from reshard.layout.spec import TensorSpec
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
-from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.text import count, format_bytes, log, name_list, quoted
 
 __all__ = ["SaveReport", "save"]
@@ -197,7 +197,7 @@ def _described(
 
     answers = agreement.run(describe)
     agreement.check_gathered({rank: one[3] for rank, one in answers.items()})
-    described = {rank: specs_from_text(one[0]) for rank, one in answers.items()}
+    described = specs_from_texts({rank: one[0] for rank, one in answers.items()})
     specs = merge_specs(described)
     _check_present(specs, described)
     others: dict[str, tuple[int, int]] = {}

@@ -337,7 +337,7 @@ def connect_store(
         for host in hosts:
             try:
                 # torch takes up to three times its timeout, and logs pages about it.
-                socket.create_connection((host, port), limit).close()
+                _probe(host, port, limit)
                 patience = timedelta(seconds=limit / 3)
                 store = TCPStore(host, port, is_master=False, timeout=patience)
                 store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
@@ -348,6 +348,17 @@ def connect_store(
         if time.monotonic() > end:
             raise PeerLostError(describe("; ".join(errors)))
         time.sleep(CONNECT_AGAIN)
+
+
+def _probe(host: str, port: int, seconds: float) -> None:
+    """Raise an OSError unless a connection to an IPv4 address can be made.
+
+    ``socket.create_connection`` would first import the codec of host names, which takes longer
+    than the connection.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.settimeout(seconds)
+        probe.connect((host, port))
 
 
 def _addresses() -> list[str]:
