@@ -8,13 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.tensors.exchanging import SCHEMA, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import SCHEMA, specs_from_texts, specs_to_text
 from reshard.tensors.local import whole_on
 from tests.cases import Side
 from tests.checks import build
 from tests.strategies import sides
 
 ROWS = rs.TensorSpec((8, 4), "float32", rs.Layout(rs.Mesh(tp=4), "tp -"))
+
+
+def read_text(text: str) -> dict[str, rs.TensorSpec]:
+    return specs_from_texts({0: text})[0]
 
 
 def plain(rank: int, shape: tuple[int, ...] = (8, 4), dtype: str = "float32") -> rs.TensorSpec:
@@ -32,7 +36,7 @@ def test_any_specs_survive_as_text(found: dict[str, tuple[Side, tuple[int, ...]]
         name: rs.TensorSpec(shape, "bfloat16", build(side, shape))
         for name, (side, shape) in found.items()
     }
-    read = specs_from_text(specs_to_text(specs))
+    read = read_text(specs_to_text(specs))
     assert list(read) == list(specs)
     for name, spec in specs.items():
         assert (read[name].shape, read[name].dtype) == (spec.shape, spec.dtype)
@@ -76,13 +80,13 @@ def valid() -> dict[str, object]:
 )
 def test_broken_texts_are_named(key: str, value: object, named: str) -> None:
     with pytest.raises(rs.FormatError, match=named):
-        specs_from_text(json.dumps(valid() | {key: value}))
+        read_text(json.dumps(valid() | {key: value}))
 
 
 @pytest.mark.parametrize("text", ["", "[", "[]", "null", "7", '"x"', "[" * 100_000, '{"schema":1}'])
 def test_texts_of_something_else(text: str) -> None:
     with pytest.raises(rs.FormatError):
-        specs_from_text(text)
+        read_text(text)
 
 
 def test_damaged_texts_are_read_or_refused() -> None:
@@ -94,7 +98,7 @@ def test_damaged_texts_are_read_or_refused() -> None:
             text[:at] + chance.choice(['"', "0", "9" * 30, "[", "}", "", "-"]) + text[at + 1 :]
         )
         try:
-            assert isinstance(specs_from_text(damaged), dict)
+            assert isinstance(read_text(damaged), dict)
         except rs.FormatError as error:
             said = str(error)
             assert "\n" not in said, said

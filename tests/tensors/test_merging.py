@@ -14,7 +14,7 @@ from hypothesis import given, settings
 import reshard as rs
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import is_part_of
-from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.tensors.local import whole_on
 from tests import generate
 from tests.cases import Side
@@ -281,7 +281,7 @@ def state_dict(rank: int, dp: int, tp: int, count: int) -> dict[str, rs.TensorSp
 def test_many_tensors_or_many_ranks_are_merged_quickly(dp: int, tp: int, count: int) -> None:
     texts = [specs_to_text(state_dict(rank, dp, tp, count)) for rank in range(dp * tp)]
     started = time.process_time()
-    merged = merge_specs({rank: specs_from_text(text) for rank, text in enumerate(texts)})
+    merged = merge_specs(specs_from_texts(dict(enumerate(texts))))
     seconds = time.process_time() - started
     mesh = rs.Mesh(dp=dp, tp=tp)
     assert len(merged) == count

@@ -37,14 +37,7 @@ from reshard.tensors.agreement import Agreement
 from reshard.tensors.local import whole_on
 from reshard.text import quoted
 
-__all__ = [
-    "SCHEMA",
-    "exchange",
-    "merge_specs",
-    "specs_from_text",
-    "specs_from_texts",
-    "specs_to_text",
-]
+__all__ = ["SCHEMA", "exchange", "merge_specs", "specs_from_texts", "specs_to_text"]
 
 Specs = Mapping[str, TensorSpec]
 
@@ -103,23 +96,18 @@ def specs_to_text(specs: Specs) -> str:
     return json.dumps(data, separators=(",", ":"))
 
 
-def specs_from_text(text: str) -> dict[str, TensorSpec]:
-    """Read what `specs_to_text` wrote; any other text raises a FormatError."""
-    return _Reader().read(text)
-
-
 def specs_from_texts(texts: Mapping[int, str]) -> dict[int, dict[str, TensorSpec]]:
-    """The same for the texts of many ranks; equal texts are read once, and become one object."""
+    """Read what ranks wrote with `specs_to_text`; any other text raises a FormatError.
+
+    Equal texts are read once, and become one object.
+    """
     reader = _Reader()
     read = {text: reader.read(text) for text in set(texts.values())}
     return {rank: read[text] for rank, text in texts.items()}
 
 
 class _Reader:
-    """Reads the texts of several ranks; equal layouts and specs become one object.
-
-    Merging compares what ranks describe, and is quick where that is the same object.
-    """
+    """Reads the texts of several ranks; equal specs become one object, so that merging is quick."""
 
     def __init__(self) -> None:
         self._layouts: dict[str, Layout] = {}

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import (
 import reshard as rs
 from reshard.tensors.dtensor.placements import mesh_of, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_of
-from reshard.tensors.exchanging import merge_specs, specs_from_text, specs_to_text
+from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
 from reshard.tensors.local import layout_of, local_of
 from tests.ranks.pool import Pool
 from tests.tensors.worlds import cut, numbered
@@ -45,7 +45,7 @@ def train_state(rank: int, rows: int) -> str:
 
 def test_fsdp_over_tensor_parallel(pool: Pool) -> None:
     texts = pool.run(train_state, 13)
-    specs = merge_specs({rank: specs_from_text(text) for rank, text in enumerate(texts)})
+    specs = merge_specs(specs_from_texts(dict(enumerate(texts))))
     mesh = rs.Mesh(dp=3, tp=2)
     assert specs == {
         "0.weight": rs.TensorSpec((13, 8), "float32", rs.Layout(mesh, "(tp dp) -")),
@@ -113,7 +113,7 @@ def old_shards(rank: int) -> str:
 
 def test_old_shards_on_a_sub_group(pool: Pool) -> None:
     texts = pool.run(old_shards)
-    specs = merge_specs({rank: specs_from_text(text) for rank, text in enumerate(texts)})
+    specs = merge_specs(specs_from_texts(dict(enumerate(texts))))
     layout = specs["old"].layout
     assert list(layout.ranks) == [4, 5, 6, 7]
     assert layout.local_shape(5, (10, 3)) == (12,)
