@@ -51,6 +51,7 @@ check: $(READY) ## style, types and layers
 
 docs: $(DOCS) ## build the site into docs/_build; warnings and broken links are errors
 	$(PY) -m sphinx -W --keep-going -q docs docs/_build/html
+	$(PY) docs/links.py docs/_build/html
 	@echo "see docs/_build/html/index.html"
 
 # Beside the tools of the tests: sphinx and its themes are only for the site.

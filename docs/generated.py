@@ -16,6 +16,7 @@ import click
 ROOT = Path(__file__).parents[1]
 REPORTS = ROOT / "benchmarks/reports"
 MARKER = re.compile(r"^<!-- made of: (\w+) ?(.*?) -->$", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(?<!`)`([^`\n]+)`(?!`)(\w?)")
 REPORT_LINK = re.compile(r"\]\((?:\.\./)+benchmarks/reports/(\w+)\.md\)")
 OTHER_LINK = re.compile(r"\]\((?:\.\./)+(CHANGELOG|CONTRIBUTING|README)\.md\)")
 
@@ -35,15 +36,19 @@ def fill(app, docname, source):
 
 
 def mark_examples(app, what, name, value, options, lines):
-    """Indented blocks of a docstring are shown as they are."""
+    """Show indented blocks of a docstring as they are, and words in single backticks as code."""
     marked, inside = [], False
     for before, line in zip(["", *lines], lines, strict=False):
         indented = line.startswith("  ")
         if indented and not inside and not before.strip() and not line.lstrip().startswith(">>>"):
             marked += ["::", ""]
         inside = indented or (inside and not line.strip())
-        marked.append(line)
+        marked.append(line if indented else CODE.sub(_code, line))
     lines[:] = marked
+
+
+def _code(found):
+    return f"``{found[1]}``" + (f"\\ {found[2]}" if found[2] else "")
 
 
 def commands():
@@ -154,8 +159,16 @@ def _publish(path, target, markdown, depth):
     if path.suffix == ".md":
         target = target.with_suffix(".html")
         body = re.sub(r'(href="[^":]*)\.md(["#])', r"\1.html\2", markdown.render(text))
+        body = re.sub(r'(href="[^":]*\.py)"', r'\1.html#source"', body)
+        body = re.sub(r"<h(\d)>(.*?)</h\1>", _heading, body)
         home = "../" * (len(target.parts) - depth) + "index.html"
         text = PAGE.format(title=html.escape(path.name), home=home, body=body)
     elif path.name == "search.html":
         text = text.replace('.md"', '.html"').replace(".md#", ".html#")
     target.write_text(text, encoding="utf-8")
+
+
+def _heading(found):
+    """A heading with the name by which other pages link it."""
+    slug = re.sub(r"[^\w\- ]", "", found[2].lower()).replace(" ", "-")
+    return f'<h{found[1]} id="{slug}">{found[2]}</h{found[1]}>'

@@ -122,3 +122,16 @@ def test_figures_of_the_readme_are_in_the_reports() -> None:
             digits = len(figure.partition(".")[2])
             value = float(figure.replace(",", ""))
             assert any(round(number, digits) == value for number in known), (row, figure)
+
+
+def test_broken_links_of_a_site_are_noticed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    links = module_at(ROOT / "docs/links.py")
+    (tmp_path / "a.html").write_text('<h1 id="x"></h1><a href="b.html#y">b</a><a href="#x">x</a>')
+    (tmp_path / "b.html").write_text('<a id="y" href="a.html?v=1">a</a><a href="https://c">c</a>')
+    assert links.main(tmp_path) == 0
+    assert "3 links inside 2 pages, 0 broken" in capsys.readouterr().out
+    (tmp_path / "b.html").write_text('<a href="a.html#z">a</a><a href="none.html">n</a>')
+    assert links.main(tmp_path) == 1
+    assert capsys.readouterr().err.count("broken link in") == 3
