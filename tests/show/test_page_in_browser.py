@@ -140,6 +140,17 @@ def test_18867_tensors_are_interactive_in_two_seconds(tab: Tab, tmp_path: Path) 
     )
 
 
+def test_a_tensor_on_other_ranks_is_not_shown_as_the_drawn_one(tab: Tab, tmp_path: Path) -> None:
+    tab.show(tmp_path / "page.html", render(model_plan("qwen3-30b-a3b", "ep=8", "tp=4 @ 8-11")))
+    tab.type(".search", "layers.0.mlp.experts.127.up_proj")
+    tab.click(".row")
+    heading = tab.run("document.querySelector('#move-0 h3 code').textContent")
+    assert heading == "model.layers.{0-47}.mlp.experts.{0-15}.{gate,up}_proj.weight"
+    said = tab.run("document.querySelector('#move-0 .info').textContent")
+    assert said.startswith("model.layers.0.mlp.experts.127.up_proj.weight moves like this")
+    assert "- - | on ep=7" in said
+
+
 def test_search_sort_and_choice(tab: Tab, tmp_path: Path) -> None:
     tab.show(
         tmp_path / "page.html", render(model_plan("llama-3-8b", "fsdp=4", "tp=4", fsdp="fsdp"))

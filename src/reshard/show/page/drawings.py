@@ -205,8 +205,12 @@ class Table:
 
 def table_of(matrix: Matrix) -> Table:
     """Place a traffic matrix."""
+    longest = max(map(len, matrix.destinations), default=0) * LETTER
     width = 46.0 if len(matrix.destinations) <= MAX_LABELLED else 26.0
-    height = 24.0
+    slanted = longest > width - 4
+    if slanted and width < 40:
+        width = 19.0  # so that the labels need not be made smaller
+    height = 24.0 if width > 20 else 19.0
     largest = max(int(matrix.num_bytes.max(initial=0)), 1)
     entries = []
     for i, source in enumerate(matrix.sources):
@@ -219,8 +223,6 @@ def table_of(matrix: Matrix) -> Table:
             strength = round(0.2 + 0.8 * size / largest, 3) if size else 0.0
             passed = round((size - first) / size, 3) if size else 0.0
             entries.append(Entry(j * width, i * height, label, title, strength, passed))
-    longest = max(map(len, matrix.destinations), default=0) * LETTER
-    slanted = longest > width - 4
     return Table(
         matrix.kind,
         width,

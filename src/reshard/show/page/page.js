@@ -133,7 +133,7 @@
 
   // The list: only the rows in view are in the document, however many tensors there are.
 
-  const GROUP = { name: 0, shape: 1, dtype: 2, from: 3, to: 4, size: 5, bytes: 6, wireText: 7, wire: 8, rounds: 9, move: 10, count: 11 };
+  const GROUP = { name: 0, shape: 1, dtype: 2, from: 3, to: 4, size: 5, bytes: 6, wireText: 7, wire: 8, rounds: 9, move: 10, count: 11, drawn: 12 };
 
   class List {
     constructor(node, data) {
@@ -262,6 +262,14 @@
       node.append(text.slice(0, at), element("mark", "", text.slice(at, at + word.length)), text.slice(at + word.length));
     }
 
+    // The picture is of one group; others of its kind differ only in which ranks hold them.
+    tell(move, group) {
+      if (group[GROUP.drawn]) { move.querySelector("h3 code").textContent = this.chosen; return; }
+      const info = move.querySelector(".info") || move.appendChild(element("p", "info"));
+      const way = this.data.stored ? group[GROUP.from] : `${group[GROUP.from]} → ${group[GROUP.to]}`;
+      info.replaceChildren(element("b", "", this.chosen), ` moves like this, on other ranks: ${way}`);
+    }
+
     choose(row) {
       if (!row) return;
       const group = this.data.groups[+row.dataset.group];
@@ -271,7 +279,7 @@
       if (!move) return;
       const closed = move.closest("details");
       if (closed) closed.open = true;
-      move.querySelector("h3 code").textContent = this.chosen;
+      this.tell(move, group);
       move.scrollIntoView({ block: "center", behavior: matchMedia("(prefers-reduced-motion: reduce)").matches ? "auto" : "smooth" });
     }
   }

@@ -115,6 +115,7 @@ def _data(
 ) -> dict[str, Any]:
     """What the script of the page works with."""
     number = {id(row): at for at, (_, same) in enumerate(drawn[:MAX_DRAWN]) for row in same}
+    firsts = {id(row) for row, _ in drawn[:MAX_DRAWN]}
     listed = _largest(rows, MAX_LISTED)
     return {
         "moves": [
@@ -122,7 +123,9 @@ def _data(
             for (row, _), move in zip(drawn, moves, strict=False)
         ],
         "matrix": {"sources": ends.matrix.sources, "destinations": ends.matrix.destinations},
-        "groups": [_group(row, number.get(id(row), -1)) for row in listed],
+        "groups": [
+            [*_group(row, number.get(id(row), -1)), int(id(row) in firsts)] for row in listed
+        ],
         "names": [[clean(name) for _, name in row.stack.names] for row in listed],
         "stored": False,
     }

@@ -160,7 +160,7 @@ def _group(group: Sequence[StoredTensor], move: int) -> list[Any]:
     first, size = group[0], sum(tensor.num_bytes for tensor in group)
     return [
         _name(group), _dims(first), first.dtype, shorten(clean(first.layout), 80), "",
-        format_bytes(size), size, "", 0, "", move, len(group),
+        format_bytes(size), size, "", 0, "", move, len(group), 1,
     ]  # fmt: skip
 
 
