@@ -235,9 +235,13 @@ class Tab:
         if text:
             self.call("Input.insertText", text=text)
         else:
-            for kind in ("keyDown", "keyUp"):
-                self.call("Input.dispatchKeyEvent", type=kind, key="Backspace", code="Backspace",
-                          windowsVirtualKeyCode=8)  # fmt: skip
+            self.press("Backspace", 8)
+
+    def press(self, key: str, code: int) -> None:
+        """Press a key on what has the focus."""
+        words = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        for kind in ("keyDown", "keyUp"):
+            self.call("Input.dispatchKeyEvent", type=kind, **words)
 
     def screenshot(
         self, kind: str = "png", quality: int | None = None, full: bool = False

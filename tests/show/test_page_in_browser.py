@@ -81,6 +81,16 @@ def test_pointing_at_the_matrix_lights_both_pictures(tab: Tab, tmp_path: Path) -
     assert said.startswith("rank 2 to 5: ")
 
 
+def test_arrow_keys_go_from_piece_to_piece(tab: Tab, tmp_path: Path) -> None:
+    tab.show(tmp_path / "page.html", render(one_tensor()))
+    tab.run("document.querySelector('svg.picture').focus()")
+    for key, code, number in (("ArrowDown", 40, 0), ("ArrowDown", 40, 1), ("ArrowUp", 38, 0)):
+        tab.press(key, code)
+        assert tab.run(LIT_PIECES) == [[0, number], [1, 0], [1, 1]]
+    tab.press("Escape", 27)
+    assert tab.run(LIT_PIECES) == []
+
+
 def test_what_is_passed_on_is_lit_as_well(tab: Tab, tmp_path: Path) -> None:
     plan = relayed()
     assert plan.summary().busiest_relay_bytes
@@ -146,7 +156,7 @@ def test_a_tensor_on_other_ranks_is_not_shown_as_the_drawn_one(tab: Tab, tmp_pat
     tab.click(".row")
     heading = tab.run("document.querySelector('#move-0 h3 code').textContent")
     assert heading == "model.layers.{0-47}.mlp.experts.{0-15}.{gate,up}_proj.weight"
-    said = tab.run("document.querySelector('#move-0 .info').textContent")
+    said = tab.run("document.querySelector('#move-0 .kin').textContent")
     assert said.startswith("model.layers.0.mlp.experts.127.up_proj.weight moves like this")
     assert "- - | on ep=7" in said
 

@@ -16,6 +16,7 @@
       this.titles = new Map();
       this.pinned = null;
       this.lit = [];
+      root.querySelectorAll("svg.picture").forEach((picture) => picture.setAttribute("tabindex", "0"));
       for (const node of root.querySelectorAll(".piece, .entry")) {
         const title = node.querySelector("title");
         if (title) { this.titles.set(node, title.textContent); title.remove(); }
@@ -103,6 +104,14 @@
       root.querySelectorAll(".info").forEach((info) => info.replaceChildren());
     }
 
+    // With the keyboard: the arrows go from piece to piece of the picture that has the focus.
+    step(picture, by) {
+      const pieces = [...picture.querySelectorAll(".piece")];
+      const at = pieces.indexOf(this.pinned);
+      const next = pieces[at < 0 ? (by > 0 ? 0 : pieces.length - 1) : at + by];
+      if (next) this.pin(next);
+    }
+
     point(node) { if (!this.pinned && node) this.show(node); }
     leave() { if (!this.pinned) this.clear(); }
     pin(node) {
@@ -129,7 +138,13 @@
     const node = target(event);
     if (node || page.lights.pinned) page.lights.pin(node);
   });
-  document.addEventListener("keydown", (event) => { if (event.key === "Escape" && page) page.lights.pin(null); });
+  document.addEventListener("keydown", (event) => {
+    if (!page) return;
+    if (event.key === "Escape") page.lights.pin(null);
+    const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+    const picture = step && event.target.closest && event.target.closest("svg.picture");
+    if (picture) { event.preventDefault(); page.lights.step(picture, step); }
+  });
 
   // The list: only the rows in view are in the document, however many tensors there are.
 
@@ -265,9 +280,10 @@
     // The picture is of one group; others of its kind differ only in which ranks hold them.
     tell(move, group) {
       if (group[GROUP.drawn]) { move.querySelector("h3 code").textContent = this.chosen; return; }
-      const info = move.querySelector(".info") || move.appendChild(element("p", "info"));
+      const note = move.querySelector(".kin") || element("p", "note kin");
       const way = this.data.stored ? group[GROUP.from] : `${group[GROUP.from]} → ${group[GROUP.to]}`;
-      info.replaceChildren(element("b", "", this.chosen), ` moves like this, on other ranks: ${way}`);
+      note.replaceChildren(element("b", "", this.chosen), ` moves like this, on other ranks: ${way}`);
+      move.querySelector("h3").after(note);
     }
 
     choose(row) {
