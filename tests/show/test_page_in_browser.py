@@ -157,7 +157,7 @@ def test_a_tensor_on_other_ranks_is_not_shown_as_the_drawn_one(tab: Tab, tmp_pat
     heading = tab.run("document.querySelector('#move-0 h3 code').textContent")
     assert heading == "model.layers.{0-47}.mlp.experts.{0-15}.{gate,up}_proj.weight"
     said = tab.run("document.querySelector('#move-0 .kin').textContent")
-    assert said.startswith("model.layers.0.mlp.experts.127.up_proj.weight moves like this")
+    assert said.startswith("model.layers.0.mlp.experts.127.up_proj.weight is like this")
     assert "- - | on ep=7" in said
 
 
@@ -177,8 +177,8 @@ def test_search_sort_and_choice(tab: Tab, tmp_path: Path) -> None:
     assert tab.run("document.querySelector('.row .name').title") == "lm_head.weight"
     tab.type(".search", "layers.7.self_attn.q_proj")
     tab.click(".row")
-    chosen = "[...document.querySelectorAll('.move h3 code')].map((one) => one.textContent)"
-    assert "model.layers.7.self_attn.q_proj.weight" in tab.run(chosen)
+    said = tab.run("[...document.querySelectorAll('.kin')].map((one) => one.textContent)")
+    assert said == ["model.layers.7.self_attn.q_proj.weight is drawn here"]
 
 
 DARK_CONTRAST = """[...document.querySelectorAll('.piece')].map((one) => [

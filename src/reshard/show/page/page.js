@@ -279,10 +279,11 @@
 
     // The picture is of one group; others of its kind differ only in which ranks hold them.
     tell(move, group) {
-      if (group[GROUP.drawn]) { move.querySelector("h3 code").textContent = this.chosen; return; }
-      const note = move.querySelector(".kin") || element("p", "note kin");
+      root.querySelectorAll(".kin").forEach((note) => note.remove());
       const way = this.data.stored ? group[GROUP.from] : `${group[GROUP.from]} → ${group[GROUP.to]}`;
-      note.replaceChildren(element("b", "", this.chosen), ` moves like this, on other ranks: ${way}`);
+      const what = group[GROUP.drawn] ? " is drawn here" : ` is like this, on other ranks: ${way}`;
+      const note = element("p", "note kin");
+      note.append(element("b", "", this.chosen), what);
       move.querySelector("h3").after(note);
     }
 
