@@ -70,13 +70,13 @@ def quoted(text: object) -> str:
     return f'"{shown}"'
 
 
-def count(number: int, what: str) -> str:
+def count(number: int, what: str, several: str = "") -> str:
     """A number and a noun in the singular or plural.
 
-    >>> count(1, "rank"), count(1200, "rank")
-    ('1 rank', '1,200 ranks')
+    >>> count(1, "rank"), count(1200, "rank"), count(2, "box", "boxes")
+    ('1 rank', '1,200 ranks', '2 boxes')
     """
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+    return f"{number:,} {what if number == 1 else several or f'{what}s'}"
 
 
 def and_more(items: Sequence[object], most: int = 1, what: str = "") -> str:

@@ -434,7 +434,7 @@ def test_no_mesh_wrong_numbers_wrong_shape() -> None:
         Rules.load("llama", heads=-1)
     with pytest.raises(RulesError, match='fsdp="zero" names no axis'):
         Rules.load("llama", fsdp="zero")
-    with pytest.raises(RulesError, match='layout "tp -" has 2 words and the tensor 1 dims'):
+    with pytest.raises(RulesError, match='layout "tp -" has 2 words and the tensor 1 dim:'):
         Rules.parse('axes=["tp"]\n[tensors]\n"*"="tp -"').layout("a", Mesh(tp=2), (4,))
 
 

@@ -22,7 +22,7 @@ from reshard.rules.axes import keep_axes, shard_first_dim
 from reshard.rules.document import Document, Rule, all_axes, located
 from reshard.rules.formula import Place, Template
 from reshard.rules.pattern import INDEX
-from reshard.text import quoted
+from reshard.text import count, quoted
 
 __all__ = ["Table", "UnmatchedError", "advice"]
 
@@ -136,7 +136,8 @@ class Table:
         self._check_factors(words)
         if num_dims is not None and words.expand(num_dims) is None:
             raise RulesError(
-                f'layout "{words}" has {len(words.dims)} words and the tensor {num_dims} dims: '
+                f'layout "{words}" has {count(len(words.dims), "word")} and the tensor '
+                f"{count(num_dims, 'dim')}: "
                 'write one word per dim, or "..." for dims that are whole'
             )
         return words

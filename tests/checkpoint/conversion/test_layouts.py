@@ -205,7 +205,7 @@ def test_ranks_without_a_head_are_told(tmp_path: Path, capsys: pytest.CaptureFix
         (
             "tp=2",
             {"layouts": {"*q_proj.wieght": "tp -"}, "rules": "llama"},
-            "matches no tensor: the",
+            "matches no tensor: write",
         ),
         (None, {"fsdp": "dp"}, "fsdp would do nothing: format full writes whole .* give --mesh"),
         (None, {"rules": "llama"}, "rules would do nothing: .*, or give --mesh"),
@@ -281,7 +281,7 @@ def test_a_pattern_leaves_single_numbers_whole(tmp_path: Path) -> None:
     found = {tensor.name: tensor.layout for tensor in checkpoint.inspect(tmp_path / "out").tensors}
     assert found == {"w": "tp=2: tp ...", "step": "tp=2: ..."}
     layouts = {"step": "tp ...", "*": "tp ..."}
-    with pytest.raises(LayoutError, match=r'"step": layout "tp ..." has 1 words and shape'):
+    with pytest.raises(LayoutError, match=r'"step": layout "tp ..." has 1 word and shape'):
         checkpoint.convert(tmp_path / "src", tmp_path / "b", mesh="tp=2", layouts=layouts)
     layouts = {"*": "tp ...", "w*": "- tp"}
     with pytest.raises(LayoutError, match=r'"w[*]" decides nothing: "w" .* by "[*]" before it'):

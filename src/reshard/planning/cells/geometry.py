@@ -22,6 +22,7 @@ from reshard.layout.coverage import missing_boxes
 from reshard.planning.classes import Stack
 from reshard.planning.names import Feed
 from reshard.planning.sharing import LineSet
+from reshard.text import count
 
 __all__ = [
     "Cells",
@@ -164,11 +165,12 @@ def raise_uncovered(stack: Stack) -> None:
         if missing:
             ranks = ", ".join(map(str, want.of(number)[:4]))
             lost = stack.have.layout.words.without
+            elements = count(sum(each.size for each in missing), "element")
             hint = f"ranks {list(lost)} are lost" if lost else "let some source rank hold it"
             raise CoverageError(
                 f"{stack.label}: destination rank {ranks} wants box {missing[0]} of shape "
                 f'{stack.want.shape} and no source rank of "{stack.have.layout}" holds it '
-                f"({len(missing)} boxes, {sum(m.size for m in missing)} elements missing): {hint}"
+                f"({count(len(missing), 'box', 'boxes')}, {elements} missing): {hint}"
             )
     raise CoverageError(f"{stack.label}: some wanted box has no source; please report this case")
 
