@@ -82,7 +82,7 @@ def stacks_of(
     have: Mapping[str, TensorSpec], want: Mapping[str, TensorSpec], names: Names, strict: bool
 ) -> tuple[list[Stack], list[Fill]]:
     """Group the tensors of two state dicts into stacks, in the order of the wanted names."""
-    stacks: dict[tuple[object, ...], Stack] = {}
+    stacks = _Stacks()
     fills: list[Fill] = []
     lacking: dict[str, list[str]] = {}
     used: set[str] = set()
@@ -90,7 +90,7 @@ def stacks_of(
         plain = have.get(name) if not names else None
         if plain is not None and plain.shape == spec.shape:
             used.add(name)
-            _add(stacks, plain, spec, Feed(name), name)
+            stacks.add(plain, spec, None, name)
             continue
         found = feeds_of(name, spec, have, names)
         if isinstance(found, list):
@@ -100,32 +100,44 @@ def stacks_of(
         fills += [Fill(name, spec, box) for box in boxes]
         for feed in feeds:
             used.add(feed.name)
-            _add(stacks, have[feed.name], spec, feed, name)
+            stacks.add(have[feed.name], spec, feed, name)
     if strict and names:
         check_keys(names, want)
     unused = [name for name in have if name not in used]
     if strict and (lacking or unused):
         raise missing_names(lacking, unused, len(have), len(want))
-    for stack in stacks.values():
+    for stack in stacks.found.values():
         _check_reduce(stack)
-    return list(stacks.values()), fills
+    return [*stacks.found.values()], fills
 
 
-def _add(
-    stacks: dict[tuple[object, ...], Stack],
-    have: TensorSpec,
-    want: TensorSpec,
-    feed: Feed,
-    name: str,
-) -> None:
-    key = (
-        have.shape, have.dtype, _placement(have, feed.name), want.shape, want.dtype,
-        _placement(want, name), feed.moves, feed.have_insert, feed.want_insert,
-    )  # fmt: skip
-    stack = stacks.get(key)
-    if stack is None:
-        stack = stacks[key] = Stack(have, want, feed)
-    stack.names.append((feed.name, name))
+class _Stacks:
+    """Puts tensors into stacks; fingerprints are taken once for each pair of layouts."""
+
+    def __init__(self) -> None:
+        self.found: dict[tuple[object, ...], Stack] = {}
+        self._seen: dict[tuple[object, ...], Stack] = {}
+
+    def add(self, have: TensorSpec, want: TensorSpec, feed: Feed | None, name: str) -> None:
+        """Add a tensor; without a feed it is the source tensor of the same name."""
+        how = feed and (feed.moves, feed.have_insert, feed.want_insert)
+        key = (
+            have.shape,
+            have.dtype,
+            id(have.layout),
+            want.shape,
+            want.dtype,
+            id(want.layout),
+            how,
+        )
+        stack = self._seen.get(key)
+        if stack is None:
+            feed = feed or Feed(name)
+            ends = (_placement(have, feed.name), _placement(want, name))
+            how = (feed.moves, feed.have_insert, feed.want_insert)
+            equal = (have.shape, have.dtype, want.shape, want.dtype, *ends, how)
+            stack = self._seen[key] = self.found.setdefault(equal, Stack(have, want, feed))
+        stack.names.append((feed.name if feed else name, name))
 
 
 def _placement(spec: TensorSpec, name: str) -> bytes:

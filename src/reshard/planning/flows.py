@@ -113,9 +113,11 @@ class Fan:
         """The rows that a rank sends or receives."""
         sent = self.rows.source == rank
         yield from self.listed(np.flatnonzero(sent))
-        lacks = self.wanting.has(rank)[self.rows.line] & ~self.held.has(rank)[self.kind]
-        gets = np.flatnonzero(lacks & ~sent)
-        yield from self._to(gets, np.full(len(gets), rank))
+        gets = self.wanting.has(rank)[self.rows.line] & ~sent
+        if len(self.held.members):
+            gets &= ~self.held.has(rank)[self.kind]
+        some = np.flatnonzero(gets)
+        yield from self._to(some, np.full(len(some), rank))
 
     def listed(self, rows: Ints) -> Iterator[Transfers]:
         """Some rows once for every rank that gets them."""
@@ -126,8 +128,9 @@ class Fan:
         """Some rows, each with every rank that gets it."""
         at, member = repeated(self.wanting.first, self.rows.line[rows])
         row, member = rows[at], self.wanting.members[member]
-        lacks = self.held.find(self.kind[row], member) < 0
-        gets = np.flatnonzero(lacks & (member != self.rows.source[row]))
+        gets = member != self.rows.source[row]
+        if len(self.held.members):
+            gets &= self.held.find(self.kind[row], member) < 0
         return row[gets], member[gets]
 
     def _to(self, row: Ints, member: Ints) -> Iterator[Transfers]:
@@ -250,9 +253,12 @@ class Flow:
             kind, holders = held[0][parts.runs.cell], held[1]
             direct = (holders.find(kind, parts.destination) >= 0) | self.direct
             some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
-            yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
-            yield parts.take(rest)
-            yield replace(self._passed_on(parts.take(rest)), kind=kind[rest], held=holders)
+            if len(some):
+                yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
+            if len(rest):
+                parts = parts.take(rest)
+                yield parts
+                yield replace(self._passed_on(parts), kind=kind[rest], held=holders)
             return
         if self.most > 1 and not self.direct:
             yield self._passed_on(parts)

@@ -184,17 +184,12 @@ class RankPlan:
             for transfers in flow.for_rank(rank):
                 if not len(transfers):
                     continue
-                mine = transfers.source == rank
-                theirs = transfers.destination == rank
-                kinds = (
-                    (sends, mine & ~theirs),
-                    (receives, theirs & ~mine),
-                    (copies, mine & theirs),
-                )
-                for kind, mask in kinds:
-                    rows = np.flatnonzero(mask)
+                role = 2 * (transfers.source == rank) + (transfers.destination == rank)
+                for kind, number in ((sends, 2), (receives, 1), (copies, 3)):
+                    rows = np.flatnonzero(role == number)
                     if len(rows):
-                        kind.append(Rows(flow, slot, transfers.take(rows)))
+                        whole = len(rows) == len(transfers)
+                        kind.append(Rows(flow, slot, transfers if whole else transfers.take(rows)))
         here = tuple(fill for fill in fills if fill.spec.layout.holds(rank) is not None)
         return cls(rank, Steps(sends), Steps(receives), Steps(copies), here)
 

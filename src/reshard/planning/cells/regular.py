@@ -170,6 +170,8 @@ class GridPair:
         """The ranks of both meshes, and how many elements each both holds and wants."""
         mine = np.flatnonzero(contained(self.have.ranks, self.want.ranks))
         ranks = self.have.ranks[mine]
+        if not len(ranks):
+            return ranks, ranks
         order = np.argsort(self.want.ranks)
         theirs = order[np.searchsorted(self.want.ranks, ranks, sorter=order)]
         have, want = self.have.region_at[mine], self.want.region_at[theirs]

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +25,7 @@ from reshard.planning.sharing import LineSet, repeated
 
 __all__ = ["Links", "Traffic"]
 
-MAX_LISTED = 1 << 13
+MAX_LISTED = 1 << 12
 """Rows of a fan whose pairs are listed one by one."""
 
 
@@ -69,10 +70,17 @@ class _Moving:
         )
         self.keys, self._first = distinct_first(every[order])
 
-    def turn(self, number: int) -> tuple[int, int] | None:
-        """What moves in a round: everything, as (-1, -1), or what a phase and a slice have."""
-        turn = self.slot.turn(number, self.hop)
-        return (-1, -1) if turn and self._steady else turn
+    def spans(self) -> Iterator[tuple[int, int, tuple[int, int]]]:
+        """The rounds from one to before another in which a phase and a slice move, or, as (-1, -1),
+        everything does."""
+        slot, first = self.slot, self.slot.first + self.hop
+        if self._steady:
+            yield first, first + slot.slices, (-1, -1)
+            return
+        for phase in range(slot.phases):
+            for part in range(slot.slices):
+                yield first + part, first + part + 1, (phase, part)
+            first += slot.slices + slot.hops
 
     def active(self, turn: tuple[int, int]) -> Ints:
         """The numbers that move in a turn, in rising order."""
@@ -88,13 +96,19 @@ class _Moving:
 
 def _rounds(moving: Sequence[_Moving]) -> Iterator[tuple[list[tuple[_Moving, Ints]], int]]:
     """What moves in a round, and in how many rounds just that does."""
-    found: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+    begins: dict[int, list[tuple[int, tuple[int, int]]]] = {}
+    ends: dict[int, list[tuple[int, tuple[int, int]]]] = {}
     for at, one in enumerate(moving):
-        for number in range(one.slot.first, one.slot.first + one.slot.num_rounds):
-            turn = one.turn(number)
-            if turn is not None:
-                found.setdefault(number, []).append((at, turn))
-    for some, times in Counter(map(tuple, found.values())).items():
+        for first, last, turn in one.spans():
+            begins.setdefault(first, []).append((at, turn))
+            ends.setdefault(last, []).append((at, turn))
+    active: set[tuple[int, tuple[int, int]]] = set()
+    counts: Counter[tuple[tuple[int, tuple[int, int]], ...]] = Counter()
+    for first, last in pairwise(sorted({*begins, *ends})):
+        active.difference_update(ends.get(first, ()))
+        active.update(begins.get(first, ()))
+        counts[tuple(sorted(active))] += last - first
+    for some, times in counts.items():
         yield [(moving[at], moving[at].active(turn)) for at, turn in some], times
 
 
