@@ -53,10 +53,10 @@ def main(folder: Path) -> None:
     text = render(plan, footer=Footer(command, "llama-3-8b"))
     browser = Browser(program)
     with tempfile.TemporaryDirectory() as place:
-        tab = browser.tab(1120, 710)
+        tab = browser.tab(1120, 670)
         tab.show(Path(place, "page.html"), text)
         for name, dark in (("page.png", False), ("page-dark.png", True)):
-            tab.resize(1120, 710, dark=dark)
+            tab.resize(1120, 670, dark=dark)
             tab.run("scrollTo(0, 0)")
             x, y = tab.run(
                 "(() => { const b = document.querySelector("
@@ -64,12 +64,12 @@ def main(folder: Path) -> None:
                 "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
             )
             tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
-            tab.until("getComputedStyle(document.querySelector('.piece:not(.lit)')).opacity < 0.45")
+            tab.until("getComputedStyle(document.querySelector('.piece:not(.lit)')).opacity < 0.5")
             shoot(tab, folder / name)
         tab.resize(390, 800, touch=True, scale=1.5)
         tab.open(Path(place, "page.html").as_uri())
         tab.tap(".piece[data-side='1'][data-number='2']")
-        tab.until("getComputedStyle(document.querySelector('.piece:not(.lit)')).opacity < 0.45")
+        tab.until("getComputedStyle(document.querySelector('.piece:not(.lit)')).opacity < 0.5")
         top = "document.querySelector('.move').getBoundingClientRect().top + scrollY"
         tab.run(f"scrollTo(0, {top} - 60)")
         shoot(tab, folder / "page-phone.png")

@@ -65,11 +65,9 @@ class Explorer:
         """Press Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        code = self.process.wait(timeout=20)
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
-        return code
+        _, errors = self.process.communicate(timeout=20)
+        assert errors == ""
+        return self.process.returncode
 
 
 @pytest.fixture(scope="module")

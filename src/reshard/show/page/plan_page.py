@@ -195,7 +195,7 @@ def cards_of(plan: Plan) -> Iterator[Card]:
     yield Card("Messages", f"{found.num_messages:,}", f"in {count(found.num_rounds, 'round')}")
     part = min(found.peak_bytes / plan.memory, 1.0) if plan.memory else None
     cap = f"cap {format_bytes(plan.memory)}"
-    yield Card("Most staged by a rank", format_bytes(found.peak_bytes), cap, part)
+    yield Card("Peak staging", format_bytes(found.peak_bytes), cap, part)
     if found.mean_sender_bytes:
         ratio = f"{found.busiest_sender_bytes / found.mean_sender_bytes:.2f} x the mean"
         yield Card("Busiest source sends", format_bytes(found.busiest_sender_bytes), ratio)
