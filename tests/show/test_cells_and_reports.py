@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import xml.etree.ElementTree as ElementTree
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,6 +154,35 @@ def test_the_page_of_a_checkpoint(tmp_path: Path) -> None:
     assert sum(map(len, found["names"])) == 9
     assert "9 tensors of 1.0 KiB, complete" in page
     assert "<b>norm" not in page
+
+
+def stored(name: str, shape: tuple[int, ...], layout: str) -> SimpleNamespace:
+    return SimpleNamespace(
+        name=name, shape=shape, dtype="float32", num_bytes=4 * math.prod(shape), num_pieces=2,
+        layout=layout,
+    )  # fmt: skip
+
+
+def test_layouts_of_a_checkpoint_are_drawn() -> None:
+    report = SimpleNamespace(
+        path="ckpt", format="ranks", files=[SimpleNamespace(path="a", size=9)], others=[],
+        objects={"step": 8}, damage=['"b" is damaged\n<b>'], unsupported=[], notes=[],
+        metadata={"k": "v" * 1000},
+        tensors=[
+            stored("h.0.w", (8, 4), "tp=2: tp -"), stored("h.1.w", (8, 4), "tp=2: tp -"),
+            stored("experts", (4, 2, 2), "ep=4: ep - -"), stored("ragged", (8,), "3 boxes"),
+            stored("fine", (1 << 20,), "tp=2: tp:1"), stored("bad", (8,), "tp=0: tp"),
+        ],
+    )  # fmt: skip
+    page = render_stored(report)
+    assert page.count('class="piece ') == 2 + 4
+    assert "damaged" in page
+    assert "&lt;b&gt;" in page
+    data = re.search(r'id="data">(.*?)</script>', page, re.DOTALL)
+    assert data is not None
+    groups = {group[0]: group for group in json.loads(data[1])["groups"]}
+    assert groups["h.{0-1}.w"][10] >= 0
+    assert groups["ragged"][10] == groups["fine"][10] == groups["bad"][10] == -1
 
 
 def test_inspect_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
