@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import re
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from reshard.cli import cli, run
-from reshard.cli.output import fitted, progress_text
+from reshard.cli.output import byte_meter, fitted, progress_text, working
 from reshard.rules import models
 from reshard.text import log
 
@@ -164,3 +166,18 @@ def test_the_log_is_silent_until_it_has_a_handler(
     assert [record.getMessage().split(": ")[1] for record in caplog.records] == [
         f"wrote 21 tensors to {files}/out"
     ]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_long_step_gives_a_sign_of_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    for screen, shown in ((Terminal(), True), (io.StringIO(), False)):
+        monkeypatch.setattr(sys, "stderr", screen)
+        with working("proving"), byte_meter("convert") as progress:
+            assert (progress is not None) == shown
+            if progress is not None:
+                progress(1 << 20, 4 << 20)
+        assert ("proving" in screen.getvalue()) == shown
