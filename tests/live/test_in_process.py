@@ -13,7 +13,7 @@ import torch
 
 import reshard as rs
 from reshard.live.inputs.bound import BoundTensors, Locals
-from reshard.live.program.rounds import HAVE, WANT, Program
+from reshard.live.program.rounds import Program
 from reshard.live.session.mailbox import Inbox
 from reshard.live.transport.exchange import Exchange
 from tests.live import in_process
@@ -35,12 +35,11 @@ def wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> 
 def bound_of(plan: rs.Plan, rank: int, given: dict[str, np.ndarray]) -> BoundTensors:
     """A rank's source tensors, and new destination tensors."""
     bound = BoundTensors(len(plan.have) + len(plan.want))
-    sources = tensors_of(given, plan.have)
-    for local in Locals(plan, rank).sides[HAVE]:
-        bound.add(local.number, sources[local.name])
-    for local in Locals(plan, rank).sides[WANT]:
-        bound.result[local.name] = torch.zeros(local.shape, dtype=local.dtype)
-        bound.add(local.number, bound.result[local.name])
+    have, want = Locals(plan, rank).sides
+    bound.add(*have.match(tensors_of(given, plan.have)))
+    made = [torch.zeros(one.shape, dtype=one.dtype) for one in want.specs]
+    bound.add(want.numbers, made)
+    bound.result = dict(zip(want.names, made, strict=True))
     return bound
 
 

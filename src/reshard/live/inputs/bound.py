@@ -20,6 +20,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,13 +33,19 @@ from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
 __all__ = [
-    "GPU", "BoundTensors", "LocalSpec", "Locals", "Tensors", "all_on_gpus", "default_device",
-    "device_of", "has_nccl", "placement_of", "with_index",
+    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
+    "default_device", "device_of", "has_nccl", "placement_of", "with_index",
 ]  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor | None]
 
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
+_PLAIN, _LAYOUTS = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
+
+# Read for every tensor of every call, so by `map`, without bytecodes for each of them.
+_T: Any = torch.Tensor
+_size, _dtype, _layout = _T.size, _T.dtype.__get__, _T.layout.__get__
+_is_neg, _is_conj, _is_contiguous = _T.is_neg, _T.is_conj, _T.is_contiguous
+_is_cpu, _is_cuda, _data_ptr = _T.is_cpu.__get__, _T.is_cuda.__get__, _T.data_ptr
 
 
 class LocalSpec(NamedTuple):
@@ -51,17 +58,74 @@ class LocalSpec(NamedTuple):
     dtype: torch.dtype
 
 
+class Side:
+    """One rank's local tensors on one side of a plan, and how to check those of a call."""
+
+    def __init__(self, plan: Plan, side: int, rank: int) -> None:
+        self.rank, self.role = rank, ("to move", "to move into")[side]
+        self._planned = (plan.have, plan.want)[side]
+        self.specs = _local_specs(plan, side, rank)
+        columns = [list(column) for column in zip(*self.specs, strict=True)] or [[], [], [], []]
+        self.numbers: list[int] = columns[0]
+        self.names: list[str] = columns[1]
+        self._shapes, self._dtypes = columns[2:]
+        self._is_complex = any(dtype.is_complex for dtype in self._dtypes)
+        self.repeated = RepeatedTensors(
+            [one.shape.numel() * one.dtype.itemsize for one in self.specs]
+        )
+
+    def match(self, given: Tensors) -> tuple[list[int], list[torch.Tensor]]:
+        """The numbers and tensors of what was given; raises if the plan says something else."""
+        tensors: list[Any] = list(map(given.get, self.names))
+        usual = self._is_usual(tensors)
+        if not usual or len(given) != len(tensors):
+            self._check_names(given)
+        if usual:
+            return self.numbers, tensors
+        pairs = [pair for pair in zip(self.specs, tensors, strict=True) if self._is_given(*pair)]
+        for local, tensor in pairs:
+            _check(tensor, local, f'"{local.name}" {self.role} on rank {self.rank}')
+        return [local.number for local, _ in pairs], [tensor for _, tensor in pairs]
+
+    def _is_usual(self, tensors: list[Any]) -> bool:
+        """Whether these are dense tensors of the planned shapes and dtypes, all on one device."""
+        return (
+            _PLAIN.issuperset(map(type, tensors))
+            and list(map(_size, tensors)) == self._shapes
+            and list(map(_dtype, tensors)) == self._dtypes
+            and _LAYOUTS.issuperset(map(_layout, tensors))
+            and not any(map(_is_neg, tensors))
+            and not (self._is_complex and any(map(_is_conj, tensors)))
+            and (all(map(_is_cpu, tensors)) or all(map(_is_cuda, tensors)))
+        )
+
+    def _check_names(self, given: Tensors) -> None:
+        """Refuse names that the plan does not have."""
+        if not given.keys() <= self._planned.keys():
+            unknown = [name for name in given if name not in self._planned]
+            more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+            raise TensorError(
+                f'rank {self.rank} was given "{unknown[0]}"{more} {self.role}, which the plan does '
+                "not have: give only what was planned"
+            )
+
+    def _is_given(self, local: LocalSpec, tensor: object) -> bool:
+        """Whether there is a tensor; a part without elements may be left out."""
+        if tensor is None and local.shape.numel():
+            raise TensorError(
+                f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
+                f'"{local.name}" and was given none {self.role}: give its local tensor'
+            )
+        return tensor is not None
+
+
 class Locals:
     """One rank's local tensors on both sides of a plan, and what is kept about them."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.rank, self.names = rank, (plan.have, plan.want)
         self.staging = len(plan.have) + len(plan.want)
-        self.sides = _local_specs(plan, HAVE, rank), _local_specs(plan, WANT, rank)
-        self.repeated = [
-            RepeatedTensors([(one.number, one.shape.numel() * one.dtype.itemsize) for one in side])
-            for side in self.sides
-        ]
+        self.sides = Side(plan, HAVE, rank), Side(plan, WANT, rank)
         self.disjoint: object = None
         """The identity of the tensors that were last found not to overlap."""
 
@@ -87,35 +151,40 @@ def _local_specs(plan: Plan, side: int, rank: int) -> list[LocalSpec]:
 class BoundTensors:
     """The tensors of one call on one rank, by their number in the table of base addresses."""
 
+    result: dict[str, torch.Tensor]
+    strides: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType({})
+    """Shape and strides of tensors that are not contiguous."""
+    on_devices: Sequence[int] = ()
+    """Numbers of tensors that are not in the memory of the host."""
+    _table: Ints | None = None
+    _devices: set[torch.device] | None = None
+
     def __init__(self, staging: int) -> None:
         """``staging`` is the number of the staging buffer, after all tensors."""
         self.staging = staging
         self.tensors: dict[int, torch.Tensor] = {}
         self.addresses = [0] * (staging + 1)
         """The base addresses, on any device; 0 for tensors that this rank does not have."""
-        self._table: Ints | None = None
-        self._devices: set[torch.device] | None = None
-        self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-        """Shape and strides of tensors that are not contiguous."""
-        self.on_devices: list[int] = []
-        """Numbers of tensors that are not in the memory of the host."""
-        self.result: dict[str, torch.Tensor] = {}
 
-    def add(self, number: int, tensor: torch.Tensor) -> None:
-        """Add a tensor that was checked."""
-        self.tensors[number] = tensor
-        self.addresses[number] = tensor.data_ptr()
+    def add(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
+        """Add tensors that were checked."""
+        addresses = self.addresses
+        self.tensors.update(zip(numbers, tensors, strict=True))
+        for number, address in zip(numbers, map(_data_ptr, tensors), strict=True):
+            addresses[number] = address
+        if not all(map(_is_contiguous, tensors)):
+            pairs = zip(numbers, tensors, strict=True)
+            strided = {n: (tuple(t.shape), t.stride()) for n, t in pairs if not t.is_contiguous()}
+            self.strides = {**self.strides, **strided}
+        if not all(map(_is_cpu, tensors)):
+            pairs = zip(numbers, tensors, strict=True)
+            self.on_devices = (*self.on_devices, *(n for n, t in pairs if not t.is_cpu))
         self._table = self._devices = None
-        if not tensor.is_cpu:
-            self.on_devices.append(number)
-        if not tensor.is_contiguous():
-            self.strides[number] = tuple(tensor.shape), tensor.stride()
 
     def copy(self) -> BoundTensors:
         """The same tensors, to which others can be added."""
         found = BoundTensors(self.staging)
-        for number, tensor in self.tensors.items():
-            found.add(number, tensor)
+        found.add(list(self.tensors), list(self.tensors.values()))
         return found
 
     @property
@@ -153,26 +222,7 @@ class BoundTensors:
     @property
     def identity(self) -> tuple[object, ...]:
         """Where the tensors are and how they are strided."""
-        return tuple(self.addresses[:-1]), self.strides, tuple(self.on_devices)
-
-    def bind(self, specs: list[LocalSpec], given: Tensors, rank: int, role: str) -> None:
-        """Check the given tensors of one side against the plan, and add them."""
-        for local in specs:
-            tensor = given.get(local.name)
-            if tensor is None:
-                if local.shape.numel():
-                    raise TensorError(
-                        f"rank {rank} holds {local.dtype}{list(local.shape)} of "
-                        f'"{local.name}" and was given none {role}: give its local tensor'
-                    )
-                continue
-            # The common case costs four comparisons: this runs for every tensor of every call.
-            plain = type(tensor) in _PLAIN and tensor.layout is torch.strided
-            plain = plain and (tensor.is_cpu or tensor.is_cuda)
-            lazy = tensor.is_conj() or tensor.is_neg() if plain else False
-            if not plain or lazy or tensor.shape != local.shape or tensor.dtype != local.dtype:
-                _check(tensor, local, f'"{local.name}" {role} on rank {rank}')
-            self.add(local.number, tensor)
+        return self.addresses[:-1], self.strides, self.on_devices
 
 
 def _check(tensor: Any, local: LocalSpec, where: str) -> None:
@@ -270,20 +320,19 @@ MADV_COLLAPSE = 25
 
 
 class RepeatedTensors:
-    """Detects large tensors that are given again at the same addresses."""
+    """Detects large tensors of one side that are given again at the same addresses."""
 
-    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """``sizes`` are the base numbers of tensors, and their bytes."""
-        self._large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
+    def __init__(self, sizes: Sequence[int]) -> None:
+        """``sizes`` are the bytes of all tensors of the side."""
+        self.any = any(size >= MIN_HUGE_BYTES for size in sizes)
+        """Whether there are large ones."""
         self._last: list[int] = []
         self._times = 0
 
-    def note(self, tensors: Mapping[int, torch.Tensor]) -> None:
+    def note(self, tensors: Sequence[torch.Tensor]) -> None:
         """Note a call; in the second one with the same tensors these get huge pages."""
-        if not self._large:
-            return
-        large = [tensors[number] for number in self._large if number in tensors]
-        places = [tensor.data_ptr() for tensor in large]
+        large = [tensor for tensor in tensors if tensor.nbytes >= MIN_HUGE_BYTES]
+        places = list(map(_data_ptr, large))
         self._times = self._times + 1 if places == self._last else 0
         self._last = places
         if self._times == 1 and _are_on_request():

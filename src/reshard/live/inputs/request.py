@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,13 +16,12 @@ from reshard.live.inputs.bound import (
     GPU,
     BoundTensors,
     Locals,
-    LocalSpec,
+    Side,
     Tensors,
     default_device,
     with_index,
 )
 from reshard.live.inputs.overlap import check_overlaps
-from reshard.live.program.rounds import HAVE, WANT
 from reshard.live.session.cause import Tag
 
 __all__ = [
@@ -30,11 +29,10 @@ __all__ = [
     "options_from",
 ]  # fmt: skip
 
-_ROLES = ("to move", "to move into")
-
 TRANSPORTS = ("auto", "peer", "shared", "network", "gpu_peer", "nccl")
 GPU_TRANSPORTS = ("gpu_peer", "nccl")
 CHECKS = ("first", "always", "never")
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,17 +119,6 @@ def options_from(given: Mapping[str, Any], device: torch.device | str | None = N
     return Options(**options)
 
 
-def _check_names(given: Tensors, names: Mapping[str, object], rank: int, role: str) -> None:
-    """Refuse names that the plan does not have."""
-    if not given.keys() <= names.keys():
-        unknown = [name for name in given if name not in names]
-        more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
-        raise TensorError(
-            f'rank {rank} was given "{unknown[0]}"{more} {role}, which the plan does not have: '
-            "give only what was planned"
-        )
-
-
 def check_request(tensors: object, into: object, group: object) -> None:
     """Refuse arguments of the wrong type."""
     for what, given in (("to move", tensors), ("into=", into)):
@@ -148,8 +135,7 @@ def check_request(tensors: object, into: object, group: object) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Request:
+class Request(NamedTuple):
     """The arguments of one call on one rank."""
 
     tensors: Tensors
@@ -171,42 +157,51 @@ class Request:
 
     def bind(self, locals_: Locals) -> BoundTensors:
         """Check this rank's tensors and create missing destinations."""
+        have, want = locals_.sides
+        into, atomic = self.into, self.options.atomic
         bound = BoundTensors(locals_.staging)
-        self._bind_side(bound, locals_, HAVE, self.tensors)
-        if self.into is not None:
+        _bind_side(bound, have, self.tensors)
+        if into is not None:
             # For an atomic call they are only checked: it writes new tensors and copies at the end.
-            checked = bound.copy() if self.options.atomic else bound
-            self._bind_side(checked, locals_, WANT, self.into)
+            checked = bound.copy() if atomic else bound
+            _bind_side(checked, want, into)
             places = checked.identity
             if locals_.disjoint != places:
                 check_overlaps(checked.tensors, locals_.names, locals_.rank)
                 locals_.disjoint = places
-        if self.into is None or self.options.atomic:
-            self._create_destinations(bound, locals_.sides[WANT])
-        else:
-            bound.result = {n: tensor for n, tensor in self.into.items() if tensor is not None}
+            if not atomic:
+                bound.result = {n: tensor for n, tensor in into.items() if tensor is not None}
+                return bound
+        created = self._create(bound, want)
+        bound.add(want.numbers, created)
+        bound.result = dict(zip(want.names, created, strict=True))
         return bound
 
-    def _bind_side(self, bound: BoundTensors, locals_: Locals, side: int, given: Tensors) -> None:
-        _check_names(given, locals_.names[side], locals_.rank, _ROLES[side])
-        bound.bind(locals_.sides[side], given, locals_.rank, _ROLES[side])
-        locals_.repeated[side].note(bound.tensors)
-
-    def _create_destinations(self, bound: BoundTensors, wanted: list[LocalSpec]) -> None:
+    def _create(self, bound: BoundTensors, want: Side) -> list[torch.Tensor]:
         """Create each on the device of options, of the source of its name, or of any source."""
-        given = [tensor for tensor in self.tensors.values() if tensor is not None]
-        fixed = self.options.device is not None or not bound.tensors
-        device = self._home() if fixed else given[0].device
-        for local in wanted:
-            near = None if fixed else self.tensors.get(local.name)
-            tensor = torch.empty(
-                local.shape, dtype=local.dtype, device=device if near is None else near.device
-            )
-            bound.add(local.number, tensor)
-            bound.result[local.name] = tensor
+        if self.options.device is not None or not bound.tensors:
+            device = self._home()
+        elif bound.is_host:
+            device = CPU
+        else:
+            device = next(one.device for one in self.tensors.values() if one is not None)
+            if len(bound.devices) > 1 or len(bound.on_devices) < len(bound.tensors):
+                near = [self.tensors.get(name) for name in want.names]
+                return [
+                    torch.empty(shape, dtype=dtype, device=device if one is None else one.device)
+                    for one, (_, _, shape, dtype) in zip(near, want.specs, strict=True)
+                ]
+        return [torch.empty(shape, dtype=dtype, device=device) for _, _, shape, dtype in want.specs]
 
     def _home(self) -> torch.device:
         """The device of new tensors that no source determines."""
         if self.options.device is None:
             return default_device(self.group)
         return with_index(torch.device(self.options.device))
+
+
+def _bind_side(bound: BoundTensors, side: Side, given: Tensors) -> None:
+    numbers, tensors = side.match(given)
+    bound.add(numbers, tensors)
+    if side.repeated.any:
+        side.repeated.note(tensors)
