@@ -36,10 +36,10 @@ def bound_of(plan: rs.Plan, rank: int, given: dict[str, np.ndarray]) -> BoundTen
     """A rank's source tensors, and new destination tensors."""
     bound = BoundTensors(len(plan.have) + len(plan.want))
     have, want = Locals(plan, rank).sides
-    bound.add(*have.match(tensors_of(given, plan.have)))
-    made = [torch.zeros(one.shape, dtype=one.dtype) for one in want.specs]
-    bound.add(want.numbers, made)
-    bound.result = dict(zip(want.names, made, strict=True))
+    bound.bind(have, tensors_of(given, plan.have))
+    bound.create(want, torch.device("cpu"))
+    for tensor in bound.result.values():
+        tensor.zero_()
     return bound
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 
 from reshard.errors import ReshardError
 from reshard.live.call import Call
-from reshard.live.compiled import CompiledPlan
+from reshard.live.compiled import compiled_plan
 from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
-from reshard.live.session.session import Ticket, all_connections, session_of
+from reshard.live.session.session import Ticket, all_connections
 from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport
@@ -60,14 +60,16 @@ def raise_on_all_ranks(
 
 def skip_exchange(ticket: Ticket, plan: Plan, options: Mapping[str, Any]) -> bool:
     """End a call of a plan without messages, if the ranks have compared it; whether that is so."""
-    compiled, group = plan.compiled, ticket.group or dist.group.WORLD
-    if not isinstance(compiled, CompiledPlan) or not isinstance(group, dist.ProcessGroup):
+    if plan.compiled is None:
+        return False
+    compiled = compiled_plan(plan, ticket.group)
+    if compiled is None:
         return False
     if options.get("check") == "never":
         ticket.finish()
         return True
     if len(compiled.ranks) > 1:
-        session = session_of(group, compiled.ranks)
+        session = compiled.session()
         if (compiled.digest, options_from(options).name) not in session.agreed:
             return False
         session.close_call(session.begin(ticket, options.get("tag")))
@@ -95,7 +97,7 @@ class Handle:
         """Converts the result before `wait` returns it for the first time."""
         self._result: Result | None = None
         self._error: BaseException | None = None
-        self._streams = SideStreams(call.request.gpus())
+        self._streams = SideStreams(call.gpus())
         self._running = _thread.allocate_lock()
         """Locked while the thread runs: joining the thread itself breaks its state in Python 3.11
         when a signal handler raises."""
@@ -108,7 +110,7 @@ class Handle:
         call, streams = self._call, self._streams
         call.ticket.owner = None
         try:
-            used = streams.used(call.request.all_tensors()) if streams.any else nullcontext()
+            used = streams.used(call.all_tensors()) if streams.any else nullcontext()
             with used:
                 self._result = call.run()
         except BaseException as error:

@@ -13,10 +13,10 @@ close       free resources; the number is used, however the call ends
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
+from functools import partial
 
 import torch
-import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError, TensorError
 from reshard.live.compiled import CompiledPlan, compiled_plan
@@ -39,22 +39,21 @@ from reshard.live.inputs.bound import (
     placement_of,
 )
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.inputs.request import Options, Request, check_request
+from reshard.live.inputs.request import Options, bind, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
-from reshard.live.session.mailbox import Inbox
-from reshard.live.session.session import Session, Ticket, session_of
+from reshard.live.session.session import Session, Ticket
 from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import Exchange, Wait
+from reshard.live.transport.exchange import Exchange
 from reshard.live.transport.gloo import GlooTransport
-from reshard.live.transport.gloo_group import GlooGroup, GlooGroups
+from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, find_routes
 from reshard.live.transport.host import HostTransport
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl import NcclTransport
 from reshard.planning.plans import Plan
-from reshard.show.progress import MIN_BYTES, Bar, progress_of
+from reshard.show.progress import Bar, progress_of
 from reshard.show.run_report import RunReport
 
 __all__ = ["Call"]
@@ -67,7 +66,6 @@ class Call:
 
     watch: Watch | None = None
     session: Session | None = None
-    _exchange: Exchange | None = None
     _in_flight: InFlightCall | None = None
     _progress: Bar | None = None
     _key = (b"", "")
@@ -90,28 +88,21 @@ class Call:
     ) -> None:
         """``grad`` is whether this rank's source requires gradients, None if it has no source;
         ``ask_grad`` whether ranks without a source learn it from others."""
-        group = ticket.group or dist.group.WORLD
-        if group is None:
-            raise LiveError(
-                "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
-            )
-        check_request(tensors, into, ticket.group)
-        self.request = Request(tensors, into, group, options)
+        self.tensors, self.into = tensors, into
         self.ticket, self.plan, self.options = ticket, plan, options
         self.grad, self._ask_grad, self.report = grad, ask_grad, report
         self._transports: list[Transport] = []
-        compiled = self.compiled = compiled_plan(plan, group)
-        if compiled is not None:
-            silent = options.check == "never" and not compiled.exchanges
-            if len(compiled.ranks) > 1 and not silent:
-                self._take_number(session_of(group, compiled.ranks), compiled.digest)
-
-    def _take_number(self, session: Session, digest: bytes) -> None:
-        self.session = session
-        session.begin(self.ticket, self.options.tag)
-        self._key = digest, self.options.name
-        self._is_first = session.must_compare(self.ticket, self._key)
-        self._compares = self._is_first or self.options.check == "always"
+        compiled = self.compiled = compiled_plan(plan, ticket.group)
+        if compiled is None or len(compiled.ranks) < 2:
+            return
+        if compiled.exchanges or options.check != "never":
+            session = self.session = compiled.session()
+            session.begin(ticket, options.tag)
+            key = self._key = compiled.digest, options.name
+            if key not in session.agreed:
+                self._is_first = self._compares = session.must_compare(ticket, key)
+            if options.check == "always":
+                self._compares = True
 
     def run(self) -> Result:
         """Do the move."""
@@ -121,9 +112,7 @@ class Call:
             return {}
         while True:
             try:
-                exchange = self._enter(self.compiled)
-                exchange.run()
-                result = self._finish(exchange)
+                result = self._run(self.compiled)
                 self._ok = True
                 break
             except CallAheadError as ahead:
@@ -139,33 +128,40 @@ class Call:
         self._close()
         return result
 
-    def _enter(self, compiled: CompiledPlan) -> Exchange:
-        """Everything before the first round."""
-        began = time.perf_counter()
-        together = compiled.exchanges or self._compares or self.options.atomic
-        if self._ask_grad and compiled.grad_hellos:
-            together = True
-        watch = None
-        if self.session is not None and together:
+    def _run(self, compiled: CompiledPlan) -> Result:
+        options, report, watch, after = self.options, self.report, None, None
+        began = 0.0 if report is None else time.perf_counter()
+        together = compiled.exchanges or self._compares or options.atomic
+        if self.session is not None and (together or (self._ask_grad and compiled.grad_hellos)):
             watch = self._connect(self.session, compiled)
-        bound = self._bind(compiled, watch)
-        program = compiled.program_for(bound)
-        if watch is not None:
+        try:
+            bound = bind(compiled.locals, self.tensors, self.into, self.ticket.group, options)
+        except TensorError as error:
+            if watch is not None:
+                watch.fail(Cause("tensor", str(error)))
+            raise
+        program = compiled.program_for(bound) if bound.strides else compiled.contiguous
+        shown = compiled.shows_progress if options.progress is None else options.progress
+        if options.donate or shown:
+            after = self._after_round(compiled, program, bound)
+        if watch is None:
+            exchange = Exchange(program, bound, report=report, after_round=after)
+        else:
             self._choose_transports(watch, program, bound)
-        wait: Wait = _no_wait if watch is None else watch.wait
-        inbox = Inbox() if watch is None else watch.inbox
-        after = self._after_round(program, bound)
-        exchange = Exchange(program, bound, self._transports, inbox, wait, self.report, after)
-        self._exchange = exchange
-        if watch is not None:
+            common = (program, bound, self._transports, watch.inbox, watch.wait)
+            exchange = Exchange(*common, report, after)
             watch.status = exchange.status
-        if self.report is not None:
-            labels = {peer: t.label(peer) for t in self._transports for peer in t.peers}
-            self.report.transports = labels
-            self.report.setup = time.perf_counter() - began
+        if report is not None:
+            report.transports = {peer: t.label(peer) for t in self._transports for peer in t.peers}
+            report.setup = time.perf_counter() - began
         if watch is not None and self._transports:
             self._shake_hands(watch, program, bound)
-        return exchange
+        exchange.run()
+        if program.part.fills:
+            fill_zeros(program, bound)
+        if options.sync or options.atomic:
+            self.wait_complete()
+        return self._commit(bound) if options.atomic else bound.result
 
     def _connect(self, session: Session, compiled: CompiledPlan) -> Watch:
         ticket, options = self.ticket, self.options
@@ -193,66 +189,35 @@ class Call:
                 watch.fail(Cause.of(error, compiled.rank).of_earlier_call())
         return watch
 
-    def _bind(self, compiled: CompiledPlan, watch: Watch | None) -> BoundTensors:
-        try:
-            return self.request.bind(compiled.locals)
-        except TensorError as error:
-            if watch is not None:
-                watch.fail(Cause("tensor", str(error)))
-            raise
-
     def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:
         """Choose a transport for every peer; the first call of a plan compares it before."""
         routes = self._compare(watch, bound)
         watch.suspect = lambda: join_comparison(watch, self._signature(bound))
         peers, option, connections = program.peers, self.options.transport, watch.connections
-        if self._ask_grad and self.compiled is not None:
+        if self._ask_grad and self.compiled is not None and self.compiled.grad_hellos:
             peers |= self.compiled.grad_hellos.get(program.rank, frozenset())
-        gloo, common = None, (watch, program, bound)
+        gloo, reason, chosen, common = None, None, self._transports, (watch, program, bound)
         if connections.spans_hosts or option == "network":
             # All ranks make the group, also those that have nothing to send.
             gloo = connections.resource(GlooGroups).group(watch)
         if routes is not None:
-            peers -= self._choose_gpu_transports(watch, program, bound, routes, peers, gloo)
+            in_flight = InFlightCall(connections.resource(InFlight), watch)
+            self._in_flight, reason = in_flight, partial(routes.reason, program.rank)
+            on_gpus = (device_of(bound), self.ticket, in_flight)
+            if routes.forced != "nccl":
+                read = frozenset(peer for peer in peers if routes.reads(program.rank, peer))
+                chosen.append(GpuPeerTransport(*common, read, *on_gpus))
+                peers -= read
             if routes.opens_nccl:
+                alone = routes.forced == "nccl"
+                chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, reason))
                 return
             option = "auto"
         near = frozenset() if option == "network" else peers & connections.peers.keys()
         if near:
-            reasons = {peer: self._reason(routes, peer) for peer in near}
-            self._transports.append(HostTransport(*common, near, option, reasons))
+            chosen.append(HostTransport(*common, near, option, reason))
         if gloo is not None:
-            self._transports.append(GlooTransport(*common, peers - near, gloo))
-
-    def _choose_gpu_transports(
-        self,
-        watch: Watch,
-        program: Program,
-        bound: BoundTensors,
-        routes: GpuRoutes,
-        peers: frozenset[int],
-        gloo: GlooGroup | None,
-    ) -> frozenset[int]:
-        """Choose transports for the peers that are reached from GPU to GPU; returns those."""
-        rank, device = program.rank, device_of(bound)
-        in_flight = self._in_flight = InFlightCall(watch.connections.resource(InFlight), watch)
-        common = (watch, program, bound)
-        read = frozenset(peer for peer in peers if routes.reads(rank, peer))
-        if routes.forced != "nccl":
-            self._transports.append(GpuPeerTransport(*common, read, device, self.ticket, in_flight))
-        if not routes.opens_nccl:
-            return read
-        reasons = {peer: self._reason(routes, peer) for peer in peers - read}
-        alone = routes.forced == "nccl"
-        more = (self.ticket, in_flight)
-        self._transports.append(
-            NcclTransport(*common, peers - read, device, gloo, *more, copies=alone, reasons=reasons)
-        )
-        return peers
-
-    def _reason(self, routes: GpuRoutes | None, peer: int) -> str:
-        assert self.compiled is not None
-        return "" if routes is None else routes.reason(self.compiled.rank, peer)
+            chosen.append(GlooTransport(*common, peers - near, gloo))
 
     def _compare(self, watch: Watch, bound: BoundTensors) -> GpuRoutes | None:
         """Compare the plan with the other ranks, unless this was done before.
@@ -294,7 +259,7 @@ class Call:
         where = placement_of(bound)
         if all_on_gpus({0: where, 1: GPU}) and self.watch is not None:
             trials = self.watch.connections.resource(GpuTrials)
-            where += "\n" + trials.facts(self._gpu(bound), has_nccl(self.request.group))
+            where += "\n" + trials.facts(self._gpu(bound), has_nccl(self.ticket.group))
         grad = GRAD_CODES[self.grad]
         return Signature(self.plan, self.options.shared, where, grad, self.ticket.tag)
 
@@ -318,40 +283,30 @@ class Call:
         watch.wait(missing, lambda peer: f"it to begin the move of {program.first_name(peer)}")
         watch.finish_handshake()
 
-    def _after_round(self, program: Program, bound: BoundTensors) -> Callable[[Round], None] | None:
-        """Frees donated sources and shows progress after every round; None if neither is needed."""
+    def _after_round(
+        self, compiled: CompiledPlan, program: Program, bound: BoundTensors
+    ) -> Callable[[Round], None]:
+        """Frees donated sources and shows progress after every round."""
         donation = Donation(program, bound) if self.options.donate else None
-        progress = None
-        shown, lowest = self.options.progress, self.plan.parties[0]
-        if program.rank == lowest and (shown or (shown is None and program.total >= MIN_BYTES)):
-            progress = progress_of(shown, program.total, program.num_rounds)
-            self._progress = progress
-        if donation is None and progress is None:
-            return None
+        if compiled.rank == compiled.ranks[0]:
+            shown = self.options.progress
+            self._progress = progress_of(shown, program.total, program.num_rounds)
 
         def after(made: Round) -> None:
             if donation is not None:
                 donation.after(made.number)
-            if progress is not None:
-                progress.advance(sum(made.bytes))
+            if self._progress is not None:
+                self._progress.advance(sum(made.bytes))
 
         return after
 
-    def _finish(self, exchange: Exchange) -> Result:
-        bound, program = exchange.bound, exchange.program
-        if program.part.fills:
-            fill_zeros(program, bound)
-        if self._progress is not None:
-            self._progress.close()
-        if self.options.sync or self.options.atomic:
-            self.wait_complete()
-        if not self.options.atomic:
-            return bound.result
+    def _commit(self, bound: BoundTensors) -> Result:
+        """End an atomic call: when all ranks have their parts, the destinations change."""
         if self.watch is not None:
             barrier(self.watch, "complete")
-        if self.request.into is None:
+        if self.into is None:
             return bound.result
-        into = {name: one for name, one in self.request.into.items() if one is not None}
+        into = {name: one for name, one in self.into.items() if one is not None}
         for name in into.keys() & bound.result.keys():
             into[name].detach().copy_(bound.result[name])
         return into
@@ -377,14 +332,13 @@ class Call:
 
         May be repeated: an exception of a signal handler may come between any two bytecodes.
         """
-        session, watch, in_flight = self.session, self.watch, self.in_flight
-        failed = watch is not None and watch.failed
-        if session is not None and self._is_first and (self._compares or failed):
-            self._compare_again(session)
+        session, watch, in_flight = self.session, self.watch, self._in_flight
+        if self._is_first and (self._compares or (watch is not None and watch.failed)):
+            self._compare_again()
         if self._progress is not None:
             self._progress.close()
         self._close_transports()
-        if in_flight is not None:
+        if in_flight is not None and in_flight.any:
             in_flight.close()
         elif watch is not None:
             watch.close()
@@ -392,12 +346,14 @@ class Call:
             session.close_call(self.ticket.number)
         self.ticket.finish()
 
-    def _compare_again(self, session: Session) -> None:
+    def _compare_again(self) -> None:
         """Let the next call compare the plan: its first call failed here, maybe not elsewhere.
 
         Where nothing is exchanged, ranks on which it did not fail would not take part in that, so
         there only a difference leads to another comparison.
         """
+        session = self.session
+        assert session is not None
         assert self.compiled is not None
         cause = None if self.watch is None else self.watch.cause
         exchanges = self.compiled.exchanges or self.options.atomic
@@ -405,6 +361,19 @@ class Call:
             session.agreed.discard(self._key)
         else:
             session.has_compared(self._key)
+
+    def all_tensors(self) -> list[torch.Tensor]:
+        """The tensors that were given, of both sides."""
+        both = [*self.tensors.values(), *(self.into or {}).values()]
+        return [tensor for tensor in both if tensor is not None]
+
+    def gpus(self) -> set[torch.device]:
+        """The GPUs that this call accesses."""
+        found = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
+        if self.options.device is not None or not found:
+            home = home_device(self.ticket.group, self.options)
+            found |= {home} if home.type == GPU else set()
+        return found
 
     @property
     def in_flight(self) -> InFlightCall | None:
@@ -422,7 +391,3 @@ class Call:
         """Whether the Hello of a peer says that the source requires gradients."""
         hellos = () if self.watch is None else tuple(self.watch.inbox.hellos.values())
         return any(hello.grad == GRAD_CODES[True] for hello in hellos)
-
-
-def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
-    """A call without an exchange waits for no peer."""

@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +17,9 @@ from reshard.errors import LiveError
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.program.rounds import Program
+from reshard.live.session.session import Session, session_of
 from reshard.planning.plans import Plan
+from reshard.show.progress import MIN_BYTES
 
 __all__ = ["CompiledPlan", "compiled_plan"]
 
@@ -38,16 +41,33 @@ class CompiledPlan:
         """Whether any rank sends a message; if not, calls do not communicate."""
         self.plan = plan
         self.locals = Locals(plan, rank)
-        self._contiguous = Program(plan, rank, {})
+        self.contiguous = Program(plan, rank, {})
+        """For contiguous tensors."""
         self._strided: dict[tuple[object, ...], Program] = {}
         """Programs for tensors that are not contiguous."""
+        program = self.contiguous
+        self.shows_progress = rank == plan.parties[0] and program.total >= MIN_BYTES
+        """Whether this rank shows a progress bar if standard error is a terminal."""
         self.group: Callable[[], dist.ProcessGroup | None] = lambda: None
         """The process group of the last call."""
+        self._session: Callable[[], Session | None] = lambda: None
+
+    def use_group(self, group: dist.ProcessGroup) -> None:
+        """The calls that follow are in this process group."""
+        self.group, self._session = weakref.ref(group), lambda: None
+
+    def session(self) -> Session:
+        """The session of the plan's ranks in the group of the last call."""
+        found = self._session()
+        if found is None:
+            group = self.group()
+            assert group is not None
+            found = session_of(group, self.ranks)
+            self._session = weakref.ref(found)
+        return found
 
     def program_for(self, bound: BoundTensors) -> Program:
-        """The program for the strides of the tensors of a call."""
-        if not bound.strides:
-            return self._contiguous
+        """The program for tensors of a call that are not contiguous."""
         key = tuple(bound.strides.items())
         program = self._strided.get(key)
         if program is None:
@@ -86,21 +106,32 @@ def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
     return holds and prod(spec.layout.local_shape(rank, spec.shape)) >= least
 
 
-def compiled_plan(plan: Plan, group: dist.ProcessGroup) -> CompiledPlan | None:
-    """The plan compiled for this rank, once; None if the rank has no part in it."""
+def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan | None:
+    """The plan compiled for this rank of a group, once; None if the rank has no part in it."""
     compiled: CompiledPlan | None = plan.compiled
+    group: Any = given or dist.group.WORLD
     # dist.get_rank takes microseconds; the rank does not change while a group lives.
-    if compiled is not None and compiled.group() is group:
+    if compiled is not None and compiled.group() is group and group is not None:
         return compiled
+    if group is None:
+        raise LiveError(
+            "a live move needs torch.distributed: call init_process_group first, or rs.simulate"
+        )
+    is_member = isinstance(group, dist.ProcessGroup)
+    # new_group returns this to ranks that are not in the group: they may call, without a part.
+    if not is_member and group != dist.GroupMember.NON_GROUP_MEMBER:
+        raise LiveError(
+            f"group= is {group!r}: give a process group of torch.distributed, as new_group makes"
+        )
     rank = dist.get_rank()
     if rank not in plan.parties:
         return None
-    if not isinstance(group, dist.ProcessGroup):
+    if not is_member:
         raise LiveError(
             f"rank {rank} has a part in this move and is not in the group given by group=: "
             "give a group of all ranks of both layouts"
         )
     if compiled is None or compiled.rank != rank:
         compiled = plan.compiled = CompiledPlan(plan, rank)
-    compiled.group = weakref.ref(group)
+    compiled.use_group(group)
     return compiled

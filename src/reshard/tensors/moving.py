@@ -9,13 +9,14 @@ out = rs.move(None, have, want, shape=..., dtype="bfloat16")    # on a rank that
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, Unpack, cast, overload
 
 import torch
 import torch.distributed as dist
 
-from reshard.dtypes import canonical_dtype
+from reshard.dtypes import ITEMSIZE, canonical_dtype
 from reshard.errors import ReshardError, TensorError
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, is_part_of
@@ -46,6 +47,7 @@ T = TypeVar("T", bound=torch.Tensor)
 Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 """Gives the local tensor, or a leaf that stands for it in backward."""
 
+DTYPE_NAMES = {getattr(torch, name, None): name for name in ITEMSIZE}
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
@@ -214,25 +216,25 @@ class Request(NamedTuple):
                 found |= {rank for rank in layout.ranks if layout.holds(rank) is not None}
         return found
 
-    def check(self) -> None:
-        """Refuse a destination and settings that cannot be understood."""
-        target = self.target
+    def check(self) -> Any:
+        """The destination; refuses one that cannot be understood, and such settings."""
+        target = self.want if self.to is None else self.to
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
-        for layout in (self.have, target):
-            if isinstance(layout, str):
-                Layout.parse(layout)  # which says what is wrong with it
+        if isinstance(self.have, str):
+            Layout.parse(self.have)  # which says what is wrong with it
         if not isinstance(target, Layout | tuple | list):
+            if isinstance(target, str):
+                Layout.parse(target)
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
-        if not isinstance(self.async_op, bool):
+        if self.async_op is not False and self.async_op is not True:
             raise TensorError(f"async_op={_show(self.async_op)}: give True or False")
+        return target
 
     def check_dtypes(self, is_on_own_mesh: bool) -> None:
         """Refuse what is no dtype, and what only a DTensor on its own mesh has."""
-        if self.forward_dtype is None and self.backward_dtype is None:
-            return
         kinds = {"forward_dtype": self.forward_dtype, "backward_dtype": self.backward_dtype}
         for name, kind in kinds.items():
             if kind is None:
@@ -255,6 +257,7 @@ class Request(NamedTuple):
         return None if self.cast_to is None else canonical_dtype(self.cast_to)
 
 
+@cache
 def _redistribution() -> Any:
     """The module for DTensors; it imports torch.distributed.tensor, which takes a second."""
     from reshard.tensors.dtensor import redistribution
@@ -263,8 +266,7 @@ def _redistribution() -> Any:
 
 
 def _move(ticket: Ticket, request: Request) -> Any:
-    request.check()
-    tensor, target = request.tensor, request.target
+    tensor, target = request.tensor, request.check()
     to_layout = isinstance(target, Layout)
     if not to_layout and is_dtensor(tensor) and ticket.group is None and request.is_default():
         repeated = _redistribution().repeat(ticket, tensor, target)
@@ -272,20 +274,24 @@ def _move(ticket: Ticket, request: Request) -> Any:
             return repeated
     memory = USUAL_MEMORY if request.memory is None else parse_bytes(request.memory)
     on_own_mesh = request.have is None and is_dtensor(tensor) and request.is_on_own_mesh()
-    request.check_dtypes(on_own_mesh)
     casts = request.forward_dtype or request.backward_dtype
+    if casts is not None:
+        request.check_dtypes(on_own_mesh)
     if on_own_mesh and (casts or _redistribution().is_special(tensor, target)):
         return _redistribute(ticket, request, memory)
     source, have, shape, dtype = _source(request)
     want = target if to_layout else _layout_on_mesh(target, shape)
-    one = move_between(have, want, shape, canonical_dtype(dtype), request.cast, memory)
-    destination = _destination(request.into, one)
-    settings: Any = {"into": destination.local, "options": request.options}
+    dtype = DTYPE_NAMES.get(dtype) or canonical_dtype(dtype)
+    cast_to = None if request.cast_to is None else canonical_dtype(request.cast_to)
+    one = move_between(have, want, shape, dtype, cast_to, memory)
+    destination = None if request.into is None else _destination(request.into, one)
+    into, options = None if destination is None else destination.local, request.options
     if to_layout:
-        moved = one.run(ticket, *source(), device=request.device, grad=request.grad, **settings)
+        local, leaf = source()
+        moved = one.run(ticket, local, leaf, into, request.device, request.grad, options)
     else:
-        moved = _move_to_mesh(ticket, request, source, one, settings)
-    if request.into is None:
+        moved = _move_to_mesh(ticket, request, source, one, into)
+    if destination is None:
         return moved
     destination.complete()
     return request.into
@@ -309,7 +315,11 @@ def _redistribute(ticket: Ticket, request: Request, memory: int) -> Any:
 
 
 def _move_to_mesh(
-    ticket: Ticket, request: Request, source: Source, one: TensorMove, settings: Mapping[str, Any]
+    ticket: Ticket,
+    request: Request,
+    source: Source,
+    one: TensorMove,
+    into: torch.Tensor | None,
 ) -> Any:
     """A DTensor on a mesh: by DTensor's rule for gradients if it is the tensor's own mesh."""
     module, tensor, target = _redistribution(), request.tensor, request.target
@@ -317,13 +327,13 @@ def _move_to_mesh(
         one, target, module.Settings(one.memory, ticket.group, request.options)
     )
     if is_dtensor(tensor) and tensor.device_mesh == target[0]:
-        moved = module.redistribute(ticket, tensor, how, settings["into"])
+        moved = module.redistribute(ticket, tensor, how, into)
         if request.into is None and not moved.requires_grad:
             module.remember(tensor, how, moved)
         return moved
     device = request.device or target[0].device_type
     # Replicas of a DTensor have one gradient.
-    local = one.run(ticket, *source(), device=device, grad="replicated", **settings)
+    local = one.run(ticket, *source(), into, device, "replicated", request.options)
     return module.wrap_moved(local, how, tensor.stride() if is_dtensor(tensor) else None)
 
 
@@ -336,10 +346,8 @@ def _layout_on_mesh(target: OnMesh, shape: tuple[int, ...]) -> Layout:
     return layout
 
 
-def _destination(into: torch.Tensor | None, one: TensorMove) -> Destination:
+def _destination(into: torch.Tensor, one: TensorMove) -> Destination:
     """The memory of ``into``, if that has the layout of the destination."""
-    if into is None:
-        return Destination(None, ())
     check_matches(into, TensorSpec(one.shape, one.cast, one.want), ONE, is_source=False)
     return destination_of(into)
 

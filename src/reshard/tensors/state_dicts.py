@@ -136,6 +136,12 @@ def _local_tensors(
     plan: Plan, tensors: Mapping[Any, Any], into: Mapping[Any, Any] | None
 ) -> tuple[Tensors, Tensors | None, Complete | None]:
     """The local tensors of both sides, and what completes the move of those of ``into``."""
+    for what, given in (("to move", tensors), ("into=", into)):
+        if given is not None and not isinstance(given, Mapping):
+            raise TensorError(
+                f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
+                "tensors by name; rs.move takes one tensor"
+            )
     try:
         sources: Tensors = tensors
         if not _is_plain(tensors):
@@ -157,8 +163,6 @@ def _local_tensors(
 
 
 def _is_plain(tensors: Mapping[Any, Any]) -> bool:
-    if not isinstance(tensors, Mapping):
-        return True  # the engine refuses it
     return set(map(type, tensors.values())) <= PLAIN
 
 

@@ -101,12 +101,17 @@ class TensorMove:
         have = {ONE: TensorSpec(self.shape, self.dtype, self.have)}
         return plan(have, {ONE: TensorSpec(self.shape, self.cast, self.want)}, memory=self.memory)
 
+    @cached_property
+    def _may_be_unmoved(self) -> bool:
+        """Whether both layouts give every rank the same elements, of the same dtype."""
+        same = self.have == self.want or self.have.same_as(self.want, self.shape)
+        return same and self.dtype == self.cast
+
     def run(
         self,
         ticket: Ticket,
         local: Tensor | None,
         leaf: Tensor | None = None,
-        *,
         into: Tensor | None = None,
         device: torch.device | str | None = None,
         grad: Grad = "sum",
@@ -116,31 +121,30 @@ class TensorMove:
 
         A rank without a local tensor may have a leaf that stands for it in backward.
         """
-        if local is not None:
-            device = local.device
-        elif leaf is not None and device is None:
-            device = leaf.device
-        enabled = torch.is_grad_enabled()
-        # A rank without input cannot know whether gradients are wanted, unless they are disabled.
-        is_wanted: bool | None = enabled and (
-            leaf is not None or (local is not None and local.requires_grad)
-        )
-        if local is None and leaf is None and enabled:
-            is_wanted = None
+        source = leaf if local is None else local
+        is_wanted: bool | None = False
+        if torch.is_grad_enabled():
+            # A rank without input cannot know whether gradients are wanted.
+            is_wanted = None if source is None else leaf is not None or source.requires_grad
         if is_wanted:
             self.check_differentiable(into is not None)
-        unmoved = self.unmoved(ticket, local, options) if into is None else None
+        unmoved = None
+        if into is None and self._may_be_unmoved:
+            unmoved = self.unmoved(ticket, local, options)
         if unmoved is not None:
             if not is_wanted or grad == "replicated":
                 return unmoved if leaf is None else leaf.reshape(unmoved.shape)
-            backward = self._backward(grad, ticket.group, options, device)
+            backward = self._backward(grad, ticket.group, options, unmoved.device)
             return attach(local, leaf, unmoved.detach(), backward)
+        if local is None and leaf is not None and device is None:
+            device = leaf.device
         call = self.call(ticket, local, into, device, is_wanted, options)
         moved = call.run().get(ONE)
         if not (call.grad_seen if is_wanted is None else is_wanted):
             return moved if into is None else into
         if into is not None:
             raise TensorError(NOT_INTO)
+        device = device if local is None else local.device
         if moved is None:
             moved = torch.zeros(0, dtype=getattr(torch, self.cast), device=device)
         backward = self._backward(grad, ticket.group, options, device)
@@ -156,19 +160,14 @@ class TensorMove:
         options: Options = NO_OPTIONS,
     ) -> Call:
         """The call of the engine that moves the values; its result has them under `ONE`."""
-        sources = {} if local is None else {ONE: materialize(local).detach()}
+        sources = {}
+        if local is not None:
+            source = materialize(local)
+            sources[ONE] = source.detach() if source.requires_grad else source
+            device = None if local.is_cpu else local.device  # where the source is
         destinations = None if into is None else {ONE: into.detach()}
-        # New tensors are made where the sources are.
-        device = None if local is not None and local.is_cpu else device
-        return Call(
-            ticket,
-            self.plan,
-            sources,
-            destinations,
-            options_from(options, device),
-            grad=grad,
-            ask_grad=True,
-        )
+        chosen = options_from(options, device)
+        return Call(ticket, self.plan, sources, destinations, chosen, grad=grad, ask_grad=True)
 
     def unmoved(
         self, ticket: Ticket, local: Tensor | None, options: Options = NO_OPTIONS
@@ -189,8 +188,9 @@ class TensorMove:
 
     def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:
         """This rank's source in the shape of its destination, if no rank has anything to move."""
-        together = options.get("check") == "always" or options.get("atomic")
-        if self.dtype != self.cast or together:
+        if not self._may_be_unmoved or (
+            options and (options.get("check") == "always" or options.get("atomic"))
+        ):
             return None
         rank = dist.get_rank()
         if rank not in self._unmoved_shapes:
@@ -211,8 +211,6 @@ class TensorMove:
         It is None on all ranks of either layout or on none of them, so no rank waits for another.
         """
         have, want, shape = self.have, self.want, self.shape
-        if have != want and not have.same_as(want, shape):
-            return None
         if have.holds(rank) is None or _holders(have) != _holders(want):
             return None
         return have.local_shape(rank, shape), want.local_shape(rank, shape)

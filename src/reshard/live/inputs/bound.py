@@ -6,8 +6,8 @@ Each rank announces where its tensors are when plans are compared. If every rank
 tensors on one GPU, data goes from GPU to GPU where that is possible. Otherwise it goes by way of
 the hosts, that of GPU tensors too.
 
-Large tensors that are moved repeatedly get huge pages. The kernel copies between two processes page
-by page: with pages of 2 MiB instead of 4 KiB a move of 64 MiB takes a third less time
+Large tensors that peers access repeatedly get huge pages. The kernel copies between two processes
+page by page: with pages of 2 MiB instead of 4 KiB a move of 64 MiB takes a third less time
 (``benchmarks/reports/special_cases.md``). They are not requested where the system gives huge pages
 to every process or to none, nor for new memory, where a huge page may take long to get.
 """
@@ -17,10 +17,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,19 +32,15 @@ from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
 __all__ = [
-    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
+    "GPU", "BoundTensors", "Device", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
     "default_device", "device_of", "has_nccl", "placement_of", "with_index",
 ]  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor | None]
+Device = torch.device | Callable[[str], torch.device]
+"""One device for all tensors, or that of each name."""
 
-_PLAIN, _LAYOUTS = {torch.Tensor, torch.nn.Parameter}, {torch.strided}
-
-# Read for every tensor of every call, so by `map`, without bytecodes for each of them.
-_T: Any = torch.Tensor
-_size, _dtype, _layout = _T.size, _T.dtype.__get__, _T.layout.__get__
-_is_neg, _is_conj, _is_contiguous = _T.is_neg, _T.is_conj, _T.is_contiguous
-_is_cpu, _is_cuda, _data_ptr = _T.is_cpu.__get__, _T.is_cuda.__get__, _T.data_ptr
+_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 class LocalSpec(NamedTuple):
@@ -59,47 +54,17 @@ class LocalSpec(NamedTuple):
 
 
 class Side:
-    """One rank's local tensors on one side of a plan, and how to check those of a call."""
+    """One rank's local tensors on one side of a plan."""
 
     def __init__(self, plan: Plan, side: int, rank: int) -> None:
         self.rank, self.role = rank, ("to move", "to move into")[side]
         self._planned = (plan.have, plan.want)[side]
         self.specs = _local_specs(plan, side, rank)
-        columns = [list(column) for column in zip(*self.specs, strict=True)] or [[], [], [], []]
-        self.numbers: list[int] = columns[0]
-        self.names: list[str] = columns[1]
-        self._shapes, self._dtypes = columns[2:]
-        self._is_complex = any(dtype.is_complex for dtype in self._dtypes)
-        self.repeated = RepeatedTensors(
-            [one.shape.numel() * one.dtype.itemsize for one in self.specs]
-        )
+        self.is_complex = any(one.dtype.is_complex for one in self.specs)
+        sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
+        self.repeated = RepeatedTensors(sizes)
 
-    def match(self, given: Tensors) -> tuple[list[int], list[torch.Tensor]]:
-        """The numbers and tensors of what was given; raises if the plan says something else."""
-        tensors: list[Any] = list(map(given.get, self.names))
-        usual = self._is_usual(tensors)
-        if not usual or len(given) != len(tensors):
-            self._check_names(given)
-        if usual:
-            return self.numbers, tensors
-        pairs = [pair for pair in zip(self.specs, tensors, strict=True) if self._is_given(*pair)]
-        for local, tensor in pairs:
-            _check(tensor, local, f'"{local.name}" {self.role} on rank {self.rank}')
-        return [local.number for local, _ in pairs], [tensor for _, tensor in pairs]
-
-    def _is_usual(self, tensors: list[Any]) -> bool:
-        """Whether these are dense tensors of the planned shapes and dtypes, all on one device."""
-        return (
-            _PLAIN.issuperset(map(type, tensors))
-            and list(map(_size, tensors)) == self._shapes
-            and list(map(_dtype, tensors)) == self._dtypes
-            and _LAYOUTS.issuperset(map(_layout, tensors))
-            and not any(map(_is_neg, tensors))
-            and not (self._is_complex and any(map(_is_conj, tensors)))
-            and (all(map(_is_cpu, tensors)) or all(map(_is_cuda, tensors)))
-        )
-
-    def _check_names(self, given: Tensors) -> None:
+    def check_names(self, given: Tensors) -> None:
         """Refuse names that the plan does not have."""
         if not given.keys() <= self._planned.keys():
             unknown = [name for name in given if name not in self._planned]
@@ -109,13 +74,15 @@ class Side:
                 "not have: give only what was planned"
             )
 
-    def _is_given(self, local: LocalSpec, tensor: object) -> bool:
-        """Whether there is a tensor; a part without elements may be left out."""
+    def check(self, tensor: object, local: LocalSpec) -> bool:
+        """Refuse what is not the planned tensor; False if it is left out, as empty ones may be."""
         if tensor is None and local.shape.numel():
             raise TensorError(
                 f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
                 f'"{local.name}" and was given none {self.role}: give its local tensor'
             )
+        if tensor is not None:
+            _check(tensor, local, f'"{local.name}" {self.role} on rank {self.rank}')
         return tensor is not None
 
 
@@ -151,11 +118,7 @@ def _local_specs(plan: Plan, side: int, rank: int) -> list[LocalSpec]:
 class BoundTensors:
     """The tensors of one call on one rank, by their number in the table of base addresses."""
 
-    result: dict[str, torch.Tensor]
-    strides: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]] = MappingProxyType({})
-    """Shape and strides of tensors that are not contiguous."""
-    on_devices: Sequence[int] = ()
-    """Numbers of tensors that are not in the memory of the host."""
+    _repeated: tuple[RepeatedTensors, ...] = ()
     _table: Ints | None = None
     _devices: set[torch.device] | None = None
 
@@ -165,26 +128,65 @@ class BoundTensors:
         self.tensors: dict[int, torch.Tensor] = {}
         self.addresses = [0] * (staging + 1)
         """The base addresses, on any device; 0 for tensors that this rank does not have."""
+        self.strides: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+        """Shape and strides of tensors that are not contiguous."""
+        self.on_devices: list[int] = []
+        """Numbers of tensors that are not in the memory of the host."""
+        self.result: dict[str, torch.Tensor] = {}
 
-    def add(self, numbers: Sequence[int], tensors: Sequence[torch.Tensor]) -> None:
-        """Add tensors that were checked."""
-        addresses = self.addresses
-        self.tensors.update(zip(numbers, tensors, strict=True))
-        for number, address in zip(numbers, map(_data_ptr, tensors), strict=True):
-            addresses[number] = address
-        if not all(map(_is_contiguous, tensors)):
-            pairs = zip(numbers, tensors, strict=True)
-            strided = {n: (tuple(t.shape), t.stride()) for n, t in pairs if not t.is_contiguous()}
-            self.strides = {**self.strides, **strided}
-        if not all(map(_is_cpu, tensors)):
-            pairs = zip(numbers, tensors, strict=True)
-            self.on_devices = (*self.on_devices, *(n for n, t in pairs if not t.is_cpu))
-        self._table = self._devices = None
+    def bind(self, side: Side, given: Tensors) -> None:
+        """Check the given tensors of one side against the plan, and add them."""
+        tensors, addresses, get = self.tensors, self.addresses, given.get
+        strided, may_be_conj = torch.strided, side.is_complex
+        if len(given) != len(side.specs):
+            side.check_names(given)
+        for local in side.specs:
+            number, name, shape, dtype = local
+            tensor: Any = get(name)
+            # In one expression, without calls: this runs for every tensor of every call.
+            if (
+                type(tensor) not in _PLAIN
+                or tensor.shape != shape
+                or tensor.dtype is not dtype
+                or tensor.layout is not strided
+                or not (tensor.is_cpu or tensor.is_cuda)
+                or tensor.is_neg()
+                or (may_be_conj and tensor.is_conj())
+            ):
+                side.check_names(given)
+                if not side.check(tensor, local):
+                    continue
+            tensors[number] = tensor
+            addresses[number] = tensor.data_ptr()
+            if not tensor.is_contiguous():
+                self.strides[number] = tuple(tensor.shape), tensor.stride()
+            if not tensor.is_cpu:
+                self.on_devices.append(number)
+        if side.repeated.large:
+            self._repeated = (*self._repeated, side.repeated)
+
+    def create(self, side: Side, device: Device) -> None:
+        """Create the tensors of one side."""
+        at = device
+        for number, name, shape, dtype in side.specs:
+            if callable(device):
+                at = device(name)
+            tensor = torch.empty(shape, dtype=dtype, device=at)  # type: ignore[arg-type]
+            self.tensors[number] = self.result[name] = tensor
+            self.addresses[number] = tensor.data_ptr()
+            if not tensor.is_cpu:
+                self.on_devices.append(number)
+
+    def note_repeated(self) -> None:
+        """Other processes read or write these tensors: large ones that recur get huge pages."""
+        for side in self._repeated:
+            side.note(self.tensors)
 
     def copy(self) -> BoundTensors:
         """The same tensors, to which others can be added."""
         found = BoundTensors(self.staging)
-        found.add(list(self.tensors), list(self.tensors.values()))
+        found.tensors, found.addresses = self.tensors.copy(), self.addresses.copy()
+        found.strides, found.on_devices = self.strides.copy(), self.on_devices.copy()
         return found
 
     @property
@@ -279,7 +281,7 @@ def placement_of(bound: BoundTensors) -> str:
     return GPU if kinds else NOWHERE
 
 
-def has_nccl(group: dist.ProcessGroup) -> bool:
+def has_nccl(group: dist.ProcessGroup | None) -> bool:
     """Whether a group moves tensors between GPUs with NCCL."""
     return _backends(group).get(GPU) == "nccl"
 
@@ -301,13 +303,13 @@ def with_index(device: torch.device) -> torch.device:
     return device
 
 
-def default_device(group: dist.ProcessGroup) -> torch.device:
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
     """Where a rank without source tensors creates new ones: where its group can move them."""
     return with_index(torch.device(GPU if set(_backends(group)) == {GPU} else "cpu"))
 
 
-def _backends(group: dist.ProcessGroup) -> dict[str, str]:
-    """The backend of a group for each kind of device."""
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend of a group for each kind of device; None: the group of all ranks."""
     parts = (part.partition(":") for part in dist.get_backend_config(group).split(","))
     return {device: backend for device, _, backend in parts}
 
@@ -320,19 +322,18 @@ MADV_COLLAPSE = 25
 
 
 class RepeatedTensors:
-    """Detects large tensors of one side that are given again at the same addresses."""
+    """Detects large tensors that are given again at the same addresses."""
 
-    def __init__(self, sizes: Sequence[int]) -> None:
-        """``sizes`` are the bytes of all tensors of the side."""
-        self.any = any(size >= MIN_HUGE_BYTES for size in sizes)
-        """Whether there are large ones."""
+    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
+        """``sizes`` are the base numbers of tensors, and their bytes."""
+        self.large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
         self._last: list[int] = []
         self._times = 0
 
-    def note(self, tensors: Sequence[torch.Tensor]) -> None:
+    def note(self, tensors: Mapping[int, torch.Tensor]) -> None:
         """Note a call; in the second one with the same tensors these get huge pages."""
-        large = [tensor for tensor in tensors if tensor.nbytes >= MIN_HUGE_BYTES]
-        places = list(map(_data_ptr, large))
+        large = [tensors[number] for number in self.large if number in tensors]
+        places = [tensor.data_ptr() for tensor in large]
         self._times = self._times + 1 if places == self._last else 0
         self._last = places
         if self._times == 1 and _are_on_request():

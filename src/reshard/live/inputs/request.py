@@ -6,17 +6,17 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from typing import Any, Literal, NamedTuple
+from functools import lru_cache
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from reshard.errors import LiveError, TensorError
+from reshard.errors import LiveError
 from reshard.live.inputs.bound import (
-    GPU,
     BoundTensors,
+    Device,
     Locals,
-    Side,
     Tensors,
     default_device,
     with_index,
@@ -25,7 +25,7 @@ from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.session.cause import Tag
 
 __all__ = [
-    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "Request", "check_request",
+    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "bind", "home_device",
     "options_from",
 ]  # fmt: skip
 
@@ -100,12 +100,17 @@ _DEFAULT = Options()
 _NAMES = sorted(field.name for field in fields(Options))
 
 
+@lru_cache(maxsize=64)
+def _default_on(device: torch.device | str) -> Options:
+    return Options(device=device)
+
+
 def options_from(given: Mapping[str, Any], device: torch.device | str | None = None) -> Options:
     """Check the options of a caller; the transport may come from the environment."""
     # Looking up a str takes three times as long as bytes.
     variable = os.environb.get(b"RESHARD_TRANSPORT")
-    if not given and device is None and variable is None:
-        return _DEFAULT
+    if not given and variable is None:
+        return _DEFAULT if device is None else _default_on(device)
     for name in given:
         if name not in _NAMES:
             near = get_close_matches(name, _NAMES, 1)
@@ -119,89 +124,54 @@ def options_from(given: Mapping[str, Any], device: torch.device | str | None = N
     return Options(**options)
 
 
-def check_request(tensors: object, into: object, group: object) -> None:
-    """Refuse arguments of the wrong type."""
-    for what, given in (("to move", tensors), ("into=", into)):
-        if given is not None and not isinstance(given, Mapping):
-            raise TensorError(
-                f"the tensors {what} are a {type(given).__name__}: give a dict of this rank's "
-                "tensors by name; rs.move takes one tensor"
-            )
-    usual = group is None or isinstance(group, dist.ProcessGroup)
-    # new_group returns this to ranks that are not in the group: they may call, without a part.
-    if not usual and group != dist.GroupMember.NON_GROUP_MEMBER:
-        raise LiveError(
-            f"group= is {group!r}: give a process group of torch.distributed, as new_group makes"
-        )
+def bind(
+    locals_: Locals,
+    tensors: Tensors,
+    into: Tensors | None,
+    group: dist.ProcessGroup | None,
+    options: Options,
+) -> BoundTensors:
+    """Check the tensors that this rank has given to a call, and create missing destinations."""
+    have, want = locals_.sides
+    bound = BoundTensors(locals_.staging)
+    bound.bind(have, tensors)
+    if into is not None:
+        # For an atomic call they are only checked: it writes new tensors and copies at the end.
+        checked = bound.copy() if options.atomic else bound
+        checked.bind(want, into)
+        places = checked.identity
+        if locals_.disjoint != places:
+            check_overlaps(checked.tensors, locals_.names, locals_.rank)
+            locals_.disjoint = places
+        if not options.atomic:
+            bound.result = {n: tensor for n, tensor in into.items() if tensor is not None}
+            return bound
+    device: Device = CPU
+    if bound.on_devices or not bound.tensors or options.device is not None:
+        device = _device_of_new(bound, tensors, group, options)
+    bound.create(want, device)
+    return bound
 
 
-class Request(NamedTuple):
-    """The arguments of one call on one rank."""
+def _device_of_new(
+    bound: BoundTensors, tensors: Tensors, group: dist.ProcessGroup | None, options: Options
+) -> Device:
+    """The device of options, of the source of a name, or of any source."""
+    if options.device is not None or not bound.tensors:
+        return home_device(group, options)
+    first = next(one for one in tensors.values() if one is not None)
+    if len(bound.devices) == 1 and len(bound.on_devices) == len(bound.tensors):
+        return first.device
 
-    tensors: Tensors
-    into: Tensors | None
-    group: dist.ProcessGroup
-    options: Options
+    def device_of(name: str) -> torch.device:
+        near = tensors.get(name)
+        return (first if near is None else near).device
 
-    def all_tensors(self) -> list[torch.Tensor]:
-        """The tensors of both sides."""
-        both = [*self.tensors.values(), *(self.into or {}).values()]
-        return [tensor for tensor in both if tensor is not None]
-
-    def gpus(self) -> set[torch.device]:
-        """The GPUs that this call accesses."""
-        found = {tensor.device for tensor in self.all_tensors() if tensor.is_cuda}
-        if self.options.device is not None or not found:
-            found |= {gpu for gpu in [self._home()] if gpu.type == GPU}
-        return found
-
-    def bind(self, locals_: Locals) -> BoundTensors:
-        """Check this rank's tensors and create missing destinations."""
-        have, want = locals_.sides
-        into, atomic = self.into, self.options.atomic
-        bound = BoundTensors(locals_.staging)
-        _bind_side(bound, have, self.tensors)
-        if into is not None:
-            # For an atomic call they are only checked: it writes new tensors and copies at the end.
-            checked = bound.copy() if atomic else bound
-            _bind_side(checked, want, into)
-            places = checked.identity
-            if locals_.disjoint != places:
-                check_overlaps(checked.tensors, locals_.names, locals_.rank)
-                locals_.disjoint = places
-            if not atomic:
-                bound.result = {n: tensor for n, tensor in into.items() if tensor is not None}
-                return bound
-        created = self._create(bound, want)
-        bound.add(want.numbers, created)
-        bound.result = dict(zip(want.names, created, strict=True))
-        return bound
-
-    def _create(self, bound: BoundTensors, want: Side) -> list[torch.Tensor]:
-        """Create each on the device of options, of the source of its name, or of any source."""
-        if self.options.device is not None or not bound.tensors:
-            device = self._home()
-        elif bound.is_host:
-            device = CPU
-        else:
-            device = next(one.device for one in self.tensors.values() if one is not None)
-            if len(bound.devices) > 1 or len(bound.on_devices) < len(bound.tensors):
-                near = [self.tensors.get(name) for name in want.names]
-                return [
-                    torch.empty(shape, dtype=dtype, device=device if one is None else one.device)
-                    for one, (_, _, shape, dtype) in zip(near, want.specs, strict=True)
-                ]
-        return [torch.empty(shape, dtype=dtype, device=device) for _, _, shape, dtype in want.specs]
-
-    def _home(self) -> torch.device:
-        """The device of new tensors that no source determines."""
-        if self.options.device is None:
-            return default_device(self.group)
-        return with_index(torch.device(self.options.device))
+    return device_of
 
 
-def _bind_side(bound: BoundTensors, side: Side, given: Tensors) -> None:
-    numbers, tensors = side.match(given)
-    bound.add(numbers, tensors)
-    if side.repeated.any:
-        side.repeated.note(tensors)
+def home_device(group: dist.ProcessGroup | None, options: Options) -> torch.device:
+    """The device of new tensors that no source determines."""
+    if options.device is None:
+        return default_device(group)
+    return with_index(torch.device(options.device))

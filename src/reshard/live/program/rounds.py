@@ -137,6 +137,11 @@ class Round:
         )
         return sent, received, sum(one.num_bytes for one in self.copies)
 
+    @cached_property
+    def num_kept_bytes(self) -> int:
+        """Bytes that are received or copied on the rank."""
+        return self.bytes[1] + self.bytes[2]
+
 
 class Program:
     """One rank's part of a plan, round by round, for tensors of certain strides."""

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
+from typing import Any
+
+import torch
 
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.copy.host import Bases, HostCopies
@@ -34,87 +37,110 @@ def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
     return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
 
 
+def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
+    """A call without peers waits for none."""
+
+
+NO_MESSAGES = Inbox()
+"""The inbox of a call without peers."""
+
+
 class Exchange:
     """Runs the rounds of one call on one rank."""
+
+    number = -1
+    done = 0
+    """Bytes that have been received or copied."""
+    _fused = False
+    _gpu: torch.device | None = None
 
     def __init__(
         self,
         program: Program,
         bound: BoundTensors,
-        transports: Sequence[Transport],
-        inbox: Inbox,
-        wait: Wait,
+        transports: Sequence[Transport] = (),
+        inbox: Inbox = NO_MESSAGES,
+        wait: Wait = _no_wait,
         report: RunReport | None = None,
         after_round: Callable[[Round], None] | None = None,
     ) -> None:
         self.program, self.bound, self.transports = program, bound, transports
         self.inbox, self._wait = inbox, wait
         self.report, self._after_round = report, after_round
-        self.number = -1
-        self.done = 0
-        """Bytes that have been received or copied."""
-        self._fused = any(one.fuses_copies for one in transports)
-        self._gpu = next((one.gpu for one in transports if one.gpu is not None), None)
+        for one in transports:
+            self._fused = self._fused or one.fuses_copies
+            self._gpu = self._gpu or one.gpu
 
     def run(self) -> None:
         """Run all rounds."""
-        inbox, transports = self.inbox, self.transports
-        for number in range(self.program.num_rounds):
-            self.number = number
-            round_ = self.program.round(number)
-            began, staged = perf_counter(), 0
-            arrived: Arrived = {}
-            part = None if self.report is None else self.report.begin_round(number, began)
+        program, bound, transports, report = self.program, self.bound, self.transports, self.report
+        key = ("own", self._fused, not bound.on_devices)
+        for number in range(program.num_rounds):
+            self.number, round_ = number, program.round(number)
+            part = None if report is None else report.begin_round(number, perf_counter())
+            staged, arrived = 0, dict[int, Any]()
             for transport in transports:
                 staged += transport.begin(round_)
             if part is not None:
-                part.spent("packing", began)
-            if round_.copies and not self._fused:
-                self._copy(round_, part)
-            sums = self._sums(round_)
-            pending = set(round_.receives)
-            while pending:
-                ready = {peer for peer in pending if (peer, number) in inbox.ready}
-                if not ready:
-                    self._await_message(round_, pending, part)
-                    continue
+                part.spent("packing", part.started)
+            copies, sums = round_.kept.get(key) or self._compile_own(round_, key)
+            if copies is not None:
                 began = perf_counter()
-                for transport in transports:
-                    mine = transport.peers & ready
-                    if mine:
-                        transport.receive(round_, mine, arrived)
-                        if not sums:
-                            transport.release(round_, mine)
-                pending -= ready
+                copies.run(bound)
                 if part is not None:
                     part.spent("unpacking", began)
+            if round_.receives:
+                self._receive(round_, sums, arrived, part)
             if sums:
                 staged += self._add_up(round_, sums, arrived, part)
-            self._await_release(round_, part)
-            self._finish_round(round_, part, staged)
+            if transports:
+                self._await_release(round_, part)
+            self.done += round_.num_kept_bytes
+            if part is not None:
+                self._finish_report(round_, part, staged)
+            if self._after_round is not None:
+                self._after_round(round_)
 
-    def _copy(self, round_: Round, part: RoundReport | None) -> None:
-        """Copy what stays on this rank; its own addends wait for the others."""
-        began, key = perf_counter(), ("copies", self.bound.is_host)
-        copies: Copies | None = round_.kept.get(key)
-        if copies is None:
-            listed = CopyList()
-            for transfer in round_.copies:
-                if transfer.addend < 0:
-                    listed.add(transfer.width, transfer.source, transfer.destination)
-            copies = round_.kept[key] = compile_copies(listed, self.bound)
-        copies.run(self.bound)
-        if part is not None:
-            part.spent("unpacking", began)
+    def _receive(
+        self,
+        round_: Round,
+        sums: Sequence[OrderedSum],
+        arrived: Arrived,
+        part: RoundReport | None,
+    ) -> None:
+        """Receive what comes from peers, in the order in which it comes."""
+        available, number = self.inbox.ready, round_.number
+        pending = set(round_.receives)
+        while pending:
+            ready = {peer for peer in pending if (peer, number) in available}
+            if not ready:
+                self._await_message(round_, pending, part)
+                continue
+            began = perf_counter()
+            for transport in self.transports:
+                mine = transport.peers & ready
+                if mine:
+                    transport.receive(round_, mine, arrived)
+                    if not sums:
+                        transport.release(round_, mine)
+            pending -= ready
+            if part is not None:
+                part.spent("unpacking", began)
 
-    def _sums(self, round_: Round) -> list[OrderedSum]:
-        found: list[OrderedSum] | None = round_.kept.get("sums")
-        if found is None:
-            both = (round_.copies, *round_.receives.values())
-            addends = [one for transfers in both for one in transfers if one.addend >= 0]
-            found = sums_of(addends, self.program.staging) if addends else []
-            round_.kept["sums"] = found
-        return found
+    def _compile_own(self, round_: Round, key: object) -> tuple[Copies | None, list[OrderedSum]]:
+        """Copies of what stays on this rank, and sums; own addends are in the sums.
+
+        A transport that fuses copies makes them itself.
+        """
+        listed, both = CopyList(), (round_.copies, *round_.receives.values())
+        stay = () if self._fused else [one for one in round_.copies if one.addend < 0]
+        for transfer in stay:
+            listed.add(transfer.width, transfer.source, transfer.destination)
+        copies = compile_copies(listed, self.bound) if stay else None
+        addends = [one for transfers in both for one in transfers if one.addend >= 0]
+        sums = sums_of(addends, self.program.staging) if addends else []
+        round_.kept[key] = copies, sums
+        return copies, sums
 
     def _add_up(
         self,
@@ -147,26 +173,22 @@ class Exchange:
 
     def _await_release(self, round_: Round, part: RoundReport | None) -> None:
         began = perf_counter()
-        if any(transport.unreleased(round_) for transport in self.transports):
-            self._wait(
-                lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
-                lambda peer: f"it to take {self.program.part_text(round_, peer)}",
-            )
+        for transport in self.transports:
+            if transport.unreleased(round_):
+                self._wait(
+                    lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
+                    lambda peer: f"it to take {self.program.part_text(round_, peer)}",
+                )
+        for transport in self.transports if self._fused else ():
+            transport.end_round(round_)
         if part is not None:
             part.spent("waiting", began)
 
-    def _finish_round(self, round_: Round, part: RoundReport | None, staged: int) -> None:
-        for transport in self.transports if self._fused else ():
-            transport.end_round(round_)
-        sent, received, copied = round_.bytes
-        self.done += received + copied
-        if part is not None:
-            part.bytes_sent, part.bytes_received, part.bytes_copied = sent, received, copied
-            part.messages_sent, part.messages_received = len(round_.sends), len(round_.receives)
-            part.bytes_staged = staged
-            part.seconds = perf_counter() - part.started
-        if self._after_round is not None:
-            self._after_round(round_)
+    def _finish_report(self, round_: Round, part: RoundReport, staged: int) -> None:
+        part.bytes_sent, part.bytes_received, part.bytes_copied = round_.bytes
+        part.messages_sent, part.messages_received = len(round_.sends), len(round_.receives)
+        part.bytes_staged = staged
+        part.seconds = perf_counter() - part.started
 
     def status(self) -> str:
         """How far this rank has come, for errors."""

@@ -34,15 +34,12 @@ from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.session import Ticket
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
 from reshard.live.transport.base import Transport
-from reshard.live.transport.gpu_memory import (
-    GpuMemory,
-    Published,
-    Table,
-)
+from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
     GRID,
     PackedRound,
+    PeerViews,
     Pull,
     Pulls,
     done_step,
@@ -352,7 +349,7 @@ class GpuPeerTransport(Transport):
             bases = bases.copy()
             for peer in packed:
                 bases[self._pulls.places[peer]] += self.watch.inbox.ready[peer, number].offset
-        views = _Views(self, bases)
+        views = PeerViews(self._view, bases)
         if bases is self._bases and self._addresses is not None:
             tensors = self._addresses.with_tensors(views)
         else:
@@ -368,16 +365,16 @@ class GpuPeerTransport(Transport):
             for peer in self.peers & self.program.round(number).receives.keys():
                 self.watch.mailbox.send(peer, Released(self.watch.call, number))
 
-    def view_of(self, base: int, address: int) -> torch.Tensor:
-        """What this rank reads of a peer at a base number, as bytes."""
+    def _view(self, base: int, address: int) -> torch.Tensor:
+        """The tensor at a base number; of a peer, what this rank reads of it, as bytes."""
+        staging = self.bound.staging
+        if base < staging:
+            return self.bound.tensors[base]
+        if base == staging and self.addends is not None:
+            return self.addends
         assert self._pulls is not None
-        peer = max(
-            (one for one, at in self._pulls.places.items() if at <= base),
-            key=lambda one: self._pulls.places[one],  # type: ignore[union-attr]
-        )
-        place = base - self._pulls.places[peer]
-        table = self._read_table(peer, self.watch.inbox.hellos[peer])
-        start, end = table.ranges[self._pulls.numbers[peer][place]].tolist()
+        peer, number = self._pulls.tensor_at(base)
+        start, end = self._read_table(peer, self.watch.inbox.hellos[peer]).ranges[number].tolist()
         skip = address % GRID
         size = end - start + skip - (address - int(self._bases[base]))
         return self._memory.driver.view(address - skip, size, self.device)[skip:]
@@ -419,24 +416,3 @@ class GpuPeerTransport(Transport):
             self._in_flight.give_up()
             with self._memory.using(self.device):
                 self._memory.mark(self.device)
-
-
-class _Views(Mapping[int, torch.Tensor]):
-    """Tensors by base number, for copies without a kernel; those of peers are made as needed."""
-
-    def __init__(self, transport: GpuPeerTransport, bases: Ints) -> None:
-        self._transport, self._bases = transport, bases
-
-    def __getitem__(self, base: int) -> torch.Tensor:
-        transport = self._transport
-        if base < transport.bound.staging:
-            return transport.bound.tensors[base]
-        if base == transport.bound.staging and transport.addends is not None:
-            return transport.addends
-        return transport.view_of(base, int(self._bases[base]))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._bases)))
-
-    def __len__(self) -> int:
-        return len(self._bases)

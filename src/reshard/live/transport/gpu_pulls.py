@@ -8,10 +8,11 @@ first, then the staging buffer, then what it reads of each peer.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+import torch
 
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.gpu import CopyTable
@@ -19,7 +20,9 @@ from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.messages import Message, Mode, message_of
 from reshard.live.program.rounds import Program, Round, Transfer
 
-__all__ = ["ENTERED", "GRID", "PackedRound", "Pull", "Pulls", "done_step", "round_step"]
+__all__ = [
+    "ENTERED", "GRID", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
+]  # fmt: skip
 
 GRID = 16
 """Messages and addends begin at a multiple of this: the kernel copies so many bytes at a time."""
@@ -69,6 +72,11 @@ class Pulls:
     def staging_bytes(self) -> int:
         """The most that any round stages."""
         return max((pull.staging_bytes for pull in self.later.values()), default=0)
+
+    def tensor_at(self, base: int) -> tuple[int, int]:
+        """The peer and the number of its tensor at a base number of the table."""
+        peer = max((place, one) for one, place in self.places.items() if place <= base)[1]
+        return peer, int(self.numbers[peer][base - self.places[peer]])
 
     @classmethod
     def of(cls, program: Program, peers: Collection[int], direct: Collection[int]) -> Pulls:
@@ -163,3 +171,20 @@ def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
 
 def _on_grid(num_bytes: int) -> int:
     return -(-num_bytes // GRID) * GRID
+
+
+class PeerViews(Mapping[int, torch.Tensor]):
+    """Tensors by base number, for copies without a kernel; they are made as needed."""
+
+    def __init__(self, view: Callable[[int, int], torch.Tensor], bases: Ints) -> None:
+        """``view`` gives the tensor at a base number and an address."""
+        self._view, self._bases = view, bases
+
+    def __getitem__(self, base: int) -> torch.Tensor:
+        return self._view(base, int(self._bases[base]))
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(len(self._bases)))
+
+    def __len__(self) -> int:
+        return len(self._bases)

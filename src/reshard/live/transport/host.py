@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -160,6 +160,8 @@ class _HostRound:
     """Peers that must have read their messages before the round ends."""
     accessed: Sequence[int]
     """Peers whose tensors this rank reads or writes."""
+    direct: bool
+    """Whether a message is copied between tensors of two processes."""
 
 
 class HostTransport(Transport):
@@ -180,13 +182,13 @@ class HostTransport(Transport):
         bound: BoundTensors,
         peers: Collection[int],
         option: str = "auto",
-        reasons: Mapping[int, str] | None = None,
+        reason: Callable[[int], str] | None = None,
     ) -> None:
         """``option`` is the user's: ``auto``, ``peer`` or ``shared``.
 
-        ``reasons`` say why peers are not reached from GPU to GPU.
+        ``reason`` says why a peer is not reached from GPU to GPU.
         """
-        self.peers, self._reasons = frozenset(peers), reasons or {}
+        self.peers, self._reason = frozenset(peers), reason
         self.watch, self.program, self.bound = watch, program, bound
         self._option, self._policy = option, DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections
@@ -212,7 +214,7 @@ class HostTransport(Transport):
 
     def label(self, peer: int) -> str:
         way = "peer memory" if peer in self._direct else "shared memory"
-        reason = self._reasons.get(peer)
+        reason = "" if self._reason is None else self._reason(peer)
         return f"{way} ({reason})" if reason else way
 
     def send_hellos(self) -> None:
@@ -222,6 +224,8 @@ class HostTransport(Transport):
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
             messages = first.eager.messages
+            if first.direct:
+                bound.note_repeated()
             self._stage(first.eager, first.end)
         published = self._published = bound.published
         strided, at = int(not bound.is_plain), published.buffer_info()[0]
@@ -375,7 +379,9 @@ class HostTransport(Transport):
         waits = frozenset(peer for peer, send in sends.items() if send.awaited)
         accessed = {peer for peer, send in sends.items() if send.message.writes}
         accessed |= {peer for peer, one in receives.items() if one.message.reads}
-        return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed))
+        both = [one.message for side in (sends, receives) for one in side.values()]
+        direct = any(message.reads or message.writes for message in both)
+        return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed), direct)
 
     def _batch(self, messages: dict[int, _HostMessage], copies: CopyList) -> _Batch:
         staged = {peer: one for peer, one in messages.items() if one.message.staged}

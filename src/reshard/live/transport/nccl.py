@@ -16,7 +16,7 @@ import atexit
 import contextlib
 import time
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,19 +170,18 @@ class NcclTransport(Transport):
         bound: BoundTensors,
         peers: Collection[int],
         device: torch.device,
-        gloo: GlooGroup | None,
         ticket: Ticket,
         in_flight: InFlightCall,
-        *,
-        copies: bool = True,
-        reasons: Mapping[int, str] | None = None,
+        gloo: GlooGroup | None,
+        copies: bool,
+        reason: Callable[[int], str],
     ) -> None:
         """``gloo`` carries the Hellos to ranks of other hosts.
 
-        ``copies`` says whether it also copies what stays on this rank, ``reasons`` why peers are
-        not reached otherwise.
+        ``copies`` says whether it also copies what stays on this rank, ``reason`` why a peer is not
+        reached otherwise.
         """
-        self._ticket, self._copies, self._reasons = ticket, copies, reasons or {}
+        self._ticket, self._copies, self._reason = ticket, copies, reason
         self.in_flight = in_flight
         self.peers = frozenset(peers)
         self.watch, self.program, self.bound = watch, program, bound
@@ -201,7 +200,7 @@ class NcclTransport(Transport):
         self._closed = False
 
     def label(self, peer: int) -> str:
-        reason = self._reasons.get(peer)
+        reason = self._reason(peer)
         return f"NCCL ({reason})" if reason else "NCCL"
 
     def send_hellos(self) -> None:

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.dtypes import canonical_dtype
@@ -348,6 +347,8 @@ class _Repeated(NamedTuple):
     All references are weak: this keeps no mesh, process group or plan alive.
     """
 
+    source: tuple[object, ...]
+    """Placements, shape and order of the source."""
     have: weakref.ref[DeviceMesh]
     want: weakref.ref[DeviceMesh]
     move: weakref.ref[TensorMove]
@@ -357,9 +358,9 @@ class _Repeated(NamedTuple):
     """The spec of the result."""
 
 
-_repeated: weakref.WeakKeyDictionary[DeviceMesh, dict[tuple[object, ...], _Repeated]] = (
-    weakref.WeakKeyDictionary()
-)
+_repeated: weakref.WeakKeyDictionary[
+    DeviceMesh, dict[tuple[int, tuple[Placement, ...]], _Repeated]
+] = weakref.WeakKeyDictionary()
 
 
 def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
@@ -368,9 +369,12 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
         return None
     spec, local = tensor._spec, tensor._local_tensor
     known = _repeated.get(spec.mesh)
-    kept = None if known is None else known.get(_key(spec, target))
+    # The hash of a spec is kept in it, so the look-up compares what it is made of.
+    kept = None if known is None else known.get((hash(spec), tuple(target[1])))
     # Equal meshes may have process groups that were destroyed, so it must be the same ones.
     if kept is None or kept.have() is not spec.mesh or kept.want() is not target[0]:
+        return None
+    if kept.source != (spec.placements, spec.tensor_meta, spec.shard_order):
         return None
     move = kept.move()
     if move is None or type(local) is not torch.Tensor or local.shape != kept.local_shape:
@@ -380,17 +384,13 @@ def repeat(ticket: Ticket, tensor: DTensor, target: OnMesh) -> DTensor | None:
             return None
         moved: torch.Tensor | None = local.detach()
     else:
-        moved = move.call(ticket, local, None, local.device, False).run().get(ONE)
+        moved = move.call(ticket, local, grad=False).run().get(ONE)
     if moved is None:
         return None
     # The same as the constructor of DTensor, without its checks.
     fresh = spec_from(target[0], kept.fields)
     result: DTensor = DTensor.__new__(DTensor, moved, fresh, requires_grad=False)
     return result
-
-
-def _key(spec: DTensorSpec, target: OnMesh) -> tuple[object, ...]:
-    return spec.placements, spec.tensor_meta, spec.shard_order, tuple(target[1])
 
 
 def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
@@ -413,6 +413,7 @@ def remember(tensor: DTensor, how: Redistribution, moved: DTensor) -> None:
         known.clear()
     have, want = weakref.ref(spec.mesh), weakref.ref(how.target[0])
     fields = fields_of(moved._spec)
-    known[_key(spec, how.target)] = _Repeated(
-        have, want, weakref.ref(move), shape, is_unmoved, fields
+    source = (spec.placements, spec.tensor_meta, spec.shard_order)
+    known[hash(spec), tuple(how.target[1])] = _Repeated(
+        source, have, want, weakref.ref(move), shape, is_unmoved, fields
     )

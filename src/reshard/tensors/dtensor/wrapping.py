@@ -231,7 +231,8 @@ def fields_of(spec: DTensorSpec) -> SpecFields:
 def spec_from(mesh: DeviceMesh, fields: SpecFields) -> DTensorSpec:
     """A new spec with these fields, because torch may modify it; quicker than the constructor."""
     spec = DTensorSpec.__new__(DTensorSpec)
-    spec.__dict__.update(fields, mesh=mesh)
+    spec.__dict__.update(fields)
+    spec.__dict__["mesh"] = mesh
     return spec
 
 
