@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from time import perf_counter
-from typing import Any
 
 import torch
 
@@ -78,7 +77,8 @@ class Exchange:
         for number in range(program.num_rounds):
             self.number, round_ = number, program.round(number)
             part = None if report is None else report.begin_round(number, perf_counter())
-            staged, arrived = 0, dict[int, Any]()
+            arrived: Arrived = {}
+            staged = 0
             for transport in transports:
                 staged += transport.begin(round_)
             if part is not None:

@@ -12,7 +12,6 @@ import time
 from array import array
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -206,11 +205,8 @@ class HostTransport(Transport):
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
         self._key = ("host", option, self._direct, bound.is_host, own)
         """What a compiled round depends on, besides the tensors of peers."""
+        self._memory = PeerMemory(watch)
         watch.written = bound
-
-    @cached_property
-    def _memory(self) -> PeerMemory:
-        return PeerMemory(self.watch)
 
     def label(self, peer: int) -> str:
         way = "peer memory" if peer in self._direct else "shared memory"
