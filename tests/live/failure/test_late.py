@@ -122,7 +122,7 @@ def work_long(rank: int, transport: str) -> None:
 
     group, plan = pool_group(4), plan_of((16, 44))
     given = source_of(plan, rank)
-    usual = Exchange._copy
+    usual = Exchange._receive
 
     def slowly(exchange: Exchange, *args: Any) -> None:
         end = time.monotonic() + 2.5
@@ -133,7 +133,7 @@ def work_long(rank: int, transport: str) -> None:
         usual(exchange, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Exchange, "_copy", slowly)
+        patch.setattr(Exchange, "_receive", slowly)
         result = plan.run(given, group=group, transport=transport, timeout=1.0)
     assert torch.equal(result["tensor"], plan.run(given, group=group)["tensor"])
 
