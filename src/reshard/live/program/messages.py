@@ -265,8 +265,6 @@ class IovecPlan:
             (np.searchsorted(np.cumsum(side.length), self._ends, side="left") + 1).tolist()
             for side in self._sides
         ]
-        self._kept: tuple[tuple[bytes, bytes], list[IovecCall]] = ((b"", b""), [])
-        """The calls for the last base addresses: tensors that are moved again seldom move."""
 
     @classmethod
     def of(cls, transfers: Sequence[Transfer], writing: bool) -> IovecPlan | None:
@@ -285,12 +283,6 @@ class IovecPlan:
 
     def calls(self, own: Ints, theirs: Ints) -> list[IovecCall]:
         """The calls for these tables of base addresses."""
-        key, kept = (own.tobytes(), theirs.tobytes()), self._kept
-        if kept[0] != key:
-            kept = self._kept = key, self._fill(own, theirs)
-        return kept[1]
-
-    def _fill(self, own: Ints, theirs: Ints) -> list[IovecCall]:
         tables, at = [], []
         for side, bases in zip(self._sides, (own, theirs), strict=True):
             table = np.empty((len(side.base), 2), np.int64)
