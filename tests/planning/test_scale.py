@@ -9,6 +9,7 @@ import pytest
 
 import reshard as rs
 from reshard.layout.boxlist import piece_columns
+from reshard.text import parse_bytes
 from tests import moves
 
 
@@ -113,6 +114,15 @@ def test_a_proof_says_how_much_memory_it_needs() -> None:
     with pytest.raises(rs.MemoryCapError, match=r"needs about .* and memory= gives it 1.0 KiB"):
         plan.check(memory="1KiB")
     plan.check(memory="64MiB")
+
+
+def test_a_proof_keeps_only_what_fits() -> None:
+    """The least memory that is enough leaves no room to keep pieces of ranks."""
+    plan = rs.plan(*dicts(16))
+    with pytest.raises(rs.MemoryCapError) as error:
+        plan.check(memory=1)
+    needed = str(error.value).split("about ")[1].split(" and")[0].replace(" ", "")
+    plan.check(memory=int(1.1 * parse_bytes(needed)))
 
 
 BAD_TOPOLOGIES = {

@@ -19,6 +19,7 @@ __all__ = [
     "contained",
     "distinct",
     "distinct_first",
+    "mixed",
     "numbered",
     "sized_cache",
 ]
@@ -79,6 +80,17 @@ def contained(values: Ints, others: Ints) -> NDArray[np.bool_]:
     at = np.minimum(np.searchsorted(rising, values), len(rising) - 1)
     found: NDArray[np.bool_] = rising[at] == values
     return found
+
+
+def mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Numbers that look random, and are equal where these are (the finalizer of splitmix64).
+
+    >>> len({*mixed(np.arange(4, dtype=np.uint64)).tolist()})
+    4
+    """
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(31))
 
 
 def _new(rising: Ints) -> NDArray[np.bool_]:

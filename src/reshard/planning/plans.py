@@ -225,7 +225,8 @@ class Plan:
     def check(self, *, memory: int | str = "2GiB") -> None:
         """Prove that every wanted element is written exactly once, by a rank that holds it.
 
-        ``memory`` is what the proof may take; it says so if it needs more.
+        ``memory`` is what the proof may take; pieces that do not fit are worked out again, and an
+        error says how much it needs at least if that is more.
         """
         _module("planning.proof").check_plan(self, parse_bytes(memory))
 

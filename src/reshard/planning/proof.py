@@ -20,12 +20,14 @@ import numpy as np
 from reshard.errors import MemoryCapError, ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, SizedCache
 from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
 from reshard.planning.flows import Fan, Flow
 from reshard.planning.plans import Plan
 from reshard.planning.row_proof import (
+    MAX_ROWS,
+    ROW_BYTES,
     TensorGroup,
     check_ranks,
     first_outside,
@@ -39,13 +41,13 @@ __all__ = ["check_plan"]
 
 def check_plan(plan: Plan, memory: int) -> None:
     """Prove a plan within so many bytes, or raise an error that names the box that is wrong."""
-    needed = max((_bytes_of(flow) for flow in plan.flows), default=0)
+    needed = _bytes_needed(plan)
     if needed > memory:
         raise MemoryCapError(
             f"the proof of this plan needs about {format_bytes(needed)} and memory= gives it "
             f"{format_bytes(memory)}: raise memory="
         )
-    groups, pieces_of = list(tensor_groups(plan)), _Pieces()
+    groups, pieces_of = list(tensor_groups(plan)), _Pieces(memory - needed)
     written = {id(stack): np.zeros(len(plan.world), dtype=np.int64) for stack in plan.stacks}
     for flow in plan.flows:
         _check_parts(flow)
@@ -57,16 +59,29 @@ def check_plan(plan: Plan, memory: int) -> None:
 
 
 class _Pieces:
-    """The pieces of ranks by spec; layouts that stacks share are worked out once."""
+    """The pieces of ranks by spec; as many as fit are kept for stacks with the same layouts."""
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]] = {}
+    def __init__(self, memory: int) -> None:
+        self._kept: SizedCache[tuple[int, tuple[int, ...], int], tuple[Ints, Ints]]
+        self._kept = SizedCache(memory)
 
     def __call__(self, spec: TensorSpec, rank: int) -> tuple[Ints, Ints]:
         key = (id(spec.layout), spec.shape, rank)
-        if key not in self._known:
-            self._known[key] = piece_columns(spec.layout, rank, spec.shape)[:2]
-        return self._known[key]
+        found = self._kept.get(key)
+        if found is None:
+            starts, stops, *_ = piece_columns(spec.layout, rank, spec.shape)
+            found = self._kept.put(key, (starts, stops), 600 + starts.nbytes + stops.nbytes)
+        return found
+
+
+def _bytes_needed(plan: Plan) -> int:
+    """About how much memory the proof takes: the largest flow, and ranks row by row."""
+    flows = max((_bytes_of(flow) for flow in plan.flows), default=0)
+    rows = sum(
+        (flow.geometry.num_cells() + len(flow.geometry.wanting.members)) * flow.most
+        for flow in plan.flows
+    )
+    return flows + ROW_BYTES * min(rows, MAX_ROWS)
 
 
 def _bytes_of(flow: Flow) -> int:

@@ -12,15 +12,17 @@ All ranks of a plan with up to `MAX_ROWS` rows; of larger plans one rank of each
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.errors import ProofError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import piece_columns
-from reshard.layout.columns import Ints, distinct, distinct_first
+from reshard.layout.columns import Ints, contained, distinct, distinct_first, mixed
 from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
@@ -36,31 +38,78 @@ MAX_ROWS = 1 << 18
 PER_FLOW = 100
 """As how many rows a rank counts for each flow, because it takes as long."""
 
-_Pairs = dict[tuple[int, int], list[bytes]]
+ROW_BYTES = 400
+"""About what a row takes while its rank is looked at."""
 
 
 def check_ranks(plan: Plan, groups: Sequence[TensorGroup]) -> None:
     """Look at the rows of one rank after the other."""
-    sent: _Pairs = {}
-    received: _Pairs = {}
-    seen: set[int] = set()
+    sent, received = _Exchanges(plan), _Exchanges(plan)
+    seen: list[int] = []
     rows = 0
     for rank in _in_turn(plan):
         mine = plan.for_rank(rank)
         _check_rank(mine, groups)
         _check_turns(mine, plan.num_rounds)
-        _note(sent, ((rows, rank, None) for rows in mine.sends.rows))
-        _note(received, ((rows, None, rank) for rows in mine.receives.rows))
-        seen.add(rank)
+        sent.add(mine.sends.rows)
+        received.add(mine.receives.rows)
+        seen.append(rank)
         rows += mine.sends.num_rows + mine.receives.num_rows + mine.copies.num_rows
         rows += PER_FLOW * len(plan.flows)
         if rows > MAX_ROWS:
             break
-    for pair in sorted({*sent, *received}):
-        if seen.issuperset(pair) and sent.get(pair) != received.get(pair):
-            raise ProofError(
-                f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
-            )
+    pair = sent.first_other(received, np.array(seen, dtype=np.int64))
+    if pair is not None:
+        raise ProofError(
+            f"what rank {pair[0]} sends to rank {pair[1]} is not what rank {pair[1]} expects"
+        )
+
+
+class _Exchanges:
+    """What pairs of ranks exchange, as hashes of rows in their order; one list for each rank."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._span = int(plan.world[-1]) + 1
+        self._pairs: list[Ints] = [np.zeros(0, np.int64)]
+        self._hashes: list[NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
+
+    def add(self, lists: Iterable[Rows]) -> None:
+        """Add rows that one rank sends, or receives."""
+        for rows in lists:
+            transfers = rows.transfers
+            low = transfers.cells.have_low[transfers.runs.cell]
+            table = np.column_stack([_table(transfers), low]).view(np.uint64)
+            pair = transfers.source * self._span + transfers.destination
+            order = np.argsort(pair, kind="stable")
+            pairs, first = distinct_first(pair[order])
+            kind = repr((transfers.hop, transfers.addend, rows.slot)).encode()
+            place = np.arange(len(pair)) - np.repeat(first, np.diff(np.append(first, len(pair))))
+            value = place.view(np.uint64) + np.uint64(zlib.crc32(kind) << 32)
+            for column in table[order].T:
+                value = mixed(mixed(value) ^ column)
+            self._pairs.append(pairs)
+            self._hashes.append(np.add.reduceat(value, first))
+
+    def _between(self, ranks: Ints) -> tuple[Ints, NDArray[np.uint64]]:
+        """The pairs of some ranks in rising order, and their hashes."""
+        pairs = np.concatenate(self._pairs)
+        known = contained(pairs // self._span, ranks) & contained(pairs % self._span, ranks)
+        some = np.flatnonzero(known)
+        order = some[np.argsort(pairs[some], kind="stable")]
+        return pairs[order], np.concatenate(self._hashes)[order]
+
+    def first_other(self, other: _Exchanges, ranks: Ints) -> tuple[int, int] | None:
+        """The first pair of some ranks that exchanges anything else there."""
+        mine, theirs = self._between(ranks), other._between(ranks)
+        common = min(len(mine[0]), len(theirs[0]))
+        same = np.ones(common, dtype=bool)
+        for one, two in zip(mine, theirs, strict=True):
+            same &= one[:common] == two[:common]
+        if same.all() and len(mine[0]) == len(theirs[0]):
+            return None
+        at = int(np.append(same, False).argmin())
+        found = min(int(pairs[at]) for pairs, _ in (mine, theirs) if at < len(pairs))
+        return found // self._span, found % self._span
 
 
 def _in_turn(plan: Plan) -> list[int]:
@@ -341,20 +390,3 @@ def _all_within(rows: Ints, others: Ints) -> bool:
         any(o[-2] <= row[-2] and row[-1] <= o[-1] for o in by_cell.get(row[:-2].tobytes(), []))
         for row in rest
     )
-
-
-def _note(found: _Pairs, ends: Iterable[tuple[Rows, int | None, int | None]]) -> None:
-    """Record what a rank's plan exchanges with each peer, row by row."""
-    for rows, source, destination in ends:
-        peers = rows.transfers.destination if destination is None else rows.transfers.source
-        kind = repr((rows.transfers.hop, rows.transfers.addend, rows.slot)).encode()
-        cells = rows.transfers.cells
-        table = np.column_stack([_table(rows.transfers), cells.have_low[rows.transfers.runs.cell]])
-        order = np.argsort(peers, kind="stable")
-        peer, begin = distinct_first(peers[order])
-        for other, part in zip(peer.tolist(), np.split(table[order], begin[1:]), strict=True):
-            pair = (
-                other if source is None else source,
-                other if destination is None else destination,
-            )
-            found.setdefault(pair, []).append(kind + np.ascontiguousarray(part).tobytes())

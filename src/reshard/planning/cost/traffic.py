@@ -17,7 +17,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, distinct, distinct_first, numbered
+from reshard.layout.columns import Ints, distinct, distinct_first, mixed, numbered
 from reshard.planning.flows import Fan, Flow, Mask, Transfers
 from reshard.planning.hosts import Home, HostFlow, host_blocks
 from reshard.planning.rounds import Slot, slice_edges
@@ -356,7 +356,7 @@ class _Classes:
         _, at = repeated(every.first, chosen)
         ends = np.concatenate([[0], np.cumsum(every.counts[chosen])])
         lines = LineSet.plain(ends, every.members[at])
-        return cls(world, lines, number[kinds], held, _mixed(of_line[kinds] * 3 + of_held))
+        return cls(world, lines, number[kinds], held, mixed(of_line[kinds] * 3 + of_held))
 
     def groups(self, streams: Sequence[Stream]) -> list[Ints]:
         """One number for the sender and the kind of each row of each stream."""
@@ -433,16 +433,9 @@ def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:
     """A number for the set of ranks of each line."""
     numbers = _random(num_ranks)[lines.members]
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers)])
-    return _mixed(ends[lines.first[1:]] - ends[lines.first[:-1]])
+    return mixed(ends[lines.first[1:]] - ends[lines.first[:-1]])
 
 
 def _random(num: int) -> NDArray[np.uint64]:
     """Numbers that look random; numpy.random takes longer to load than a plan to be summed up."""
-    return _mixed(np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-
-
-def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Numbers that look random and are equal where these are (the finalizer of splitmix64)."""
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
-    return values ^ (values >> np.uint64(31))
+    return mixed(np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
