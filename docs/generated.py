@@ -7,6 +7,7 @@ repository do not see. The index of the source is written beside the pages, as `
 import html
 import inspect
 import re
+import shutil
 import tempfile
 from importlib import import_module
 from pathlib import Path
@@ -143,6 +144,7 @@ def write_source_index(app, error):
     from reshard.index import build
 
     target = Path(app.outdir) / "source"
+    shutil.rmtree(target, ignore_errors=True)  # files that are gone have no page
     markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "index"
