@@ -170,8 +170,8 @@ def _facts(report: Inspection) -> Iterator[str]:
         yield f"files    {len(sizes)} of {format_bytes(sum(sizes))}{each if len(sizes) > 1 else ''}"
     if report.others:
         paths = [file.path for file in report.others]
-        what = "hold no tensors" if report.files else "were not read"
-        yield f"others   {len(paths)} that {what}: {_few(paths)}"
+        what = "without tensors" if report.files else "not read"
+        yield f"others   {len(paths)} {what}: {_few(paths)}"
     if report.checksums is not None:
         covered = count(report.checksums.num_chunks, "chunk")
         tensors = count(report.checksums.num_digests, "tensor")

@@ -107,8 +107,10 @@ def plan(
     have = have if isinstance(have, Mapping) else Layout.of(have)
     want = want if isinstance(want, Mapping) else Layout.of(want)
     if isinstance(have, Layout) and isinstance(want, Layout):
-        if shape is None:
-            raise PlanError("a plan for one tensor needs its shape: give shape=(rows, columns)")
+        if shape is None or isinstance(shape, int):
+            raise PlanError(
+                f"a plan for one tensor needs its shape, not {shape}: give shape=(rows, columns)"
+            )
         kind = "float32" if dtype is None else dtype
         have = {ONE: TensorSpec(tuple(shape), str(kind), have)}
         want = {ONE: TensorSpec(tuple(shape), str(kind), want)}

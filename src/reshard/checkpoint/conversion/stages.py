@@ -141,7 +141,7 @@ class ConvertReport:
         return lines + [f"  note     {note}" for note in self.notes[:5]]
 
     def _files(self) -> str:
-        others = f", {self.num_others} copied that hold no tensors" if self.num_others else ""
+        others = f", and {self.num_others} without tensors" if self.num_others else ""
         return count(self.num_files, "file") + others
 
     def _resumed(self) -> str:
