@@ -54,7 +54,7 @@ def test_the_report(ckpt: Path) -> None:
         "layers.{0-2}.w  4x4    float32  tp=2: tp -  192 B",
         "",
         f"files    2 of {report.files[0].size / 512:.1f} KiB, each {report.files[0].size} B",
-        "others   1 that hold no tensors: config.json",
+        "others   1 without tensors: config.json",
         "metadata format=pt",
     ]
 
