@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
+from math import prod
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
 from safetensors.torch import save_file
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+import reshard as rs
 from reshard import checkpoint
 from reshard.checkpoint.live import loading, shared_reads
 from reshard.checkpoint.live.direct_reads import MappedFiles
+from reshard.checkpoint.live.read_shares import is_partition
 from reshard.checkpoint.storage.local import LocalStorage
 from reshard.errors import DamageError
+from reshard.layout.boxlist import listed_of
 from reshard.planning.plans import Plan
 from reshard.tensors.agreement import Agreement
+from tests.cases import Side
 from tests.checkpoint.live.test_load_save import State, bytes_read, mesh_of
+from tests.checks import build
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group
+from tests.strategies import sides
 
 SHAPES = {"up": (64, 24), "down": (24, 64), "norm": (24,), "odd": (7, 3, 10)}
 
@@ -209,3 +218,22 @@ def test_what_ranks_read_for_each_other(pool: Pool, tmp_path: Path) -> None:
     for most, hosts, moves in ((1 << 20, 1, 0), (0, 1, 1), (0, 2, 1)):
         told = pool.run(load_by_move, str(tmp_path), most, hosts, ranks=range(4))
         assert set(told) == {(moves, size, True)}
+
+
+@given(sides())
+def test_a_partition_has_every_element_on_one_rank(found: tuple[Side, tuple[int, ...]]) -> None:
+    side, shape = found
+    layout = build(side, shape)
+    if is_partition(layout):
+        listed = listed_of(layout, shape)
+        assert (np.diff(listed.first) == 1).all()
+        assert int((listed.stops - listed.starts).prod(axis=1).sum()) == prod(shape)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("dp=2 tp=2: dp tp", True), ("dp=2 tp=2: (dp tp) -", True), ("dp=2 tp=2: - tp", False),
+     ("dp=1 tp=2: - tp", True), ("dp=2 tp=2: tp - | sum dp", False), ("tp=4: ...", False)],
+)  # fmt: skip
+def test_layouts_that_are_partitions(text: str, expected: bool) -> None:
+    assert is_partition(rs.Layout.parse(text)) == expected

@@ -26,7 +26,7 @@ import torch
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.live.entries import View, part_of
-from reshard.checkpoint.live.read_shares import ReadRequest
+from reshard.checkpoint.live.read_shares import ReadRequest, is_partition
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage.local import LocalStorage, OpenFile
 from reshard.checkpoint.transfer.source import Source
@@ -66,7 +66,8 @@ def split_requests(
     for name, request in requests.items():
         key = request.layout, request.transfer.shape
         if key not in known:
-            known[key] = _disjoint_boxes(*key)
+            disjoint = maps and is_partition(request.layout)  # then boxes are not looked at
+            known[key] = () if disjoint else _disjoint_boxes(*key)
         (own if _is_own(request, known[key], maps) else shared)[name] = request
     return own, shared
 

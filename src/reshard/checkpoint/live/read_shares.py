@@ -31,10 +31,12 @@ from reshard.layout.box import Box
 from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
 from reshard.layout.coverage import overlapping_pairs
-from reshard.layout.layout import Layout
+from reshard.layout.layout import BoxLayout, Layout
+from reshard.layout.notation import axes_of
+from reshard.layout.tiling import is_mixed
 from reshard.planning.sharing import LeastLoaded
 
-__all__ = ["Batch", "Limits", "ReadRequest", "Share", "batches_of"]
+__all__ = ["Batch", "Limits", "ReadRequest", "Share", "batches_of", "is_partition"]
 
 LARGEST_CELL = 16 << 20
 SMALLEST_CELL = 64 << 10
@@ -65,6 +67,20 @@ class Limits:
         return cls(share, cell, num_ranks * (share - cell))
 
 
+def is_partition(layout: Layout) -> bool:
+    """Whether a layout in plain words has every element on exactly one rank.
+
+    For other layouts that depends on the shape, and listing their boxes shows it. Most are plain,
+    and listing takes as long as everything else that a load does before it reads.
+    """
+    words = layout.words
+    if isinstance(layout, BoxLayout) or words.on or words.without or words.flat or words.reduce:
+        return False
+    used = {axis for cuts in words.dims for axis in axes_of(cuts)}
+    is_used = (size == 1 or axis in used for axis, size in layout.mesh.axes.items())
+    return all(is_used) and not any(map(is_mixed, words.dims))
+
+
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
     """A tensor to be read: where it is stored, and its layout on the ranks."""
@@ -77,6 +93,8 @@ class ReadRequest:
     @property
     def num_bytes(self) -> int:
         """Stored bytes that any rank needs, each once."""
+        if is_partition(self.layout):
+            return prod(self.transfer.shape) * itemsize(self.transfer.have)
         listed = listed_of(self.layout, self.transfer.shape)
         needed = int((listed.stops - listed.starts).prod(axis=1).sum())
         return needed * itemsize(self.transfer.have)
