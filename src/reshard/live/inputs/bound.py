@@ -74,16 +74,14 @@ class Side:
                 "not have: give only what was planned"
             )
 
-    def check(self, tensor: object, local: LocalSpec) -> bool:
-        """Refuse what is not the planned tensor; False if it is left out, as empty ones may be."""
-        if tensor is None and local.shape.numel():
+    def check_left_out(self, local: LocalSpec, given: Tensors) -> None:
+        """Refuse to be given no tensor where this rank has elements of it."""
+        if local.shape.numel():
+            self.check_names(given)
             raise TensorError(
                 f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
                 f'"{local.name}" and was given none {self.role}: give its local tensor'
             )
-        if tensor is not None:
-            _check(tensor, local, f'"{local.name}" {self.role} on rank {self.rank}')
-        return tensor is not None
 
 
 class Locals:
@@ -137,7 +135,7 @@ class BoundTensors:
     def bind(self, side: Side, given: Tensors) -> None:
         """Check the given tensors of one side against the plan, and add them."""
         tensors, addresses, get = self.tensors, self.addresses, given.get
-        strided, may_be_conj = torch.strided, side.is_complex
+        strided, may_be_conj, left_out = torch.strided, side.is_complex, False
         if len(given) != len(side.specs):
             side.check_names(given)
         for local in side.specs:
@@ -153,15 +151,19 @@ class BoundTensors:
                 or tensor.is_neg()
                 or (may_be_conj and tensor.is_conj())
             ):
-                side.check_names(given)
-                if not side.check(tensor, local):
+                if tensor is None:
+                    side.check_left_out(local, given)
+                    left_out = True
                     continue
+                _check(tensor, local, f'"{name}" {side.role} on rank {side.rank}')
             tensors[number] = tensor
             addresses[number] = tensor.data_ptr()
             if not tensor.is_contiguous():
                 self.strides[number] = tuple(tensor.shape), tensor.stride()
             if not tensor.is_cpu:
                 self.on_devices.append(number)
+        if left_out:
+            side.check_names(given)
         if side.repeated.large:
             self._repeated = (*self._repeated, side.repeated)
 

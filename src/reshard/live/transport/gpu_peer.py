@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.cuda_driver import CudaError
 from reshard.live.copy.gpu import TensorTable
@@ -38,6 +37,7 @@ from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
     GRID,
+    GpuWork,
     PackedRound,
     PeerViews,
     Pull,
@@ -56,30 +56,6 @@ SIGNALS_ROUND = 1 << 40
 """The message that brings a rank's page of signals is a Ready of this round."""
 
 _cuda: Any = torch.cuda  # its streams and events have no types
-
-
-class _Work:
-    """The GPU work of one call, for the thread that watches it."""
-
-    def __init__(self, group: CallSignals, done: Callable[[], bool]) -> None:
-        self.group, self._done = group, done
-
-    def begun(self) -> bool:
-        """Whether this rank's GPU has reached the call."""
-        return self.group.own.has_come(REACHED, self.group.call, ENTERED)
-
-    def done(self) -> bool:
-        """Whether everything was copied, here and by the peers that read from this rank."""
-        # In this order: an abort lets everything pass.
-        done = self._done()
-        if self.group.aborted:
-            raise LiveError("a move between GPUs was aborted")
-        return done
-
-    def late(self, peers: Collection[int]) -> list[int]:
-        """The peers whose GPU has not reached the call."""
-        of = self.group.peers
-        return [p for p in peers if not of[p].has_come(REACHED, self.group.call, ENTERED)]
 
 
 class GpuPeerTransport(Transport):
@@ -399,7 +375,7 @@ class GpuPeerTransport(Transport):
             for peer in self.peers & round_.sends.keys():
                 signals.peers[peer].wait(self._stream, DONE, call, step)
             if round_.number == self.program.num_rounds - 1:
-                work = _Work(signals, self._memory.mark(self.device))
+                work = GpuWork(signals, self._memory.mark(self.device))
                 self._in_flight.add(work, self.peers, self._late_text)
 
     def _late_text(self, peer: int) -> str:

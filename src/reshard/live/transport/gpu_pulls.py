@@ -14,14 +14,17 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.gpu import CopyTable
 from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.messages import Message, Mode, message_of
 from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.session.shared_memory import REACHED, CallSignals
 
 __all__ = [
-    "ENTERED", "GRID", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
+    "ENTERED", "GRID", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step",
+    "round_step",
 ]  # fmt: skip
 
 GRID = 16
@@ -188,3 +191,27 @@ class PeerViews(Mapping[int, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self._bases)
+
+
+class GpuWork:
+    """The GPU work of one call, for the thread that watches it."""
+
+    def __init__(self, group: CallSignals, done: Callable[[], bool]) -> None:
+        self.group, self._done = group, done
+
+    def begun(self) -> bool:
+        """Whether this rank's GPU has reached the call."""
+        return self.group.own.has_come(REACHED, self.group.call, ENTERED)
+
+    def done(self) -> bool:
+        """Whether everything was copied, here and by the peers that read from this rank."""
+        # In this order: an abort lets everything pass.
+        done = self._done()
+        if self.group.aborted:
+            raise LiveError("a move between GPUs was aborted")
+        return done
+
+    def late(self, peers: Collection[int]) -> list[int]:
+        """The peers whose GPU has not reached the call."""
+        of = self.group.peers
+        return [p for p in peers if not of[p].has_come(REACHED, self.group.call, ENTERED)]
