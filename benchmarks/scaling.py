@@ -24,7 +24,6 @@ import numpy as np
 from plan_speed import Case, specs
 
 import reshard as rs
-from reshard.planning.flows import Fan
 
 Dicts = tuple[dict[str, rs.TensorSpec], dict[str, rs.TensorSpec]]
 SIZES = (8, 64, 256, 1024, 4096, 16384, 65536)
@@ -81,10 +80,7 @@ def worst_rank(plan: rs.Plan) -> int:
     rows = np.zeros(int(plan.world[-1]) + 1, dtype=np.int64)
     for flow in plan.flows:
         for stream in flow.streams():
-            if isinstance(stream, Fan):
-                np.add.at(rows, stream.rows.source, stream.served)
-            else:
-                np.add.at(rows, stream.source[stream.source != stream.destination], 1)
+            np.add.at(rows, stream.rows.source, stream.served)
     return int(rows.argmax())
 
 

@@ -23,9 +23,9 @@ from reshard.planning.cells.geometry import Cells, Geometry, Lined, raise_uncove
 from reshard.planning.cells.listed import listed_geometries
 from reshard.planning.cells.regular import regular_geometry
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import LineSet, Loads, Runs, Slots, repeated, share
+from reshard.planning.sharing import LineSet, Loads, Runs, Slots, blocks, repeated, share
 
-__all__ = ["Fan", "Flow", "Mask", "Transfers", "flows_of", "grain_of", "share_plainly"]
+__all__ = ["Fan", "Flow", "Mask", "Transfers", "flows_of", "grain_of", "lacking", "share_plainly"]
 
 Mask = NDArray[np.bool_]
 Parts = Sequence[tuple[Stack, Geometry]]
@@ -91,6 +91,21 @@ class Transfers:
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         """The rows that a rank sends or receives."""
         yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
+
+    @property
+    def rows(self) -> Transfers:
+        """All of them."""
+        return self
+
+    @property
+    def served(self) -> Ints:
+        """To how many ranks each row travels: 0 where it stays on its rank."""
+        served: Ints = (self.source != self.destination).astype(np.int64)
+        return served
+
+    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each gets from others, for an amount of each row."""
+        yield self.destination, amounts * self.served
 
 
 @dataclass(frozen=True, eq=False)
@@ -227,13 +242,8 @@ class Flow:
             if isinstance(rows, Transfers):
                 yield rows
                 continue
-            counts = rows.wanting.counts[rows.rows.line]
-            ends, first = np.cumsum(counts), 0
-            while first < len(ends):
-                done = int(ends[first] - counts[first])
-                last = max(first + 1, int(np.searchsorted(ends, done + AT_ONCE, side="right")))
-                yield from rows.listed(np.arange(first, last))
-                first = last
+            for some in blocks(rows.wanting.counts[rows.rows.line], AT_ONCE):
+                yield from rows.listed(np.arange(some.start, some.stop))
 
     def streams(self) -> Iterator[Transfers | Fan]:
         """The same rows, with those that a rank sends to all of a line together."""
@@ -364,7 +374,8 @@ def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[
         lines = geometry.receivers if passes else geometry.senders
         lines = LineSet(lines.amounts * len(stack.names), lines.first, lines.members)
         whole.append(lines)
-        chosen.append(_lacking(geometry) if passes else None)
+        held = geometry.held if passes else None
+        chosen.append(held and lacking(geometry, held[1], geometry.wanting))
         times = lines.counts - 1 if passes else 1
         some = chosen[-1]
         jobs.append((lines if some is None else lines.only(some), stack.itemsize, times))
@@ -377,20 +388,20 @@ def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[
     return slots
 
 
-def _lacking(geometry: Geometry) -> Mask | None:
-    """The members of lines that do not hold all of their line; all members where all hold it."""
-    if geometry.held is None:
-        return None
-    (kind, held), lined, wanting = geometry.held, geometry.all(), geometry.wanting
+def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
+    """The members of lines that do not hold all of their line; all members where all hold it.
+
+    Given those that hold what they want, by kind, and all that want it: ranks, or hosts.
+    """
+    assert geometry.held is not None
+    kind, lined = geometry.held[0], geometry.all()
     sizes = np.bincount(kind, weights=lined.cells.size, minlength=len(held.counts))
     line = np.zeros(len(held.counts), dtype=np.int64)
     line[kind] = lined.receive_line
-    of = np.repeat(np.arange(len(line)), held.counts)
-    some = np.flatnonzero(sizes[of])
-    place = wanting.find(line[of[some]], held.members[some])
-    lacks: Mask = np.bincount(place, sizes[of[some]], len(wanting.members)) < np.repeat(
-        wanting.amounts, wanting.counts
-    )
+    some = np.flatnonzero(sizes[held.line_of])
+    of = held.line_of[some]
+    has = np.bincount(wanting.find(line[of], held.members[some]), sizes[of], len(wanting.members))
+    lacks: Mask = has < geometry.wanting.amounts[wanting.line_of]
     return lacks | wanting.none_of(lacks)
 
 

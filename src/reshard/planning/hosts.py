@@ -25,8 +25,8 @@ from reshard.layout.columns import Ints, distinct, numbered
 from reshard.planning.cells.geometry import Geometry
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
 from reshard.planning.classes import Stack
-from reshard.planning.flows import AT_ONCE, Flow, Mask, Transfers, grain_of, share_plainly
-from reshard.planning.sharing import LineSet, Loads, Slots, repeated, share
+from reshard.planning.flows import AT_ONCE, Flow, Mask, Transfers, grain_of, lacking, share_plainly
+from reshard.planning.sharing import LineSet, Loads, Slots, blocks, repeated, share
 
 __all__ = ["Home", "HostFlow", "host_blocks", "host_flows"]
 
@@ -227,17 +227,12 @@ class HostFlow(Flow):
 
 def host_blocks(flows: Sequence[Flow], num_hosts: int) -> Iterator[range]:
     """All hosts in ranges that get at most `AT_ONCE` rows of these flows, or one host."""
-    rows = np.zeros(num_hosts)
+    rows = np.zeros(num_hosts, dtype=np.int64)
     for flow in flows:
         if isinstance(flow, HostFlow):
             hosts, count = flow.rows_into()
-            rows += np.bincount(hosts, count, num_hosts)
-    ends, first = np.cumsum(rows), 0
-    while first < num_hosts:
-        done = ends[first] - rows[first]
-        stop = max(first + 1, int(np.searchsorted(ends, done + AT_ONCE, side="right")))
-        yield range(first, stop)
-        first = stop
+            rows += np.bincount(hosts, count, num_hosts).astype(np.int64)
+    return blocks(rows, AT_ONCE)
 
 
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
@@ -346,14 +341,13 @@ def _add_local(ranks: Loads, stack: Stack, geometry: Geometry, home: Home) -> No
     np.add.at(ranks.loads, ranks.find(holding.members[member]), each[row])
 
 
-def _lacking(geometry: Geometry, stations: Stations, home: Home) -> Mask:
+def _lacking(geometry: ListedGeometry, stations: Stations, home: Home) -> Mask:
     """The stations that do not hold all of their line; all stations of a line that all hold."""
-    lined, holding = geometry.all(), Stations.of(geometry.senders, home)
-    kinds, kind = numbered(lined.send_line * len(geometry.wanting.counts) + lined.receive_line)
-    send, line = np.divmod(kinds, max(len(geometry.wanting.counts), 1))
+    assert geometry.held is not None
+    (kind, held), lined = geometry.held, geometry.all()
+    send, line = np.zeros((2, len(held.counts)), dtype=np.int64)
+    send[kind], line[kind] = lined.send_line, lined.receive_line
+    holding = Stations.of(geometry.senders, home)
     row, host = holding.lines.common(stations.lines, send, line)
-    sizes = np.bincount(kind, weights=lined.cells.size, minlength=len(kinds))
-    station = stations.find(line[row], host)
-    held = np.bincount(station, weights=sizes[row], minlength=len(stations.host))
-    lacks: Mask = held < geometry.wanting.amounts[stations.lines.line_of]
-    return lacks | stations.lines.none_of(lacks)
+    first = np.searchsorted(row, np.arange(len(send) + 1))
+    return lacking(geometry, LineSet.plain(first, host), stations.lines)

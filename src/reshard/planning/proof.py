@@ -23,7 +23,7 @@ from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, SizedCache
 from reshard.layout.coverage import first_overlapping_rows
 from reshard.layout.spec import TensorSpec
-from reshard.planning.flows import Fan, Flow
+from reshard.planning.flows import Flow
 from reshard.planning.plans import Plan
 from reshard.planning.row_proof import (
     MAX_ROWS,
@@ -210,11 +210,8 @@ def _written(flow: Flow, world: Ints) -> Ints:
         parts = flow.accumulated()
         counted = [(parts.destination, parts.sizes)]
     for rows in flow.streams():
-        if isinstance(rows, Fan):
+        if rows.rows.hop or not flow.adds:
             counted += rows.received(rows.rows.sizes)
-        elif rows.hop or not flow.adds:
-            moved = rows.source != rows.destination
-            counted.append((rows.destination, rows.sizes * moved))
     for ranks, elements in counted:
         np.add.at(found, np.searchsorted(world, ranks), elements)
     return found

@@ -244,10 +244,7 @@ def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count every row; what a rank sends to a whole line, without listing its pairs."""
     tally = _Tally(world, flow.stack)
     for rows in flow.streams():
-        if isinstance(rows, Fan):
-            tally.fan_out(rows)
-        else:
-            tally.exchange(rows)
+        tally.add(rows)
     itemsize = flow.stack.itemsize
     staged, count = tally.num_bytes, tally.rows
     if flow.adds:
@@ -277,21 +274,15 @@ class _Tally:
         self.rows = np.zeros(len(world), dtype=np.int64)
         self.hops = 0
 
-    def exchange(self, rows: Transfers) -> None:
-        """Count both ends of rows."""
-        moved = np.flatnonzero(rows.source != rows.destination)
-        for ends in (rows.source[moved], rows.destination[moved]):
-            self._add(ends, rows.sizes[moved], 1, rows.hop)
-        self.hops = max(self.hops, rows.hop if len(moved) else 0)
-
-    def fan_out(self, fan: Fan) -> None:
-        """Count rows that go to all of a line that lack them."""
-        rows, sizes = fan.rows, fan.rows.sizes
-        if not fan.served.any():
+    def add(self, stream: Transfers | Fan) -> None:
+        """Count both ends of rows, and how often each is sent."""
+        rows, served = stream.rows, stream.served
+        if not served.any():
             return
-        self._add(rows.source, sizes * fan.served, fan.served, rows.hop)
-        counts = fan.received(np.ones_like(sizes))
-        for (ranks, elements), (_, number) in zip(fan.received(sizes), counts, strict=True):
+        sizes, once = rows.sizes, np.ones(len(rows), dtype=np.int64)
+        self._add(rows.source, sizes * served, served, rows.hop)
+        received = zip(stream.received(sizes), stream.received(once), strict=True)
+        for (ranks, elements), (_, number) in received:
             self._add(ranks, elements, number, rows.hop)
         self.hops = max(self.hops, rows.hop)
 

@@ -69,7 +69,7 @@ class _Exchanges:
     """What pairs of ranks exchange, as hashes of rows in their order; one list for each rank."""
 
     def __init__(self, plan: Plan) -> None:
-        self._span = int(plan.world[-1]) + 1
+        self._span = int(plan.world.max(initial=0)) + 1
         self._pairs: list[Ints] = [np.zeros(0, np.int64)]
         self._hashes: list[NDArray[np.uint64]] = [np.zeros(0, np.uint64)]
 

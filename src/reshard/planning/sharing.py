@@ -22,7 +22,7 @@ Three forms of the same question, *who of several ranks does how much?*
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import inf
@@ -40,6 +40,7 @@ __all__ = [
     "Runs",
     "Slots",
     "balance",
+    "blocks",
     "fill",
     "find_keys",
     "repeated",
@@ -296,6 +297,16 @@ def find_keys(keys: Ints, span: int, lines: Ints, values: Ints) -> Ints:
     at = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     found: Ints = np.where((keys[at] == wanted) & (values < span), at, -1)
     return found
+
+
+def blocks(counts: Ints, most: int) -> Iterator[range]:
+    """All rows in ranges that have at most so many entries, or one row."""
+    ends, first = np.cumsum(counts), 0
+    while first < len(ends):
+        done = ends[first] - counts[first]
+        last = max(first + 1, int(np.searchsorted(ends, done + most, side="right")))
+        yield range(first, last)
+        first = last
 
 
 def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:

@@ -101,18 +101,16 @@ def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -
     """Bytes between hosts, predicted seconds, and the link that takes longest."""
     world, hosts, links = traffic.world, traffic.hosts, traffic.links
     found = [
-        *_busiest("rank {} sending inside its host", world, links.sent_inside, topology.inside),
-        *_busiest(
-            "rank {} receiving inside its host", world, links.received_inside, topology.inside
-        ),
-        *_busiest("host {} sending", hosts, links.sent_between, topology.between),
-        *_busiest("host {} receiving", hosts, links.received_between, topology.between),
+        *_busiest("rank {} sending inside its host", world, links[0, 0], topology.inside),
+        *_busiest("rank {} receiving inside its host", world, links[0, 1], topology.inside),
+        *_busiest("host {} sending", hosts, links[1, 0], topology.between),
+        *_busiest("host {} receiving", hosts, links[1, 1], topology.between),
     ]
     seconds, name, over_mean = max(found, default=(0.0, "nothing moves", 1.0))
     between = [flow for flow in flows if isinstance(flow, HostFlow)]
     summed = len(between) < len(flows)
     return {
-        "between_hosts_bytes": int(links.sent_between[0].sum()),
+        "between_hosts_bytes": int(links[1, 0, 0].sum()),
         "between_hosts_lower_bound_bytes": None if summed else sum(map(_entering_bytes, between)),
         "seconds": seconds,
         "bottleneck": name,

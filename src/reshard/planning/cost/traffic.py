@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,7 @@ from reshard.planning.hosts import Home, HostFlow, host_blocks
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
 
-__all__ = ["Links", "Traffic"]
+__all__ = ["Traffic"]
 
 MAX_LISTED = 1 << 12
 """Rows of a fan whose pairs are listed one by one."""
@@ -35,8 +35,17 @@ class Stream:
 
     flow: Flow
     slot: Slot
-    rows: Transfers
-    fan: Fan | None = None
+    ends: Transfers | Fan
+
+    @property
+    def rows(self) -> Transfers:
+        """The rows; those of a fan have no destinations."""
+        return self.ends.rows
+
+    @property
+    def fan(self) -> Fan | None:
+        """Rows that go to whole lines."""
+        return self.ends if isinstance(self.ends, Fan) else None
 
     @property
     def num_bytes(self) -> Ints:
@@ -121,32 +130,6 @@ def _by_turn(ends: Iterable[tuple[Stream, Ints]]) -> list[_Moving]:
     return [_Moving(*zip(*some, strict=True)) for some in found.values()]
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Links:
-    """Bytes and messages, by rank, inside its host and to or from other hosts."""
-
-    sent_inside: NDArray[np.int64]
-    received_inside: NDArray[np.int64]
-    sent_between: NDArray[np.int64]
-    received_between: NDArray[np.int64]
-
-    @classmethod
-    def none(cls, num_ranks: int) -> Links:
-        """Nothing yet; the first row counts bytes, the second messages."""
-        return cls(*np.zeros((4, 2, num_ranks), dtype=np.int64))
-
-    def add(self, what: int, source: Ints, destination: Ints, away: Mask, amounts: Ints) -> None:
-        """Count bytes (0) or messages (1) between places of ranks, to other hosts or not."""
-        size = self.sent_inside.shape[1]
-        for sent, received, some in (
-            (self.sent_inside, self.received_inside, ~away),
-            (self.sent_between, self.received_between, away),
-        ):
-            for table, ends in ((sent, source), (received, destination)):
-                added = np.bincount(ends[some], amounts[some], size)
-                table[what] += added.astype(np.int64)
-
-
 class Traffic:
     """Bytes and messages of a plan; those of links too, if the hosts of ranks are known."""
 
@@ -156,7 +139,8 @@ class Traffic:
         self.world = world
         self._ends = list(zip(flows, slots, strict=True))
         self.first_hand, self.passed_on, self.received = np.zeros((3, len(world)), dtype=np.int64)
-        self.links = Links.none(len(world) if home else 0)
+        self.links = np.zeros((2, 2, 2, len(world) if home else 0), dtype=np.int64)
+        """With a topology: inside hosts and between them, sent and received, bytes and messages."""
         self.messages = 0
         """All that goes from one rank to another in one round is one message."""
         self.hosts: Ints = home(world) if home else world
@@ -173,27 +157,19 @@ class Traffic:
     def _streams(self) -> Iterator[Stream]:
         for flow, slot in self._ends:
             for rows in flow.streams():
-                if isinstance(rows, Fan):
-                    some = np.flatnonzero(rows.served)
-                    if len(some):
-                        fan = rows if len(some) == len(rows.rows) else rows.take(some)
-                        yield Stream(flow, slot, fan.rows, fan)
-                    continue
-                moved = np.flatnonzero(rows.source != rows.destination)
-                if len(moved):
-                    whole = len(moved) == len(rows)
-                    yield Stream(flow, slot, rows if whole else rows.take(moved))
+                some = np.flatnonzero(rows.served)
+                if len(some):
+                    yield Stream(
+                        flow, slot, rows if len(some) == len(rows.rows) else rows.take(some)
+                    )
 
     def _into(self, block: range) -> Iterator[Stream]:
         """All rows to ranks of some hosts."""
         for flow, slot in self._ends:
-            inside = isinstance(flow, HostFlow)
             for rows in flow.into(block) if isinstance(flow, HostFlow) else flow.everything():
-                moved = rows.source != rows.destination
-                if not inside:
-                    host = self.hosts[self._places(rows.destination)]
-                    moved &= (host >= block.start) & (host < block.stop)
-                some = np.flatnonzero(moved)
+                host = self.hosts[self._places(rows.destination)]
+                inside = (host >= block.start) & (host < block.stop)
+                some = np.flatnonzero(inside & (rows.source != rows.destination))
                 if len(some):
                     yield Stream(flow, slot, rows.take(some))
 
@@ -204,31 +180,33 @@ class Traffic:
         return np.bincount(self._places(ranks), num_bytes, len(self.world)).astype(np.int64)
 
     def _count(self, stream: Stream) -> None:
-        rows, num_bytes, fan = stream.rows, stream.num_bytes, stream.fan
+        rows, num_bytes = stream.rows, stream.num_bytes
         first = rows.hop == 0 and not rows.again
         once = self._sum(rows.source, num_bytes) if first else 0
         self.first_hand += once
-        if fan is not None:
-            self.passed_on += self._sum(rows.source, num_bytes * fan.served) - once
-        elif not first:
-            self.passed_on += self._sum(rows.source, num_bytes)
-        ends = [(rows.destination, num_bytes)] if fan is None else fan.received(num_bytes)
-        for ranks, received in ends:
+        self.passed_on += self._sum(rows.source, num_bytes * stream.ends.served) - once
+        for ranks, received in stream.ends.received(num_bytes):
             self.received += self._sum(ranks, received)
 
     def _count_links(self, streams: Sequence[Stream]) -> None:
         """Count rows, all of those to some hosts."""
-        size, hosts = max(len(self.world), 1), self.hosts
+        size = max(len(self.world), 1)
         for stream in streams:
             self._count(stream)
             ends = self._places(stream.rows.source), self._places(stream.rows.destination)
-            away = hosts[ends[0]] != hosts[ends[1]]
-            self.links.add(0, *ends, away, stream.num_bytes)
+            self._add_links(0, ends, stream.num_bytes)
         for active, times in _rounds(_by_turn((one, self._pairs(one)[0]) for one in streams)):
-            source, destination = np.divmod(_joined(active), size)
-            self.messages += len(source) * times
-            away = hosts[source] != hosts[destination]
-            self.links.add(1, source, destination, away, np.full(len(source), times))
+            pairs = _joined(active)
+            self.messages += len(pairs) * times
+            self._add_links(1, np.divmod(pairs, size), np.full(len(pairs), times))
+
+    def _add_links(self, what: int, ends: tuple[Ints, Ints], amounts: Ints) -> None:
+        """Count bytes (0) or messages (1) between places of ranks."""
+        away = self.hosts[ends[0]] != self.hosts[ends[1]]
+        for between, side in product((0, 1), (0, 1)):
+            some = np.flatnonzero(away == between)
+            added = np.bincount(ends[side][some], amounts[some], len(self.world))
+            self.links[between, side, what] += added.astype(np.int64)
 
     @property
     def num_bytes(self) -> int:
