@@ -60,7 +60,9 @@ class Stream:
 class _Moving:
     """What moves in the rounds of one slot at one hop: numbers, each with the rows behind it."""
 
-    def __init__(self, streams: Sequence[Stream], keys: Sequence[Ints]) -> None:
+    def __init__(
+        self, streams: Sequence[Stream], keys: Sequence[Ints], rows: Sequence[Ints]
+    ) -> None:
         self.slot, self.hop = streams[0].slot, streams[0].rows.hop
         every, slices = np.concatenate(keys), self.slot.slices
         self._steady = self.slot.phases == slices == 1
@@ -75,7 +77,8 @@ class _Moving:
             return
         order = np.argsort(every, kind="stable")
         self._start, self._stop, self._unit, self._part = (
-            np.concatenate(column)[order] for column in zip(*columns, strict=True)
+            np.concatenate([c[row] for c, row in zip(column, rows, strict=True)])[order]
+            for column in zip(*columns, strict=True)
         )
         self.keys, self._first = distinct_first(every[order])
 
@@ -121,12 +124,12 @@ def _rounds(moving: Sequence[_Moving]) -> Iterator[tuple[list[tuple[_Moving, Int
         yield [(moving[at], moving[at].active(turn)) for at, turn in some], times
 
 
-def _by_turn(ends: Iterable[tuple[Stream, Ints]]) -> list[_Moving]:
-    """Numbers of rows, by the slot and the hop in which they move."""
-    found: dict[tuple[Slot, int], list[tuple[Stream, Ints]]] = {}
-    for stream, keys in ends:
+def _by_turn(ends: Iterable[tuple[Stream, Ints, Ints]]) -> list[_Moving]:
+    """Numbers of rows, and these rows, by the slot and the hop in which they move."""
+    found: dict[tuple[Slot, int], list[tuple[Stream, Ints, Ints]]] = {}
+    for stream, keys, rows in ends:
         if len(keys):
-            found.setdefault((stream.slot, stream.rows.hop), []).append((stream, keys))
+            found.setdefault((stream.slot, stream.rows.hop), []).append((stream, keys, rows))
     return [_Moving(*zip(*some, strict=True)) for some in found.values()]
 
 
@@ -195,7 +198,7 @@ class Traffic:
             self._count(stream)
             ends = self._places(stream.rows.source), self._places(stream.rows.destination)
             self._add_links(0, ends, stream.num_bytes)
-        for active, times in _rounds(_by_turn((one, self._pairs(one)[0]) for one in streams)):
+        for active, times in _rounds(_by_turn((one, *self._pairs(one)) for one in streams)):
             pairs = _joined(active)
             self.messages += len(pairs) * times
             self._add_links(1, np.divmod(pairs, size), np.full(len(pairs), times))
@@ -244,16 +247,12 @@ class Traffic:
     def _count_messages(self, streams: Sequence[Stream]) -> int:
         """Pairs of ranks that exchange something, over all rounds."""
         many = [one for one in streams if one.fan and one.fan.served.sum() > MAX_LISTED]
-        listed: list[tuple[Stream, Ints]] = []
-        for stream in (one for one in streams if one not in many):
-            keys, row = self._pairs(stream)
-            rows = stream.rows if stream.fan is None else stream.rows.take(row)
-            listed.append((Stream(stream.flow, stream.slot, rows), keys))
-        pairs = _by_turn(listed)
+        pairs = _by_turn((one, *self._pairs(one)) for one in streams if one not in many)
         if not many:
             return sum(times * len(_joined(active)) for active, times in _rounds(pairs))
         classes = _Classes.of(many, self.world)
-        groups = _by_turn(zip(many, classes.groups(many), strict=True))
+        rows = [np.arange(len(one.rows)) for one in many]
+        groups = _by_turn(zip(many, classes.groups(many), rows, strict=True))
         total = 0
         for active, times in _rounds([*pairs, *groups]):
             keys = _joined([one for one in active if one[0] in pairs])
