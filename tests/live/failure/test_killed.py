@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from reshard.live.session.rendezvous import Rendezvous
+from reshard.live.transport.gloo import GlooTransport
 from tests.live.failure.faults import FOUR, TRANSPORTS, Tried, plan_of, source_of, tried
 from tests.ranks.outcome import Died, Returned
 from tests.ranks.pool import fresh_ranks
@@ -179,6 +180,40 @@ def test_a_rank_is_stopped_and_goes_on_later(transport: str) -> None:
         assert first.kind == "MoveTimeoutError", (rank, first)
         assert "rank 3 " in first.cause
         assert "1.5 s" in first.cause
+
+
+def call_a_stopped_store(rank: int) -> Tried:
+    """Rank 0, which serves the session's store, stops itself when it has sent its Hellos.
+
+    Rank 1 has the store's answer by then; the others wait for it, and rank 1 for their Hellos.
+    """
+    plan = plan_of((64, 64))
+    plan.run(source_of(plan, rank), transport="network")
+    dist.barrier()
+    if rank == 0:
+        usual = GlooTransport.send_hellos
+
+        def send_and_stop(transport: GlooTransport) -> None:
+            usual(transport)
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGSTOP)
+
+        GlooTransport.send_hellos = send_and_stop  # type: ignore[method-assign]
+    elif rank > 1:
+        time.sleep(0.6)
+    return tried(lambda: plan.run(source_of(plan, rank), transport="network", timeout=1.0))
+
+
+def test_the_rank_that_serves_the_store_is_stopped() -> None:
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(call_a_stopped_store)
+        outcomes = job.outcomes(40, ranks=[1, 2, 3])
+        ranks.kill(0, signal.SIGCONT)
+        job.outcomes(30)
+    for one in (outcome.value for outcome in outcomes):
+        assert one.kind in ("MoveTimeoutError", "PeerLostError"), one
+        assert "rank 0 " in one.cause, one
+        assert one.seconds < within(3.5), one
 
 
 def leave_after_the_move(rank: int, transport: str) -> None:

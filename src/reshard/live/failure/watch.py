@@ -179,9 +179,16 @@ class Watch:
             # Checked again soon: the rank may have finished just now.
             self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
             return
+        last, leader = wait.awaits[0], self.connections.leader
         state = "stopped answering" if wait.met else "has not called"
-        waits = f"rank {waiter} waits for {wait.what}"
-        self.fail(Cause("late", f"rank {wait.awaits[0]} {state} within {limit} and {waits}"))
+        text = f"rank {last} {state} within {limit} and rank {waiter} waits for {wait.what}"
+        no_store = self.connections.client.is_stuck and leader != self.connections.rank
+        if no_store and last != leader and not wait.met:
+            text = (
+                f"rank {leader} stopped answering within {limit}: it serves the store of the "
+                f"session, and rank {waiter} waits for rank {last}, which may wait for the store"
+            )
+        self.fail(Cause("late", text))
 
     def heartbeat(self) -> None:
         """Send a heartbeat during long work, and raise if the call was aborted."""

@@ -41,6 +41,9 @@ UNUSED_TAG = 1 << 24
 MAX_KEPT = 256 << 20
 """Bytes of message buffers that a group keeps between calls."""
 
+UNWATCHED = 0.05
+"""Seconds within which a store usually answers; a longer wait is watched."""
+
 EPOCHS_KEPT = 64
 """Calls whose epoch is kept in the store."""
 
@@ -68,9 +71,17 @@ def begin_epoch(watch: Watch) -> Task[tuple[int, bytes | None]]:
 
 def finish_epoch(watch: Watch, asked: Task[tuple[int, bytes | None]] | None) -> int | None:
     """The epoch of the call; None if the store does not answer. Fails if the call has failed."""
+    leader = watch.connections.leader
     try:
-        asked = asked or begin_epoch(watch)
-        found, failed = watch.connections.client.finish(asked)
+        task = asked or begin_epoch(watch)
+        if leader != watch.connections.rank and not task.wait(UNWATCHED):
+            # Peers, which have no Hello of this rank yet, learn that it waits for the leader.
+            watch.wait(
+                lambda: () if task.done or leader in watch.mailbox.lost else (leader,),
+                lambda peer: "it to answer: it serves the store of the session",
+                UNWATCHED,
+            )
+        found, failed = watch.connections.client.finish(task)
     except PeerLostError:  # the rank that serves the store may have left, all done
         return None
     if failed is not None:
