@@ -20,6 +20,7 @@ import pytest
 import reshard as rs
 from reshard.cli import demo, run
 from reshard.show.plan_text import reasons
+from tests.signals import hear_interrupts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = [
@@ -463,8 +464,7 @@ def started(arguments: list[str], **more: object) -> subprocess.Popen[str]:
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        # Whoever runs the tests in the background may have told them not to hear of interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=hear_interrupts,
         **more,  # type: ignore[call-overload]
     )
 

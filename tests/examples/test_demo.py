@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import hear_interrupts
+
 SECONDS = 100.0
 
 SMALL_MOVES = """
@@ -66,7 +68,6 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        # Whoever runs the tests in the background may have told them not to hear of interrupts.
         preexec_fn=hear_interrupts,
         env={name: value for name, value in os.environ.items() if name != "COLUMNS"},
     )
@@ -77,10 +78,6 @@ def running(*command: str) -> Iterator[subprocess.Popen[str]]:
         if not is_empty(process.pid):
             os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
-
-
-def hear_interrupts() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def is_empty(session: int) -> bool:

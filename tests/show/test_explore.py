@@ -16,6 +16,7 @@ import pytest
 
 from reshard.cli import run
 from tests.show.browser import Browser, Tab
+from tests.signals import hear_interrupts
 from tests.soak import within
 
 ROOT = Path(__file__).parents[2]
@@ -32,7 +33,12 @@ class Explorer:
     def __init__(self, *arguments: str, start: tuple[str, ...] = ("-m", "reshard")) -> None:
         command = [sys.executable, *start, "explore", "--no-browser", *arguments]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            preexec_fn=hear_interrupts,
         )
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
@@ -65,7 +71,11 @@ class Explorer:
         """Press Ctrl-C."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGINT)
-        _, errors = self.process.communicate(timeout=20)
+        try:
+            _, errors = self.process.communicate(timeout=20)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
         assert errors == ""
         return self.process.returncode
 
