@@ -200,31 +200,45 @@ class Tab:
         return value
 
     def at(self, selector: str) -> tuple[float, float]:
-        """The middle of an element, after scrolling to it."""
+        """The middle of an element, after scrolling to it and drawing what that changes."""
+        chosen = json.dumps(selector)
+        self.run(
+            f"document.querySelector({chosen})"
+            ".scrollIntoView({block: 'center', behavior: 'instant'})"
+        )
+        self.draw()
         x, y = self.run(
-            f"(() => {{ const e = document.querySelector({json.dumps(selector)});"
-            "e.scrollIntoView({block: 'center', behavior: 'instant'});"
+            f"(() => {{ const e = document.querySelector({chosen});"
             "const b = (e.querySelector('.face, .ground') || e).getBoundingClientRect();"
             "return [b.x + b.width / 2, b.y + b.height / 2]; })()"
         )
         return x, y
 
+    def draw(self) -> None:
+        """Wait until the page has been drawn with all that has happened."""
+        self.run(
+            "new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(() => f(1))))"
+        )
+
     def point(self, selector: str) -> None:
         """Move the mouse over an element."""
         x, y = self.at(selector)
         self.call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+        self.draw()
 
     def click(self, selector: str) -> None:
         """Press the mouse on an element."""
         x, y = self.at(selector)
         for kind in ("mousePressed", "mouseReleased"):
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+        self.draw()
 
     def tap(self, selector: str) -> None:
         """Touch an element with a finger."""
         x, y = self.at(selector)
         self.call("Input.dispatchTouchEvent", type="touchStart", touchPoints=[{"x": x, "y": y}])
         self.call("Input.dispatchTouchEvent", type="touchEnd", touchPoints=[])
+        self.draw()
 
     def type(self, selector: str, text: str) -> None:
         """Replace what is in a field, as a person would."""
@@ -234,6 +248,7 @@ class Tab:
         )
         if text:
             self.call("Input.insertText", text=text)
+            self.draw()
         else:
             self.press("Backspace", 8)
 
@@ -242,6 +257,7 @@ class Tab:
         words = {"key": key, "code": key, "windowsVirtualKeyCode": code}
         for kind in ("keyDown", "keyUp"):
             self.call("Input.dispatchKeyEvent", type=kind, **words)
+        self.draw()
 
     def screenshot(
         self, kind: str = "png", quality: int | None = None, full: bool = False
