@@ -11,6 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from reshard.live.gather import DIGEST, gather_bytes
+from reshard.live.session import rendezvous
 from reshard.live.session.control import Hello
 from reshard.live.session.session import all_connections, session_of
 from tests.live.failure.faults import (
@@ -112,6 +113,33 @@ def test_an_interrupt_while_a_rank_waits() -> None:
         assert f"rank {ODD} was interrupted" in outcomes[rank].message
         assert outcomes[rank].ended - outcomes[ODD].ended < within(2.0)
     assert all(works for _, works in told)
+
+
+def gather_while_connecting(rank: int) -> None:
+    """Rank 0 knows that there are two hosts when it gathers, rank 1 not yet: numbers stay equal."""
+    group, plan = dist.group.WORLD, plan_of((16, 36))
+    usual = rendezvous.Rendezvous.run
+
+    def run_late(one: rendezvous.Rendezvous) -> Any:
+        found = usual(one)
+        time.sleep(1.0 if rank == 1 else 0.0)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rendezvous, "host_identity", lambda: "ab"[rank % 2])
+        patch.setattr(rendezvous.Rendezvous, "run", run_late)
+        handle = plan.start(source_of(plan, rank), timeout=20)
+        while rank == 0 and not all_connections():
+            time.sleep(0.01)
+        assert gather_bytes(group, b"", timeout=20, what="a test", limit=LIMIT) is None
+        handle.wait()
+        for _ in range(2):
+            plan.run(source_of(plan, rank), timeout=20)
+
+
+def test_ranks_of_two_hosts_gather_while_they_connect() -> None:
+    with fresh_ranks(4) as ranks:
+        ranks.run(gather_while_connecting)
 
 
 def send_nonsense(rank: int, what: str) -> Tried:

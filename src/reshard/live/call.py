@@ -18,7 +18,7 @@ from functools import partial
 
 import torch
 
-from reshard.errors import LiveError, ReshardError, TensorError
+from reshard.errors import ReshardError, TensorError
 from reshard.live.compiled import CompiledPlan, compiled_plan
 from reshard.live.failure.agreement import (
     GRAD_CODES,
@@ -50,7 +50,7 @@ from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.gpu_routes import GpuRoutes, GpuTrials, find_routes
 from reshard.live.transport.host import HostTransport
-from reshard.live.transport.in_flight import InFlight, InFlightCall
+from reshard.live.transport.in_flight import InFlight, InFlightCall, check_earlier_calls
 from reshard.live.transport.nccl import NcclTransport
 from reshard.planning.plans import Plan
 from reshard.show.progress import Bar, progress_of
@@ -180,13 +180,7 @@ class Call:
             grad=GRAD_CODES[self.grad],
         )
         ticket.watch = watch
-        calls = connections.existing(InFlight)
-        if calls is not None:
-            try:
-                calls.check()
-            except LiveError as error:
-                # An earlier call failed on a GPU after it had returned.
-                watch.fail(Cause.of(error, compiled.rank).of_earlier_call())
+        check_earlier_calls(watch)
         return watch
 
     def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:

@@ -9,7 +9,8 @@ is named, and all ranks raise the same cause.
     rank 1   Hello(call 7, buffer 4) -->  |  | length | bytes ... |   read by ranks 0 and 2
     rank 2   Hello(call 7, buffer 2) -->  |  | length | bytes ... |   read by ranks 0 and 1
 
-Ranks of several hosts share no memory: they move their bytes along a plan instead.
+Ranks of several hosts share no memory: they move their bytes along a plan instead. This call has
+its number all the same, because one rank may know of the hosts before another does.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Session, Ticket, session_of
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.in_flight import InFlight
+from reshard.live.transport.in_flight import check_earlier_calls
 
 __all__ = ["gather_bytes"]
 
@@ -49,9 +50,6 @@ def gather_bytes(
     """
     ranks = sorted(dist.get_process_group_ranks(group))
     session = session_of(group, ranks)
-    known = session.connections
-    if known is not None and known.spans_hosts:
-        return None
 
     def gather(ticket: Ticket) -> dict[int, bytes] | None:
         session.begin(ticket)
@@ -103,13 +101,7 @@ class _Gather:
             self.session, connections, ticket.number, DIGEST, timeout=self.timeout, what=self.what
         )
         watch.status = lambda: f"on rank {connections.rank}: its own part is sent"
-        calls = connections.existing(InFlight)
-        if calls is not None:
-            try:
-                calls.check()
-            except LiveError as error:
-                # An earlier call failed on a GPU after it had returned.
-                watch.fail(Cause.of(error, connections.rank).of_earlier_call())
+        check_earlier_calls(watch)
         return watch
 
     def _send(self, watch: Watch, data: bytes) -> None:

@@ -19,7 +19,7 @@ from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import Worker
 
-__all__ = ["Abortable", "InFlight", "InFlightCall", "Work"]
+__all__ = ["Abortable", "InFlight", "InFlightCall", "Work", "check_earlier_calls"]
 
 PATIENCE = 0.02
 """Seconds after which the thread looks at work for the first time: most is complete by then, and a
@@ -240,3 +240,13 @@ class InFlight:
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.end()
+
+
+def check_earlier_calls(watch: Watch) -> None:
+    """Fail this call if an earlier one failed on a GPU after it had returned."""
+    calls = watch.connections.existing(InFlight)
+    if calls is not None:
+        try:
+            calls.check()
+        except LiveError as error:
+            watch.fail(Cause.of(error, watch.connections.rank).of_earlier_call())
