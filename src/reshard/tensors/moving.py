@@ -47,7 +47,7 @@ T = TypeVar("T", bound=torch.Tensor)
 Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 """Gives the local tensor, or a leaf that stands for it in backward."""
 
-DTYPE_NAMES = {getattr(torch, name, None): name for name in ITEMSIZE}
+DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 

@@ -91,7 +91,7 @@ class Transport(ABC):
         """The peers that still have to read this rank's messages before the round can end."""
 
     def end_round(self, round_: Round) -> None:  # noqa: B027 - most have nothing to do
-        """Called on GPUs, when no peer has to read this rank's messages of the round any more."""
+        """Called when no peer has to read this rank's messages of the round any more."""
 
     @abstractmethod
     def close(self, ok: bool) -> None:

@@ -179,7 +179,7 @@ class Exchange:
                     lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
                     lambda peer: f"it to take {self.program.part_text(round_, peer)}",
                 )
-        for transport in self.transports if self._fused else ():
+        for transport in self.transports:
             transport.end_round(round_)
         if part is not None:
             part.spent("waiting", began)

@@ -30,7 +30,7 @@ from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import OwnedLock, PrefixStore, Store, Task, Work, Worker, clone_of
 
-__all__ = ["GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
+__all__ = ["UNWATCHED", "GlooGroup", "GlooGroups", "Pending", "begin_epoch", "finish_epoch"]
 
 END_SECONDS = 1.0
 """Seconds that an idle worker may take to end: none may be left when the process exits."""
@@ -42,7 +42,7 @@ MAX_KEPT = 256 << 20
 """Bytes of message buffers that a group keeps between calls."""
 
 UNWATCHED = 0.05
-"""Seconds within which a store usually answers; a longer wait is watched."""
+"""Seconds that a task of another thread may take before the wait for it is watched."""
 
 EPOCHS_KEPT = 64
 """Calls whose epoch is kept in the store."""
@@ -72,17 +72,21 @@ def begin_epoch(watch: Watch) -> Task[tuple[int, bytes | None]]:
 def finish_epoch(watch: Watch, asked: Task[tuple[int, bytes | None]] | None) -> int | None:
     """The epoch of the call; None if the store does not answer. Fails if the call has failed."""
     leader = watch.connections.leader
+    # The rank that serves the store may have left, all done: then there is no answer.
     try:
         task = asked or begin_epoch(watch)
-        if leader != watch.connections.rank and not task.wait(UNWATCHED):
-            # Peers, which have no Hello of this rank yet, learn that it waits for the leader.
-            watch.wait(
-                lambda: () if task.done or leader in watch.mailbox.lost else (leader,),
-                lambda peer: "it to answer: it serves the store of the session",
-                UNWATCHED,
-            )
+    except PeerLostError:
+        return None
+    if leader != watch.connections.rank and not task.wait(UNWATCHED):
+        # Peers, which have no Hello of this rank yet, learn that it waits for the leader.
+        watch.wait(
+            lambda: () if task.done or leader in watch.mailbox.lost else (leader,),
+            lambda peer: "it to answer: it serves the store of the session",
+            UNWATCHED,
+        )
+    try:
         found, failed = watch.connections.client.finish(task)
-    except PeerLostError:  # the rank that serves the store may have left, all done
+    except PeerLostError:
         return None
     if failed is not None:
         watch.fail(Cause.from_json(failed))

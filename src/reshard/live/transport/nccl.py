@@ -38,7 +38,7 @@ from reshard.live.session.session import Ticket
 from reshard.live.session.store import PrefixStore, Task, clone_of
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
-from reshard.live.transport.gloo_group import GlooGroup, begin_epoch, finish_epoch
+from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
 from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
 from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
@@ -53,9 +53,6 @@ CLOSE_SECONDS = 2.0
 
 TURN_PAUSE = 0.0002
 """Seconds between two checks whether earlier calls have enqueued all their work."""
-
-UNWATCHED = 0.05
-"""Waits shorter than this do not start the watchdog."""
 
 _groups: weakref.WeakSet[NcclGroups] = weakref.WeakSet()
 
