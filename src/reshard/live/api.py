@@ -18,6 +18,7 @@ from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
+from reshard.live.session.group_store import UndecidedError
 from reshard.live.session.session import Ticket, all_connections
 from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
@@ -113,6 +114,9 @@ class Handle:
             used = streams.used(call.all_tensors()) if streams.any else nullcontext()
             with used:
                 self._result = call.run()
+        except UndecidedError as undecided:
+            self._error = undecided.error
+            abandon(call.ticket, undecided.error)
         except BaseException as error:
             self._error = error
             if not call.ticket.over:

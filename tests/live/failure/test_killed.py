@@ -216,6 +216,46 @@ def test_the_rank_that_serves_the_store_is_stopped() -> None:
         assert one.seconds < within(3.5), one
 
 
+def connect_through_a_stopped_store(rank: int, step: int) -> list[Tried]:
+    """Rank 0, which serves the store of the group, stops itself while the ranks connect."""
+    plan, reach = plan_of((64, 64)), Rendezvous._reach
+    if rank == 0:
+
+        def stopping(rendezvous: Rendezvous, reached: int) -> None:
+            reach(rendezvous, reached)
+            if reached == step:
+                Rendezvous._reach = reach  # type: ignore[method-assign]
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+        Rendezvous._reach = stopping  # type: ignore[method-assign]
+
+    def call(timeout: float) -> Tried:
+        return tried(lambda: plan.run(source_of(plan, rank), timeout=timeout))
+
+    calls = [call(1.0), call(0.5)]
+    tell("gave up")
+    dist.barrier()
+    return [*calls, call(20.0)]
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_the_process_with_the_groups_store_is_stopped_while_ranks_connect(step: int) -> None:
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(connect_through_a_stopped_store, step)
+        for rank in (1, 2, 3):
+            job.hear(rank)
+        ranks.kill(0, signal.SIGCONT)
+        outcomes = [outcome.value for outcome in job.outcomes(40)]
+    for first, second, third in outcomes:
+        assert first.kind == "MoveTimeoutError", first
+        assert "rank 0 of the job has not answered for 1 s" in first.cause, first
+        assert second.kind == "MoveTimeoutError", second
+        assert third.kind == "moved", third
+    for first, second, _ in outcomes[1:]:
+        assert first.seconds < within(2.0), first
+        assert second.seconds < within(1.5), second
+
+
 def leave_after_the_move(rank: int, transport: str) -> None:
     """The rank that serves the store has done its part first, and leaves."""
     plan = plan_of((64, 64))

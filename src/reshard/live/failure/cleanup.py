@@ -14,6 +14,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from reshard.errors import LiveError, ReshardError
 from reshard.live.failure.watch import Watch
 from reshard.live.session.cause import CallAheadError, Cause
+from reshard.live.session.group_store import UndecidedError
 from reshard.live.session.session import (
     Session,
     Ticket,
@@ -59,6 +61,9 @@ def with_ticket(
         if len(open_tickets) > 1:
             _abandon_earlier(ticket)
         return action(ticket, *args, **options)
+    except UndecidedError as undecided:
+        abandon(ticket, undecided.error)
+        raise undecided.error from None
     except BaseException as error:
         if not ticket.over:
             abandon(ticket, error)
@@ -66,7 +71,14 @@ def with_ticket(
 
 
 def abandon(ticket: Ticket, error: BaseException) -> None:
-    """Hand an interrupted call to the cleanup thread, and wait until the call is over."""
+    """Hand an interrupted call to the cleanup thread, and wait until the call is over.
+
+    Without an answer of the store, that may take long: then nobody waits.
+    """
+    session = ticket.session
+    if session is not None and session.end_later(partial(clean_up, ticket, error)):
+        ticket.owner = None
+        return
     _abandoned.put((ticket, error))
     if not ticket.over:
         ticket.cleaned_up.acquire(timeout=CLEANUP_SECONDS)

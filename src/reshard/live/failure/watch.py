@@ -17,7 +17,7 @@ from reshard.errors import PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes
 from reshard.live.session.control import Abort, Alive, Hello
-from reshard.live.session.rendezvous import Connections, outcome_key
+from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Session
 from reshard.live.session.store import REQUEST_SECONDS, Store
 from reshard.live.session.wait_graph import WaitGraph
@@ -376,7 +376,7 @@ class Watch:
         """Fail if ranks gave up this call before they were connected, or wait in other sessions."""
         graph = self.waits
         if graph.is_due and self.call != self.connections.first_call:
-            refused = graph.outcome(outcome_key(self.call))
+            refused = graph.outcome()
             if refused is not None:
                 self.fail(Cause.from_json(refused))
         self._fail_deadlocked(graph.find_deadlock(left))

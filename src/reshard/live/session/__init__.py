@@ -2,6 +2,7 @@
 
 session        sets of ranks, and the numbers of their calls
 rendezvous     connect all ranks of a session, or none
+group_store    the store of the caller's process group, which may not answer
 wait_graph     which rank waits for which, and deadlocks between sessions
 listener       connect the ranks of one host
 mailbox        control messages over unix sockets

@@ -5,6 +5,10 @@ needs the session. When all have come, they connect to a store of the session's 
 lowest rank serves, and the ranks of one host to each other. The last rank that is connected writes
 into the store that the session is connected. A rank that gives up writes why. Both go to the same
 key, of which only the first value stands, so all ranks come to the same conclusion.
+
+A store that does not answer leaves the outcome open: the process that serves it may be stopped and
+go on later. Then the call raises an `UndecidedError`, and the thread that makes the requests
+proposes to give up when the store answers again; until then no later call of the session connects.
 """
 
 from __future__ import annotations
@@ -16,12 +20,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
-import torch.distributed as dist
-
 from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause
 from reshard.live.session.control import Retired
+from reshard.live.session.group_store import GroupStore, StoreGoneError
 from reshard.live.session.listener import (
     HostPeer,
     Listener,
@@ -36,13 +39,12 @@ from reshard.live.session.store import (
     StoreClient,
     TCPStore,
     connect_store,
-    missing_keys,
     poll_until,
     serve_store,
 )
 from reshard.live.session.wait_graph import Member, WaitGraph
 
-__all__ = ["CONNECTED", "Connections", "Rendezvous", "Resource", "decide", "outcome_key"]
+__all__ = ["CONNECTED", "Connections", "Rendezvous", "Resource", "decide"]
 
 CONNECTED = "connected"
 """The outcome of a rendezvous that succeeded."""
@@ -157,14 +159,9 @@ class Connections:
         self.end_threads()
 
 
-def outcome_key(call: int) -> str:
-    """The key under which it is decided whether a call has connected the session."""
-    return f"{call}/outcome"
-
-
-def decide(store: Store, number: int, text: str) -> str:
+def decide(store: Store, key: str, text: str) -> str:
     """Propose the outcome of a rendezvous; returns the first proposal: `CONNECTED`, or a cause."""
-    outcome: bytes = store.compare_set(outcome_key(number), "", text)
+    outcome: bytes = store.compare_set(key, "", text)
     return outcome.decode()
 
 
@@ -173,7 +170,8 @@ class Rendezvous:
 
     def __init__(self, session: Member, number: int, timeout: float, what: str) -> None:
         self.session, self.number, self.timeout, self.what = session, number, timeout, what
-        self.rank, self.ranks, self.store = session.rank, session.ranks, session.store
+        self.rank, self.ranks = session.rank, session.ranks
+        self.store = GroupStore(session.group_store, session.rank, timeout, what)
         self.leader = self.ranks[0]
         self.candidate: Connections | None = None
         """This rank's connections; whether all ranks are connected is decided in the store."""
@@ -189,26 +187,28 @@ class Rendezvous:
         """Connect; raises the same error on all ranks if one of them cannot."""
         try:
             try:
-                return self._connect()
+                connections = self._connect()
             except ReshardError as error:
-                return self._fail(error)
-        except dist.DistNetworkError as error:
+                connections = self._fail(error)
+        except StoreGoneError as error:
             self.give_up()
-            reason = str(error).splitlines()[0]
             raise PeerLostError(
-                f"the store of the process group does not answer ({reason}): the process that "
+                f"the store of the process group does not answer ({error}): the process that "
                 f"serves it has ended, before {self.what}; end the job ({self._status})"
             ) from None
         finally:
             if self._waits is not None:
                 self._waits.close()
                 self.skipped += self._waits.given_up
+        self.store.close()
+        return connections
 
     def _fail(self, error: ReshardError) -> Connections:
         """Propose to give up; the other ranks may have decided otherwise before."""
         calls = () if self._waits is None else self._waits.given_up
         cause = replace(Cause.of(error, self.rank), calls=calls)
-        outcome = decide(self.store, self.number, cause.to_json())
+        key = self._key("outcome")
+        outcome = self.store.request(lambda store: decide(store, key, cause.to_json()))
         if outcome == CONNECTED and self.candidate is not None:
             return self.candidate
         self.give_up()
@@ -232,6 +232,7 @@ class Rendezvous:
             _failed_stores.append(self._own_store)
         if self._client is not None:
             self._client.close()
+        self.store.close()
 
     @property
     def _status(self) -> str:
@@ -274,20 +275,20 @@ class Rendezvous:
         about: dict[str, Any] = {"host": host_identity(), "socket": self.listener.name}
         if self.rank == self.leader:
             self._own_store, about["store"] = serve_store()
-        self.store.set(self._key(self.rank), json.dumps(about))
+        self.store.set(self._key(f"member/{self.rank}"), json.dumps(about))
 
-    def _key(self, rank: int) -> str:
-        return f"{self.number}/member/{rank}"
+    def _key(self, what: str) -> str:
+        return self.session.key(self.number, what)
 
     def _await_all(self) -> dict[int, dict[str, Any]]:
         """Wait for the announcements of all ranks; a rank of this host that exits is noticed."""
         self._announce()
         members: dict[int, dict[str, Any]] = {}
         for in_time in poll_until(self.timeout):
-            keys = {rank: self._key(rank) for rank in self.ranks if rank not in members}
-            absent = missing_keys(self.store, keys)
-            for rank in keys.keys() - set(absent):
-                members[rank] = json.loads(self.store.get(keys[rank]))
+            left = [rank for rank in self.ranks if rank not in members]
+            keys = {rank: self._key(f"member/{rank}") for rank in left}
+            members |= {rank: json.loads(text) for rank, text in self.store.values(keys).items()}
+            absent = [rank for rank in keys if rank not in members]
             if not absent:
                 break
             if not in_time:
@@ -295,7 +296,8 @@ class Rendezvous:
             if time.monotonic() - self._looked > LOOK_EVERY:
                 self._check_outcome()
                 if self._waits is None:
-                    self._waits = WaitGraph(self.session, self.number, self.what).observe()
+                    waits = WaitGraph(self.session, self.number, self.what, self.store)
+                    self._waits = waits.observe()
                 deadlock = self._waits.find_deadlock(absent)
                 if deadlock is not None:
                     raise DisagreementError(deadlock)
@@ -314,17 +316,14 @@ class Rendezvous:
 
     def _reach(self, step: int) -> None:
         """Post how far this rank has come with connecting."""
-        self.store.set(f"{self.number}/step/{self.rank}", str(step))
+        self.store.set(self._key(f"step/{self.rank}"), str(step))
 
     def _stalled(self, awaited: Collection[int]) -> str:
         """Name the rank that holds up all others: of those that have come least far with
         connecting, one that this rank waits for, if it waits for one of them."""
-        steps = dict.fromkeys(self.ranks, 0)
-        for rank in self.ranks:
-            key = f"{self.number}/step/{rank}"
-            if self.store.check([key]):
-                steps[rank] = int(self.store.get(key))
-        del steps[self.rank]
+        keys = {rank: self._key(f"step/{rank}") for rank in self.ranks if rank != self.rank}
+        posted = self.store.values(keys)
+        steps = {rank: int(posted.get(rank, 0)) for rank in keys}
         last = [rank for rank, step in steps.items() if step == min(steps.values())]
         last = [rank for rank in last if rank in awaited] or last
         who = f"rank {last[0]} has" if len(last) == 1 else f"one of ranks {format_ranks(last)} has"
@@ -336,8 +335,7 @@ class Rendezvous:
     def _conclude(self, candidate: Connections) -> None:
         """Count this rank as connected, and wait for the outcome."""
         self._reach(4)
-        if int(self.store.add(f"{self.number}/done", 1)) == len(self.ranks):
-            decide(self.store, self.number, CONNECTED)
+        self.store.request(self._count)
         for in_time in poll_until(self.timeout):
             if self._check_outcome():
                 break
@@ -347,17 +345,23 @@ class Rendezvous:
             if not in_time:
                 raise MoveTimeoutError(self._stalled(self.ranks))
         if self.rank == self.leader:
-            for rank in self.ranks:
-                self.store.delete_key(self._key(rank))
-                self.store.delete_key(f"{self.number}/step/{rank}")
-            self.store.delete_key(f"{self.number}/done")
+            self.store.request(self._forget)
+
+    def _count(self, store: Store) -> None:
+        if int(store.add(self._key("done"), 1)) == len(self.ranks):
+            decide(store, self._key("outcome"), CONNECTED)
+
+    def _forget(self, store: Store) -> None:
+        for rank in self.ranks:
+            store.delete_key(self._key(f"member/{rank}"))
+            store.delete_key(self._key(f"step/{rank}"))
+        store.delete_key(self._key("done"))
 
     def _check_outcome(self) -> bool:
         """Whether the session is connected; raises why not, once that is decided."""
-        key = outcome_key(self.number)
-        if not self.store.check([key]):
+        outcome = self.store.values({0: self._key("outcome")}).get(0)
+        if outcome is None:
             return False
-        outcome = self.store.get(key)
         if outcome.decode() == CONNECTED:
             return True
         raise Cause.from_json(outcome).error("")

@@ -22,7 +22,7 @@ from reshard.errors import LiveError
 from reshard.live.session.cause import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import OwnedLock, PrefixStore, Store
+from reshard.live.session.store import OwnedLock, Store
 
 __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
 
@@ -93,9 +93,7 @@ class Session:
         self._group = group
         """All sessions of the process group."""
         self.group_store = store
-        name = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
-        self.store: Store = PrefixStore(f"reshard/{name}", store)
-        """This session's part of the store of the process group."""
+        self._prefix = hashlib.blake2b(repr(ranks).encode(), digest_size=8).hexdigest()
         self.connections: Connections | None = None
         self._rendezvous: Rendezvous | None = None
         """The attempt to connect that is under way."""
@@ -109,6 +107,10 @@ class Session:
         """The calls in which plans are being compared."""
         self._tags: dict[object, int] = {}
         """The latest tag, and the number of calls with it."""
+
+    def key(self, call: int, what: str) -> str:
+        """A key of this session in the store of the process group."""
+        return f"reshard/{self._prefix}/{call}/{what}"
 
     def begin(self, ticket: Ticket, tag: object = None) -> int:
         """Give a call its number."""
@@ -203,11 +205,15 @@ class Session:
     def connect(self, ticket: Ticket, timeout: float, what: str) -> Connections:
         """Connect the ranks; ``what`` is what the call does, for errors."""
         # All ranks must connect in the same call: the first that has not given up.
+        began = time.monotonic()
         while self.connections is None and any(
             other.session is self and 0 <= other.number < ticket.number
             for other in list(open_tickets)
         ):
             time.sleep(TURN_PAUSE)
+            if self._is_undecided and time.monotonic() - began > timeout:
+                assert self._rendezvous is not None
+                raise self._rendezvous.store.undecided(timeout)
         if self.connections is None:
             rendezvous = self._rendezvous = Rendezvous(self, ticket.number, timeout, what)
             try:
@@ -217,6 +223,19 @@ class Session:
             self._rendezvous = None
         return self.connections
 
+    @property
+    def _is_undecided(self) -> bool:
+        """Whether the store has not answered in the rendezvous of this or of an earlier call."""
+        return self._rendezvous is not None and self._rendezvous.store.is_stuck
+
+    def end_later(self, action: Callable[[], None]) -> bool:
+        """End a call as soon as the store answers, if its outcome is open; whether that is so."""
+        if not self._is_undecided:
+            return False
+        assert self._rendezvous is not None
+        self._rendezvous.store.submit(action)
+        return True
+
     def give_up_connecting(self, number: int, cause: Cause) -> bool:
         """End a call that was interrupted before this rank was connected.
 
@@ -224,10 +243,11 @@ class Session:
         """
         rendezvous, outcome = self._rendezvous, ""
         with contextlib.suppress(RuntimeError):  # without the store, the other ranks fail as well
-            outcome = decide(self.store, number, cause.to_json())
+            outcome = decide(self.group_store, self.key(number, "outcome"), cause.to_json())
         if rendezvous is not None and rendezvous.number == number:
             if outcome == CONNECTED:
                 self.connections = rendezvous.candidate
+                rendezvous.store.close()
                 return False
             rendezvous.give_up()
         return True

@@ -22,6 +22,7 @@ import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch.distributed as dist
@@ -38,7 +39,6 @@ __all__ = [
 REQUEST_SECONDS = 1.0
 """How long the store may take to answer while a call fails, or waits."""
 
-MAX_SECONDS = 15.0
 END_SECONDS = 1.0
 SECOND_LOOK = 0.2
 
@@ -216,11 +216,13 @@ class StoreClient:
     calls share the client, so requests are short.
     """
 
+    max_seconds = 15.0
+
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
         self._store = store
         self._leader = leader
         self.seconds = seconds
-        """How long the store may take to answer; at most `MAX_SECONDS`."""
+        """How long the store may take to answer; at most `max_seconds`."""
         self._stuck: Task[Any] | None = None
         """A request that has timed out."""
         self._end: str | None = None
@@ -246,17 +248,17 @@ class StoreClient:
         if self._end is not None:
             raise self._lost(self._end)
         if seconds is not None and self.is_stuck:
-            raise self._lost("does not answer")
+            raise self._silent(seconds)
         return self._worker.submit(lambda: action(self._connected()))
 
     def finish(self, task: Task[T], seconds: float | None = None) -> T:
         """Wait for the answer to a request."""
-        limit = min(self.seconds, MAX_SECONDS) if seconds is None else seconds
+        limit = min(self.seconds, self.max_seconds) if seconds is None else seconds
         # If this process was stopped (SIGSTOP), its time is over although the answer is on its way.
         if not task.wait(limit) and not task.wait(SECOND_LOOK):
             if not self.is_stuck:
                 self._stuck = task
-            raise self._lost(f"has not answered for {limit:g} s")
+            raise self._silent(limit)
         error = task.error
         if isinstance(error, RuntimeError):
             reason = f"is gone ({str(error).splitlines()[0]})"
@@ -280,6 +282,10 @@ class StoreClient:
         """Whether a request has timed out and is still unanswered."""
         return self._stuck is not None and not self._stuck.done
 
+    def submit(self, action: Callable[[], object]) -> None:
+        """Run an action in the thread of this client, after the request that is stuck."""
+        self._worker.submit(action)
+
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
         if self.is_stuck:
@@ -291,7 +297,10 @@ class StoreClient:
             self._own = clone_of(self._store)
         return self._own
 
-    def _lost(self, reason: str) -> PeerLostError:
+    def _silent(self, seconds: float) -> Exception:
+        return self._lost(f"has not answered for {seconds:g} s")
+
+    def _lost(self, reason: str) -> Exception:
         return PeerLostError(
             f"the store of this session, which rank {self._leader} serves, {reason}: without it no "
             "cause can be told; end the job or make a new process group without that rank"
@@ -330,24 +339,36 @@ def connect_store(
 
     ``check`` raises if another rank has failed; ``describe`` makes the text of the error.
     """
-    end = time.monotonic() + seconds
-    while True:
-        limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
-        errors = []
-        for host in hosts:
-            try:
-                # torch takes up to three times its timeout, and logs pages about it.
-                _probe(host, port, limit)
-                patience = timedelta(seconds=limit / 3)
-                store = TCPStore(host, port, is_master=False, timeout=patience)
-                store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
-                return store
-            except (OSError, RuntimeError) as error:
-                errors.append(f"{host} port {port}: {str(error).splitlines()[0]}")
-        check()
-        if time.monotonic() > end:
-            raise PeerLostError(describe("; ".join(errors)))
-        time.sleep(CONNECT_AGAIN)
+    end, worker = time.monotonic() + seconds, Worker()
+    try:
+        while True:
+            limit = min(max(end - time.monotonic(), 1.0), CONNECT_SECONDS) / len(hosts)
+            errors: list[str] = []
+            for host in hosts:
+                # torch waits without a limit for the first answer of a process that is stopped.
+                task = worker.submit(partial(_connected_store, host, port, limit))
+                while not task.wait(CONNECT_AGAIN) and time.monotonic() < end:
+                    check()
+                if not task.done:
+                    errors.append(f"{host} port {port}: no answer within {seconds:g} s")
+                elif isinstance(task.error, OSError | RuntimeError):
+                    errors.append(f"{host} port {port}: {str(task.error).splitlines()[0]}")
+                else:
+                    return task.result()
+            check()
+            if time.monotonic() > end:
+                raise PeerLostError(describe("; ".join(errors)))
+            time.sleep(CONNECT_AGAIN)
+    finally:
+        worker.end()
+
+
+def _connected_store(host: str, port: int, seconds: float) -> TCPStore:
+    # torch takes up to three times its timeout, and logs pages about it.
+    _probe(host, port, seconds)
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds / 3))
+    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+    return store
 
 
 def _probe(host: str, port: int, seconds: float) -> None:

@@ -27,11 +27,14 @@ from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls
 from reshard.live.session.control import Waiting
 from reshard.live.session.mailbox import Inbox, Mailbox
-from reshard.live.session.store import REQUEST_SECONDS, PrefixStore, Store, StoreClient
+from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient
 
 __all__ = ["Member", "Wait", "WaitGraph"]
 
 LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
+
+PREFIX = "reshard/waits"
+"""Of the keys in the store of the caller's group, which all sessions share."""
 
 SLOTS = 64
 """Calls in flight that may post in a session's store: few keys, used again by later calls."""
@@ -49,8 +52,9 @@ class Member(Protocol):
     ranks: tuple[int, ...]
     group_store: Store
     """The store of the caller's group."""
-    store: Store
-    """This session's part of it."""
+
+    def key(self, call: int, what: str) -> str:
+        """A key of this session in that store."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +102,9 @@ class WaitGraph:
     _mailbox: Mailbox
     _session_client: StoreClient
 
-    def __init__(self, session: Member, call: int, what: str) -> None:
+    def __init__(
+        self, session: Member, call: int, what: str, client: StoreClient | None = None
+    ) -> None:
         self._session, self.call, self._what = session, call, what
         self._inbox, self._timeout = Inbox(), 0.0
         self._posted = False
@@ -106,7 +112,7 @@ class WaitGraph:
         """The last heartbeat of each peer in the store."""
         self._token = secrets.token_hex(8)
         self._began = self._looked = time.monotonic()
-        self._client: StoreClient | None = None
+        self._client, self._owns_client = client, client is None
         """Makes requests to the store of the caller's group."""
         self._beat = 0
         self._records: dict[int, Wait] = {}
@@ -210,15 +216,15 @@ class WaitGraph:
             self._beat += 1
             more = (tuple(sorted(awaited)), self._what, False, self._token, self._beat)
             record = Wait(self._session.ranks, self.call, *more).to_json()
-            self._request(lambda store: store.set(f"record/{self._session.rank}", record))
+            self._request(lambda store: store.set(f"{PREFIX}/record/{self._session.rank}", record))
             return self._read_verdict() or self._judge()
         return None
 
-    def outcome(self, key: str) -> bytes | None:
-        """The value of a key of this session in the store of the caller's group."""
-        store = self._session.store
+    def outcome(self) -> bytes | None:
+        """How the rendezvous of this call has ended, if it was one."""
+        key = self._session.key(self.call, "outcome")
         with contextlib.suppress(PeerLostError):
-            return self._request(lambda _: store.get(key) if store.check([key]) else None)
+            return self._request(lambda store: store.get(key) if store.check([key]) else None)
         return None
 
     def verdict(self) -> str | None:
@@ -243,16 +249,16 @@ class WaitGraph:
         text = json.dumps({"text": _describe(records), "calls": doomed})
 
         def post(store: Store) -> None:
-            verdict: Any = store.compare_set(f"first/{first}", "", text)
+            verdict: Any = store.compare_set(f"{PREFIX}/first/{first}", "", text)
             for wait in records.values():
                 if (wait.ranks, wait.call) in doomed:
-                    store.set(f"verdict/{wait.token}", verdict)
+                    store.set(f"{PREFIX}/verdict/{wait.token}", verdict)
 
         self._request(post)
         return self._read_verdict()
 
     def _read_verdict(self) -> str | None:
-        key = f"verdict/{self._token}"
+        key = f"{PREFIX}/verdict/{self._token}"
         text = self._request(lambda store: store.get(key) if store.check([key]) else None)
         if text is None:
             return None
@@ -269,7 +275,7 @@ class WaitGraph:
         left, asked = set(self._session.ranks), set[int]()
         while left:
             asked |= left
-            keys = {rank: f"record/{rank}" for rank in left}
+            keys = {rank: f"{PREFIX}/record/{rank}" for rank in left}
 
             def read(store: Store, keys: Mapping[int, str] = keys) -> dict[int, bytes]:
                 return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
@@ -282,7 +288,7 @@ class WaitGraph:
 
     def _request(self, action: Callable[[Store], T]) -> T:
         if self._client is None:
-            store = PrefixStore("reshard/waits", self._session.group_store)
+            store = self._session.group_store
             self._client = StoreClient(store, self._session.ranks[0], REQUEST_SECONDS)
         return self._client.request(action, REQUEST_SECONDS)
 
@@ -291,11 +297,12 @@ class WaitGraph:
         _observing.discard(id(self))
         client = self._client
         if client is not None:
-            with contextlib.suppress(PeerLostError):
-                self._request(lambda store: store.set(f"record/{self._session.rank}", ""))
-                self._request(lambda store: store.delete_key(f"verdict/{self._token}"))
+            with contextlib.suppress(Exception):  # without the store nobody reads the record
+                self._request(lambda store: store.set(f"{PREFIX}/record/{self._session.rank}", ""))
+                self._request(lambda store: store.delete_key(f"{PREFIX}/verdict/{self._token}"))
             self._client = None
-            client.close()
+            if self._owns_client:
+                client.close()
 
 
 def _leads_to_cycle(rank: int, records: Mapping[int, Wait]) -> bool:
