@@ -217,6 +217,21 @@ def test_gradients_do_not_pass_into(pool: Pool) -> None:
     raised(outcomes[2:], "TensorError", "into=")
 
 
+def stay_in_place(rank: int) -> None:
+    layout, shape = rs.Layout(rs.Mesh(x=4), "x -"), (1, 6)
+    local = None if rank else torch.arange(6.0).double()[None]
+    into = torch.zeros(layout.local_shape(rank, shape)).double() if rank < 3 else None
+    for _ in range(2):
+        kind = {"shape": shape, "dtype": "float64"}
+        rs.move(local, layout, layout, **kind, into=into, timeout=TIMEOUT)  # type: ignore[call-overload]
+    assert rank or torch.equal(into, local)
+
+
+def test_a_rank_without_into_where_nothing_moves(pool: Pool) -> None:
+    """Ranks with `into=` copy, and expect no message of the rank that only returns its source."""
+    pool.run(stay_in_place, ranks=range(4))
+
+
 def different(rank: int) -> None:
     """Only one of two sources requires gradients, in a move that was never made before."""
     x = None if rank > 1 else torch.ones(2, 3, requires_grad=rank != 1)

@@ -35,6 +35,8 @@ __all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between", "
 Grad = Literal["sum", "replicated"]
 Options = Mapping[str, Any]
 Tensor = torch.Tensor
+Shapes = tuple[tuple[int, ...], tuple[int, ...]]
+"""A rank's local shapes at the source and at the destination."""
 
 NO_OPTIONS: Options = {}
 USUAL_MEMORY = parse_bytes(DEFAULT_MEMORY)
@@ -91,9 +93,7 @@ class TensorMove:
     cast: str
     """The dtype at the destination."""
     memory: int
-    _unmoved_shapes: dict[int, tuple[tuple[int, ...], tuple[int, ...]] | None] = field(
-        default_factory=dict
-    )
+    _unmoved_shapes: dict[int, Shapes | None] = field(default_factory=dict)
 
     @cached_property
     def plan(self) -> Plan:
@@ -167,7 +167,9 @@ class TensorMove:
             device = None if local.is_cpu else local.device  # where the source is
         destinations = None if into is None else {ONE: into.detach()}
         chosen = options_from(options, device)
-        return Call(ticket, self.plan, sources, destinations, chosen, grad=grad, ask_grad=True)
+        # A rank without `into=` may return its source, and would send no Hello.
+        ask = self._shapes_if_unmoved(options) is None
+        return Call(ticket, self.plan, sources, destinations, chosen, grad=grad, ask_grad=ask)
 
     def unmoved(
         self, ticket: Ticket, local: Tensor | None, options: Options = NO_OPTIONS
@@ -188,14 +190,7 @@ class TensorMove:
 
     def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:
         """This rank's source in the shape of its destination, if no rank has anything to move."""
-        if not self._may_be_unmoved or (
-            options and (options.get("check") == "always" or options.get("atomic"))
-        ):
-            return None
-        rank = dist.get_rank()
-        if rank not in self._unmoved_shapes:
-            self._unmoved_shapes[rank] = self._shapes_if_unmoved(rank)
-        shapes = self._unmoved_shapes[rank]
+        shapes = self._shapes_if_unmoved(options)
         if shapes is None:
             return None
         if local is None and not prod(shapes[0]):
@@ -205,15 +200,22 @@ class TensorMove:
             return None
         return local if shapes[0] == shapes[1] else local.reshape(shapes[1])
 
-    def _shapes_if_unmoved(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-        """A rank's local shapes, if every rank already holds what it should hold; otherwise None.
+    def _shapes_if_unmoved(self, options: Options) -> Shapes | None:
+        """This rank's local shapes, if all ranks already hold what they should hold; or None.
 
         It is None on all ranks of either layout or on none of them, so no rank waits for another.
         """
-        have, want, shape = self.have, self.want, self.shape
-        if have.holds(rank) is None or _holders(have) != _holders(want):
+        if not self._may_be_unmoved or (
+            options and (options.get("check") == "always" or options.get("atomic"))
+        ):
             return None
-        return have.local_shape(rank, shape), want.local_shape(rank, shape)
+        rank, have, want, shape = dist.get_rank(), self.have, self.want, self.shape
+        if rank not in self._unmoved_shapes:
+            found = None
+            if have.holds(rank) is not None and _holders(have) == _holders(want):
+                found = have.local_shape(rank, shape), want.local_shape(rank, shape)
+            self._unmoved_shapes[rank] = found
+        return self._unmoved_shapes[rank]
 
     def check_differentiable(self, has_into: bool, dtensors: bool = False) -> None:
         """Refuse a move that has no gradient, on all ranks, before anything moves."""
