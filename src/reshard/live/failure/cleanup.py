@@ -30,7 +30,7 @@ from reshard.live.session.session import (
     open_tickets,
     session_of,
 )
-from reshard.live.session.store import release_locks_of
+from reshard.live.session.threads import release_locks_of
 
 __all__ = ["abandon", "clean_up", "with_ticket"]
 

@@ -9,5 +9,6 @@ mailbox        control messages over unix sockets
 control        the control messages themselves
 cause          why a call failed; tags of calls
 shared_memory  buffers that processes map; abort flags, signals between GPUs
-store          the session's store, worker threads, and a lock that survives exceptions
+store          the session's own store
+threads        worker threads, and a lock that survives exceptions
 """

@@ -22,7 +22,7 @@ from reshard.errors import LiveError
 from reshard.live.session import control
 from reshard.live.session.control import Abort, Control, Hello, Ready, Released, Retired, Waiting
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.session.store import OwnedLock
+from reshard.live.session.threads import OwnedLock
 
 __all__ = ["MAX_AHEAD", "Inbox", "Mailbox"]
 

@@ -22,7 +22,8 @@ from reshard.errors import LiveError
 from reshard.live.session.cause import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import OwnedLock, Store
+from reshard.live.session.store import Store
+from reshard.live.session.threads import OwnedLock
 
 __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
 

@@ -17,7 +17,7 @@ from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
-from reshard.live.session.store import Worker
+from reshard.live.session.threads import Worker
 
 __all__ = ["Abortable", "InFlight", "InFlightCall", "Work", "check_earlier_calls"]
 

@@ -35,7 +35,8 @@ from reshard.live.session.cause import Cause
 from reshard.live.session.control import Ready
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Ticket
-from reshard.live.session.store import PrefixStore, Task, clone_of
+from reshard.live.session.store import PrefixStore, clone_of
+from reshard.live.session.threads import Task
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
