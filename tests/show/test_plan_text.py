@@ -83,12 +83,14 @@ def test_a_model_has_a_line_per_kind_of_tensor() -> None:
     plan = model_plan("llama-3-8b", "dp=2 tp=4", "dp=2 tp=2 @ 8-11", fsdp="dp")
     rows = {row.name: row for row in stack_rows(plan)}
     assert len(rows) == 7
-    row = rows["model.layers.0.mlp.gate_proj.weight and 63 more"]
+    row = rows["model.layers.{0-31}.mlp.{gate,up}_proj.weight"]
     assert (row.shape, row.dtype, row.num_bytes) == ("14336x4096", "bfloat16", 64 * 14336 * 8192)
     assert sum(row.num_bytes for row in rows.values()) == 2 * 8_030_261_248
     assert sum(row.wire_bytes for row in rows.values()) == plan.summary().wire_bytes
-    assert rows["lm_head.weight and 1 more"].first_round == 0
+    assert rows["lm_head.weight, model.embed_tokens.weight"].first_round == 0
     assert max(row.last_round for row in rows.values()) == plan.num_rounds - 1
+    norms = "model.layers.{0-31}.{input,post_attention}_layernorm.weight and 1 more pattern"
+    assert rows[norms].num_bytes == 65 * 8192
     text = str(plan)
     assert text.startswith(
         "Plan of 291 tensors, 15.0 GiB of bfloat16, from mesh dp=2 tp=4 to mesh "
@@ -96,6 +98,15 @@ def test_a_model_has_a_line_per_kind_of_tensor() -> None:
     assert "A byte has 2 takers on average, and they share the receiving" in text
     assert "would stage" in text
     assert "the cap is 256.0 MiB" in text
+
+
+def test_renamed_tensors_are_patterns_on_both_sides() -> None:
+    have = {f"layers.{i}.{part}": spec((8, 4), "float32", "tp=2", "tp -") for i in range(12)
+            for part in ("q", "k")}  # fmt: skip
+    want = {f"h.{i}.qk": spec((16, 4), "float32", "tp=2", "tp -") for i in range(12)}
+    names = {"h.{i}.qk": rs.join("layers.{i}.q", "layers.{i}.k")}
+    rows = [row.name for row in stack_rows(rs.plan(have, want, names=names))]
+    assert rows == ["h.{0-11}.qk <- layers.{0-11}.q", "h.{0-11}.qk <- layers.{0-11}.k"]
 
 
 def test_eighteen_thousand_tensors_are_quick() -> None:

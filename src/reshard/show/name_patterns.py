@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
+from itertools import accumulate, groupby
 
-__all__ = ["name_patterns", "named"]
+from reshard.text import shorten
+
+__all__ = ["name_patterns", "named", "named_pairs"]
 
 MAX_NAMES = 50_000
 """Names that are looked at; the rest are only counted."""
@@ -41,16 +43,38 @@ def name_patterns(names: Iterable[str]) -> list[str]:
     return [text for _, text in sorted(found)]
 
 
-def named(names: Sequence[str], most: int = 4) -> str:
-    """The names of a group as text: its patterns, and how many names are left out of it.
+def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
+    """The names of a group as text: its patterns, and how many patterns are left out of it.
+
+    With a width, patterns after the first are listed only as far as they fit into it.
 
     >>> named(["a.0.w", "a.1.w", "b"])
     'a.{0-1}.w, b'
+    >>> named(["a.0.w", "a.1.w", "b"], width=10)
+    'a.{0-1}.w and 1 more pattern'
     """
     found = name_patterns(names[:MAX_NAMES])
-    shown = [one if len(one) <= MAX_LENGTH else f"{one[:MAX_LENGTH]}..." for one in found[:most]]
-    rest = len(found) - len(shown)
-    return ", ".join(shown) + (f" and {rest:,} more patterns" if rest else "")
+    if width is None:
+        shown = [one if len(one) <= MAX_LENGTH else f"{one[:MAX_LENGTH]}..." for one in found]
+    else:
+        ends = accumulate(len(one) + len(", ") for one in found)
+        most = max(min(most, sum(end <= width + len(", ") for end in ends)), 1)
+        shown = [shorten(one, width) for one in found[:most]]
+    text, rest = ", ".join(shown[:most]), len(found) - most
+    return f"{text} and {rest:,} more pattern{'s' * (rest > 1)}" if rest > 0 else text
+
+
+def named_pairs(pairs: Sequence[tuple[str, str]], width: int | None = None) -> str:
+    """The destination's names of a group as text, and the source's where these differ.
+
+    >>> named_pairs([("q.0", "h.0.q"), ("q.1", "h.1.q")])
+    'h.{0-1}.q <- q.{0-1}'
+    """
+    have, want = ([pair[side] for pair in pairs] for side in (0, 1))
+    if have == want:
+        return named(want, width=width)
+    each = None if width is None else width * 5 // 8
+    return " <- ".join(named(side, width=each) for side in (want, have))
 
 
 def _merge(items: dict[Parts, int]) -> dict[Parts, int]:

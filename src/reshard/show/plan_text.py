@@ -35,13 +35,14 @@ from reshard.layout.mesh import format_ranks
 from reshard.planning.classes import Stack
 from reshard.planning.cost.summary import needs_of
 from reshard.planning.plans import Plan
-from reshard.text import align, and_more, count, format_bytes, shorten
+from reshard.show.name_patterns import named, named_pairs
+from reshard.text import align, count, format_bytes, shorten
 
 __all__ = ["StackRow", "describe", "figures", "headline", "reasons", "stack_rows"]
 
 MAX_ROWS = 24
 """Stacks that the text lists, the largest first."""
-MAX_NAME = 48
+MAX_NAME = 64
 IMBALANCE = 1.2
 """How far above the mean a rank or a link is called out of balance."""
 
@@ -61,10 +62,8 @@ class StackRow:
 
     @property
     def name(self) -> str:
-        """The first tensor, and how many more there are."""
-        have, want = self.stack.names[0]
-        name = want if have == want else f"{want} <- {have}"
-        return and_more([shorten(name, MAX_NAME), *self.stack.names[1:]])
+        """The tensors as patterns of names; with the source's where these differ."""
+        return named_pairs(self.stack.names, MAX_NAME)
 
     @property
     def shape(self) -> str:
@@ -357,4 +356,4 @@ def _hosts(plan: Plan) -> Iterator[str]:
 def _zeros(plan: Plan) -> Iterator[str]:
     names = sorted({fill.name for fill in plan.fills})
     if names:
-        yield f"The padding of {and_more(names)} has no source and becomes zeros."
+        yield f"The padding of {named(names)} has no source and becomes zeros."

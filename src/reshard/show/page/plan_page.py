@@ -19,7 +19,7 @@ from reshard.errors import FormatError
 from reshard.layout.layout import Layout
 from reshard.show.holdings import holdings
 from reshard.show.matrix import Ends, traffic_ends
-from reshard.show.name_patterns import named
+from reshard.show.name_patterns import named_pairs
 from reshard.show.page.colours import Colours
 from reshard.show.page.document import (
     Card,
@@ -150,8 +150,7 @@ def _group(row: StackRow, move: int) -> list[Any]:
 
 def _name(row: StackRow) -> str:
     """The names of a stack as patterns; with the source's where these differ."""
-    have, want = ([clean(pair[side]) for pair in row.stack.names] for side in (0, 1))
-    return named(want) if have == want else f"{named(want)} <- {named(have)}"
+    return named_pairs([(clean(have), clean(want)) for have, want in row.stack.names])
 
 
 def _largest(rows: Sequence[StackRow], most: int) -> list[StackRow]:
