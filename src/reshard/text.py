@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from reshard.errors import SizeError
 
 __all__ = [
-    "align", "and_more", "count", "format_bytes", "log", "name_list", "parse_bytes", "quoted",
-    "shorten",
+    "align", "and_more", "count", "format_bytes", "format_shape", "log", "name_list",
+    "parse_bytes", "quoted", "shorten",
 ]  # fmt: skip
 
 MAX_QUOTED = 160
@@ -54,6 +54,15 @@ def format_bytes(amount: int | float) -> str:
             return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
         amount /= 1024
     raise AssertionError("unreachable")
+
+
+def format_shape(shape: Iterable[int]) -> str:
+    """Write the sizes of a tensor.
+
+    >>> format_shape((8192, 4096)), format_shape(())
+    ('8192x4096', '0-d')
+    """
+    return "x".join(map(str, shape)) or "0-d"
 
 
 def quoted(text: object) -> str:

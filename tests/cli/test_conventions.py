@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import re
+import shutil
 import sys
 from pathlib import Path
 
@@ -54,6 +55,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         changed = {key: value + (added if "norm" in key else 0) for key, value in tensors.items()}
         save_file(changed, folder / name / "model.safetensors")
     assert run(["convert", str(folder / "hf"), str(folder / "tp4"), "--mesh", "tp=4", "-q"]) == 0
+    shutil.copytree(folder / "hf", folder / "damaged")
+    weights = folder / "damaged/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
     return folder
 
 
@@ -110,16 +114,57 @@ def test_quiet_and_verbose_stand_on_either_side(
     assert log.level == logging.NOTSET
 
 
-@pytest.mark.parametrize("kind", COMMANDS)
-def test_tables_fit_80_columns(
+EXPERTS = ["plan", "--model", "qwen3-30b-a3b", "--from", "ep=8", "--to", "tp=4 @ 8-11"]
+OUTPUTS: dict[str, tuple[list[str], int]] = {
+    **COMMANDS,
+    "show one rank": (["show", "dp=2 tp=4 @ 8-15: (dp tp) -", "--shape", "64,64", "--rank=9"], 0),
+    "show zigzag": (["show", "a=2 b=2 c=2: a b~ c:3 -", "--shape", "64,64,64,64"], 0),
+    "plan of experts": (EXPERTS, 0),
+    "plan with notes": (["plan", *MODEL, "--from", "tp=16", "--to", "tp=4", "--check"], 0),
+    "plan one rank": (["plan", *MODEL, *SIDES, "--rank", "3"], 0),
+    "inspect whole": (["inspect", "{files}/hf"], 0),
+    "inspect tree": (["inspect", "{files}/tp4", "--tree"], 0),
+    "inspect damage": (["inspect", "{files}/damaged"], 1),
+    "convert dry run": (["convert", "{files}/hf", "{files}/new", "--mesh", "tp=2", "--dry-run"], 0),
+    "convert some": (["convert", "{files}/hf", "{files}/few", "--drop", "*norm*"], 0),
+    "verify unequal": (["verify", "{files}/hf", "{files}/other"], 1),
+    "diff other": (["diff", "{files}/hf", "{files}/tp4"], 0),
+}  # fmt: skip
+"""Calls whose output has long tables and long sentences, and their exit codes."""
+
+
+@pytest.mark.parametrize("kind", OUTPUTS)
+def test_outputs_fit_80_columns(
     kind: str, files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    arguments, code = words_of(kind, files)
+    words, code = OUTPUTS[kind]
     monkeypatch.chdir(files)
-    assert run([word.replace(f"{files}/", "") for word in arguments]) == code
-    # A table has columns, which are two spaces apart; sentences and paths may be longer.
-    rows = [line for line in capsys.readouterr().out.splitlines() if "  " in line.strip()]
-    assert [line for line in rows if len(line) > 80] == []
+    assert run([word.replace("{files}/", "") for word in words]) == code
+    lines = capsys.readouterr().out.splitlines()
+    assert lines
+    # A name or a path that has no line to fit into stays whole, and has a line of its own.
+    assert [line for line in lines if len(line) > 80 and " " in line.strip()] == []
+
+
+@pytest.mark.parametrize("command", ["", *cli.commands])
+def test_help_fits_80_columns(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([*command.split(), "--help"]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if len(line) > 80] == []
+
+
+def test_long_sentences_keep_their_words(
+    files: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wrapped for a terminal, an output says the same as in a pipe."""
+    monkeypatch.chdir(files)
+    said = []
+    for columns in ("80", ""):
+        monkeypatch.setenv("COLUMNS", columns)
+        assert run(["diff", "hf", "other"]) == 1
+        said.append(capsys.readouterr().out)
+    assert said[0] != said[1]
+    assert said[0].split() == said[1].split()
+    assert max(map(len, said[1].splitlines())) > 100
 
 
 def test_wide_names_get_lines_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

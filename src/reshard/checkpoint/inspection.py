@@ -32,7 +32,7 @@ from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.storage.local import Storage, StoredFile
 from reshard.layout.box import Box
 from reshard.layout.coverage import grid_edges
-from reshard.text import align, and_more, count, format_bytes, quoted, shorten
+from reshard.text import align, and_more, count, format_bytes, format_shape, quoted, shorten
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -132,7 +132,8 @@ def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
     first = group[0]
     size = format_bytes(sum(tensor.num_bytes for tensor in group))
     layout = shorten(_plain(first.layout), MAX_LAYOUT)
-    return _plain(_joined([t.name for t in group])), _dims(first.shape), first.dtype, layout, size
+    names, shape = _plain(_joined([t.name for t in group])), format_shape(first.shape)
+    return names, shape, first.dtype, layout, size
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -232,7 +233,8 @@ def _about(branch: _Branch) -> str:
     if tensor is None or branch.children:
         return f"{format_bytes(branch.num_bytes)}, {count(branch.num_tensors, 'tensor')}"
     layout = shorten(_plain(tensor.layout), MAX_LAYOUT)
-    return f"{_dims(tensor.shape)} {tensor.dtype}, {layout}, {format_bytes(tensor.num_bytes)}"
+    size = format_bytes(tensor.num_bytes)
+    return f"{format_shape(tensor.shape)} {tensor.dtype}, {layout}, {size}"
 
 
 def _folded(branch: _Branch) -> Iterator[tuple[str, _Branch]]:
@@ -250,10 +252,6 @@ def _few(names: Iterable[str]) -> str:
 
 def _plain(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "0-d"
 
 
 VERSION = 1

@@ -22,8 +22,8 @@ def verify(names: str | None, **words: Any) -> int:
     """Read a checkpoint in full and say what is damaged, or compare two, however they are cut.
 
     \b
-    reshard verify ckpt             every byte against its checksum, nothing missing
-    reshard verify ckpt converted   the same tensors, bit by bit; exit code 1 if not
+    reshard verify ckpt             every byte by its checksum, nothing missing
+    reshard verify ckpt converted   the same, bit by bit; exit code 1 if not
     reshard verify ckpt renamed --names names.toml
 
     Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.

@@ -77,10 +77,10 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
     """Write a checkpoint for another mesh, or in another format.
 
     \b
-    reshard convert ckpt out --mesh "tp=2" --rules llama      sharded for two ranks
-    reshard convert ckpt out --format full --dtype bfloat16   whole tensors, for from_pretrained
-    reshard convert ckpt out --dry-run                        what it would take
-    torchrun --nproc-per-node 8 -m reshard convert ckpt out   eight processes, the same result
+    reshard convert ckpt out --mesh "tp=2" --rules llama      for two ranks
+    reshard convert ckpt out --format full --dtype bfloat16   whole tensors
+    reshard convert ckpt out --dry-run                        what it takes
+    torchrun --nproc-per-node 8 -m reshard convert ckpt out   the same, faster
 
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
@@ -99,7 +99,7 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 
 def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any]) -> int:
     from reshard.checkpoint.conversion.stages import convert as run
-    from reshard.cli.output import byte_meter, print_json
+    from reshard.cli.output import byte_meter, fitted, print_json
     from reshard.planning.names.tables import read_names
 
     names = words.pop("names")
@@ -118,7 +118,7 @@ def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any
             **words,
         )
     if team.leads:
-        print_json("convert", report.to_dict()) if as_json else print(report)
+        print_json("convert", report.to_dict()) if as_json else print(fitted(str(report)))
     return 0
 
 

@@ -130,13 +130,13 @@ def demo(model: str, live: bool, trace: str | None, as_json: bool) -> int:
 
     def say(text: str) -> None:
         if not as_json:
-            print(text, flush=True)
+            print(fitted(text), flush=True)
 
     with working("planning"):
         move = _plan(preset(model), None)
     say(
         f"A trainer holds {model} on mesh {HAVE}, tensors sharded by tp and each shard by {FSDP}.\n"
-        f"Two serving replicas want it on mesh {WANT}.\n\n{fitted(str(move))}\n"
+        f"Two serving replicas want it on mesh {WANT}.\n\n{move}\n"
     )
     start = time.perf_counter()
     with working("proving"):

@@ -21,8 +21,8 @@ def index(path: str, out: str, as_json: bool) -> None:
     other. For the tree: a page for each folder, an A to Z of all keywords, and a search page. Files
     that do not parse are named and skipped. Nothing is imported or run.
     """
-    from reshard.cli.output import print_json
+    from reshard.cli.output import fitted, print_json
     from reshard.index import build
 
     report = build(path, out)
-    print_json("index", report.to_dict()) if as_json else print(report)
+    print_json("index", report.to_dict()) if as_json else print(fitted(str(report)))

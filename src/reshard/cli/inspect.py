@@ -41,9 +41,9 @@ def inspect(
     Exit code 1 if it is damaged, 4 if it is of a kind that is not supported.
 
     \b
-    reshard inspect ckpt                            tensors, layouts, files, damage
-    reshard inspect ckpt --tree                     as a tree of names
-    reshard inspect ckpt --html ckpt.html           as a page with search and drawings
+    reshard inspect ckpt                    tensors, layouts, files, damage
+    reshard inspect ckpt --tree             as a tree of names
+    reshard inspect ckpt --html ckpt.html   as a page with search and drawings
     reshard inspect shards --rules llama --mesh "tp=4"
     """
     from reshard.checkpoint.inspection import inspect as look
@@ -56,7 +56,7 @@ def inspect(
     if as_json:
         print_json("inspect", report.to_dict())
     else:
-        print(report.tree() if tree else fitted(str(report)))
+        print(fitted(report.tree() if tree else str(report)))
     return code_of(report.ok, is_unsupported=not report.damage)
 
 

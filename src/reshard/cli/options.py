@@ -113,7 +113,7 @@ def with_replicas(
 
 def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str, Any]) -> R:
     """Compare two checkpoints as the command line asks, and print the report."""
-    from reshard.cli.output import byte_meter, print_json
+    from reshard.cli.output import byte_meter, fitted, print_json
 
     given = dict(words)
     as_json = given.pop("as_json")
@@ -121,5 +121,5 @@ def compare_and_report(verb: str, compare: Callable[..., R], words: Mapping[str,
     given["rules"], given["b_rules"] = with_replicas(given.pop("replicate"), sides)
     with byte_meter(verb) as progress:
         report = compare(given.pop("a"), given.pop("b"), progress=progress, **given)
-    print_json(verb, report.to_dict()) if as_json else print(report)
+    print_json(verb, report.to_dict()) if as_json else print(fitted(str(report)))
     return report

@@ -38,6 +38,8 @@ MIN_NAME = 36
 """Names of tensors are not made shorter than this, but get lines of their own."""
 _HEADER = re.compile(r"\s*(?:round +)?(?P<column>tensor +)(?=shape|box|from)")
 """The first row of a table of tensors, and the column with their names."""
+_LABEL = re.compile(r"\s*\S+(?: \S+)?\s{2,}")
+"""A label, and the gap before the text that it is for."""
 
 UNSUPPORTED = 4
 """The exit code for a checkpoint of a kind that is not supported."""
@@ -66,7 +68,7 @@ def print_json(kind: str, data: dict[str, Any]) -> None:
 
 
 def fitted(text: str) -> str:
-    """A text with its tables of tensors narrowed until they fit the terminal.
+    """A text that fits the terminal: tables of tensors are narrowed, other long lines wrapped.
 
     What goes to a file or a pipe stays as it is, unless COLUMNS asks for a width.
     """
@@ -77,7 +79,23 @@ def fitted(text: str) -> str:
     for start in starts:
         stop = next((n for n in range(start, len(lines)) if not lines[n].strip()), len(lines))
         lines[start:stop] = _narrowed(lines[start:stop], width)
-    return "\n".join(lines)
+    return "\n".join(part for line in lines for part in _wrapped(line, width))
+
+
+def _wrapped(line: str, width: int) -> list[str]:
+    """A line as several that fit; names and paths stay whole, so that they can be copied.
+
+    >>> _wrapped("wire  64.0 MiB, the least possible", 20)
+    ['wire  64.0 MiB, the', '      least possible']
+    """
+    from textwrap import wrap
+
+    if len(line) <= width:
+        return [line]
+    label = _LABEL.match(line)
+    indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 4
+    whole = {"break_long_words": False, "break_on_hyphens": False}
+    return wrap(line, width, subsequent_indent=" " * min(indent, width // 2), **whole)
 
 
 def _narrowed(rows: list[str], width: int) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -87,12 +86,14 @@ def plan(
     """Plan a move: of one tensor, or of a whole model by rules.
 
     \b
-    reshard plan --shape 8192,4096 --from "dp=2 tp=4: (dp tp) -" --to "tp=2 @ 8-9: - tp"
-    reshard plan --model llama-3-8b --from "dp=2 tp=4" --from-fsdp dp --to "tp=4 @ 8-11"
+    reshard plan --shape 8192,4096 --from "dp=8: dp -" --to "tp=2 @ 8-9: - tp"
+    reshard plan --model llama-3-8b --from dp=8 --from-fsdp dp --to "tp=4 @ 8-11"
 
     With --model, every axis of a mesh must shard something, by the rules or by --from-fsdp and
     --to-fsdp; replicas along an axis are asked for with --replicate.
     """
+    from reshard.cli.output import fitted
+
     words["from_rules"] = words["from_rules"] or rules
     words["to_rules"] = words["to_rules"] or rules
     request = Request(**words)
@@ -110,7 +111,7 @@ def plan(
     else:
         _print(move, rank, notes)
         if check:
-            print(f"\n{failure or 'proven: every wanted element is written exactly once'}")
+            print(fitted(f"\n{failure or 'proven: every wanted element is written exactly once'}"))
     return 1 if failure else 0
 
 
@@ -250,35 +251,18 @@ def _print(move: Plan, rank: int | None, notes: Sequence[str]) -> None:
     if rank is not None:
         print(fitted("\n".join(_rank_lines(move.for_rank(rank)))))
         return
-    first, *rest = fitted(describe(move)).splitlines()
-    rest = rest[: rest.index("why") + 1] + _wrapped(rest[rest.index("why") + 1 :])
+    noted = ["", "notes", *(f"  {note}" for note in notes)] if notes else []
+    first, *rest = fitted("\n".join([describe(move), *noted])).splitlines()
     label = max(2 * len(str(move.ranks[-1])) + 1 if len(move.ranks) > 16 else 2, 5)
     most = max(min((terminal_width() - label - 9) // (label + 2), 16), 2)
     print_lines(
         [
             [Span(first, bold=True)],
-            *([Span(line, bold=line == "why")] for line in rest),
-            *([Span(line, bold=line == "notes")] for line in _noted(notes)),
+            *([Span(line, bold=line in ("why", "notes"))] for line in rest),
             [],
             *draw(traffic_matrix(move, most)),
         ]
     )
-
-
-def _noted(notes: Sequence[str]) -> list[str]:
-    return ["", "notes", *_wrapped([f"  {note}" for note in notes])] if notes else []
-
-
-def _wrapped(sentences: Sequence[str]) -> list[str]:
-    """Sentences, wrapped to the width of the terminal if the output is one."""
-    from textwrap import wrap
-
-    from reshard.cli.output import terminal_width
-
-    if not sys.stdout.isatty():
-        return list(sentences)
-    width = min(terminal_width(), 100)
-    return [line for one in sentences for line in wrap(one, width, subsequent_indent="    ")]
 
 
 def _rank_lines(mine: RankPlan) -> list[str]:

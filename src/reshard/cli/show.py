@@ -39,7 +39,7 @@ def show(
 
     \b
     reshard show "dp=2 tp=4: (dp tp) -" --shape 8192,4096
-    reshard show --model llama-3-8b --mesh tp=4            the layouts of its tensors, by the rules
+    reshard show --model llama-3-8b --mesh tp=4   all layouts, by the rules
     reshard show --model llama-3-8b --mesh tp=4 lm_head.weight
     """
     from reshard.cli.parsing import parse_shape
@@ -84,7 +84,7 @@ def _of_model(
     from reshard.cli.output import fitted, print_json
     from reshard.cli.parsing import model_config
     from reshard.rules import Rules, models
-    from reshard.text import align, and_more, quoted
+    from reshard.text import align, and_more, format_shape, quoted
 
     folder = Path(model)
     config = model_config(str(folder / "config.json") if folder.is_dir() else model)
@@ -104,7 +104,7 @@ def _of_model(
     rows: dict[tuple[str, str, str], int] = {}
     for name, layout in layouts.items():
         pattern = re.sub(r"(?<=\.)\d+(?=\.)", "{i}", name)
-        size = "x".join(map(str, shapes[name]))
+        size = format_shape(shapes[name])
         key = pattern, size, str(layout).partition(" | on ")[0]
         rows[key] = rows.get(key, 0) + 1
     table = [(name, size, layout, str(count)) for (name, size, layout), count in rows.items()]
@@ -113,14 +113,15 @@ def _of_model(
 
 
 def _print(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:
-    from reshard.cli.output import print_lines, terminal_width, wants_boxes
+    from reshard.cli.output import fitted, print_lines, terminal_width, wants_boxes
     from reshard.show.ink import Span
     from reshard.show.terminal import draw, pieces_table
 
     if rank is None:
         print_lines(draw(layout, shape, width=terminal_width(), unicode=wants_boxes()))
     else:
-        print_lines([[Span(line)] for line in pieces_table(layout, rank, shape)])
+        text = fitted("\n".join(pieces_table(layout, rank, shape)))
+        print_lines([[Span(line)] for line in text.splitlines()])
 
 
 def _print_json(layout: Layout, shape: tuple[int, ...], rank: int | None) -> None:

@@ -36,7 +36,7 @@ from reshard.planning.classes import Stack
 from reshard.planning.cost.summary import needs_of
 from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
-from reshard.text import align, count, format_bytes, shorten
+from reshard.text import align, count, format_bytes, format_shape, shorten
 
 __all__ = ["StackRow", "describe", "figures", "headline", "reasons", "stack_rows"]
 
@@ -68,7 +68,7 @@ class StackRow:
     @property
     def shape(self) -> str:
         """The shape, or both where a tensor is joined, cropped or padded."""
-        return _change(*(_dims(side.shape) for side in (self.stack.have, self.stack.want)))
+        return _change(*(format_shape(side.shape) for side in (self.stack.have, self.stack.want)))
 
     @property
     def dtype(self) -> str:
@@ -221,10 +221,6 @@ def _layout(layout: Layout, with_mesh: bool) -> str:
 
 def _change(before: str, after: str) -> str:
     return before if before == after else f"{before} -> {after}"
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "0-d"
 
 
 def reasons(plan: Plan) -> list[str]:

@@ -25,7 +25,7 @@ from reshard.show.frame import CELL_WIDTH, frame
 from reshard.show.holdings import Holding, Holdings, holdings
 from reshard.show.ink import Line, Span, plain
 from reshard.show.picture import picture_of
-from reshard.text import align, shorten
+from reshard.text import align, count, format_shape, shorten
 
 __all__ = ["as_text", "draw", "headline", "pieces_table", "table"]
 
@@ -61,11 +61,11 @@ def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
     if found.num_different:
         each, rest = divmod(found.num_ranks, found.num_different)
         ranks = found.num_ranks if rest else each
-        what = f"{_count(found.num_different, 'part')}, {'' if rest else 'each '}on "
-        what += _count(ranks, "rank")
+        what = f"{count(found.num_different, 'part')}, {'' if rest else 'each '}on "
+        what += count(ranks, "rank")
     if layout.reduce:
         what += f", with a pending {layout.reduce[0]} over {' '.join(layout.reduce[1])}"
-    return f"{shorten(str(layout), 60)}{where}, shape {_dims(shape)}: {what}"
+    return f"{shorten(str(layout), 60)}{where}, shape {format_shape(shape)}: {what}"
 
 
 def table(found: Holdings, width: int = 80) -> list[str]:
@@ -75,11 +75,11 @@ def table(found: Holdings, width: int = 80) -> list[str]:
     rows = [("ranks", "at", "local shape", "holds"), *map(_row, found.rows)]
     lines = [shorten(line, max(width, 60)) for line in align(rows)]
     if found.num_different > len(found.rows):
-        lines.append(f"and {_count(found.num_different - len(found.rows), 'more part')}")
+        lines.append(f"and {count(found.num_different - len(found.rows), 'more part')}")
     if found.idle:
         verb = "holds" if len(found.idle) == 1 else "hold"
         named = shorten(format_ranks(found.idle), 40)
-        lines.append(f"{_count(len(found.idle), 'rank')} {verb} nothing: {named}")
+        lines.append(f"{count(len(found.idle), 'rank')} {verb} nothing: {named}")
     return lines
 
 
@@ -87,7 +87,7 @@ def _row(holding: Holding) -> tuple[str, ...]:
     return (
         shorten(format_ranks(holding.ranks), 24),
         " ".join(f"{axis}={at}" for axis, at in holding.coords.items()),
-        _dims(holding.local_shape),
+        format_shape(holding.local_shape),
         holding.text,
     )
 
@@ -107,13 +107,13 @@ def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
     pieces = layout.pieces(rank, shape)
     coords = layout.holds(rank)
     if not pieces:
-        return [f"rank {rank} holds nothing of shape {_dims(shape)} in layout {layout}"]
+        return [f"rank {rank} holds nothing of shape {format_shape(shape)} in layout {layout}"]
     at = " ".join(f"{axis}={place}" for axis, place in (coords or {}).items())
-    count = sum(piece.box.size for piece in pieces)
+    num_elements = sum(piece.box.size for piece in pieces)
     first = (
         f"rank {rank}{f' at {at}' * bool(at)} of mesh {layout.mesh} holds "
-        f"{_count(count, 'element')} in {_count(len(pieces), 'piece')}, "
-        f"local shape {_dims(layout.local_shape(rank, shape))}"
+        f"{count(num_elements, 'element')} in {count(len(pieces), 'piece')}, "
+        f"local shape {format_shape(layout.local_shape(rank, shape))}"
     )
     rows = [("box", "offset", "strides")]
     rows += [
@@ -122,11 +122,3 @@ def pieces_table(layout: Layout, rank: int, shape: Sequence[int]) -> list[str]:
     ]
     more = len(pieces) - MAX_PIECES
     return [first, "", *align(rows, right={1}), *([f"and {more:,} more"] if more > 0 else [])]
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
-
-
-def _dims(shape: Sequence[int]) -> str:
-    return "x".join(map(str, shape)) or "0-d"

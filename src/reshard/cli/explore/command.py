@@ -35,7 +35,7 @@ def explore(
 
     \b
     reshard explore
-    reshard explore --shape 8192,4096 --from "dp=2 tp=4: (dp tp) -" --to "tp=2 @ 8-9: - tp"
+    reshard explore --shape 8192,4096 --from "dp=8: dp -" --to "tp=2 @ 8-9: - tp"
     """
     from reshard.cli.explore.answers import DEFAULTS, answer_of
     from reshard.cli.explore.server import Server

@@ -31,7 +31,7 @@ from reshard.show.page.plan_page import (
     two_dims,
 )
 from reshard.show.plan_text import describe, headline, stack_rows
-from reshard.text import shorten
+from reshard.text import format_shape, shorten
 
 if TYPE_CHECKING:
     from reshard.planning.plans import Plan
@@ -71,7 +71,7 @@ def layout_cell(layout: Layout) -> str:
     colours = Colours()
     dims = two_dims(shape, [layout]) if len(shape) > 2 else None
     side = side_of(layout, shape, colours, dims)
-    sample = "x".join(map(str, shape)) or "0-d"
+    sample = format_shape(shape)
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
     move = Move(shorten(str(layout), 80), f"{what} {sample}", side)
     return _cell(moves=[move], legend=legend_of(colours, [move], 1, 1))

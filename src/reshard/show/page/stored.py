@@ -12,7 +12,7 @@ from reshard.show.page.colours import Colours
 from reshard.show.page.document import Card, Document, Footer, Move, clean, render_page
 from reshard.show.page.plan_page import legend_of, side_of, two_dims
 from reshard.show.picture import num_boxes
-from reshard.text import count, format_bytes, shorten
+from reshard.text import count, format_bytes, format_shape, shorten
 
 __all__ = ["render_stored"]
 
@@ -118,7 +118,7 @@ def _moves(groups: Groups, colours: Colours) -> tuple[list[Move], dict[int, int]
         if layout is None or len(moves) == MAX_DRAWN:
             continue
         number[at] = len(moves)
-        note = f"{_dims(group[0])} {group[0].dtype}, {_size(group)}"
+        note = f"{format_shape(group[0].shape)} {group[0].dtype}, {_size(group)}"
         shape = group[0].shape
         dims = two_dims(shape, [layout]) if len(shape) > 2 else None
         moves.append(Move(_name(group), note, side_of(layout, shape, colours, dims)))
@@ -159,17 +159,13 @@ def _data(groups: Groups, number: Mapping[int, int]) -> dict[str, Any]:
 def _group(group: Sequence[StoredTensor], move: int) -> list[Any]:
     first, size = group[0], sum(tensor.num_bytes for tensor in group)
     return [
-        _name(group), _dims(first), first.dtype, shorten(clean(first.layout), 80), "",
+        _name(group), format_shape(first.shape), first.dtype, shorten(clean(first.layout), 80), "",
         format_bytes(size), size, "", 0, "", move, len(group), 1,
     ]  # fmt: skip
 
 
 def _name(group: Sequence[StoredTensor]) -> str:
     return named([clean(tensor.name) for tensor in group])
-
-
-def _dims(tensor: StoredTensor) -> str:
-    return "x".join(map(str, tensor.shape)) or "0-d"
 
 
 def _size(group: Sequence[StoredTensor]) -> str:
