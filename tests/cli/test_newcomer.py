@@ -1,16 +1,19 @@
 """What a newcomer does: the ten tasks of the first day, and 40 wrong inputs with their answers.
 
-Tasks that documents show run with the documents; `TASKS` says which.
+`TASKS` names the test of each; what documents show runs with the documents.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pty
 import re
+import select
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,21 +25,35 @@ from safetensors.numpy import save_file
 import reshard as rs
 from reshard.cli import run
 from reshard.rules import models
+from tests.docs.snippets import FENCE
+from tests.soak import within
 
 ROOT = Path(__file__).parents[2]
+DOCUMENT = "tests/docs/test_snippets.py::test_document[{}]"
+ON_RANKS = "tests/docs/test_on_ranks.py::test_document_on_ranks[{}]"
+BROWSER, HERE = "tests/show/test_page_in_browser.py", "tests/cli/test_newcomer.py"
 TASKS = {
-    "show a layout": ("docs/quickstart.md", "$ reshard show"),
-    "plan Llama-3-8B from FSDP over 16 to TP-8 x DP-2": ("docs/quickstart.md", "--from-fsdp dp"),
-    "HF to TP-4 to DCP to HF, verify, diff": ("docs/how-to/convert.md", "$ reshard diff"),
-    "FSDP2 + TP live to a plain module": ("docs/how-to/trainer-to-inference.md", "plain module"),
-    "port a _shard script": ("docs/how-to/from-shard.md", "from reshard.compat"),
-    "input_reshard": ("docs/how-to/activation-memory.md", "input_reshard(block"),
-    "HF folder into a sharded model": ("README.md", 'rs.checkpoint.load("hf"'),
-    "wrong inputs": ("tests/cli/test_newcomer.py", "WRONG_INPUTS"),
-    "completion in bash and zsh": ("docs/cli.md", "zsh_source"),
-    "a new model family": ("docs/architecture.md", "### a model family"),
+    "show a layout": (DOCUMENT.format("docs/quickstart.md"), "$ reshard show"),
+    "plan Llama-3-8B from FSDP over 16 to TP-8 x DP-2, open the page": (
+        f"{BROWSER}::test_the_page_of_a_newcomers_plan",
+        '"--from-fsdp", "dp", "--to", "dp=2 tp=8 @ 16-31"',
+    ),
+    "HF to TP-4 to DCP to HF, verify, diff": (
+        DOCUMENT.format("docs/how-to/convert.md"),
+        "$ reshard diff",
+    ),
+    "FSDP2 + TP live to a plain module": (
+        ON_RANKS.format("docs/how-to/trainer-to-inference.md"),
+        "fully_shard(trained",
+    ),
+    "port a _shard script": (ON_RANKS.format("docs/how-to/from-shard.md"), "from reshard.compat"),
+    "input_reshard": (ON_RANKS.format("docs/how-to/activation-memory.md"), "input_reshard(block"),
+    "HF folder into a sharded model": (ON_RANKS.format("README.md"), 'rs.checkpoint.load("hf"'),
+    "wrong inputs": (f"{HERE}::test_a_wrong_input_is_answered_with_what_to_type", "WRONG_INPUTS"),
+    "completion in bash and zsh": (f"{HERE}::test_the_tab_key_completes_in_a_real_shell", "zsh"),
+    "a new model family": (f"{HERE}::test_a_new_model_family_by_the_documents", "toy-7b"),
 }
-"""Where each task is shown; blocks of documents are run by tests/docs."""
+"""The test of each task, and a text that it must contain: in a block that it runs, or in itself."""
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 96, "vocab_size": 128,
     "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
@@ -137,12 +154,23 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_task_is_shown() -> None:
+@pytest.mark.parametrize("task", TASKS)
+def test_every_task_has_a_test(task: str) -> None:
+    """The test exists, and runs what the task names."""
+    test, text = TASKS[task]
+    file, _, name = test.partition("::")
+    name, _, document = name.rstrip("]").partition("[")
+    source = (ROOT / file).read_text()
+    assert f"def {name}(" in source
+    if document:
+        notes = ("not run: on ",) if name.endswith("on_ranks") else ("exit:", "none")
+        blocks = FENCE.finditer((ROOT / document).read_text())
+        source = "".join(one["body"] for one in blocks if (one["note"] or "none").startswith(notes))
+    assert text in source
+
+
+def test_there_are_ten_tasks() -> None:
     assert len(TASKS) == 10
-    missing = [
-        name for name, (file, text) in TASKS.items() if text not in (ROOT / file).read_text()
-    ]
-    assert not missing
 
 
 @pytest.mark.parametrize(("typed", "answer"), WRONG_INPUTS, ids=range(len(WRONG_INPUTS)))
@@ -199,31 +227,89 @@ def on_path(tmp_path: Path) -> dict[str, str]:
     return os.environ | {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
 
 
-def test_bash_completes_as_documented(on_path: dict[str, str]) -> None:
-    """The line of the documents in a real bash, and then what the Tab key does."""
-    line = 'eval "$(_RESHARD_COMPLETE=bash_source reshard)"'
-    assert line in (ROOT / "docs/cli.md").read_text()
-    script = f"""{line}
-    COMP_WORDS=(reshard plan --model llama-3-8); COMP_CWORD=3
-    $(complete -p reshard | sed 's/.*-F \\([^ ]*\\).*/\\1/') reshard
-    echo "${{COMPREPLY[@]}}"
-    """
-    done = subprocess.run(["bash", "-c", script], env=on_path, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("llama-3-8b\n", "")
+SHELLS = {
+    "bash": ["bash", "--norc", "--noprofile", "-i"],
+    "zsh": ["zsh", "-f", "-i"],
+}
+PREPARE = {
+    "bash": "bind 'set enable-bracketed-paste off'",
+    "zsh": "autoload -Uz compinit; compinit -u",
+}
+"""What a shell's own start-up files do for completion."""
 
 
-def test_zsh_completes_as_documented(on_path: dict[str, str]) -> None:
-    """In zsh where there is one; else what its script would get from the command."""
-    line = 'eval "$(_RESHARD_COMPLETE=zsh_source reshard)"'
+class Shell:
+    """An interactive shell in a terminal, in which a person types."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self._screen, inner = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=inner,
+            stdout=inner,
+            stderr=inner,
+            env=env | {"TERM": "dumb", "PS1": "$ ", "PROMPT": "$ "},
+            start_new_session=True,
+        )
+        os.close(inner)
+
+    def type(self, keys: str, until: str) -> str:
+        """Press keys, and read the screen until a text is on it."""
+        os.write(self._screen, keys.encode())
+        seen, end = "", time.monotonic() + within(20)
+        while until not in seen:
+            ready, _, _ = select.select([self._screen], [], [], max(end - time.monotonic(), 0))
+            assert ready, f"{until!r} did not appear, but {seen!r}"
+            seen += os.read(self._screen, 4096).decode(errors="replace")
+        return seen
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._screen)
+
+
+@pytest.mark.parametrize("name", SHELLS)
+def test_the_tab_key_completes_in_a_real_shell(
+    name: str, on_path: dict[str, str], tmp_path: Path
+) -> None:
+    """The line of the documents, then a command and a value with the Tab key."""
+    if shutil.which(name) is None:
+        pytest.skip(f"{name} is not installed")
+    line = f'eval "$(_RESHARD_COMPLETE={name}_source reshard)"'
     assert line in (ROOT / "docs/cli.md").read_text()
-    if shutil.which("zsh"):
-        script = f"autoload -Uz compinit; compinit -u; {line}; whence -w _reshard_completion"
-        done = subprocess.run(["zsh", "-fc", script], env=on_path, capture_output=True, text=True)
-        assert "function" in done.stdout, done.stderr
-    env = on_path | {"COMP_WORDS": "reshard con", "COMP_CWORD": "1"}
-    env |= {"_RESHARD_COMPLETE": "zsh_complete"}
+    env = on_path | {"HOME": str(tmp_path), "ZDOTDIR": str(tmp_path)}
+    shell = Shell(SHELLS[name], env)
+    try:
+        shell.type(f"{PREPARE[name]}; {line}; echo rea''dy\n", "ready")
+        shell.type("reshard con\t", "convert")
+        shell.type("\x15reshard plan --model llama-3-8\t", "llama-3-8b")
+        said = shell.type("--from dp=2 --from-fsdp dp --to tp=2\n", "Plan of 291 tensors")
+        assert "error" not in said
+    finally:
+        shell.close()
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "answer"),
+    [
+        ("bash", "reshard con", "plain,convert"),
+        ("zsh", "reshard con", "plain\nconvert"),
+        ("bash", "reshard plan --model llama-3-8", "plain,llama-3-8b"),
+    ],
+)
+def test_what_a_completion_script_is_told(
+    shell: str, words: str, answer: str, on_path: dict[str, str]
+) -> None:
+    """Where no shell is installed: what the scripts get from the command."""
+    at = str(len(words.split()) - 1)
+    env = on_path | {
+        "COMP_WORDS": words,
+        "COMP_CWORD": at,
+        "_RESHARD_COMPLETE": f"{shell}_complete",
+    }
     done = subprocess.run(["reshard"], env=env, capture_output=True, text=True)
-    assert done.stdout.split("\n")[:2] == ["plain", "convert"]
+    assert done.stdout.startswith(answer)
 
 
 def test_a_new_model_family_by_the_documents(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ NEXT = (
         f'reshard plan --model {{model}} --from "{HAVE}" --from-fsdp {FSDP} \\\n'
         f'      --to "{WANT}" --replicate {REPLICAS} --html plan.html'
     ),
-    f'reshard show --model {{model}} --mesh "tp=4" {SHOWN}',
+    f'reshard show --model {{model}} --mesh "tp=4" \\\n      {SHOWN}',
     "reshard convert CHECKPOINT OUT --mesh tp=2 --dry-run",
 )
 """Commands that a reader can try next: a page of this plan, a layout, a checkpoint of their own."""
