@@ -94,8 +94,10 @@ def _wrapped(line: str, width: int) -> list[str]:
         return [line]
     label = _LABEL.match(line)
     indent = len(label[0]) if label else len(line) - len(line.lstrip()) + 4
-    whole = {"break_long_words": False, "break_on_hyphens": False}
-    return wrap(line, width, subsequent_indent=" " * min(indent, width // 2), **whole)
+    return wrap(
+        line, width, subsequent_indent=" " * min(indent, width // 2),
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
 
 
 def _narrowed(rows: list[str], width: int) -> list[str]:
