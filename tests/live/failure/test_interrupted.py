@@ -21,7 +21,7 @@ from tests.ranks.rank import tell
 from tests.soak import soaking, within
 
 VICTIM, LATE = 1, 3
-LATE_SECONDS = 3.0
+LATE_SECONDS = 2.0
 
 
 def move_on_and_on(rank: int, transport: str, how: str) -> tuple[Tried, str, int]:
@@ -105,7 +105,7 @@ def interrupted_well(how: str, transport: str) -> bool:
         job = ranks.begin(move_on_and_on, transport, how)
         for rank in range(4):
             job.hear(rank)
-        time.sleep(1.0 if how == "first" else 0.3)
+        time.sleep(0.7 if how == "first" else 0.3)
         ranks.kill(VICTIM, signal.SIGINT)
         sent = time.monotonic()
         (victim,) = job.outcomes(40, ranks=[VICTIM])

@@ -6,21 +6,31 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from reshard.live.failure import agreement
 from reshard.live.session import listener
 from reshard.live.session.control import Abort, Control, Hello, Ready, Waiting, encode
 from reshard.live.session.session import Connections, all_connections
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
-from tests.ranks.pool import fresh_ranks
+from tests.ranks.pool import Pool, fresh_ranks
+from tests.ranks.rank import local_group
 from tests.soak import soaking, within
 
 BROKEN = 2
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Pool]:
+    """Ranks of this file, which no other test relies on."""
+    ranks = Pool(size=4)
+    yield ranks
+    ranks.close()
 
 
 def unsealed(num_bytes: int) -> int:
@@ -62,25 +72,28 @@ NONSENSE: dict[str, Callable[[Connections], None]] = {
 }
 
 
-def hear_nonsense(rank: int, what: str, transport: str) -> Tried:
-    plan = plan_of((16, 52))
-    options: Any = {"transport": transport, "timeout": 1.5}
+def hear_nonsense(rank: int, what: str, transport: str) -> Tried | None:
+    """Each kind in a session of its own, which is of no use afterwards."""
+    group, plan = local_group(0, 1, 2, 3), plan_of((16, 52))
+    options: Any = {"transport": transport, "timeout": 1.5, "group": group}
     plan.run(source_of(plan, rank), **options)
+    outcome = None
     if rank == BROKEN:
-        (connections,) = all_connections()
+        (connections,) = all_connections(group)
         NONSENSE[what](connections)
-        time.sleep(2.5)
-        os._exit(0)
-    return tried(lambda: plan.run(source_of(plan, rank), **options))
+    else:
+        outcome = tried(lambda: plan.run(source_of(plan, rank), **options))
+    dist.barrier()  # it stays until the others have given up
+    dist.destroy_process_group(group)
+    return outcome
 
 
 @pytest.mark.parametrize("transport", ["auto", "peer"] if soaking() else ["auto"])
 @pytest.mark.parametrize("what", NONSENSE)
-def test_nonsense_from_a_peer(what: str, transport: str) -> None:
-    with fresh_ranks(4) as ranks:
-        outcomes = ranks.outcomes(hear_nonsense, what, transport)
-    found = [outcome.value for rank, outcome in enumerate(outcomes) if rank != BROKEN]
-    for one in found:
+def test_nonsense_from_a_peer(four: Pool, what: str, transport: str) -> None:
+    found = four.run(hear_nonsense, what, transport)
+    assert [one is None for one in found] == [rank == BROKEN for rank in range(4)]
+    for one in filter(None, found):
         assert one.kind in ("PeerLostError", "MoveTimeoutError", "LiveError"), one
         assert f"rank {BROKEN} " in one.message or what == "a broken cause", one
         assert one.seconds < within(1.5 + 1.5), one
@@ -100,19 +113,20 @@ def meet_strangers(rank: int) -> str:
             kept.append(stranger)
         return usual(door, *args)
 
+    group = local_group(0, 1, 2, 3)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
             patch.setattr(listener.Listener, "connect_all", besieged)
         plan = plan_of((16, 52))
-        outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=10))
+        outcome = tried(lambda: plan.run(source_of(plan, rank), timeout=10, group=group))
+    assert len(kept) == (4 if rank == 0 else 0), kept
     for stranger in kept:
         stranger.close()
     return outcome.kind + outcome.message
 
 
-def test_strangers_at_the_door() -> None:
-    with fresh_ranks(4) as ranks:
-        assert ranks.run(meet_strangers) == ["moved"] * 4
+def test_strangers_at_the_door(four: Pool) -> None:
+    assert four.run(meet_strangers) == ["moved"] * 4
 
 
 def hear_a_broken_store(rank: int) -> Tried:
@@ -127,11 +141,10 @@ def hear_a_broken_store(rank: int) -> Tried:
     return outcome
 
 
-def test_nonsense_in_the_store() -> None:
-    with fresh_ranks(4) as ranks:
-        for one in ranks.run(hear_a_broken_store):
-            assert one.kind in ("LiveError", "DisagreementError"), one
-            assert "\n" not in one.message
+def test_nonsense_in_the_store(four: Pool) -> None:
+    for one in four.run(hear_a_broken_store):
+        assert one.kind in ("LiveError", "DisagreementError"), one
+        assert "\n" not in one.message
 
 
 def leave_a_child(rank: int) -> int:
