@@ -4,6 +4,7 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 (pytest-xdist issue 1386).
 """
 
+import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -82,6 +83,11 @@ class RanksOnOneWorker(LoadScopeScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
     """The scheduler for a plain `-n 2`; another `--dist` is left as it is."""
     return RanksOnOneWorker(config, log) if config.getoption("dist") == "load" else None
+
+
+def pytest_collection_finish() -> None:
+    """Modules and tests stay to the end: no collection of garbage need look at them."""
+    gc.freeze()
 
 
 SOAKING = {"device/test_nccl_moves.py"}

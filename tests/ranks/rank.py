@@ -2,6 +2,7 @@
 
 import faulthandler
 import fcntl
+import gc
 import os
 import pickle
 import signal
@@ -76,6 +77,8 @@ def tell(value: Any) -> None:
 
 def serve(rank: int, wires: Wires) -> None:
     """The life of a rank."""
+    # What the fork server has imported stays: a collection would look at millions of objects.
+    gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(wires.stacks.fileno())
     faulthandler.register(signal.SIGUSR1, wires.stacks.fileno(), all_threads=True)

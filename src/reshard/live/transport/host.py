@@ -341,7 +341,8 @@ class HostTransport(Transport):
         key = (*self._key, masks)
         found: _HostRound | None = round_.kept.get(key)
         if found is None:
-            others = [one for one in round_.kept if isinstance(one, tuple) and one[0] == "host"]
+            # A copy: other calls of this plan, in flight on other threads, add to it meanwhile.
+            others = [one for one in [*round_.kept] if isinstance(one, tuple) and one[0] == "host"]
             for other in others[MAX_KEPT:]:
                 round_.kept.pop(other, None)
             found = round_.kept[key] = self._compile(round_, bool(masks))
