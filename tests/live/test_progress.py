@@ -1,11 +1,14 @@
-"""The progress bar of a long move on real ranks: one rank shows it at a terminal, and clears it."""
+"""What real ranks say while they move: one shows a progress bar, all write to the log."""
 
 import contextlib
+import logging
 import os
 import re
 import time
 
+import pytest
 import torch
+import torch.distributed as dist
 
 import reshard as rs
 from tests.ranks.pool import Pool
@@ -55,3 +58,40 @@ def test_only_the_lowest_rank_shows_it(pool: Pool) -> None:
     assert "0 B of 17.8 MiB, round 1 of 1" in shown[0]
     assert shown[1:] == ["", ""]
     assert words_of(found[0].rpartition("\x1b[2K")[2]).strip() == ""
+
+
+def log_of_two_moves(rank: int) -> tuple[list[str], list[str], list[str]]:
+    """What the logger `reshard` says of the first call of a plan, of a second, and of a failure."""
+    group = dist.new_group([0, 1, 2])
+    assert isinstance(group, dist.ProcessGroup)
+    plan = rs.plan("dp=3: dp -", "tp=3: - tp", shape=(6, 6))
+    local = torch.ones(2, 6)
+    said: list[str] = []
+    handler = logging.Handler(logging.DEBUG)
+    handler.emit = lambda record: said.append(f"{record.levelname} {record.getMessage()}")  # type: ignore[method-assign]
+    log = logging.getLogger("reshard")
+    log.addHandler(handler)
+    log.setLevel(logging.DEBUG)
+    try:
+        plan.run({"tensor": local}, group=group)
+        first = said[:]
+        plan.run({"tensor": local}, group=group)
+        second = said[len(first) :]
+        with pytest.raises(rs.TensorError):
+            plan.run({"tensor": local[: 2 - rank]}, group=group)
+    finally:
+        log.setLevel(logging.NOTSET)
+        log.removeHandler(handler)
+    return first, second, said[len(first) :]
+
+
+def test_the_log_tells_of_connections_plans_and_transports_once(pool: Pool) -> None:
+    """An exception says all about a failure, so the log says nothing of it."""
+    for rank, (first, second, failed) in enumerate(pool.run(log_of_two_moves, ranks=range(3))):
+        others = ["1-2", "0,2", "0-1"][rank]
+        assert [re.sub(r"\bplan \w{8}|\d\.\d{3} s", "...", line) for line in first] == [
+            f"DEBUG rank {rank}: compiled ... of 1 tensor in ...",
+            f"INFO rank {rank}: connected ranks 0-2 on 1 host in ...",
+            f"DEBUG rank {rank}: ... is the same on ranks 0-2; peer memory to {others}",
+        ]
+        assert second == failed == []

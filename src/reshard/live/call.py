@@ -148,6 +148,8 @@ class Call:
             exchange = Exchange(program, bound, report=report, after_round=after)
         else:
             self._choose_transports(watch, program, bound)
+            if self._is_first:
+                compiled.log_transports(self._transports)
             common = (program, bound, self._transports, watch.inbox, watch.wait)
             exchange = Exchange(*common, report, after)
             watch.status = exchange.status

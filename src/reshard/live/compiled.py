@@ -5,8 +5,10 @@ It is an attribute of the plan, so it lives as long as the plan; `plan.release()
 
 from __future__ import annotations
 
+import logging
+import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -14,12 +16,15 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import LiveError
+from reshard.layout.mesh import format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.program.rounds import Program
 from reshard.live.session.session import Session, session_of
+from reshard.live.transport.base import Transport
 from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES
+from reshard.text import count, log
 
 __all__ = ["CompiledPlan", "compiled_plan"]
 
@@ -77,6 +82,19 @@ class CompiledPlan:
             program = self._strided.setdefault(key, compiled)
         return program
 
+    def log_transports(self, transports: Sequence[Transport]) -> None:
+        """Log how this rank reaches its peers; for the first call, in which ranks compare plans."""
+        if not log.isEnabledFor(logging.DEBUG):
+            return
+        peers: dict[str, list[int]] = {}
+        for label, peer in sorted((one.label(p), p) for one in transports for p in one.peers):
+            peers.setdefault(label, []).append(peer)
+        ways = [f"{label} to {format_ranks(some)}" for label, some in peers.items()]
+        log.debug(
+            "rank %d: plan %.8s is the same on ranks %s; %s", self.rank, self.plan.digest,
+            format_ranks(self.ranks), ", ".join(ways) or "no messages",
+        )  # fmt: skip
+
     @cached_property
     def grad_hellos(self) -> dict[int, frozenset[int]]:
         """By rank, the peers with which it exchanges Hellos only to learn whether the source
@@ -132,6 +150,11 @@ def compiled_plan(plan: Plan, given: dist.ProcessGroup | None) -> CompiledPlan |
             "give a group of all ranks of both layouts"
         )
     if compiled is None or compiled.rank != rank:
+        began = time.perf_counter()
         compiled = plan.compiled = CompiledPlan(plan, rank)
+        log.debug(
+            "rank %d: compiled plan %.8s of %s in %.3f s", rank, plan.digest,
+            count(len(plan.want), "tensor"), time.perf_counter() - began,
+        )  # fmt: skip
     compiled.use_group(group)
     return compiled

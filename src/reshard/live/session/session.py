@@ -19,11 +19,13 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import LiveError
+from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
 from reshard.live.session.store import Store
 from reshard.live.session.threads import OwnedLock
+from reshard.text import count, log
 
 __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
 
@@ -222,6 +224,11 @@ class Session:
             finally:
                 self.skip_calls(rendezvous.skipped)
             self._rendezvous = None
+            hosts = count(len(set(self.connections.hosts.values())), "host")
+            log.info(
+                "rank %d: connected ranks %s on %s in %.3f s", self.rank,
+                format_ranks(self.ranks), hosts, time.monotonic() - began,
+            )  # fmt: skip
         return self.connections
 
     @property
