@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
@@ -320,6 +320,7 @@ class Plan:
         return Plan.from_json, (self.to_json(),)
 
 
+@cache
 def _engine() -> Any:
     """The live engine, which needs torch: loaded when something really moves."""
     with needing_torch("running a plan"):

@@ -60,7 +60,8 @@ def this_rank() -> int:
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
     """Whether this is torch's DTensor."""
-    return _is_instance(value, "torch.distributed.tensor", "DTensor")
+    plain = type(value) is torch.Tensor
+    return not plain and _is_instance(value, "torch.distributed.tensor", "DTensor")
 
 
 def is_sharded_tensor(value: object) -> TypeGuard[ShardedTensor]:
