@@ -1,6 +1,7 @@
 """Every wait ends, and all ranks of a call raise the same cause.
 
-watch       one call's waits, timeouts and failure
-agreement   ranks meet in the session's store, and compare their plans
-cleanup     end the calls that an exception has interrupted
+watch        one call's waits, timeouts and failure
+agreement    ranks meet in the session's store, and compare their plans
+cleanup      end the calls that an exception has interrupted
+peer_memory  read and write the tensors of another process, unless the call has failed there
 """

@@ -8,23 +8,19 @@ sends a Hello, so a rank that has all Hellos has all data and does not wait a se
 
 from __future__ import annotations
 
-import time
 from array import array
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-
-import numpy as np
 
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints
-from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.copy.reduce import Arrived
+from reshard.live.failure.peer_memory import PeerMemory
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import (
     HOST,
-    IovecCall,
     IovecPlan,
     Message,
     Mode,
@@ -37,81 +33,13 @@ from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.transport.base import Transport
 from reshard.live.transport.exchange import Copies, compile_copies
 
-__all__ = ["HostTransport", "PeerMemory"]
+__all__ = ["HostTransport"]
 
 MAX_KEPT = 4
 """Compiled forms of a round, for tensors of peers that are or are not contiguous."""
 
 DIRECT = Policy(eager_bytes=-1)
 """``transport="peer"``: whatever can go directly between tensors does, however small."""
-
-
-HEARTBEAT_EVERY = 0.02
-"""Seconds of copying after which the watch is asked whether a heartbeat is due."""
-
-
-class PeerMemory:
-    """Copies between the tensors of two processes; the error names a peer that has failed."""
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._peers, self._flags = watch.connections.peers, watch.connections.flags
-        self._heartbeat_at = 0.0
-        self._tables: dict[int, Ints] = {}
-
-    def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
-        """Copy into a peer's tensors, unless the call has failed there.
-
-        The write fence: this rank marks that it writes before it checks whether the peer has
-        aborted.
-        """
-        call, there, failed = self._watch.call, self._peers[peer], False
-        error: OSError | None = None
-        for one in calls:
-            self._heartbeat()
-            self._flags.begin_writing(call)
-            try:
-                failed = there.flags.has_failed(call)
-                if not failed:
-                    write_memory(there.pid, one)
-            except OSError as raised:
-                error = raised
-            finally:
-                self._flags.end_writing(call)
-            if failed or error is not None:
-                self._watch.fail_because_of(peer, f'it to take its part of "{name}"', error)
-
-    def read(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
-        """Copy out of a peer's tensors; fails if the peer may have freed them meanwhile."""
-        call, there = self._watch.call, self._peers[peer]
-        error: OSError | None = None
-        for one in calls:
-            self._heartbeat()
-            try:
-                read_memory(there.pid, one)
-            except OSError as raised:
-                error = raised
-            if error is not None or there.flags.has_failed(call):
-                self._watch.fail_because_of(peer, f'its part of "{name}"', error)
-
-    def _heartbeat(self) -> None:
-        now = time.monotonic()
-        if now > self._heartbeat_at:
-            if self._heartbeat_at:
-                self._watch.heartbeat()
-            self._heartbeat_at = now + HEARTBEAT_EVERY
-
-    def table(self, peer: int, count: int) -> Ints:
-        """The base addresses of a peer's tensors; 0 for those that must not be touched."""
-        found = self._tables.get(peer)
-        if found is None:
-            found = np.zeros(count, dtype=np.int64)
-            at = self._watch.inbox.hellos[peer].table_at
-            own = found.__array_interface__["data"][0]
-            call = IovecCall.single(own, at, found.nbytes)
-            self.read(peer, [call], "the move")
-            self._tables[peer] = found
-        return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
