@@ -373,15 +373,20 @@ def _source(
         elif is_dtensor(tensor) and tensor.requires_grad and torch.is_grad_enabled():
             parts = lambda: (_redistribution().differentiable_local(tensor), None)  # noqa: E731
         return parts, have or spec.layout, spec.shape, spec.dtype
+    if tensor is not None and not isinstance(tensor, torch.Tensor):
+        raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     if have is None or shape is None:
-        raise TensorError("a plain tensor needs have=layout and the whole tensor's shape=")
+        missing = [name for name, value in (("have=", have), ("shape=", shape)) if value is None]
+        local = "" if tensor is None else f", of which this rank has {list(tensor.shape)}"
+        raise TensorError(
+            f"a plain tensor comes without {' and '.join(missing)}: have= is its layout, shape= "
+            f"that of the whole tensor{local}"
+        )
     sizes = _sizes(shape)
     if tensor is None:
         if request.dtype is None:
             raise TensorError("on a rank without a local tensor a move needs dtype=")
         return lambda: (None, None), have, sizes, canonical_dtype(request.dtype)
-    if not isinstance(tensor, torch.Tensor):
-        raise TensorError(f"a {type(tensor).__name__} cannot be moved: give a tensor or None")
     return lambda: (tensor, None), have, sizes, tensor.dtype
 
 
