@@ -55,6 +55,17 @@ OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
 
 
+SOAK_SECONDS = 3600
+"""How long a test may take that runs all its cases."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if soaking():
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(SOAK_SECONDS))
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator["Pool"]:
     """Eight gloo ranks, started by the first test that runs something on them."""
