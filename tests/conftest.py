@@ -33,15 +33,10 @@ hypothesis.settings.load_profile("ours")
 
 ONE_WORKER = {
     "tests/ranks/": "engine",
+    "tests/live/session/": "failures",
+    "tests/live/failure/": "failures",
     "tests/live/": "engine",
-    "tests/live/session/": "engine",
-    "tests/live/failure/": "engine",
-    "tests/live/copy/": "engine",
-    "tests/live/inputs/": "engine",
-    "tests/live/program/": "engine",
-    "tests/live/transport/": "engine",
     "tests/tensors/": "engine",
-    "tests/tensors/dtensor/": "engine",
     "tests/sharded/": "sharded",
     "tests/nn/shard/": "sharded",
     "tests/nn/activations/": "sharded",
@@ -50,7 +45,7 @@ ONE_WORKER = {
     "tests/show/test_explore.py": "browser",
 }
 """Folders and files whose tests share a pool of ranks, or a browser, and the piece of work that
-they are."""
+they are; the first that fits counts. Tests of failures mostly wait, beside others that work."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
 
@@ -92,7 +87,7 @@ class RanksOnOneWorker(LoadScopeScheduling):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling | None:
-    """The scheduler for a plain `-n 2`; another `--dist` is left as it is."""
+    """The scheduler for a plain `-n 3`; another `--dist` is left as it is."""
     return RanksOnOneWorker(config, log) if config.getoption("dist") == "load" else None
 
 

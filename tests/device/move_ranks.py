@@ -521,13 +521,14 @@ def absent() -> None:
     plan = rs.plan(have, want, shape=(8, 16), dtype="float32")
     mine = local(full, have).to(DEVICE)
     plan.run({"tensor": mine})
+    patience = 0.6 if STAND_IN else 1.0
     if RANK == 3:
-        time.sleep(3)
+        time.sleep(1.5 if STAND_IN else 3)
         with fails(rs.MoveTimeoutError, "rank 3"):
-            plan.run({"tensor": mine}, timeout=1)
+            plan.run({"tensor": mine}, timeout=patience)
     else:
         with fails(rs.MoveTimeoutError, "rank 3 has not called", within=3):
-            plan.run({"tensor": mine}, timeout=1)
+            plan.run({"tensor": mine}, timeout=patience)
     meet("absent")
     check_group()
     out = plan.run({"tensor": mine}, sync=True)["tensor"]
@@ -557,14 +558,14 @@ def behind() -> None:
         check_group()
 
 
-PATIENCE = 1.0 if STAND_IN else 1.5
+PATIENCE = 0.6 if STAND_IN else 1.5
 """Seconds that the others wait for the GPU of rank 3."""
 
 
 def busy() -> None:
-    """Keep the GPU of rank 3 busy for some 4 seconds, or 3 if it is none."""
+    """Keep the GPU of rank 3 busy for some 4 seconds, or 1.6 if it is none."""
     if STAND_IN:
-        stand_in.StandInGroup.lag = 3.0 if RANK == 3 else 0.0
+        stand_in.StandInGroup.lag = 1.6 if RANK == 3 else 0.0
     elif RANK == 3:
         torch.cuda._sleep(8_000_000_000)
 
@@ -593,7 +594,7 @@ def by_check(plan: rs.Plan, given: Any) -> None:
 def by_next_call(plan: rs.Plan, given: Any) -> None:
     busy()
     plan.run(**given, timeout=PATIENCE)
-    time.sleep(2 if STAND_IN else 5)
+    time.sleep(1.1 if STAND_IN else 5)
     with fails(*LATE, "before it failed", within=3):
         plan.run(**given, timeout=20)
 

@@ -10,6 +10,7 @@ from tests.device.test_nccl_group import free_port
 from tests.device.test_nccl_moves import run_ranks
 from tests.ranks.outcome import Died, Outcome
 from tests.ranks.pool import fresh_ranks
+from tests.soak import cases
 
 SECONDS = 110
 
@@ -33,12 +34,11 @@ def run_forked(
     folder: Path,
     *scenarios: str,
     codes: tuple[int, ...] = (0,) * 4,
-    num_cases: int = 40,
     transport: str = "nccl",
 ) -> None:
     """Four ranks of the fork server, which has imported torch: each must end as it should."""
     with fresh_ranks(4, init=False) as ranks:
-        args = (scenarios, free_port(), num_cases, str(folder), transport)
+        args = (scenarios, free_port(), cases(20, 40), str(folder), transport)
         outcomes = ranks.outcomes(as_rank, *args, timeout=SECONDS)
     logs = "\n".join(path.read_text() for path in sorted(folder.glob("*.log")))
     assert [exit_code(outcome) for outcome in outcomes] == [*codes], f"{outcomes}\n{logs}"

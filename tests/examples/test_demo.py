@@ -34,6 +34,13 @@ def arrays():
 """
 
 OUTCOMES = """
+import multiprocessing
+from reshard.live import api
+
+# The usual command starts a new process that imports torch, once for each move.
+usual = multiprocessing.get_context
+multiprocessing.get_context = lambda how: usual("fork")
+
 if __name__ == "__main__":
     given, expected = arrays()
     ran = move_live(plan, given, expected)

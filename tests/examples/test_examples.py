@@ -75,7 +75,7 @@ def on_ranks(name: str, folder: Path, *arguments: str, size: int = 4) -> str:
 
 
 def test_one_host(tmp_path: Path) -> None:
-    text = launched(["--nproc-per-node", "4", "examples/one_host.py"], tmp_path)
+    text = on_ranks("one_host.py", tmp_path)
     assert sorted(re.findall(r"rank (\d): .* became \(4096, 512\)", text)) == list("0123")
     assert "12.0 MiB sent, 12.0 MiB received, 4.0 MiB kept" in text
     assert re.search(r"(peer|shared) memory  to and from ranks", text)
@@ -83,7 +83,7 @@ def test_one_host(tmp_path: Path) -> None:
 
 def test_two_hosts(tmp_path: Path) -> None:
     trace = tmp_path / "move.trace"
-    text = on_ranks("two_hosts.py", tmp_path, str(trace), size=2)
+    text = launched(["--nproc-per-node", "2", "examples/two_hosts.py", str(trace)], tmp_path)
     assert re.search(r"rank 0 reaches ranks \[1\] through (peer|shared) memory", text)
     assert '"rank 1"' in trace.read_text()
 

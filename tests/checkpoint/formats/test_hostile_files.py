@@ -25,7 +25,7 @@ from reshard.errors import (
     UnsupportedError,
 )
 from reshard.layout.box import Box
-from reshard.layout.coverage import MAX_REPEATED, missing_boxes, repeated_boxes
+from reshard.layout.coverage import missing_boxes, repeated_boxes
 from tests.checkpoint.making import header
 from tests.soak import within
 
@@ -400,20 +400,6 @@ def test_a_tensor_with_holes_everywhere_is_verified_soon(tmp_path: Path) -> None
     with pytest.raises(CoverageError, match=r"no file holds \[0:"):
         checkpoint.convert(tmp_path, tmp_path.with_name("other"))
     assert time.process_time() - began < within(2 * SECONDS)
-
-
-def test_boxes_without_any_order_are_refused() -> None:
-    """Whether such boxes cover a tensor is as hard a question as there is: it is not tried."""
-    rng = np.random.default_rng(0)
-    start = rng.integers(0, 1000, (300, 5))
-    stop = start + 1 + rng.integers(0, 1000 - start)
-    boxes = [Box(tuple(a), tuple(b)) for a, b in zip(start.tolist(), stop.tolist(), strict=True)]
-    began = time.process_time()
-    with pytest.raises(CoverageError, match=r"300 boxes .* overlap so irregularly"):
-        missing_boxes(Box.whole((1000,) * 5), boxes)
-    assert len(repeated_boxes(Box.whole((1000,) * 5), boxes)) == MAX_REPEATED
-    assert missing_boxes(Box.whole((1000,) * 5), [*boxes, Box.whole((1000,) * 5)]) == ()
-    assert time.process_time() - began < within(5.0)
 
 
 def test_thousands_of_disjoint_boxes_are_seen_to_be_all() -> None:
