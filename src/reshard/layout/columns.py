@@ -19,6 +19,7 @@ __all__ = [
     "contained",
     "distinct",
     "distinct_first",
+    "drop_oldest",
     "mixed",
     "numbered",
     "sized_cache",
@@ -99,6 +100,16 @@ def _new(rising: Ints) -> NDArray[np.bool_]:
     return new
 
 
+def drop_oldest(kept: dict[K, V], most: int) -> list[V]:
+    """Drop the first entries of a dict until so many are left; gives the values dropped.
+
+    Other threads may add and drop entries meanwhile, so it goes by a copy of the keys.
+    """
+    keys = [*kept]
+    dropped = [kept.pop(key, None) for key in keys[: max(0, len(keys) - most)]]
+    return [one for one in dropped if one is not None]
+
+
 class SizedCache(Generic[K, V]):
     """Values by key; the oldest are dropped once all of them together are too large.
 
@@ -126,10 +137,19 @@ class SizedCache(Generic[K, V]):
         kept, size = self._values.setdefault(key, (value, num_bytes))
         if kept is value:
             self._total += size
-            while self._total > self.max_bytes and self._values:
-                _, dropped = self._values.pop(next(iter(self._values)))
-                self._total -= dropped
+            if self._total > self.max_bytes:
+                self._drop_oldest()
         return kept
+
+    def _drop_oldest(self) -> None:
+        sizes = [(one, size) for one, (_, size) in [*self._values.items()]]
+        total = sum(size for _, size in sizes)
+        for one, size in sizes:
+            if total <= self.max_bytes:
+                break
+            self._values.pop(one, None)
+            total -= size
+        self._total = total
 
 
 def sized_cache(

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from reshard.errors import LiveError
+from reshard.layout.columns import drop_oldest
 from reshard.layout.mesh import format_ranks
 from reshard.layout.spec import TensorSpec
 from reshard.live.inputs.bound import BoundTensors, Locals
@@ -76,8 +77,7 @@ class CompiledPlan:
         key = tuple(bound.strides.items())
         program = self._strided.get(key)
         if program is None:
-            while len(self._strided) >= MAX_PROGRAMS:
-                self._strided.pop(next(iter(self._strided)), None)
+            drop_oldest(self._strided, MAX_PROGRAMS - 1)
             compiled = Program(self.plan, self.rank, dict(bound.strides))
             program = self._strided.setdefault(key, compiled)
         return program

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from reshard.dtypes import itemsize
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, drop_oldest
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
 from reshard.live.copy.host import RAW, Bases, array_at
 from reshard.live.program.blocks import CopyBlocks
@@ -109,8 +109,7 @@ class CopyTable:
         blocks = merged_blocks(self.blocks, phases, sizes)
         # Casts load whole elements: a pointer to a float32 must be a multiple of 4.
         aligned = sizes is None or not (blocks.addresses(phases) % sizes.itemsizes).any()
-        while len(self._compiled) >= MAX_KEPT:
-            del self._compiled[next(iter(self._compiled))]
+        drop_oldest(self._compiled, MAX_KEPT - 1)
         table = compile_table(blocks, sizes)
         found = self._compiled[tensors.key] = _Compiled(blocks, table, aligned, {})
         return found

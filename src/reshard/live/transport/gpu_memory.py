@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from reshard.errors import LiveError
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, drop_oldest
 from reshard.live.copy.cuda_driver import HANDLE_BYTES, Allocation, CudaError, Driver, cuda_driver
 from reshard.live.copy.host import array_at
 from reshard.live.session.rendezvous import Connections
@@ -323,8 +323,8 @@ class GpuMemory:
         found = self._published.get(key)
         if found is None:
             table, pool = Table.of(live, exports, ranges), self._connections.buffers
-            while len(self._published) >= MAX_PUBLISHED:
-                pool.give_back(self._published.pop(next(iter(self._published))).buffer)
+            for oldest in drop_oldest(self._published, MAX_PUBLISHED - 1):
+                pool.give_back(oldest.buffer)
             buffer = pool.take(table.num_bytes)
             table.write(buffer.address)
             self._version += 1
