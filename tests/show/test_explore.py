@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -161,6 +163,68 @@ class TestInABrowser:
         assert tab.run("document.documentElement.scrollWidth") == 375
 
 
+class TestAModelInABrowser:
+    """`reshard explore --model`: the fields of a whole model."""
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def explorer(cls) -> Iterator[Explorer]:
+        words = ["--model", "llama-3-8b", "--from", "dp=2 tp=4", "--from-fsdp", "dp"]
+        running = Explorer(*words, "--to", "tp=4 @ 8-11")
+        yield running
+        assert running.end() == 130
+
+    def test_edits_change_the_plan(self, tab: Tab) -> None:
+        headline = "document.querySelector('h1').textContent"
+        assert tab.run(headline).startswith("Plan of 291 tensors, 15.0 GiB of bfloat16")
+        name = tab.run("document.querySelector('#move-0 h3 code').textContent")
+        assert name == "model.layers.{0-31}.mlp.{gate,up}_proj.weight"
+        tab.type(field("model"), "llama-3.2-1b")
+        tab.until(f"!{headline}.startsWith('Plan of 291 tensors')")
+        tab.type(field("want_mesh"), "dp=2 tp=2 @ 8-11")
+        assert 'axis "dp"' in error_of(tab, "want_mesh")
+        tab.type(field("replicate"), "dp")
+        tab.until("document.querySelectorAll('.wrong').length === 0")
+        tab.until(f"{headline}.includes('to mesh dp=2 tp=2 @ 8-11')")
+        command = tab.run("document.querySelector('footer code').textContent")
+        assert command.startswith("reshard plan --memory 256MiB --model llama-3.2-1b --from")
+        assert command.endswith("--replicate dp")
+        assert "--from-fsdp dp" in command
+        tab.type(field("have_fsdp"), "pp")
+        assert '"pp"' in error_of(tab, "have_mesh")
+        tab.type(field("have_fsdp"), "")  # now replicas along dp on both sides
+        tab.until("!document.querySelector('footer code').textContent.includes('--from-fsdp')")
+
+    def test_a_model_that_is_unknown_or_a_path(self, tab: Tab) -> None:
+        for typed in ("llama-9", "/etc/passwd", "../config.json"):
+            tab.type(field("model"), typed)
+            tab.until(
+                f"document.querySelector(\"[data-field='model'] .error\").textContent"
+                f".includes('{typed}')"
+            )
+        assert tab.run("document.querySelector('#doc').classList.contains('stale')")
+
+
+def test_the_explorer_of_a_page_shows_the_same_plan(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The footer of a model's page names a command, whose first page is that plan."""
+    page = tmp_path / "plan.html"
+    sides = ["--from", "dp=2 tp=4", "--from-fsdp", "dp", "--to", "dp=2 tp=2", "--replicate", "dp"]
+    assert run(["plan", "--model", "llama-3-8b", *sides, "--html", str(page)]) == 0
+    headline = capsys.readouterr().out.partition("\n")[0]
+    found = re.search(r"reshard explore [^<]+", page.read_text())
+    assert found is not None
+    explorer = Explorer(*shlex.split(html.unescape(found[0]))[2:])
+    try:
+        answer = explorer.send(
+            f"GET / HTTP/1.1\r\nHost: 127.0.0.1:{explorer.port}\r\n\r\n".encode()
+        )
+        assert headline in answer.decode()
+    finally:
+        assert explorer.end() == 130
+
+
 def test_a_plan_is_json(explorer: Explorer) -> None:
     status, body = explorer.post(b'{"shape": "64,64"}')
     answer = json.loads(body)
@@ -279,6 +343,11 @@ def test_the_server_is_on_the_loopback_address_alone(explorer: Explorer) -> None
         (["--from", "dp=2"], 'reshard: --from "dp=2" has no layout'),
         (["--memory", "lots"], 'reshard: "lots" is not an amount of bytes'),
         (["--port", "99999"], "99999 is not in the range"),
+        (["--model", "llama-9"], 'there is no model "llama-9": try llama-3-8b'),
+        (["--model", "llama-3-8b", "--shape", "8,8"], "give --shape (one tensor) or --model"),
+        (["--model", "llama-3-8b", "--from", "dp=2"], 'axis "dp"'),
+        (["--model", "llama-3-8b", "--from", "tp=2: tp -"], 'give the mesh alone, "tp=2"'),
+        (["--to-fsdp", "dp"], "--to-fsdp is for --model"),
     ],
 )
 def test_wrong_options(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -230,10 +230,14 @@ def _write_page(
     from reshard.show.page.document import Footer
     from reshard.show.run_report import RunReport
 
-    explore = None
-    if request.shape is not None:
-        words = ["--from", request.have, "--to", request.want, "--shape", request.shape]
-        explore = shlex.join(["reshard", "explore", *words])
+    words = ["--from", request.have, "--to", request.want]
+    options = {"--shape": request.shape, "--model": request.model}
+    options |= {"--from-fsdp": request.from_fsdp, "--to-fsdp": request.to_fsdp}
+    words += [word for option, text in options.items() if text for word in (option, text)]
+    words += [word for axis in request.replicate for word in ("--replicate", axis)]
+    # The explorer has the models and rules that are shipped, and no files.
+    is_known = not (request.from_rules or request.to_rules or str(request.model).endswith(".json"))
+    explore = shlex.join(["reshard", "explore", *words]) if is_known else None
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
     footer = Footer.of_command(arguments, request.model, explore)
     runs = [RunReport.load(report) for report in reports]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Any
 
 import click
+
+from reshard.cli.options import MODELS
 
 __all__ = ["explore"]
 
@@ -14,40 +17,33 @@ __all__ = ["explore"]
 @click.option("--from", "have", help='Where it is: "dp=2 tp=4: (dp tp) -".')
 @click.option("--to", "want", help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
-@click.option("--dtype", help="The dtype; bfloat16 if not given.")
+@click.option("--model", help="A whole model instead, such as llama-3-8b.", shell_complete=MODELS)
+@click.option("--from-fsdp", metavar="AXES", help="With --model: axes that shard dim 0 further.")
+@click.option("--to-fsdp", metavar="AXES", help="The same for the destination.")
+@click.option("--replicate", multiple=True, metavar="AXIS", help=(
+    "With --model: an axis of replicas; may be repeated."
+))  # fmt: skip
+@click.option("--dtype", help="The dtype; if not given bfloat16, or the model's.")
 @click.option("--memory", help="Maximum staging memory per rank; 256MiB if not given.")
 @click.option(
     "--port", type=click.IntRange(1, 65535), help="The port to listen on; a free one if not given."
 )
 @click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
-def explore(
-    have: str | None,
-    want: str | None,
-    shape: str | None,
-    dtype: str | None,
-    memory: str | None,
-    port: int | None,
-    no_browser: bool,
-) -> int:
-    """Explore plans of one tensor in a browser: edit meshes, layouts, shape and memory cap.
+def explore(port: int | None, no_browser: bool, **words: Any) -> int:
+    """Explore plans in a browser: edit meshes, layouts, shape and memory cap.
 
     The page is served to browsers of this machine alone, until Ctrl-C ends it (exit code 130).
 
     \b
     reshard explore
     reshard explore --shape 8192,4096 --from "dp=8: dp -" --to "tp=2 @ 8-9: - tp"
+    reshard explore --model llama-3-8b --from tp=8 --to "tp=2 @ 8-9"
     """
-    from reshard.cli.explore.answers import DEFAULTS, answer_of
+    from reshard.cli.explore.answers import answer_of
     from reshard.cli.explore.server import Server
-    from reshard.cli.parsing import parse_side
     from reshard.errors import PlanError
 
-    given = {"shape": shape, "dtype": dtype, "memory": memory}
-    for side, option, text in (("have", "--from", have), ("want", "--to", want)):
-        if text is not None:
-            parse_side(text, option)
-            given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
-    values = {**DEFAULTS, **{name: text for name, text in given.items() if text is not None}}
+    values = _tensor_values(**words) if words["model"] is None else _model_values(**words)
     errors = answer_of(values).errors  # the first page must be one; and this loads all it needs
     if errors:
         raise PlanError("; ".join(errors.values()))
@@ -65,6 +61,37 @@ def explore(
             webbrowser.open(server.url)
         server.serve_forever(poll_interval=0.2)
     return 0
+
+
+def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
+    """The fields of one tensor, as far as options name them."""
+    from reshard.cli.explore.answers import DEFAULTS
+    from reshard.cli.parsing import parse_side
+
+    for option in ("from_fsdp", "to_fsdp", "replicate"):
+        if given[option]:
+            name = option.replace("_", "-")
+            raise click.UsageError(f"--{name} is for --model: a layout names all its axes")
+    for side, option, text in (("have", "--from", have), ("want", "--to", want)):
+        if text is not None:
+            parse_side(text, option)
+            given[f"{side}_mesh"], _, given[f"{side}_layout"] = map(str.strip, text.partition(":"))
+    return {name: given.get(name) or value for name, value in DEFAULTS.items()}
+
+
+def _model_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
+    """The fields of a model, as far as options name them."""
+    from reshard.cli.explore.answers import MODEL_DEFAULTS
+    from reshard.cli.parsing import parse_model_mesh
+
+    if given["shape"]:
+        raise click.UsageError("give --shape (one tensor) or --model (a whole model), not both")
+    for side, option, text in (("have", "--from", have), ("want", "--to", want)):
+        if text is not None:
+            given[f"{side}_mesh"] = str(parse_model_mesh(text, option))
+    given |= {"have_fsdp": given["from_fsdp"], "want_fsdp": given["to_fsdp"]}
+    given["replicate"] = " ".join(given["replicate"])
+    return {name: given.get(name) or value for name, value in MODEL_DEFAULTS.items()}
 
 
 def _has_screen() -> bool:
