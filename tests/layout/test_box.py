@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import reshard as rs
 from reshard.layout.box import flat_range, row_major
 from reshard.layout.coverage import missing_boxes
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(100, 200), derandomize=True, deadline=None)
 
 
 @st.composite

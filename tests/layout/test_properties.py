@@ -12,8 +12,9 @@ import reshard as rs
 from tests import strategies
 from tests.cases import Side
 from tests.checks import build
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=400, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(150, 400), derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 

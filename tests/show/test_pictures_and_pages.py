@@ -26,8 +26,9 @@ from tests import strategies
 from tests.cases import Case, Side
 from tests.checks import build, plan_case
 from tests.show.test_plan_text import model_plan, side
+from tests.soak import cases
 
-EXAMPLES = settings(max_examples=200, derandomize=True, deadline=None)
+EXAMPLES = settings(max_examples=cases(80, 200), derandomize=True, deadline=None)
 Drawn = tuple[Side, tuple[int, ...]]
 
 GRID = """\

@@ -15,6 +15,7 @@ from reshard.show.plan_text import describe, reasons, stack_rows
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case
+from tests.soak import cases
 
 ONE_TENSOR = """\
 Plan of 1 tensor, 64.0 MiB of bfloat16, from mesh dp=2 tp=4 to mesh tp=2 @ 8-9
@@ -171,7 +172,7 @@ def test_seconds_and_hosts_need_a_topology() -> None:
     assert "predicted; the bottleneck is host" in text
 
 
-@settings(max_examples=150, derandomize=True, deadline=None)
+@settings(max_examples=cases(60, 150), derandomize=True, deadline=None)
 @given(strategies.cases())
 def test_every_plan_prints(case: Case) -> None:
     try:
