@@ -6,10 +6,13 @@ import importlib
 import importlib.util
 import re
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from markdown_it import MarkdownIt
+from pygments.lexers import get_lexer_by_name
 
 from tests.docs.snippets import DOCUMENTS, PAGES, ROOT, name_of
 
@@ -94,17 +97,96 @@ def test_pictures_are_what_the_library_draws() -> None:
 
 
 def test_the_generated_parts_can_be_made() -> None:
-    generated = module_at(ROOT / "docs/generated.py")
-    text = generated.commands()
+    text = generated().commands()
     assert "## reshard plan" in text
     assert "--from-fsdp" in text
     source = ["[a](../benchmarks/reports/move.md)\n\n<!-- made of: reports -->\n"]
-    generated.fill(None, "page", source)
+    generated().fill(None, "page", source)
     assert source[0].startswith("[a](#report-move)")
     assert "(report-move)=\n## Live moves" in source[0]
     for path in PAGES:
-        for kind, words in generated.MARKER.findall(path.read_text()):
-            assert kind in generated.MAKERS, (path, words)
+        for kind, words in generated().MARKER.findall(path.read_text()):
+            assert kind in generated().MAKERS, (path, words)
+
+
+class Source:
+    """A page as Sphinx gets it: with its generated parts, read by the parser that MyST uses."""
+
+    def __init__(self, path: Path) -> None:
+        found = [path.read_text()]
+        generated().fill(None, path.stem, found)
+        self.path, self.targets = path, set(re.findall(r"^\(([\w-]+)\)=$", found[0], re.MULTILINE))
+        self.links, self.languages = [], set()
+        self.levels, self.slugs = [], set()
+        tokens = MarkdownIt("commonmark").enable("table").parse(found[0])
+        for token, after in zip(tokens, [*tokens[1:], None], strict=True):
+            if token.type == "fence":
+                self.languages.add(token.info)
+            if token.type == "heading_open":
+                self.levels.append(int(token.tag[1:]))
+                self.slugs |= self._slugs(after.content) if self.levels[-1] <= ANCHORS else set()
+            for one in token.children or ():
+                link = one.attrs.get("href") or one.attrs.get("src")
+                if link and not re.match(r"[a-z]+:", link):
+                    self.links.append(link)
+
+    @staticmethod
+    def _slugs(heading: str) -> set[str]:
+        return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")}
+
+
+ANCHORS = 4
+"""Levels of headings that links can name, as docs/conf.py says."""
+
+
+@cache
+def generated() -> ModuleType:
+    return module_at(ROOT / "docs/generated.py")
+
+
+@cache
+def sources() -> dict[Path, Source]:
+    return {path: Source(path) for path in PAGES}
+
+
+def test_links_of_the_site_lead_somewhere() -> None:
+    """Also those of generated parts: reports, changes, commands. Sphinx is not needed for that."""
+    assert f"myst_heading_anchors = {ANCHORS}\n" in (ROOT / "docs/conf.py").read_text()
+    targets = set().union(*(page.targets for page in sources().values()))
+    wrong, num_links = [], 0
+    for path, page in sources().items():
+        num_links += len(page.links)
+        for link in page.links:
+            name, _, anchor = link.partition("#")
+            target = path if not name else (path.parent / name).resolve()
+            if target.suffix == ".md":
+                known = target in sources() and sources()[target].slugs | (
+                    set() if name else targets
+                )
+                good = bool(known) and (not anchor or anchor in known)
+            else:
+                good = target.is_file() and target.is_relative_to(ROOT)
+            wrong += [] if good else [f"{name_of(path)}: {link}"]
+    assert num_links > 80
+    assert wrong == []
+
+
+def test_targets_of_the_site_are_unique() -> None:
+    named = [target for page in sources().values() for target in page.targets]
+    assert sorted(named) == sorted(set(named))
+
+
+@pytest.mark.parametrize("path", PAGES, ids=name_of)
+def test_headings_and_code_of_a_page_are_what_sphinx_takes(path: Path) -> None:
+    """One title, no level left out, and only languages that can be coloured."""
+    page = sources()[path]
+    assert page.levels[0] == 1
+    assert page.levels.count(1) == 1
+    assert all(after <= before + 1 for before, after in pairwise(page.levels))
+    unknown = {one for one in page.languages if one and not one.startswith("{")} - {"text"}
+    for language in unknown:
+        get_lexer_by_name(language)
+    assert {one for one in page.languages if one.startswith("{")} <= {"{eval-rst}", "{toctree}"}
 
 
 def test_figures_of_the_readme_are_in_the_reports() -> None:
