@@ -110,7 +110,10 @@ class Transfers:
 
 @dataclass(frozen=True, eq=False)
 class Fan:
-    """Rows that each go to all ranks of their line that neither send nor hold them."""
+    """Rows that each go to all ranks of their line that neither send nor hold them.
+
+    A rank that passes rows on is one of their line; a source rank that wants them holds them.
+    """
 
     rows: Transfers
     """Their destinations do not count."""
@@ -170,28 +173,23 @@ class Fan:
         found: Ints = np.append(self.wanting.members, -1)[at]
         return found
 
-    @cached_property
-    def sends_to_itself(self) -> Mask:
-        """Rows whose senders are ranks of the line that do not hold them."""
-        inside = self.wanting.find(self.rows.line, self.rows.source) >= 0
-        return inside & (self.rows.hop > 0)
-
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each gets, for an amount of each row; negative amounts correct others.
 
         Every member of a line gets all of it, except what it sends itself or holds.
         """
         for lines, number, sign in ((self.wanting, self.rows.line, 1), (self.held, self.kind, -1)):
-            total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
-            yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
-        mine = np.flatnonzero(self.sends_to_itself)
-        yield self.rows.source[mine], -amounts[mine]
+            if len(lines.members):
+                total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
+                yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
+        if self.rows.hop:
+            yield self.rows.source, -amounts
 
     @cached_property
     def served(self) -> Ints:
         """How many ranks get each row."""
         served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
-        return served - self.sends_to_itself
+        return served - (self.rows.hop > 0)
 
 
 @dataclass(frozen=True, eq=False)

@@ -384,20 +384,21 @@ class Runs:
         ``unit`` of the cell, so that they fall between rows rather than inside one.
         """
         lines, units = line[self.cell], unit[self.cell]
-        offset = at[self.cell] + slots.base[lines]
-        low = np.searchsorted(slots.starts, offset + self.start - units, side="right") - 1
-        high = np.searchsorted(slots.starts, offset + self.stop + units, side="left")
-        low = np.maximum(low, slots.first[lines])
-        counts = np.minimum(high, slots.first[lines + 1]) - low
-        old = np.repeat(np.arange(len(lines)), counts)
-        slot = np.arange(len(old)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
-        edges = np.append(slots.starts, slots.base[-1])
-        last = slot + 1 == slots.first[lines[old] + 1]
-        start = _round(edges[slot] - offset[old], units[old])
-        stop = _round(edges[slot + 1] - offset[old], units[old])
-        start = np.where(slot == slots.first[lines[old]], 0, start)
-        start = np.maximum(start, self.start[old])
-        stop = np.where(last, self.stop[old], np.minimum(stop, self.stop[old]))
+        if len(slots.ranks) == len(slots.base) - 1 and bool((np.diff(slots.first) == 1).all()):
+            kept = np.flatnonzero(self.start < self.stop)
+            return self.take(kept), kept, slots.first[lines[kept]]
+        offset, first, end = at[self.cell] + slots.base[lines], slots.first[lines], slots.first[1:]
+        low = slots.starts.searchsorted(offset + self.start - units, side="right") - 1
+        high = slots.starts.searchsorted(offset + self.stop + units, side="left")
+        low, end = np.maximum(low, first), end[lines]
+        counts = np.minimum(high, end) - low
+        old = np.arange(len(lines)).repeat(counts)
+        slot = np.arange(len(old)) + (low - (counts.cumsum() - counts)).repeat(counts)
+        edges, offset, units = np.append(slots.starts, slots.base[-1]), offset[old], units[old]
+        start = _round(edges[slot] - offset, units)
+        stop = _round(edges[slot + 1] - offset, units)
+        start = np.maximum(np.where(slot == first[old], 0, start), self.start[old])
+        stop = np.where(slot + 1 == end[old], self.stop[old], np.minimum(stop, self.stop[old]))
         kept = np.flatnonzero(start < stop)
         old, slot = old[kept], slot[kept]
         return Runs(self.cell[old], start[kept], stop[kept]), old, slot

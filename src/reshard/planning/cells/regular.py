@@ -387,6 +387,8 @@ class RegularGeometry:
                 have_region=cells.have_region + self.send_base[n],
                 want_region=cells.want_region + self.receive_base[n],
             )
+            if n
+            else cells
             for n, cells in found.items()
         ]
         cells = _concatenated(parts)
