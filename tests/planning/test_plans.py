@@ -22,7 +22,7 @@ import pytest
 from hypothesis import given, settings
 
 import reshard as rs
-from reshard.planning.flows import Transfers
+from reshard.planning.cells.transfers import Transfers
 from reshard.planning.rank import RankPlan, Rows, Steps
 from tests import generate, moves, strategies
 from tests.cases import Side

@@ -15,19 +15,18 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints
 from reshard.planning.cells.geometry import Cells, Geometry, Lined, raise_uncovered
 from reshard.planning.cells.listed import listed_geometries
 from reshard.planning.cells.regular import regular_geometry
+from reshard.planning.cells.transfers import Counted, Fan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.sharing import LineSet, Loads, Runs, Slots, blocks, repeated, share
 
-__all__ = ["Fan", "Flow", "Mask", "Transfers", "flows_of", "grain_of", "lacking", "share_plainly"]
+__all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
 
-Mask = NDArray[np.bool_]
 Parts = Sequence[tuple[Stack, Geometry]]
 
 AT_ONCE = 1 << 20
@@ -42,154 +41,6 @@ more. Where that makes no rank busier than passing on would, it does so with any
 
 MAX_DIRECT_ROWS = 4096
 """Rows of a stack of which that is tried out."""
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class Transfers:
-    """Rows of a plan for one stack, as columns: which run of which cell goes from whom to whom."""
-
-    cells: Cells
-    runs: Runs
-    source: Ints
-    destination: Ints
-    send_line: Ints
-    """The line of ranks that hold each row."""
-    line: Ints
-    """The line of ranks that want each row."""
-    part: Ints
-    """A number that a row has in common with the rows that pass it on or add to it."""
-    hop: int
-    """0: from a source rank; 1 or more: passed on by a rank that received it one hop before."""
-    addend: int = -1
-    """Which addend of a pending reduction the rows carry; -1 where nothing is added up."""
-    again: bool = False
-    """Whether the sender has sent the same to another rank too, so that it is no first copy."""
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    @property
-    def sizes(self) -> Ints:
-        """Elements of each row."""
-        return self.runs.stop - self.runs.start
-
-    def take(self, rows: Ints) -> Transfers:
-        """The rows at these places."""
-        return Transfers(
-            self.cells,
-            self.runs.take(rows),
-            self.source[rows],
-            self.destination[rows],
-            self.send_line[rows],
-            self.line[rows],
-            self.part[rows],
-            self.hop,
-            self.addend,
-            self.again,
-        )
-
-    def of_rank(self, rank: int) -> Iterator[Transfers]:
-        """The rows that a rank sends or receives."""
-        yield self.take(np.flatnonzero((self.source == rank) | (self.destination == rank)))
-
-    @property
-    def rows(self) -> Transfers:
-        """All of them."""
-        return self
-
-    @property
-    def served(self) -> Ints:
-        """To how many ranks each row travels: 0 where it stays on its rank."""
-        served: Ints = (self.source != self.destination).astype(np.int64)
-        return served
-
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets from others, for an amount of each row."""
-        yield self.destination, amounts * self.served
-
-
-@dataclass(frozen=True, eq=False)
-class Fan:
-    """Rows that each go to all ranks of their line that neither send nor hold them.
-
-    A rank that passes rows on is one of their line; a source rank that wants them holds them.
-    """
-
-    rows: Transfers
-    """Their destinations do not count."""
-    wanting: LineSet
-    kind: Ints
-    """Rows of one kind have the same holders and are wanted by the same ranks."""
-    held: LineSet
-    """The ranks of each kind that hold what they want."""
-
-    def take(self, rows: Ints) -> Fan:
-        """Some of the rows."""
-        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows])
-
-    def of_rank(self, rank: int) -> Iterator[Transfers]:
-        """The rows that a rank sends or receives."""
-        sent = self.rows.source == rank
-        yield from self.listed(np.flatnonzero(sent))
-        gets = self.wanting.has(rank)[self.rows.line] & ~sent
-        if len(self.held.members):
-            gets &= ~self.held.has(rank)[self.kind]
-        some = np.flatnonzero(gets)
-        yield from self._to(some, np.full(len(some), rank))
-
-    def listed(self, rows: Ints) -> Iterator[Transfers]:
-        """Some rows once for every rank that gets them."""
-        if len(rows):
-            yield from self._to(*self.pairs(rows))
-
-    def pairs(self, rows: Ints) -> tuple[Ints, Ints]:
-        """Some rows, each with every rank that gets it."""
-        at, member = repeated(self.wanting.first, self.rows.line[rows])
-        row, member = rows[at], self.wanting.members[member]
-        gets = member != self.rows.source[row]
-        if len(self.held.members):
-            gets &= self.held.find(self.kind[row], member) < 0
-        return row[gets], member[gets]
-
-    def _to(self, row: Ints, member: Ints) -> Iterator[Transfers]:
-        """Rows to these ranks; where source ranks send several copies, first ones come first."""
-        sent = replace(self.rows.take(row), destination=member)
-        if self.rows.hop:
-            yield sent
-            return
-        first = member == self._first_lacking[self.kind[row]]
-        for again in (False, True):
-            yield replace(sent.take(np.flatnonzero(first != again)), again=again)
-
-    @cached_property
-    def _first_lacking(self) -> Ints:
-        """For each kind the first rank of its line that gets rows of it."""
-        line = np.zeros(len(self.held.counts), dtype=np.int64)
-        line[self.kind] = self.rows.line
-        kind = np.repeat(np.arange(len(line)), self.held.counts)
-        place = self.wanting.find(line[kind], self.held.members) - self.wanting.first[line[kind]]
-        leads = place == np.arange(len(kind)) - self.held.first[kind]
-        at = self.wanting.first[line] + np.bincount(kind[leads], minlength=len(line))
-        found: Ints = np.append(self.wanting.members, -1)[at]
-        return found
-
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets, for an amount of each row; negative amounts correct others.
-
-        Every member of a line gets all of it, except what it sends itself or holds.
-        """
-        for lines, number, sign in ((self.wanting, self.rows.line, 1), (self.held, self.kind, -1)):
-            if len(lines.members):
-                total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
-                yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
-        if self.rows.hop:
-            yield self.rows.source, -amounts
-
-    @cached_property
-    def served(self) -> Ints:
-        """How many ranks get each row."""
-        served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
-        return served - (self.rows.hop > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,6 +97,10 @@ class Flow:
     def streams(self) -> Iterator[Transfers | Fan]:
         """The same rows, with those that a rank sends to all of a line together."""
         yield from self._all_streams if self.geometry.listed else self._streams()
+
+    def counted(self) -> Iterator[Counted]:
+        """The same rows, for those who add up what ranks send and receive."""
+        return self.streams()
 
     @cached_property
     def _all_streams(self) -> list[Transfers | Fan]:

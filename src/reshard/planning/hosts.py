@@ -15,62 +15,21 @@ some host counts for its holders, because everything else is sent by a rank of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
 
-from reshard.layout.columns import Ints, distinct, numbered
-from reshard.planning.cells.geometry import Geometry
+from reshard.layout.columns import Ints, contained, distinct, numbered
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
+from reshard.planning.cells.stations import Home, HostLines, Stations
+from reshard.planning.cells.transfers import Mask, Transfers
 from reshard.planning.classes import Stack
-from reshard.planning.flows import AT_ONCE, Flow, Mask, Transfers, grain_of, lacking, share_plainly
+from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
 from reshard.planning.sharing import LineSet, Loads, Slots, blocks, repeated, share
 
-__all__ = ["Home", "HostFlow", "host_blocks", "host_flows"]
-
-Home = Callable[[Ints], Ints]
-"""The hosts of ranks."""
-
-
-@dataclass(frozen=True, eq=False)
-class Stations:
-    """The ranks of lines, host by host: a station is the ranks of a line on one host."""
-
-    members: Ints
-    """Ranks in the order of lines, then hosts, then ranks."""
-    first: Ints
-    """Where the members of each station begin; one more entry ends the last."""
-    host: Ints
-    of_line: Ints
-    """Where the stations of each line begin; one more entry ends the last."""
-
-    @classmethod
-    def of(cls, lines: LineSet, home: Home) -> Stations:
-        """Group the members of each line by host."""
-        line, host = lines.line_of, home(lines.members)
-        order = np.lexsort((lines.members, host, line))
-        line, host = line[order], host[order]
-        new = np.ones(len(order), dtype=bool)
-        new[1:] = (line[1:] != line[:-1]) | (host[1:] != host[:-1])
-        first = np.append(np.flatnonzero(new), len(order))
-        of_line = np.searchsorted(line[new], np.arange(len(lines.counts) + 1))
-        return cls(lines.members[order], first, host[new], of_line)
-
-    @cached_property
-    def counts(self) -> Ints:
-        """How many members each station has."""
-        return np.diff(self.first)
-
-    @cached_property
-    def lines(self) -> LineSet:
-        """The hosts of each line."""
-        return LineSet.plain(self.of_line, self.host)
-
-    def find(self, lines: Ints, hosts: Ints) -> Ints:
-        """The station of each line on each host; -1 where there is none."""
-        return self.lines.find(lines, hosts)
+__all__ = ["HostFlow", "host_blocks", "host_flows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,16 +37,17 @@ class HostFlow(Flow):
     """A flow between hosts."""
 
     home: Home = field(kw_only=True)
+    hosts: HostLines = field(kw_only=True)
 
-    @cached_property
+    @property
     def wanting(self) -> Stations:
         """The ranks that want each line, host by host."""
-        return Stations.of(self.geometry.wanting, self.home)
+        return self.hosts.wanting
 
-    @cached_property
+    @property
     def holding(self) -> Stations:
         """The ranks that hold each line of senders, host by host."""
-        return Stations.of(self.geometry.senders, self.home)
+        return self.hosts.holding
 
     @cached_property
     def _of_line(self) -> tuple[Ints, Ints]:
@@ -110,6 +70,31 @@ class HostFlow(Flow):
         first, order = self._of_line
         row, at = repeated(first, self.wanting.lines.line_of[stations])
         yield from self._deliver(self.parts(), order[at], stations[row], None)
+
+    def counted(self) -> Iterator[Transfers | Outside]:
+        """What to count of every rank: rows to near stations, and all others together."""
+        parts, (at, station) = self.parts(), self.near
+        for some in blocks(self.wanting.counts[station], AT_ONCE):
+            rows = slice(some.start, some.stop)
+            yield from self._deliver(parts, at[rows], station[rows], None)
+        direct = self._is_direct(parts)
+        server = np.where(direct, parts.source, parts.destination)
+        yield Outside(self, replace(parts, source=server), direct)
+
+    @cached_property
+    def near(self) -> tuple[Ints, Ints]:
+        """Parts, each with its stations where some rank holds it, and with that of its relay."""
+        assert self.geometry.held is not None
+        parts = self.parts()
+        part, at = repeated(self.hosts.first, self.geometry.held[0][parts.runs.cell])
+        rest = np.flatnonzero(~self._is_direct(parts))
+        own = self.wanting.find(parts.line[rest], self.home(parts.destination[rest]))
+        return np.append(part, rest), np.append(self.hosts.wanted_at[at], own)
+
+    def turns(self, parts: Transfers) -> Ints:
+        """The place of each relay among the ranks that want its line."""
+        lines = self.geometry.wanting
+        return lines.find(parts.line, parts.destination) - lines.first[parts.line]
 
     def streams(self) -> Iterator[Transfers]:
         """Every row of every rank, host by host of the receivers."""
@@ -185,8 +170,7 @@ class HostFlow(Flow):
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Who sends a part to a station, at which hop; and for every lacking member of it, whether
         it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        relay, line, send = parts.destination[at], parts.line[at], parts.send_line[at]
-        turn = self.geometry.wanting.find(line, relay) - self.geometry.wanting.first[line]
+        relay, send, turn = parts.destination[at], parts.send_line[at], self.turns(parts)[at]
         own = self.home(relay) == self.wanting.host[station]
         held = self.holding.find(send, self.wanting.host[station])
         direct = self._is_direct(parts)[at]
@@ -225,6 +209,67 @@ class HostFlow(Flow):
         return station[number]
 
 
+@dataclass(frozen=True, eq=False)
+class Outside:
+    """What reaches the stations that are not near: an entry rank of each, then the others there.
+
+    Nobody on these hosts holds it, so what ranks send and get follows from their lines and from
+    the places of relays; near stations are taken out again.
+    """
+
+    flow: HostFlow
+    rows: Transfers
+    """Every part, from the rank that serves entry ranks; its destination is its relay."""
+    direct: Mask
+    """Where that is a source rank."""
+
+    @cached_property
+    def served(self) -> Ints:
+        """How many entry ranks get each part."""
+        near = np.bincount(self.flow.near[0], minlength=len(self.rows))
+        served: Ints = self.flow.wanting.lines.counts[self.rows.line] - near
+        return served
+
+    @property
+    def last_hop(self) -> int:
+        """The hop at which the last rank gets a part."""
+        (at, station), lines = self.flow.near, self.flow.wanting.lines
+        near = np.bincount(at, self.flow.wanting.counts[station] - 1, len(self.rows))
+        every = (self.flow.geometry.wanting.counts - lines.counts)[self.rows.line]
+        hops = np.where(self.served > 0, 1 - self.direct + (every > near), 0)
+        return int(hops.max(initial=0))
+
+    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each sends, for an amount of each part; negative amounts correct."""
+        yield self.rows.source, amounts * self.served
+        wanting, turn, line = self.flow.wanting, self.flow.turns(self.rows), self.rows.line
+        for num in distinct(wanting.counts[wanting.counts > 1]).tolist():
+            # Parts whose relays have the same place, modulo the ranks there, enter at one rank.
+            stations = np.flatnonzero(wanting.counts == num)
+            lines, number = numbered(wanting.lines.line_of[stations])
+            mine = np.flatnonzero(contained(line, lines))
+            key = np.searchsorted(lines, line[mine]) * num + turn[mine] % num
+            total = np.bincount(key, amounts[mine], len(lines) * num).astype(np.int64)
+            member = wanting.members[wanting.first[stations][:, None] + np.arange(num)]
+            yield member.reshape(-1), total.reshape(-1, num)[number].reshape(-1) * (num - 1)
+        at, station = self.flow.near
+        entry = wanting.first[station] + turn[at] % wanting.counts[station]
+        yield wanting.members[entry], amounts[at] * (1 - wanting.counts[station])
+
+    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each gets, for an amount of each part; negative amounts correct."""
+        lines, wanting, (at, station) = (
+            self.flow.geometry.wanting,
+            self.flow.wanting,
+            self.flow.near,
+        )
+        total = np.bincount(self.rows.line, amounts, len(lines.counts)).astype(np.int64)
+        yield lines.members, np.repeat(total, lines.counts)
+        for some in blocks(wanting.counts[station], AT_ONCE):
+            row, member = repeated(wanting.first, station[some.start : some.stop])
+            yield wanting.members[member], -amounts[at[some.start : some.stop]][row]
+
+
 def host_blocks(flows: Sequence[Flow], num_hosts: int) -> Iterator[range]:
     """All hosts in ranges that get at most `AT_ONCE` rows of these flows, or one host."""
     rows = np.zeros(num_hosts, dtype=np.int64)
@@ -238,34 +283,33 @@ def host_blocks(flows: Sequence[Flow], num_hosts: int) -> Iterator[range]:
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
     """The flows of all stacks; addends are added up as if there were no hosts."""
     found = [(stack, one) for stack in stacks for one in listed_geometries(stack)]
-    parts = [(s, one if _sums(one) else _entering_only(one, home)) for s, one in found]
+    lines = [HostLines.of(one, home) if one.num_addends == 1 else None for _, one in found]
+    parts = [
+        (stack, one if hosts is None else _entering_only(one, hosts))
+        for (stack, one), hosts in zip(found, lines, strict=True)
+    ]
     grain = grain_of(parts)
-    ranks, hosts = Loads.none(world), Loads.none(distinct(home(world)))
-    between = [(stack, one) for stack, one in parts if not _sums(one)]
-    plain = [(stack, one) for stack, one in parts if _sums(one)]
-    for stack, geometry in between:
-        _add_local(ranks, stack, geometry, home)
+    ranks, loads = Loads.none(world), Loads.none(distinct(home(world)))
+    between = [(*one, hosts) for one, hosts in zip(parts, lines, strict=True) if hosts is not None]
+    plain = [one for one, hosts in zip(parts, lines, strict=True) if hosts is None]
+    for job in between:
+        _add_local(ranks, *job)
     slots: list[list[Slots]] = []
     for passes in (False, True):
-        shared = iter(_share_over_hosts(between, passes, home, hosts, ranks, grain))
+        shared = iter(_share_over_hosts(between, passes, loads, ranks, grain))
         others = iter(share_plainly(plain, passes, ranks, grain))
-        slots.append([next(others if _sums(one) else shared) for _, one in parts])
+        slots.append([next(others if hosts is None else shared) for hosts in lines])
     flows: list[Flow] = []
-    for (stack, one), send, receive in zip(parts, *slots, strict=True):
+    for (stack, one), hosts, send, receive in zip(parts, lines, *slots, strict=True):
         flow = Flow(stack, one, send, receive, max(grain // stack.itemsize, 1))
-        flows.append(flow if _sums(one) else HostFlow(**vars(flow), home=home))
+        flows.append(flow if hosts is None else HostFlow(**vars(flow), home=home, hosts=hosts))
     return flows
 
 
-def _sums(geometry: Geometry) -> bool:
-    return geometry.num_addends > 1
-
-
 def _share_over_hosts(
-    parts: Sequence[tuple[Stack, ListedGeometry]],
+    parts: Sequence[tuple[Stack, ListedGeometry, HostLines]],
     passes: bool,
-    home: Home,
-    hosts: Loads,
+    loads: Loads,
     ranks: Loads,
     grain: int,
 ) -> list[Slots]:
@@ -274,12 +318,12 @@ def _share_over_hosts(
     Who passes on sends its share to every other host and to every other rank of its own.
     """
     found, chosen, jobs = [], [], []
-    for stack, geometry in parts:
+    for stack, geometry, hosts in parts:
         lines = geometry.receivers if passes else geometry.senders
-        stations = Stations.of(lines, home)
+        stations = hosts.wanting if passes else hosts.holding
         some = np.ones(len(stations.host), dtype=bool)
         if passes:
-            some = _lacking(geometry, stations, home)
+            some = lacking(geometry, LineSet.plain(hosts.first, hosts.host), stations.lines)
         amounts = lines.amounts * len(stack.names)
         times = stations.lines.counts - 1 if passes else 1
         found.append((LineSet(amounts, lines.first, stations.members), stations, stack.itemsize))
@@ -289,7 +333,7 @@ def _share_over_hosts(
         )
     inside = []
     for (_, stations, itemsize), some, given in zip(
-        found, chosen, share(jobs, hosts, grain), strict=True
+        found, chosen, share(jobs, loads, grain), strict=True
     ):
         shares = np.zeros(len(some), dtype=np.int64)
         shares[some] = given
@@ -302,11 +346,11 @@ def _share_over_hosts(
     ]
 
 
-def _entering_only(geometry: ListedGeometry, home: Home) -> ListedGeometry:
+def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry:
     """The same cells, of which only those that must enter some host count for their senders."""
+    assert geometry.held is not None
     lined, senders = geometry.cells, geometry.senders
-    cell, _, held = _stations_of_cells(geometry, home)
-    enters = np.bincount(cell, weights=held < 0, minlength=len(lined.send_line)) > 0
+    enters = hosts.counts[geometry.held[0]] < hosts.wanting.lines.counts[lined.receive_line]
     sizes = lined.cells.size * enters
     amounts = np.bincount(lined.send_line, weights=sizes, minlength=len(senders.counts))
     return replace(
@@ -316,38 +360,16 @@ def _entering_only(geometry: ListedGeometry, home: Home) -> ListedGeometry:
     )
 
 
-def _stations_of_cells(geometry: Geometry, home: Home) -> tuple[Ints, Ints, Ints]:
-    """Every cell with each station that wants it, and the station that holds it there, or -1."""
-    lined = geometry.all()
-    wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
-    cell, station = repeated(wanting.of_line, lined.receive_line)
-    return cell, station, holding.find(lined.send_line[cell], wanting.host[station])
-
-
-def _add_local(ranks: Loads, stack: Stack, geometry: Geometry, home: Home) -> None:
+def _add_local(ranks: Loads, stack: Stack, geometry: ListedGeometry, hosts: HostLines) -> None:
     """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
-    lined = geometry.all()
-    wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
-    cell, station, held = _stations_of_cells(geometry, home)
-    inside = np.flatnonzero(held >= 0)
-    row, member = repeated(wanting.first, station[inside])
-    rank = wanting.members[member]
-    lacks = geometry.senders.find(lined.send_line[cell[inside[row]]], rank) < 0
-    served = np.bincount(row[lacks], minlength=len(inside)) > 0
-    inside = inside[served]
-    row, member = repeated(holding.first, held[inside])
-    sizes = lined.cells.size[cell[inside]] * len(stack.names) * stack.itemsize
-    each = sizes // holding.counts[held[inside]]
-    np.add.at(ranks.loads, ranks.find(holding.members[member]), each[row])
-
-
-def _lacking(geometry: ListedGeometry, stations: Stations, home: Home) -> Mask:
-    """The stations that do not hold all of their line; all stations of a line that all hold."""
     assert geometry.held is not None
-    (kind, held), lined = geometry.held, geometry.all()
-    send, line = np.zeros((2, len(held.counts)), dtype=np.int64)
-    send[kind], line[kind] = lined.send_line, lined.receive_line
-    holding = Stations.of(geometry.senders, home)
-    row, host = holding.lines.common(stations.lines, send, line)
-    first = np.searchsorted(row, np.arange(len(send) + 1))
-    return lacking(geometry, LineSet.plain(first, host), stations.lines)
+    row, member = repeated(hosts.wanting.first, hosts.wanted_at)
+    send = np.repeat(hosts.send, hosts.counts)[row]
+    lacks = geometry.senders.find(send, hosts.wanting.members[member]) < 0
+    served = np.bincount(row[lacks], minlength=len(hosts.host)) > 0
+    cell, at = repeated(hosts.first, geometry.held[0])
+    cell, held = cell[served[at]], hosts.held_at[at[served[at]]]
+    row, member = repeated(hosts.holding.first, held)
+    sizes = geometry.cells.cells.size[cell] * len(stack.names) * stack.itemsize
+    each = sizes // hosts.holding.counts[held]
+    np.add.at(ranks.loads, ranks.find(hosts.holding.members[member]), each[row])

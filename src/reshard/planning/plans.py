@@ -24,12 +24,13 @@ from reshard.errors import PlanError, needing_torch
 from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
+from reshard.planning.cells.stations import Home
 from reshard.planning.classes import Fill, Stack, stacks_of
 from reshard.planning.cost.summary import Summary, summarize
 from reshard.planning.cost.topology import Topology
 from reshard.planning.cost.traffic import Traffic
 from reshard.planning.flows import Flow, flows_of
-from reshard.planning.hosts import Home, host_flows
+from reshard.planning.hosts import host_flows
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule

@@ -13,8 +13,9 @@ import numpy as np
 
 from reshard.layout.box import Box, flat_range
 from reshard.layout.columns import Ints
+from reshard.planning.cells.transfers import Transfers
 from reshard.planning.classes import Fill
-from reshard.planning.flows import Flow, Transfers
+from reshard.planning.flows import Flow
 from reshard.planning.rounds import Slot, slice_edges
 
 __all__ = ["RankPlan", "RankRound", "Step", "Steps"]

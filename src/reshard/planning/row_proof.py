@@ -26,8 +26,8 @@ from reshard.layout.columns import Ints, contained, distinct, distinct_first, mi
 from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
+from reshard.planning.cells.transfers import Transfers
 from reshard.planning.classes import Stack
-from reshard.planning.flows import Transfers
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
 

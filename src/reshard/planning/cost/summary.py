@@ -14,7 +14,6 @@ from reshard.planning.cost.traffic import Traffic
 from reshard.planning.flows import Flow
 from reshard.planning.hosts import HostFlow
 from reshard.planning.rounds import Schedule
-from reshard.planning.sharing import repeated
 
 __all__ = ["Summary", "needs_of", "summarize"]
 
@@ -120,10 +119,11 @@ def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -
 
 def _entering_bytes(flow: HostFlow) -> int:
     """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
+    assert flow.geometry.held is not None
     lined, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
-    row, station = repeated(flow.wanting.of_line, lined.receive_line)
-    held = flow.holding.find(lined.send_line[row], flow.wanting.host[station]) >= 0
-    return int(lined.cells.size[row[~held]].sum()) * times
+    hosts = flow.wanting.lines.counts[lined.receive_line]
+    hosts = hosts - flow.hosts.counts[flow.geometry.held[0]]
+    return int(lined.cells.size @ hosts) * times
 
 
 def _busiest(name: str, end: Ints, counts: Ints, link: Link) -> list[tuple[float, str, float]]:

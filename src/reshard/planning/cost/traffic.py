@@ -18,8 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, distinct, distinct_first, mixed, numbered
-from reshard.planning.flows import Fan, Flow, Mask, Transfers
-from reshard.planning.hosts import Home, HostFlow, host_blocks
+from reshard.planning.cells.stations import Home
+from reshard.planning.cells.transfers import Fan, Mask, Transfers
+from reshard.planning.flows import Flow
+from reshard.planning.hosts import HostFlow, host_blocks
 from reshard.planning.rounds import Slot, slice_edges
 from reshard.planning.sharing import LineSet, repeated
 

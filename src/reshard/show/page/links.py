@@ -19,8 +19,9 @@ from reshard.show.matrix import Ends
 from reshard.show.page.drawings import Drawing
 
 if TYPE_CHECKING:
+    from reshard.planning.cells.transfers import Transfers
     from reshard.planning.classes import Stack
-    from reshard.planning.flows import Flow, Transfers
+    from reshard.planning.flows import Flow
     from reshard.planning.names import Feed
     from reshard.planning.plans import Plan
 
