@@ -69,32 +69,16 @@ class HostFlow(Flow):
         )
         first, order = self._of_line
         row, at = repeated(first, self.wanting.lines.line_of[stations])
-        yield from self._deliver(self.parts(), order[at], stations[row], None)
+        yield from self._deliver(order[at], stations[row], None)
 
     def counted(self) -> Iterator[Transfers | Outside]:
         """What to count of every rank: rows to near stations, and all others together."""
         parts, (at, station) = self.parts(), self.near
         for some in blocks(self.wanting.counts[station], AT_ONCE):
             rows = slice(some.start, some.stop)
-            yield from self._deliver(parts, at[rows], station[rows], None)
-        direct = self._is_direct(parts)
-        server = np.where(direct, parts.source, parts.destination)
-        yield Outside(self, replace(parts, source=server), direct)
-
-    @cached_property
-    def near(self) -> tuple[Ints, Ints]:
-        """Parts, each with its stations where some rank holds it, and with that of its relay."""
-        assert self.geometry.held is not None
-        parts = self.parts()
-        part, at = repeated(self.hosts.first, self.geometry.held[0][parts.runs.cell])
-        rest = np.flatnonzero(~self._is_direct(parts))
-        own = self.wanting.find(parts.line[rest], self.home(parts.destination[rest]))
-        return np.append(part, rest), np.append(self.hosts.wanted_at[at], own)
-
-    def turns(self, parts: Transfers) -> Ints:
-        """The place of each relay among the ranks that want its line."""
-        lines = self.geometry.wanting
-        return lines.find(parts.line, parts.destination) - lines.first[parts.line]
+            yield from self._deliver(at[rows], station[rows], None)
+        server = np.where(self.from_source, parts.source, parts.destination)
+        yield Outside(self, replace(parts, source=server))
 
     def streams(self) -> Iterator[Transfers]:
         """Every row of every rank, host by host of the receivers."""
@@ -104,27 +88,68 @@ class HostFlow(Flow):
     def for_rank(self, rank: int) -> Iterator[Transfers]:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
-        parts = self.parts()
-        yield from self._deliver(parts, *self._pairs_of(parts, rank), rank)
+        yield from self._deliver(*self._pairs_of(rank), rank)
 
-    def _is_direct(self, parts: Transfers) -> Mask:
-        """Where the sender serves all entry ranks itself."""
+    @cached_property
+    def near(self) -> tuple[Ints, Ints]:
+        """Parts, each with its stations where some rank holds it, and with that of its relay."""
+        assert self.geometry.held is not None
+        part, at = repeated(self.hosts.first, self.geometry.held[0][self.parts().runs.cell])
+        rest = np.flatnonzero(~self.from_source)
+        return np.append(part, rest), np.append(self.hosts.wanted_at[at], self._own[rest])
+
+    @cached_property
+    def turn(self) -> Ints:
+        """The place of each part's relay among the ranks that want its line."""
+        parts, lines = self.parts(), self.geometry.wanting
+        return lines.find(parts.line, parts.destination) - lines.first[parts.line]
+
+    @cached_property
+    def _own(self) -> Ints:
+        """The station of each part's relay."""
+        parts = self.parts()
+        return self.wanting.find(parts.line, self.home(parts.destination))
+
+    @cached_property
+    def from_source(self) -> Mask:
+        """Where the sender serves all entry ranks itself: the relay's host holds the part."""
+        parts = self.parts()
         direct: Mask = self.holding.find(parts.send_line, self.home(parts.destination)) >= 0
         return direct
 
-    def _pairs_of(self, parts: Transfers, rank: int) -> tuple[Ints, Ints]:
+    @cached_property
+    def _relay_holds(self) -> Mask:
+        """Where the relay itself holds the part."""
+        parts = self.parts()
+        holds: Mask = self.geometry.senders.find(parts.send_line, parts.destination) >= 0
+        return holds
+
+    @cached_property
+    def _first_needy(self) -> Ints:
+        """For each part the first station, from its relay's on, where no rank holds it."""
+        parts, station = self.parts(), self._own.copy()
+        begin, end = self.wanting.of_line[parts.line], self.wanting.of_line[parts.line + 1]
+        open_ = np.arange(len(parts))
+        for _ in range(int((end - begin).max(initial=0))):
+            hosts = self.wanting.host[station[open_]]
+            open_ = open_[self.holding.find(parts.send_line[open_], hosts) >= 0]
+            if not len(open_):
+                break
+            after = station[open_] + 1
+            station[open_] = np.where(after == end[open_], begin[open_], after)
+        return station
+
+    def _pairs_of(self, rank: int) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
-        here = int(self.home(np.array([rank]))[0])
+        parts, here = self.parts(), int(self.home(np.array([rank]))[0])
         wanted = self.wanting.find(parts.line, np.full(len(parts), here))
         rows = [np.flatnonzero(wanted >= 0)]
         stations = [wanted[rows[0]]]
-        direct = self._is_direct(parts)
-        plain = np.flatnonzero((parts.source == rank) & ~direct)
-        at = self.wanting.find(parts.line[plain], self.home(parts.destination[plain]))
-        away = np.flatnonzero(self.wanting.host[at] != here)
-        rows.append(plain[away])
-        stations.append(at[away])
-        chosen = np.flatnonzero(np.where(direct, parts.source, parts.destination) == rank)
+        plain = np.flatnonzero((parts.source == rank) & ~self.from_source)
+        plain = plain[self.wanting.host[self._own[plain]] != here]
+        rows.append(plain)
+        stations.append(self._own[plain])
+        chosen = np.flatnonzero(np.where(self.from_source, parts.source, parts.destination) == rank)
         row, station = repeated(self.wanting.of_line, parts.line[chosen])
         away = np.flatnonzero(self.wanting.host[station] != here)
         rows.append(chosen[row[away]])
@@ -133,17 +158,19 @@ class HostFlow(Flow):
         order = np.argsort(row, kind="stable")
         return row[order], np.concatenate(stations)[order]
 
-    def _deliver(
-        self, parts: Transfers, at: Ints, station: Ints, rank: int | None
-    ) -> Iterator[Transfers]:
+    def _deliver(self, at: Ints, station: Ints, rank: int | None) -> Iterator[Transfers]:
         """The rows by which parts reach the ranks of stations; those of one rank, if given."""
         if not len(at):
             return
+        parts, send = self.parts(), self.parts().send_line
+        held = self.holding.find(send[at], self.wanting.host[station])
         pair, member = repeated(self.wanting.first, station)
         member = self.wanting.members[member]
-        lacks = self.geometry.senders.find(parts.send_line[at][pair], member) < 0
+        some = np.flatnonzero(held[pair] >= 0)
+        lacks = np.ones(len(pair), dtype=bool)
+        lacks[some] = self.geometry.senders.find(send[at[pair[some]]], member[some]) < 0
         pair, member = pair[lacks], member[lacks]
-        feeder, hop, enters, first = self._feeders(parts, at, station, pair, member)
+        feeder, hop, enters, first = self._feeders(at, station, held, pair, member)
         entry = np.full(len(at), -1, dtype=np.int64)
         entry[pair[enters]] = member[enters]
         fed = enters | (entry[pair] < 0)
@@ -166,14 +193,12 @@ class HostFlow(Flow):
                     )
 
     def _feeders(
-        self, parts: Transfers, at: Ints, station: Ints, pair: Ints, member: Ints
+        self, at: Ints, station: Ints, held: Ints, pair: Ints, member: Ints
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Who sends a part to a station, at which hop; and for every lacking member of it, whether
         it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        relay, send, turn = parts.destination[at], parts.send_line[at], self.turns(parts)[at]
-        own = self.home(relay) == self.wanting.host[station]
-        held = self.holding.find(send, self.wanting.host[station])
-        direct = self._is_direct(parts)[at]
+        parts, turn, direct = self.parts(), self.turn[at], self.from_source[at]
+        relay, own = parts.destination[at], self._own[at] == station
         count = np.bincount(pair, minlength=len(at))
         place = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
         chosen = place == (turn % np.maximum(count, 1))[pair]
@@ -182,31 +207,14 @@ class HostFlow(Flow):
         local = self.holding.members[
             self.holding.first[inside] + turn % self.holding.counts[inside]
         ]
-        holds = self.geometry.senders.find(send, relay) >= 0
-        local = np.where(own & holds, relay, local)
+        holds = own & self._relay_holds[at]
         outside = np.where(own | direct, parts.source[at], relay)
-        feeder = np.where(held >= 0, local, outside)
+        feeder = np.where(held >= 0, np.where(holds, relay, local), outside)
         hop = np.where((held >= 0) | own | direct, 0, 1)
-        begins = station == self._first_needy(parts, at) if direct.any() else own
-        once = np.where((own & holds)[pair], place == 0, enters)
+        begins = station == self._first_needy[at] if direct.any() else own
+        once = np.where(holds[pair], place == 0, enters)
         first = np.where(held[pair] >= 0, once, begins[pair])
         return feeder, hop, enters, first
-
-    def _first_needy(self, parts: Transfers, at: Ints) -> Ints:
-        """For each part the first station, from its relay's on, where no rank holds it."""
-        which, number = numbered(at)
-        line, send = parts.line[which], parts.send_line[which]
-        begin, end = self.wanting.of_line[line], self.wanting.of_line[line + 1]
-        station = self.wanting.find(line, self.home(parts.destination[which]))
-        open_ = np.arange(len(which))
-        for _ in range(int((end - begin).max(initial=0))):
-            held = self.holding.find(send[open_], self.wanting.host[station[open_]]) >= 0
-            open_ = open_[held]
-            if not len(open_):
-                break
-            after = station[open_] + 1
-            station[open_] = np.where(after == end[open_], begin[open_], after)
-        return station[number]
 
 
 @dataclass(frozen=True, eq=False)
@@ -220,8 +228,6 @@ class Outside:
     flow: HostFlow
     rows: Transfers
     """Every part, from the rank that serves entry ranks; its destination is its relay."""
-    direct: Mask
-    """Where that is a source rank."""
 
     @cached_property
     def served(self) -> Ints:
@@ -236,13 +242,13 @@ class Outside:
         (at, station), lines = self.flow.near, self.flow.wanting.lines
         near = np.bincount(at, self.flow.wanting.counts[station] - 1, len(self.rows))
         every = (self.flow.geometry.wanting.counts - lines.counts)[self.rows.line]
-        hops = np.where(self.served > 0, 1 - self.direct + (every > near), 0)
+        hops = np.where(self.served > 0, 1 - self.flow.from_source + (every > near), 0)
         return int(hops.max(initial=0))
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each sends, for an amount of each part; negative amounts correct."""
         yield self.rows.source, amounts * self.served
-        wanting, turn, line = self.flow.wanting, self.flow.turns(self.rows), self.rows.line
+        wanting, turn, line = self.flow.wanting, self.flow.turn, self.rows.line
         for num in distinct(wanting.counts[wanting.counts > 1]).tolist():
             # Parts whose relays have the same place, modulo the ranks there, enter at one rank.
             stations = np.flatnonzero(wanting.counts == num)

@@ -177,7 +177,10 @@ class Traffic:
     def _into(self, block: range) -> Iterator[Stream]:
         """All rows to ranks of some hosts."""
         for flow, slot in self._ends:
-            for rows in flow.into(block) if isinstance(flow, HostFlow) else flow.everything():
+            if isinstance(flow, HostFlow):
+                yield from (Stream(flow, slot, rows) for rows in flow.into(block))
+                continue
+            for rows in flow.everything():
                 host = self.hosts[self._places(rows.destination)]
                 inside = (host >= block.start) & (host < block.stop)
                 some = np.flatnonzero(inside & (rows.source != rows.destination))
@@ -209,10 +212,9 @@ class Traffic:
             self._count(stream)
             ends = self._places(stream.rows.source), self._places(stream.rows.destination)
             self._add_links(0, ends, stream.num_bytes)
-        for active, times in _rounds(_by_turn((one, *self._pairs(one)) for one in streams)):
-            pairs = _joined(active)
-            self.messages += len(pairs) * times
-            self._add_links(1, np.divmod(pairs, size), np.full(len(pairs), times))
+        pairs, times = _messages(_by_turn((one, *self._pairs(one)) for one in streams))
+        self.messages += int(times.sum())
+        self._add_links(1, np.divmod(pairs, size), times)
 
     def _add_links(self, what: int, ends: tuple[Ints, Ints], amounts: Ints) -> None:
         """Count bytes (0) or messages (1) between places of ranks."""
@@ -300,6 +302,20 @@ class Traffic:
     def destination(self) -> Ints:
         """The receiver of every pair of ranks that exchange anything."""
         return self._ends_of_pairs[1]
+
+
+def _messages(moving: Sequence[_Moving]) -> tuple[Ints, Ints]:
+    """All numbers that move, in rising order, and in how many rounds each does."""
+    keys = distinct(np.concatenate([np.zeros(0, np.int64), *(one.keys for one in moving)]))
+    for one in moving:
+        one.keys = keys.searchsorted(one.keys)
+    counts = np.zeros(len(keys), dtype=np.int64)
+    for active, times in _rounds(moving):
+        here = np.zeros(len(keys), dtype=bool)
+        for _, places in active:
+            here[places] = True
+        counts += here * times
+    return keys, counts
 
 
 def _joined(active: Sequence[tuple[_Moving, Ints]]) -> Ints:
