@@ -18,7 +18,7 @@ from math import prod
 import numpy as np
 
 from reshard.layout.box import Box, row_major
-from reshard.layout.columns import contained, sized_cache
+from reshard.layout.columns import contained, offsets, sized_cache, spread
 from reshard.layout.coverage import box_columns, overlapping_pairs
 from reshard.layout.grid import DimTable, Grid, Ints, grids_of
 from reshard.layout.layout import BoxLayout, Layout, Owners, Piece
@@ -140,11 +140,9 @@ def _on_intervals(
 ) -> tuple[Ints, Ints, Ints]:
     """Boxes of the local tensor, cut where a dim's intervals of the whole tensor begin."""
     low, high = np.array(intervals, dtype=np.int64).reshape(-1, 2).T
-    edge = np.concatenate([[0], np.cumsum(high - low)])
+    edge = offsets(high - low)
     first = np.searchsorted(edge, starts[:, dim], side="right") - 1
-    counts = np.searchsorted(edge, stops[:, dim], side="left") - first
-    box = np.repeat(np.arange(len(starts)), counts)
-    at = np.arange(len(box)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    box, at = spread(first, np.searchsorted(edge, stops[:, dim], side="left") - first)
     starts, stops = starts[box], stops[box]
     begin, end = np.maximum(starts[:, dim], edge[at]), np.minimum(stops[:, dim], edge[at + 1])
     starts[:, -1] += begin * step
@@ -175,8 +173,7 @@ def _list_grid(grid: Grid, lost: Iterable[int]) -> Listed:
     )
     ranks.sort(axis=1)
     kept = ~contained(ranks, np.array([*lost], dtype=np.int64))
-    first = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int64)
-    return Listed(starts, stops, first, ranks[kept])
+    return Listed(starts, stops, offsets(kept.sum(axis=1)), ranks[kept])
 
 
 def _merge(lists: list[Listed]) -> Listed:
@@ -185,23 +182,20 @@ def _merge(lists: list[Listed]) -> Listed:
     counts = np.concatenate([np.diff(listed.first) for listed in lists])
     order = np.lexsort(starts.T[::-1]) if starts.shape[1] else np.arange(len(starts))
     order = order[counts[order] > 0]
-    first = (np.cumsum(counts) - counts)[order]
-    kept = counts[order]
-    at = np.arange(kept.sum()) + np.repeat(first - (np.cumsum(kept) - kept), kept)
+    _, at = spread(offsets(counts)[order], counts[order])
     return Listed(
         starts[order],
         np.concatenate([listed.stops for listed in lists])[order],
-        np.concatenate([[0], np.cumsum(kept)]).astype(np.int64),
+        offsets(counts[order]),
         np.concatenate([listed.holders for listed in lists])[at],
     )
 
 
 def _from_mapping(held: Mapping[Box, set[int]], num_dims: int) -> Listed:
     boxes = sorted(held)
-    counts = [len(held[box]) for box in boxes]
     return Listed(
         *box_columns(boxes, num_dims),
-        np.cumsum([0, *counts]).astype(np.int64),
+        offsets(np.array([len(held[box]) for box in boxes], dtype=np.int64)),
         np.array([rank for box in boxes for rank in sorted(held[box])], dtype=np.int64),
     )
 

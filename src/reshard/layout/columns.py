@@ -22,7 +22,9 @@ __all__ = [
     "drop_oldest",
     "mixed",
     "numbered",
+    "offsets",
     "sized_cache",
+    "spread",
 ]
 
 K = TypeVar("K", bound=Hashable)
@@ -67,6 +69,27 @@ def numbered(values: Ints) -> tuple[Ints, Ints]:
     number = np.empty(len(values), dtype=np.int64)
     number[order] = np.cumsum(new) - 1
     return rising[new], number
+
+
+def offsets(counts: Ints | NDArray[np.bool_]) -> Ints:
+    """Where each of several ranges begins, one after the other; one more entry ends the last.
+
+    >>> offsets(np.array([2, 3])).tolist()
+    [0, 2, 5]
+    """
+    ends = np.zeros(len(counts) + 1, dtype=np.int64)
+    np.cumsum(counts, out=ends[1:])
+    return ends
+
+
+def spread(first: Ints, counts: Ints) -> tuple[Ints, Ints]:
+    """All entries of ranges, given where each begins: the number of its range, and the entry.
+
+    >>> [column.tolist() for column in spread(np.array([5, 9]), np.array([2, 1]))]
+    [[0, 0, 1], [5, 6, 9]]
+    """
+    row = np.repeat(np.arange(len(counts)), counts)
+    return row, np.arange(len(row)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
 
 
 def contained(values: Ints, others: Ints) -> NDArray[np.bool_]:

@@ -88,6 +88,8 @@ def overlapping_pairs(
     """
     import numpy as np
 
+    from reshard.layout.columns import spread
+
     ranges = [
         _candidates(starts[:, d], stops[:, d], other_starts[:, d], other_stops[:, d])
         for d in range(starts.shape[1])
@@ -99,13 +101,13 @@ def overlapping_pairs(
     counts = high - low
     if len(ranges) > 1 and counts.sum() > PAIRS_AT_ONCE + 8 * (len(starts) + len(other_starts)):
         return _pairs_by_band(starts, stops, other_starts, other_stops)
-    mine = np.repeat(np.arange(len(starts)), counts)
-    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    others = order[np.repeat(low, counts) + within]
-    meets = np.maximum(starts[mine], other_starts[others]) < np.minimum(
-        stops[mine], other_stops[others]
+    mine, at = spread(low, counts)
+    others = order[at]
+    low, high = (
+        np.maximum(starts[mine], other_starts[others]),
+        np.minimum(stops[mine], other_stops[others]),
     )
-    meets = meets.all(axis=1)
+    meets = np.flatnonzero((low < high).all(axis=1))
     return mine[meets], others[meets]
 
 
@@ -119,7 +121,7 @@ def _pairs_by_band(
     """
     import numpy as np
 
-    from reshard.layout.columns import distinct, numbered
+    from reshard.layout.columns import distinct, numbered, spread
 
     sides = [(starts, stops), (other_starts, other_stops)]
     rows = [np.flatnonzero((low < high).all(axis=1)) for low, high in sides]
@@ -129,9 +131,8 @@ def _pairs_by_band(
         for side, (low, high) in enumerate(sides):
             first = np.searchsorted(edges, low[rows[side], dim])
             counts = np.searchsorted(edges, high[rows[side], dim]) - first
-            at = np.repeat(np.arange(len(first)), counts)
-            within = np.arange(len(at)) - np.repeat(np.cumsum(counts) - counts, counts)
-            keys[side] = keys[side][at] * len(edges) + first[at] + within
+            at, band = spread(first, counts)
+            keys[side] = keys[side][at] * len(edges) + band
             rows[side] = rows[side][at]
         _, number = numbered(np.concatenate(keys))
         keys = [number[: len(keys[0])], number[len(keys[0]) :]]
@@ -144,10 +145,8 @@ def _pairs_by_band(
         for band, end in zip(bands, ends, strict=True)
     )
     order, first, last = _candidates(low, high, other_low, other_high)
-    counts = last - first
-    mine = np.repeat(np.arange(len(low)), counts)
-    within = np.arange(len(mine)) - np.repeat(np.cumsum(counts) - counts, counts)
-    other = order[np.repeat(first, counts) + within]
+    mine, at = spread(first, last - first)
+    other = order[at]
     meets = (low[mine] < other_high[other]) & (other_low[other] < high[mine])
     pairs = rows[0][mine[meets]] * len(other_starts) + rows[1][other[meets]]
     found = distinct(pairs)

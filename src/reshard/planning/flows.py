@@ -18,15 +18,16 @@ import numpy as np
 
 from reshard.dtypes import accumulator, itemsize
 from reshard.layout.columns import Ints
-from reshard.planning.cells.geometry import Cells, Geometry, Lined, raise_uncovered
-from reshard.planning.cells.listed import listed_geometries
-from reshard.planning.cells.regular import regular_geometry
+from reshard.planning.cells.geometry import Cells, Lined, raise_uncovered
+from reshard.planning.cells.listed import ListedGeometry, listed_geometries
+from reshard.planning.cells.regular import RegularGeometry, regular_geometry
 from reshard.planning.cells.transfers import Counted, Fan, Mask, Transfers
 from reshard.planning.classes import Stack
-from reshard.planning.sharing import LineSet, Loads, Runs, Slots, blocks, repeated, share
+from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, blocks, repeated, share
 
 __all__ = ["AT_ONCE", "Flow", "flows_of", "grain_of", "lacking", "share_plainly"]
 
+Geometry = ListedGeometry | RegularGeometry
 Parts = Sequence[tuple[Stack, Geometry]]
 
 AT_ONCE = 1 << 20
@@ -74,7 +75,7 @@ class Flow:
     def for_rank(self, rank: int) -> Iterator[Transfers]:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
-        if self.geometry.listed:
+        if isinstance(self.geometry, ListedGeometry):
             for rows in self.streams():
                 yield from rows.of_rank(rank)
             return
@@ -107,13 +108,13 @@ class Flow:
         return [*self._streams()]
 
     def _streams(self) -> Iterator[Transfers | Fan]:
-        parts, held = self.parts(), self.geometry.held
+        parts, kinds = self.parts(), self.geometry.kinds
         if self.adds:
             yield from self.first_sums()
-        elif held is None:
+        elif kinds is None:
             yield parts
         else:
-            kind, holders = held[0][parts.runs.cell], held[1]
+            kind, holders = kinds.of[parts.runs.cell], kinds.held
             direct = (holders.find(kind, parts.destination) >= 0) | self.direct
             some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
             if len(some):
@@ -175,6 +176,7 @@ class Flow:
 
     def first_sums(self) -> Iterator[Transfers]:
         """Rows from the holders of addends to the ranks that add them up, one list per addend."""
+        assert isinstance(self.geometry, ListedGeometry)
         wanted = self.accumulated()
         for addend in range(self.geometry.num_addends):
             senders = self.geometry.addend_senders(wanted.runs.cell, wanted.destination, addend)
@@ -222,23 +224,15 @@ def grain_of(parts: Parts) -> int:
 
 def share_plainly(parts: Parts, passes: bool, ranks: Loads, grain: int) -> list[Slots]:
     """Share the sending, or the passing on, of every line over its ranks."""
-    whole, jobs, chosen = [], [], []
+    jobs: list[Job] = []
     for stack, geometry in parts:
-        lines = geometry.receivers if passes else geometry.senders
+        lines, some = geometry.receivers if passes else geometry.senders, None
         lines = LineSet(lines.amounts * len(stack.names), lines.first, lines.members)
-        whole.append(lines)
-        held = geometry.held if passes else None
-        chosen.append(held and lacking(geometry, held[1], geometry.wanting))
-        times = lines.counts - 1 if passes else 1
-        some = chosen[-1]
-        jobs.append((lines if some is None else lines.only(some), stack.itemsize, times))
-    slots = []
-    for lines, some, shares in zip(whole, chosen, share(jobs, ranks, grain), strict=True):
-        if some is not None:
-            shares, given = np.zeros(len(lines.members), dtype=np.int64), shares
-            shares[some] = given
-        slots.append(Slots.of(lines, shares))
-    return slots
+        if passes and geometry.kinds is not None:
+            some = lacking(geometry, geometry.kinds.held, geometry.wanting)
+        jobs.append((lines, some, stack.itemsize, lines.counts - 1 if passes else 1))
+    shares = share(jobs, ranks, grain)
+    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
 
 
 def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
@@ -246,14 +240,12 @@ def lacking(geometry: Geometry, held: LineSet, wanting: LineSet) -> Mask:
 
     Given those that hold what they want, by kind, and all that want it: ranks, or hosts.
     """
-    assert geometry.held is not None
-    kind, lined = geometry.held[0], geometry.all()
-    sizes = np.bincount(kind, weights=lined.cells.size, minlength=len(held.counts))
-    line = np.zeros(len(held.counts), dtype=np.int64)
-    line[kind] = lined.receive_line
+    assert geometry.kinds is not None
+    sizes = np.bincount(geometry.kinds.of, geometry.all().cells.size, len(held.counts))
     some = np.flatnonzero(sizes[held.line_of])
     of = held.line_of[some]
-    has = np.bincount(wanting.find(line[of], held.members[some]), sizes[of], len(wanting.members))
+    at = wanting.find(geometry.kinds.receive[of], held.members[some])
+    has = np.bincount(at, sizes[of], len(wanting.members))
     lacks: Mask = has < geometry.wanting.amounts[wanting.line_of]
     return lacks | wanting.none_of(lacks)
 

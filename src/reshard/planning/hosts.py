@@ -27,7 +27,7 @@ from reshard.planning.cells.stations import Home, HostLines, Stations
 from reshard.planning.cells.transfers import Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
-from reshard.planning.sharing import LineSet, Loads, Slots, blocks, repeated, share
+from reshard.planning.sharing import Job, LineSet, Loads, Slots, blocks, repeated, share
 
 __all__ = ["HostFlow", "host_blocks", "host_flows"]
 
@@ -93,8 +93,7 @@ class HostFlow(Flow):
     @cached_property
     def near(self) -> tuple[Ints, Ints]:
         """Parts, each with its stations where some rank holds it, and with that of its relay."""
-        assert self.geometry.held is not None
-        part, at = repeated(self.hosts.first, self.geometry.held[0][self.parts().runs.cell])
+        part, at = repeated(self.hosts.first, self.hosts.kinds.of[self.parts().runs.cell])
         rest = np.flatnonzero(~self.from_source)
         return np.append(part, rest), np.append(self.hosts.wanted_at[at], self._own[rest])
 
@@ -289,7 +288,7 @@ def host_blocks(flows: Sequence[Flow], num_hosts: int) -> Iterator[range]:
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
     """The flows of all stacks; addends are added up as if there were no hosts."""
     found = [(stack, one) for stack in stacks for one in listed_geometries(stack)]
-    lines = [HostLines.of(one, home) if one.num_addends == 1 else None for _, one in found]
+    lines = [HostLines.of(one, home) for _, one in found]
     parts = [
         (stack, one if hosts is None else _entering_only(one, hosts))
         for (stack, one), hosts in zip(found, lines, strict=True)
@@ -323,40 +322,29 @@ def _share_over_hosts(
 
     Who passes on sends its share to every other host and to every other rank of its own.
     """
-    found, chosen, jobs = [], [], []
+    whole, jobs, inside = [], list[Job](), list[Job]()
     for stack, geometry, hosts in parts:
-        lines = geometry.receivers if passes else geometry.senders
+        lines, some = geometry.receivers if passes else geometry.senders, None
         stations = hosts.wanting if passes else hosts.holding
-        some = np.ones(len(stations.host), dtype=bool)
         if passes:
             some = lacking(geometry, LineSet.plain(hosts.first, hosts.host), stations.lines)
         amounts = lines.amounts * len(stack.names)
         times = stations.lines.counts - 1 if passes else 1
-        found.append((LineSet(amounts, lines.first, stations.members), stations, stack.itemsize))
-        chosen.append(some)
-        jobs.append(
-            (LineSet(amounts, stations.of_line, stations.host).only(some), stack.itemsize, times)
-        )
-    inside = []
-    for (_, stations, itemsize), some, given in zip(
-        found, chosen, share(jobs, loads, grain), strict=True
-    ):
-        shares = np.zeros(len(some), dtype=np.int64)
-        shares[some] = given
+        whole.append(LineSet(amounts, lines.first, stations.members))
+        sets = LineSet(amounts, stations.of_line, stations.host)
+        jobs.append((sets, some, stack.itemsize, times))
+    for (stack, _, hosts), given in zip(parts, share(jobs, loads, grain), strict=True):
+        stations = hosts.wanting if passes else hosts.holding
         others = stations.lines.counts[stations.lines.line_of] - 1 + stations.counts - 1
-        lines = LineSet(shares, stations.first, stations.members)
-        inside.append((lines, itemsize, others if passes else 1))
-    return [
-        Slots.of(lines, shares)
-        for (lines, *_), shares in zip(found, share(inside, ranks, grain), strict=True)
-    ]
+        sets = LineSet(given, stations.first, stations.members)
+        inside.append((sets, None, stack.itemsize, others if passes else 1))
+    return [*map(Slots.of, whole, share(inside, ranks, grain))]
 
 
 def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry:
     """The same cells, of which only those that must enter some host count for their senders."""
-    assert geometry.held is not None
     lined, senders = geometry.cells, geometry.senders
-    enters = hosts.counts[geometry.held[0]] < hosts.wanting.lines.counts[lined.receive_line]
+    enters = hosts.counts[hosts.kinds.of] < hosts.wanting.lines.counts[lined.receive_line]
     sizes = lined.cells.size * enters
     amounts = np.bincount(lined.send_line, weights=sizes, minlength=len(senders.counts))
     return replace(
@@ -368,12 +356,11 @@ def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry
 
 def _add_local(ranks: Loads, stack: Stack, geometry: ListedGeometry, hosts: HostLines) -> None:
     """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
-    assert geometry.held is not None
     row, member = repeated(hosts.wanting.first, hosts.wanted_at)
-    send = np.repeat(hosts.send, hosts.counts)[row]
+    send = np.repeat(hosts.kinds.send, hosts.counts)[row]
     lacks = geometry.senders.find(send, hosts.wanting.members[member]) < 0
     served = np.bincount(row[lacks], minlength=len(hosts.host)) > 0
-    cell, at = repeated(hosts.first, geometry.held[0])
+    cell, at = repeated(hosts.first, hosts.kinds.of)
     cell, held = cell[served[at]], hosts.held_at[at[served[at]]]
     row, member = repeated(hosts.holding.first, held)
     sizes = geometry.cells.cells.size[cell] * len(stack.names) * stack.itemsize

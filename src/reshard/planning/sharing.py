@@ -30,7 +30,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from reshard.layout.columns import Ints, distinct
+from reshard.layout.columns import Ints, distinct, offsets, spread
 
 __all__ = [
     "LeastLoaded",
@@ -195,7 +195,7 @@ class Slots:
     @classmethod
     def of(cls, lines: LineSet, shares: Ints) -> Slots:
         """Cut each line by the shares of its members, which add up to its amount."""
-        base = np.concatenate([[0], np.cumsum(lines.amounts)])
+        base = offsets(lines.amounts)
         before = np.cumsum(shares) - shares
         has = np.diff(lines.first) > 0
         at = np.zeros(len(base) - 1, dtype=np.int64)
@@ -218,6 +218,18 @@ class LineSet:
         """Lines with equally many members, one row each."""
         first = np.arange(len(amounts) + 1, dtype=np.int64) * members.shape[1]
         return cls(amounts, first, members.reshape(-1))
+
+    @classmethod
+    def chain(cls, sets: Sequence[LineSet]) -> LineSet:
+        """All lines of several sets, one after the other."""
+        if len(sets) == 1:
+            return sets[0]
+        none = np.zeros(0, dtype=np.int64)
+        return cls(
+            np.concatenate([none, *(lines.amounts for lines in sets)]),
+            offsets(np.concatenate([none, *(lines.counts for lines in sets)])),
+            np.concatenate([none, *(lines.members for lines in sets)]),
+        )
 
     @classmethod
     def plain(cls, first: Ints, members: Ints) -> LineSet:
@@ -249,8 +261,13 @@ class LineSet:
 
     def only(self, some: NDArray[np.bool_]) -> LineSet:
         """The same lines with some of their members."""
-        ends = np.concatenate([[0], np.cumsum(some)])[self.first]
-        return LineSet(self.amounts, ends, self.members[some])
+        return LineSet(self.amounts, offsets(some)[self.first], self.members[some])
+
+    def take(self, lines: Ints) -> LineSet:
+        """Some of the lines, perhaps several times."""
+        counts = self.counts[lines]
+        _, at = spread(self.first[lines], counts)
+        return LineSet(self.amounts[lines], offsets(counts), self.members[at])
 
     def find(self, lines: Ints, ranks: Ints) -> Ints:
         """Where each rank stands in ``members`` as a member of each line; -1 where it is none."""
@@ -311,10 +328,8 @@ def blocks(counts: Ints, most: int) -> Iterator[range]:
 
 def repeated(first: Ints, rows: Ints) -> tuple[Ints, Ints]:
     """All entries of these rows of a ragged table: the number of the row, and the entry."""
-    counts = (first[1:] - first[:-1])[rows]
-    row = np.repeat(np.arange(len(rows)), counts)
-    within = np.arange(len(row)) - np.repeat(np.cumsum(counts) - counts, counts)
-    return row, first[rows][row] + within
+    begin = first[rows]
+    return spread(begin, first[1:][rows] - begin)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -334,15 +349,20 @@ class Loads:
         return np.searchsorted(self.ranks, ranks)
 
 
-def share(sets: Sequence[tuple[LineSet, int, Ints | int]], ends: Loads, grain: int) -> list[Ints]:
+Job = tuple[LineSet, NDArray[np.bool_] | None, int, Ints | int]
+"""Lines, the members that take part or None for all, the bytes of an element, and how often a
+member sends its share."""
+
+
+def share(jobs: Sequence[Job], ends: Loads, grain: int) -> list[Ints]:
     """Share the amounts of all lines over their members, so that none has much more than others.
 
-    Each set comes with the bytes of an element and how often a member sends its share. Gives the
-    elements of every member of every line, and adds what they send to the loads.
+    Gives the elements of every member of every line, and adds what they send to the loads.
     """
     lines: list[Line] = []
     places: list[tuple[int, Ints]] = []
-    for number, (line, itemsize, times) in enumerate(sets):
+    for number, (every, chosen, itemsize, times) in enumerate(jobs):
+        line = every if chosen is None else every.only(chosen)
         cost = np.broadcast_to(np.maximum(times, 1), line.amounts.shape)
         for some, members in line.by_size():
             for each in distinct(cost[some]).tolist():
@@ -350,10 +370,9 @@ def share(sets: Sequence[tuple[LineSet, int, Ints | int]], ends: Loads, grain: i
                 least = min(grain * each, max(grain, MUCH))
                 amounts, place = line.amounts[some[mine]], ends.find(members[mine])
                 lines.append(Line(amounts * itemsize * each, place, least, itemsize * each))
-                places.append(
-                    (number, line.first[some[mine]][:, None] + np.arange(members.shape[1]))
-                )
-    found = [np.zeros(len(line.members), dtype=np.int64) for line, _, _ in sets]
+                at = line.first[some[mine]][:, None] + np.arange(members.shape[1])
+                places.append((number, at if chosen is None else np.flatnonzero(chosen)[at]))
+    found = [np.zeros(len(every.members), dtype=np.int64) for every, *_ in jobs]
     for one, (number, at), given in zip(lines, places, balance(lines, ends.loads), strict=True):
         found[number][at] = given // one.item
         np.add.at(ends.loads, one.members, given)
@@ -393,9 +412,7 @@ class Runs:
         low = slots.starts.searchsorted(offset + self.start - units, side="right") - 1
         high = slots.starts.searchsorted(offset + self.stop + units, side="left")
         low = np.maximum(low, first)
-        counts = np.minimum(high, end) - low
-        old = np.repeat(np.arange(len(lines)), counts)
-        slot = np.arange(len(old)) + np.repeat(low - (np.cumsum(counts) - counts), counts)
+        old, slot = spread(low, np.minimum(high, end) - low)
         edges, offset, units = np.append(slots.starts, slots.base[-1]), offset[old], units[old]
         start = _round(edges[slot] - offset, units)
         stop = _round(edges[slot + 1] - offset, units)

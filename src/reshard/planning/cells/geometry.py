@@ -1,16 +1,15 @@
 """Cells of a class of tensors, and the lines along which ranks share the work on them.
 
-A cell is a box inside one box of the source and one box of the destination. Two kinds of geometry
-produce them: for two regular layouts on separate ranks, or without replicas, the cells of a rank
-follow from its own regions by arithmetic (``regular``); for all others every cell is worked out
-once (``listed``).
+A cell is a box inside one box of the source and one box of the destination. Two geometries with
+mostly the same methods produce them: for two regular layouts on separate ranks, or without
+replicas, the cells of a rank follow from its own regions by arithmetic (``regular``); for all
+others every cell is worked out once (``listed``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from reshard.text import count
 
 __all__ = [
     "Cells",
-    "Geometry",
+    "Kinds",
     "Lined",
     "check_coverage",
     "in_want_coordinates",
@@ -66,64 +65,18 @@ class Lined:
     receive_at: Ints
 
 
-class Geometry(Protocol):
-    """Cells by rank, and who shares what."""
+@dataclass(frozen=True, eq=False, slots=True)
+class Kinds:
+    """Cells of one kind are on the same two lines."""
 
-    @property
-    def senders(self) -> LineSet:
-        """The ranks that share the sending of each line."""
-
-    @property
-    def receivers(self) -> LineSet:
-        """The ranks that share each line; those that add up addends, where there are any."""
-
-    @property
-    def wanting(self) -> LineSet:
-        """The ranks that want each line; some may hold parts of it."""
-
-    @property
-    def held(self) -> tuple[Ints, LineSet] | None:
-        """The kind of each cell, and the ranks of each kind that hold what they want.
-
-        Cells of one kind are on the same two lines. None where a rank that wants a line either
-        holds all of it or nothing, and where addends are added up.
-        """
-
-    @property
-    def listed(self) -> bool:
-        """Whether all cells are listed, so that a rank gets them all."""
-
-    @property
-    def num_addends(self) -> int:
-        """How many addends make a value; 1 where nothing is added up."""
-
-    @property
-    def addends(self) -> tuple[int, ...]:
-        """Which addends of the source these are; none where nothing is added up."""
-
-    def sent_by(self, rank: int) -> Lined:
-        """At least the cells that a rank may send."""
-
-    def wanted_by(self, rank: int) -> Lined:
-        """At least the cells that a rank wants and does not hold."""
-
-    def all(self) -> Lined:
-        """All cells that travel."""
-
-    def copied_by(self, rank: int) -> Cells:
-        """The cells that a rank both holds and wants."""
-
-    def copied_elements(self) -> tuple[Ints, Ints]:
-        """Ranks, perhaps several times, and elements of one tensor that each holds and wants."""
-
-    def num_cells(self) -> int:
-        """How many cells there are."""
-
-    def wanted_elements(self) -> int:
-        """Elements of one tensor that ranks want of what the source has, once per such rank."""
-
-    def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
-        """Who sends an addend of a cell to a receiver; the receiver itself if it holds it."""
+    of: Ints
+    """The kind of each cell that travels."""
+    send: Ints
+    """The line of ranks that hold each kind."""
+    receive: Ints
+    """The line of ranks that want it."""
+    held: LineSet
+    """The ranks of each kind that hold what they want."""
 
 
 def check_coverage(stack: Stack, want: Listed, cells: Cells) -> None:

@@ -16,12 +16,13 @@ import numpy as np
 from reshard.errors import CoverageError
 from reshard.layout.box import Box
 from reshard.layout.boxlist import Listed, listed_of
-from reshard.layout.columns import Ints, distinct, numbered
+from reshard.layout.columns import Ints, distinct, numbered, offsets
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
 from reshard.planning.cells.geometry import (
     Cells,
+    Kinds,
     Lined,
     check_coverage,
     in_want_coordinates,
@@ -55,9 +56,9 @@ def _of_addends(spec: TensorSpec, chosen: Sequence[int] | None) -> Listed:
         return listed
     addend = addend_of(spec.layout)
     kept = np.array([addend[int(rank)] in chosen for rank in listed.holders], dtype=bool)
-    ends = np.concatenate([[0], np.cumsum(kept)])[listed.first]
-    some = np.flatnonzero(np.diff(ends))
-    first = np.concatenate([ends[:1], ends[1:][some]])
+    counts = np.diff(offsets(kept)[listed.first])
+    some = np.flatnonzero(counts)
+    first = offsets(counts[some])
     return Listed(listed.starts[some], listed.stops[some], first, listed.holders[kept])
 
 
@@ -75,9 +76,7 @@ def _lines_of(listed: Listed) -> tuple[Ints, LineSet]:
         # Sets are told apart by the first box that has them.
         seen[boxes[order]] = boxes[order][new][np.cumsum(new) - 1]
     firsts, number = numbered(seen)
-    _, at = repeated(listed.first, firsts)
-    ends = np.concatenate([[0], np.cumsum(counts[firsts])])
-    return number, LineSet(np.zeros(len(firsts), np.int64), ends, listed.holders[at])
+    return number, LineSet.plain(listed.first, listed.holders).take(firsts)
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,15 +85,19 @@ class ListedGeometry:
 
     cells: Lined
     senders: LineSet
+    """The ranks that share the sending of each line."""
     receivers: LineSet
+    """The ranks that share each line; those that add up addends, where there are any."""
     wanting: LineSet
+    """The ranks that want each line; some may hold parts of it."""
     copies: tuple[Cells, Ints]
     """Cells that some rank both holds and wants, once per such rank, and these ranks."""
     wanted: int
     """Elements of one tensor that ranks want, once per such rank."""
-    held: tuple[Ints, LineSet] | None = None
-    """The kind of each cell, and the ranks of each kind that hold what they want."""
+    kinds: Kinds | None = None
+    """Who holds what it wants; None where addends are added up."""
     addends: tuple[int, ...] = ()
+    """Which addends of the source these are; none where nothing is added up."""
     addend_holders: tuple[Ints, ...] = ()
     listed = True
 
@@ -102,14 +105,6 @@ class ListedGeometry:
     def num_addends(self) -> int:
         """How many addends make a value; 1 where nothing is added up."""
         return max(len(self.addend_holders), 1)
-
-    def sent_by(self, rank: int) -> Lined:
-        """All cells: they are listed anyway."""
-        return self.cells
-
-    def wanted_by(self, rank: int) -> Lined:
-        """All cells: they are listed anyway."""
-        return self.cells
 
     def all(self) -> Lined:
         """All cells that travel."""
@@ -132,7 +127,7 @@ class ListedGeometry:
         return self.wanted
 
     def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
-        """The receiver where it holds the addend, else the holders in turn."""
+        """Who sends an addend of a cell to a receiver: itself if it holds it, else all in turn."""
         holders = self.addend_holders[addend][self.cells.cells.have_region[cells]]
         rows = np.arange(len(cells))
         in_turn = holders[rows, rows % np.maximum((holders >= 0).sum(axis=1), 1)]
@@ -175,8 +170,8 @@ class _Builder:
         wanting = _amounting(wanting, receive, moved.size)
         senders = _amounting(holding, send, moved.size)
         copies = _take(cells, copied), rank[copier]
-        held_by = (kind[chosen], held)
-        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted, held_by)
+        sets = Kinds(kind[chosen], *ends, held)
+        return ListedGeometry(lined, senders, wanting, wanting, copies, wanted, sets)
 
     def _summed(
         self,
@@ -203,16 +198,13 @@ class _Builder:
                 reducers.append(chosen)
         receive, nothing = of_kind[kind], cells.size * 0
         wants = np.array([want for _, want in lines], dtype=np.int64)
-        _, members = repeated(wanting.first, wants)
-        ends_of = np.concatenate([[0], np.cumsum(wanting.counts[wants])])
-        wanted = LineSet(nothing[:0], ends_of, wanting.members[members])
-        sharing = np.concatenate([[0], np.cumsum([len(r) for r in reducers])]).astype(np.int64)
+        sharing = offsets(np.array([len(r) for r in reducers], dtype=np.int64))
         ranks = np.concatenate([*reducers, np.zeros(0, np.int64)])
         return ListedGeometry(
             Lined(cells, ends[0][kind], nothing, receive, before(receive, cells.size, len(lines))),
             holding,
-            _amounting(LineSet(nothing[:0], sharing, ranks), receive, cells.size),
-            _amounting(wanted, receive, cells.size),
+            _amounting(LineSet.plain(sharing, ranks), receive, cells.size),
+            _amounting(wanting.take(wants), receive, cells.size),
             (_take(cells, []), np.zeros(0, np.int64)),
             0,
             None,

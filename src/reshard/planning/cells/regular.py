@@ -20,7 +20,7 @@ from math import prod
 import numpy as np
 
 from reshard.errors import PlanError
-from reshard.layout.columns import Ints, contained, numbered
+from reshard.layout.columns import Ints, contained, numbered, spread
 from reshard.layout.grid import DimTable, Grid, grids_of
 from reshard.planning.cells.geometry import Cells, Lined
 from reshard.planning.classes import Stack
@@ -96,8 +96,7 @@ def meet_dim(have: DimTable, want: DimTable, segments: Segments | None) -> DimMe
         needed_widths = _clipped(want, segments)
     first = np.searchsorted(want.stops, starts, side="right")
     counts = np.maximum(np.searchsorted(want.starts, stops, side="left") - first, 0)
-    mine = np.repeat(np.arange(len(starts)), counts)
-    other = np.arange(len(mine)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    mine, other = spread(first, counts)
     low = np.maximum(starts[mine], want.starts[other])
     width = np.minimum(stops[mine], want.stops[other]) - low
     needed = np.bincount(want.parts, weights=needed_widths, minlength=want.num_parts)
@@ -117,8 +116,7 @@ def _moved(have: DimTable, segments: Segments) -> tuple[Ints, Ints, Ints, Ints]:
     low, high = runs[:, 0], runs[:, 0] + runs[:, 2]
     first = np.searchsorted(have.stops, low, side="right")
     counts = np.maximum(np.searchsorted(have.starts, high, side="left") - first, 0)
-    run = np.repeat(np.arange(len(runs)), counts)
-    at = np.arange(len(run)) + np.repeat(first - (np.cumsum(counts) - counts), counts)
+    run, at = spread(first, counts)
     shift = (runs[:, 1] - runs[:, 0])[run]
     starts = np.maximum(have.starts[at], low[run]) + shift
     stops = np.minimum(have.stops[at], high[run]) + shift
@@ -289,7 +287,10 @@ def _is_regular(pair: GridPair) -> bool:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class RegularGeometry:
-    """Pairs of grids; the lines of a pair are the regions of its two grids."""
+    """Pairs of grids; the lines of a pair are the regions of its two grids.
+
+    A rank that wants a line holds all of it or nothing, and nothing is added up.
+    """
 
     pairs: list[GridPair]
     senders: LineSet
@@ -298,7 +299,7 @@ class RegularGeometry:
     receive_base: list[int]
     num_addends: int = 1
     listed: bool = False
-    held: None = None
+    kinds: None = None
     addends: tuple[int, ...] = ()
 
     @classmethod
@@ -306,7 +307,8 @@ class RegularGeometry:
         """Number the regions of all pairs one after the other."""
         senders = [_lines(pair.have, pair.wanted) for pair in pairs]
         receivers = [_lines(pair.want, pair.provided) for pair in pairs]
-        return cls(pairs, _chain(senders), _chain(receivers), _bases(senders), _bases(receivers))
+        chained = LineSet.chain(senders), LineSet.chain(receivers)
+        return cls(pairs, *chained, _bases(senders), _bases(receivers))
 
     @property
     def wanting(self) -> LineSet:
@@ -374,10 +376,6 @@ class RegularGeometry:
         """Elements of one tensor that ranks want, once per such rank."""
         return int((self.receivers.amounts * self.receivers.counts).sum())
 
-    def addend_senders(self, cells: Ints, receivers: Ints, addend: int) -> Ints:
-        """Nothing is added up here."""
-        raise AssertionError("a regular geometry has no addends")
-
     def _lined(self, found: dict[int, Cells]) -> Lined:
         if not found:
             found = {0: self._no_cells()}
@@ -403,18 +401,6 @@ def _lines(grid: Grid, amounts: Ints) -> LineSet:
     """One line per region; members in rising order, whatever the order of the mesh."""
     members = grid.holders(np.arange(grid.num_regions))
     return LineSet.regular(amounts, np.sort(members, axis=1))
-
-
-def _chain(lines: list[LineSet]) -> LineSet:
-    if len(lines) == 1:
-        return lines[0]
-    ends = np.cumsum([0] + [len(line.members) for line in lines])
-    first = [line.first[:-1] + at for line, at in zip(lines, ends, strict=False)]
-    return LineSet(
-        np.concatenate([line.amounts for line in lines]),
-        np.concatenate([*first, ends[-1:]]),
-        np.concatenate([line.members for line in lines]),
-    )
 
 
 def _bases(lines: list[LineSet]) -> list[int]:

@@ -13,7 +13,8 @@ from functools import cached_property
 import numpy as np
 
 from reshard.layout.columns import Ints
-from reshard.planning.cells.geometry import Geometry
+from reshard.planning.cells.geometry import Kinds
+from reshard.planning.cells.listed import ListedGeometry
 from reshard.planning.sharing import LineSet
 
 __all__ = ["Home", "HostLines", "Stations"]
@@ -69,8 +70,7 @@ class HostLines:
     """The ranks that want each line."""
     holding: Stations
     """The ranks that hold each line of senders."""
-    send: Ints
-    """The line of senders of each kind of cells."""
+    kinds: Kinds
     first: Ints
     """Where the hosts begin that hold and want each kind; one more entry ends the last."""
     host: Ints
@@ -80,17 +80,16 @@ class HostLines:
     """The station of ranks that hold it there."""
 
     @classmethod
-    def of(cls, geometry: Geometry, home: Home) -> HostLines:
-        """Look for the hosts that each kind of cells has in common on both sides."""
-        assert geometry.held is not None
-        (kind, held), lined = geometry.held, geometry.all()
-        send, line = np.zeros((2, len(held.counts)), dtype=np.int64)
-        send[kind], line[kind] = lined.send_line, lined.receive_line
+    def of(cls, geometry: ListedGeometry, home: Home) -> HostLines | None:
+        """The hosts that each kind of cells has in common on both sides; None for addends."""
+        kinds = geometry.kinds
+        if kinds is None:
+            return None
         wanting, holding = Stations.of(geometry.wanting, home), Stations.of(geometry.senders, home)
-        row, host = holding.lines.common(wanting.lines, send, line)
-        first = np.searchsorted(row, np.arange(len(send) + 1))
-        ends = wanting.find(line[row], host), holding.find(send[row], host)
-        return cls(wanting, holding, send, first, host, *ends)
+        row, host = holding.lines.common(wanting.lines, kinds.send, kinds.receive)
+        first = np.searchsorted(row, np.arange(len(kinds.send) + 1))
+        ends = wanting.find(kinds.receive[row], host), holding.find(kinds.send[row], host)
+        return cls(wanting, holding, kinds, first, host, *ends)
 
     @cached_property
     def counts(self) -> Ints:

@@ -119,10 +119,9 @@ def _link_figures(flows: Sequence[Flow], traffic: Traffic, topology: Topology) -
 
 def _entering_bytes(flow: HostFlow) -> int:
     """Bytes that must enter some host: each wanted cell once per host that lacks and holds none."""
-    assert flow.geometry.held is not None
     lined, times = flow.geometry.all(), len(flow.stack.names) * flow.stack.itemsize
     hosts = flow.wanting.lines.counts[lined.receive_line]
-    hosts = hosts - flow.hosts.counts[flow.geometry.held[0]]
+    hosts = hosts - flow.hosts.counts[flow.hosts.kinds.of]
     return int(lined.cells.size @ hosts) * times
 
 

@@ -357,10 +357,8 @@ class _Classes:
         of_line, of_held = _sums(every, len(world)), _sums(held, len(world))
         _, chosen = distinct_first(of_line.view(np.int64))
         number = numbered(of_line.view(np.int64))[1]
-        _, at = repeated(every.first, chosen)
-        ends = np.concatenate([[0], np.cumsum(every.counts[chosen])])
-        lines = LineSet.plain(ends, every.members[at])
-        return cls(world, lines, number[kinds], held, mixed(of_line[kinds] * 3 + of_held))
+        mark = mixed(of_line[kinds] * 3 + of_held)
+        return cls(world, every.take(chosen), number[kinds], held, mark)
 
     def groups(self, streams: Sequence[Stream]) -> list[Ints]:
         """One number for the sender and the kind of each row of each stream."""
@@ -427,10 +425,8 @@ class _Classes:
 
 def _chained(sets: Sequence[LineSet], world: Ints) -> LineSet:
     """Lines one after the other, with the places of their ranks."""
-    none = np.zeros(0, dtype=np.int64)
-    ends = np.cumsum(np.concatenate([none, [0], *(lines.counts for lines in sets)]))
-    members = np.concatenate([none, *(lines.members for lines in sets)])
-    return LineSet.plain(ends, np.searchsorted(world, members))
+    lines = LineSet.chain(sets)
+    return LineSet.plain(lines.first, np.searchsorted(world, lines.members))
 
 
 def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:
