@@ -31,7 +31,9 @@ from reshard.planning.row_proof import (
     TensorGroup,
     check_ranks,
     first_outside,
+    kept_dims,
     tensor_groups,
+    wrong_runs,
 )
 from reshard.planning.sharing import LineSet
 from reshard.text import format_bytes
@@ -98,10 +100,8 @@ def _check_parts(flow: Flow) -> None:
         column[order] for column in (parts.runs.cell, parts.runs.start, parts.runs.stop)
     )
     new = np.append(True, cell[1:] != cell[:-1])[: len(cell)]
-    ends = np.append(new[1:], True)[: len(cell)]
-    expected = np.where(new, 0, np.append(0, stop[:-1])[: len(cell)])
     size = parts.cells.size[cell] * len(flow.stack.names)
-    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)) | (start >= stop))
+    wrong, expected = wrong_runs(new, start, stop, size)
     absent = np.bincount(cell, minlength=len(parts.cells.size)) == 0
     if len(wrong) or absent.any():
         number = int(cell[wrong[0]]) if len(wrong) else int(np.flatnonzero(absent)[0])
@@ -143,7 +143,7 @@ def _check_cells(flow: Flow, pieces_of: _Pieces) -> None:
         ),
     ]
     for spec, insert, line, low, lines in sides:
-        keep = [dim for dim in range(low.shape[1]) if dim not in insert]
+        keep = kept_dims(low, insert)
         _check_inside(flow, spec, line, low[:, keep], lined.cells.width[:, keep], lines, pieces_of)
     line = lined.receive_line[:, None]
     low = np.concatenate([line, lined.cells.want_low], axis=1)
@@ -167,8 +167,7 @@ def _check_inside(
     used = np.bincount(line, minlength=len(lines.counts)) > 0
     seen: dict[int, set[bytes]] = {}
     variants: list[dict[int, tuple[int, Ints, Ints]]] = []
-    number = np.repeat(np.arange(len(lines.counts)), lines.counts).tolist()
-    for at, rank in zip(number, lines.members.tolist(), strict=True):
+    for at, rank in zip(lines.line_of.tolist(), lines.members.tolist(), strict=True):
         if used[at]:
             starts, stops = pieces_of(spec, rank)
             known, key = seen.setdefault(at, set()), starts.tobytes() + stops.tobytes()

@@ -26,12 +26,19 @@ from reshard.layout.columns import Ints, contained, distinct, distinct_first, mi
 from reshard.layout.coverage import first_overlapping_rows, missing_boxes, overlapping_pairs
 from reshard.layout.grid import addend_of
 from reshard.layout.spec import TensorSpec
-from reshard.planning.cells.transfers import Transfers
+from reshard.planning.cells.transfers import Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
 from reshard.planning.rank import RankPlan, Rows
 
-__all__ = ["TensorGroup", "check_ranks", "first_outside", "kept_dims", "tensor_groups"]
+__all__ = [
+    "TensorGroup",
+    "check_ranks",
+    "first_outside",
+    "kept_dims",
+    "tensor_groups",
+    "wrong_runs",
+]
 
 MAX_ROWS = 1 << 18
 """Rows that are looked at one by one."""
@@ -228,9 +235,7 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
     start, stop = table[:, -2], table[:, -1]
     new = np.append(True, (table[1:, :-2] != table[:-1, :-2]).any(axis=1))
     size = table[:, dims : 2 * dims].prod(axis=1) * len(stack.names)
-    expected = np.where(new, 0, np.append(0, stop[:-1]))
-    ends = np.append(new[1:], True)
-    wrong = np.flatnonzero((start != expected) | (ends & (stop != size)))
+    wrong, expected = wrong_runs(new, start, stop, size)
     if len(wrong):
         row = int(wrong[0])
         at = min(int(start[row]), int(expected[row])) if start[row] != expected[row] else stop[row]
@@ -238,6 +243,17 @@ def _whole_cells(rank: int, written: Sequence[Rows]) -> tuple[Ints, Ints]:
     cells = table[new]
     keep = kept_dims(cells[:, :dims], stack.feed.want_insert)
     return cells[:, :dims][:, keep], cells[:, dims : 2 * dims][:, keep]
+
+
+def wrong_runs(new: Mask, start: Ints, stop: Ints, size: Ints) -> tuple[Ints, Ints]:
+    """The runs that do not make up whole cells, and where each run should start.
+
+    Runs of a cell follow each other in rising order; ``new`` says where those of the next begin.
+    """
+    expected = np.where(new, 0, np.append(0, stop[:-1])[: len(new)])
+    last = np.append(new[1:], True)[: len(new)]
+    wrong = (start != expected) | (last & (stop != size)) | (start >= stop)
+    return np.flatnonzero(wrong), expected
 
 
 def _table(transfers: Transfers) -> Ints:
