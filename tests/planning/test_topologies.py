@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from random import Random
 
@@ -9,6 +10,8 @@ import numpy as np
 import pytest
 
 import reshard as rs
+from reshard.planning.cells.transfers import Counted, Transfers
+from reshard.planning.hosts import HostFlow
 from tests import bounds, moves
 
 MOST_OVER_OPTIMUM = 1.15
@@ -40,6 +43,43 @@ def random_topology(rng: Random) -> rs.Topology:
     for link in links.values():
         link["latency"] = 0.0
     return rs.Topology.from_dict({"hosts": [list(host) for host in hosts], **links})
+
+
+def sums(rows: Iterable[Counted], amount: Callable[[Transfers], np.ndarray]) -> np.ndarray:
+    """How much every rank sends and receives."""
+    found = np.zeros((2, 64), dtype=np.int64)
+    for one in rows:
+        for side, ends in enumerate((one.sent, one.received)):
+            for ranks, amounts in ends(amount(one.rows)):
+                np.add.at(found[side], ranks, amounts)
+    return found
+
+
+@pytest.mark.parametrize("first", range(0, 200, 50))
+def test_what_ranks_stage_is_counted_as_if_every_row_was_listed(first: int) -> None:
+    """Hosts where no rank holds a part are not listed for the schedule, and for the proof."""
+    outside = 0
+    for number in range(first, first + 50):
+        rng = Random(f"counted {number}")
+        topology = random_topology(rng)
+        ranks = [rank for host in topology.hosts for rank in host]
+        have = random_side(rng, ranks)
+        rng.shuffle(ranks)
+        copies = rng.randint(2, len(ranks) // 2)
+        want = rs.Layout(
+            rs.Mesh(a=copies, b=2, ranks=ranks[: 2 * copies]), rng.choice(("b -", "- -"))
+        )
+        plan = rs.plan(have, want, shape=SHAPE, dtype="float32", topology=topology)
+        for flow in plan.flows:
+            every, counted = [*flow.everything()], [*flow.counted()]
+            assert isinstance(flow, HostFlow)
+            assert len(counted[-1].rows) == len(flow.parts())
+            outside += int(counted[-1].served.sum())
+            for amount in (lambda rows: rows.sizes, lambda rows: np.ones(len(rows), np.int64)):
+                assert (sums(every, amount) == sums(counted, amount)).all(), f"case {number}"
+            used = [one.last_hop for one in counted if one.served.any()]
+            assert max(used, default=0) == max((rows.hop for rows in every), default=0)
+    assert outside > 500, "too few hosts where no rank holds a part"
 
 
 @pytest.mark.parametrize("first", range(0, 50, 10))
