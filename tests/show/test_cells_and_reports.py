@@ -128,8 +128,17 @@ def test_cells_of_reports(tmp_path: Path) -> None:
         checkpoint.inspect(tmp_path / "a"),
         checkpoint.verify(tmp_path / "a"),
         checkpoint.diff(tmp_path / "a", tmp_path / "a"),
+        checkpoint.convert(tmp_path / "a", tmp_path / "b"),
     ):
         assert "<pre>" in check_cell(report._repr_html_())  # type: ignore[attr-defined]
+
+
+def test_cells_of_loading_and_saving(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch", reason="these reports are about tensors in a job")
+    saved = checkpoint.save({"w": torch.ones(4, 4)}, tmp_path / "a")
+    loaded = checkpoint.load(tmp_path / "a", {"w": torch.zeros(4, 4)})
+    for report in (saved, loaded):
+        assert "<pre>" in check_cell(report._repr_html_())
 
 
 def save_tensors(folder: Path) -> None:

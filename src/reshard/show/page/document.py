@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.layout.mesh import format_ranks
 from reshard.show.page.colours import LOOKS, TEXTURES, palette
-from reshard.show.page.drawings import Drawing, Rect, Table
+from reshard.show.page.drawings import Drawing, Rect, Table, Tick
 from reshard.text import shorten
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ __all__ = [
     "LaneBar",
     "Move",
     "Run",
-    "ScaleMark",
     "Side",
     "as_json",
     "clean",
@@ -99,20 +98,12 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class ScaleMark:
-    """A text above lanes, at a percentage of their width."""
-
-    at: float
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Run:
     """What was measured."""
 
     cards: Sequence[Card]
     rounds: Sequence[Lane]
-    scale: Sequence[ScaleMark]
+    scale: Sequence[Tick]
     note: str
 
 
@@ -134,7 +125,7 @@ class Document:
     legend: str = ""
     table: Table | None = None
     lanes: Sequence[Lane] = ()
-    scale: Sequence[ScaleMark] = ()
+    scale: Sequence[Tick] = ()
     rounds_note: str = ""
     run: Run | None = None
     groups: int = 0

@@ -60,7 +60,7 @@ class Rect:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A text at an edge of a drawing."""
+    """A text at a place along an edge of a drawing, or above lanes, in percent of their width."""
 
     at: float
     text: str

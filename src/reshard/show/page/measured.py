@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 
 from reshard.errors import FormatError
 from reshard.layout.mesh import format_ranks
-from reshard.show.page.document import Card, Lane, LaneBar, Run, ScaleMark
+from reshard.show.page.document import Card, Lane, LaneBar, Run
+from reshard.show.page.drawings import Tick
 from reshard.show.run_report import RoundReport, RunReport, format_seconds
 from reshard.text import count, format_bytes, shorten
 
@@ -50,7 +51,7 @@ def run_of(reports: Sequence[RunReport]) -> Run | None:
     note = f"Reports of rank{'s' * (len(ranks) > 1)} {shorten(format_ranks(ranks), 60)}."
     if len(rounds) > len(shown):
         note += f" The {len(shown)} slowest of {len(rounds):,} rounds."
-    scale = [ScaleMark(0, "0"), ScaleMark(100, format_seconds(longest))] if longest else []
+    scale = [Tick(0, "0"), Tick(100, format_seconds(longest))] if longest else []
     return Run(list(_cards(reports, slowest)), lanes, scale, note)
 
 

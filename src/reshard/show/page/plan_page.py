@@ -28,12 +28,11 @@ from reshard.show.page.document import (
     Lane,
     LaneBar,
     Move,
-    ScaleMark,
     Side,
     clean,
     render_page,
 )
-from reshard.show.page.drawings import drawing_of, table_of
+from reshard.show.page.drawings import Tick, drawing_of, table_of
 from reshard.show.page.links import links_of
 from reshard.show.page.measured import check_reports, run_of
 from reshard.show.picture import picture_of, sharded_dims
@@ -278,12 +277,12 @@ def _lanes(rows: Sequence[StackRow], num_rounds: int) -> list[Lane]:
     return lanes
 
 
-def _scale(num_rounds: int) -> list[ScaleMark]:
+def _scale(num_rounds: int) -> list[Tick]:
     """Marks at every quarter or so; the last one is the number of rounds."""
     step = max(-(-num_rounds // 4), 1)
     edges = [edge for edge in range(0, num_rounds, step) if num_rounds - edge > step / 2]
     return [
-        ScaleMark(round(100 * edge / max(num_rounds, 1), 3), f"{edge:,}")
+        Tick(round(100 * edge / max(num_rounds, 1), 3), f"{edge:,}")
         for edge in (*edges, num_rounds)
     ]
 
