@@ -1,7 +1,7 @@
 """Every option with every other, on random layouts and dtypes: values, bytes, messages, memory.
 
 The oracle cuts numpy arrays and shares no code with reshard. A case is up to four calls that are
-in flight together, each made up to three times; 150 cases in the usual run, 20,000 in a soak.
+in flight together, each made up to three times; 300 cases in the usual run, 20,000 in a soak.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ AT_ONCE = 250
 
 def batches() -> Iterator[tuple[int, range]]:
     """Numbers of ranks, and seeds."""
-    for num_ranks, count in ((4, cases(125, 16_000)), (8, cases(25, 4000))):
+    for num_ranks, count in ((4, cases(250, 16_000)), (8, cases(50, 4000))):
         for first in range(0, count, AT_ONCE):
             yield num_ranks, range(first, min(first + AT_ONCE, count))
 
