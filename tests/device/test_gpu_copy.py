@@ -12,7 +12,6 @@ from reshard.errors import PlanError
 from reshard.live.copy import gpu as gpu_copy
 from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.copy.gpu_table import (
-    ENDS,
     SHIFTED,
     Cast,
     LaunchTable,
@@ -214,16 +213,11 @@ def decoded(table: LaunchTable) -> dict[int, int]:
 
 
 def shifted(row: list[int], place: int, source: int, destination: int) -> dict[int, int]:
-    """The bytes that one unit of a row off the grid, or of its ends, stands for."""
-    if row[6] < ENDS:
-        length, head = row[6] - SHIFTED, -destination % 16
-        whole = place * 16 + head + 16 <= length
-        return {destination + head + n: source + head + n for n in range(16) if whole}
-    length, start = row[6] - ENDS, destination - place
-    head = -start % 16
-    at = place if place < 16 else head + (length - head) // 16 * 16 + place - 16
-    inside = at < (head if place < 16 else length)
-    return {start + at: source - place + at} if inside else {}
+    """The bytes of a row off the grid that are in one unit of the destination's grid."""
+    length, start = row[6] - SHIFTED, destination - 16 * place
+    unit = destination - destination % 16
+    inside = range(max(unit, start), min(unit + 16, start + length))
+    return {at: source + at - destination for at in inside}
 
 
 def test_a_table_names_every_byte_once() -> None:

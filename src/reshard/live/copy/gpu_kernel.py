@@ -3,7 +3,8 @@
 Every program copies one tile, which belongs to one block: it reads the block's row, turns the
 numbers of its units into indices by multiplications, and moves each unit with one load and one
 store per thread, 16 bytes wide where the row permits. Where the two sides of a long row are not on
-the same grid, it loads the aligned words that 16 bytes of the destination come from, and shifts.
+the same grid, it loads the aligned words that 16 bytes of the destination come from, shifts them,
+and stores the two ends of the row in smaller pieces.
 """
 # Where Triton is not installed, mypy takes its decorator for untyped.
 # mypy: disable-error-code="untyped-decorator"
@@ -13,7 +14,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from reshard.live.copy.gpu_table import ENDS as ENDS_UNIT
 from reshard.live.copy.gpu_table import FIELDS as NUM_FIELDS
 from reshard.live.copy.gpu_table import SHIFTED as SHIFTED_UNIT
 
@@ -21,7 +21,6 @@ __all__ = ["cast_tiles", "copy_tiles"]
 
 FIELDS = tl.constexpr(NUM_FIELDS)
 SHIFTED = tl.constexpr(SHIFTED_UNIT)
-ENDS = tl.constexpr(ENDS_UNIT)
 FIRST_TILE = tl.constexpr(4)
 UNITS = tl.constexpr(5)
 UNIT = tl.constexpr(6)
@@ -43,16 +42,16 @@ def copy_tiles(
     WIDE: tl.constexpr,
     ONLY: tl.constexpr,
 ) -> None:
-    """Copy bytes; ``ONLY`` is the one size of units in the table, or 0 if there are several."""
+    """Copy bytes; ``ONLY`` is the one kind of units in the table, or 0 if there are several."""
     row = _row_of_tile(rows, tiles)
     source, destination, mask, inner = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
-    if ONLY and ONLY < SHIFTED:
+    if ONLY == SHIFTED:
+        _copy_shifted(source, destination, mask, inner, tl.load(row + UNIT) - SHIFTED)
+    elif ONLY:
         _copy_units(source, destination, mask, ONLY)
     else:
         unit = tl.load(row + UNIT)
-        if unit >= ENDS:
-            _copy_ends(source, destination, mask, inner, unit - ENDS)
-        elif unit >= SHIFTED:
+        if unit >= SHIFTED:
             _copy_shifted(source, destination, mask, inner, unit - SHIFTED)
         elif unit == 16:
             _copy_units(source, destination, mask, 16)
@@ -157,19 +156,22 @@ def _copy_units(
 def _copy_shifted(
     source: tl.tensor, destination: tl.tensor, mask: tl.tensor, place: tl.tensor, length: tl.tensor
 ) -> None:
-    """Copy 16 bytes of the destination's grid, from the aligned words of the source around them.
+    """Copy what a row has in 16 bytes of the destination's grid, from aligned words of the source.
 
-    All of these words have a byte of the row, so they are memory of the tensor.
+    Only words with a byte of the row are loaded, so they are memory of the tensor. The first and
+    the last unit of a row may be partial; they are never the same one, because rows are long.
     """
-    head = (-destination) & 15
-    mask = mask & (place.to(tl.int64) * 16 + head + 16 <= length)
-    have, want = source + head, destination + head
-    low = have & 15
+    phase = destination & 15
+    at = place.to(tl.int32) * 16 - phase.to(tl.int32)
+    begin, end = tl.maximum(-at, 0), tl.minimum(length.to(tl.int32) - at, 16)
+    mask = mask & (begin < end)
+    have, want = source - phase, destination - phase
+    low = (have & 15).to(tl.int32)
     word = tl.arange(0, 2)[None, :]
-    words = (have - low)[:, None].to(tl.pointer_type(tl.uint64)) + word
+    words = (have & ~15)[:, None].to(tl.pointer_type(tl.uint64)) + word
     words = tl.max_contiguous(tl.multiple_of(words, [8, 16]), [1, 2])
-    a, b = tl.split(tl.load(words, mask=mask[:, None], other=0))
-    c, d = tl.split(tl.load(words + 2, mask=(mask & (low > 0))[:, None], other=0))
+    a, b = tl.split(tl.load(words, mask=(mask & (begin + low < 16))[:, None], other=0))
+    c, d = tl.split(tl.load(words + 2, mask=(mask & (end + low > 16))[:, None], other=0))
     far = low >= 8
     first, second, third = tl.where(far, b, a), tl.where(far, c, b), tl.where(far, d, c)
     bits = ((low & 7) * 8).to(tl.uint64)
@@ -177,24 +179,36 @@ def _copy_shifted(
     upper = (second >> bits) | ((third << 1) << (63 - bits))
     pair = want[:, None].to(tl.pointer_type(tl.uint64)) + word
     pair = tl.max_contiguous(tl.multiple_of(pair, [8, 16]), [1, 2])
-    tl.store(pair, tl.join(lower, upper), mask=mask[:, None])
+    whole = end - begin == 16
+    tl.store(pair, tl.join(lower, upper), mask=(mask & whole)[:, None])
+    part = mask & (end - begin < 16)
+    _store_piece(want, lower, upper, begin, end, part, 8, tl.uint64)
+    _store_piece(want, lower, upper, begin, end, part, 4, tl.uint32)
+    _store_piece(want, lower, upper, begin, end, part, 2, tl.uint16)
+    _store_piece(want, lower, upper, begin, end, part, 1, tl.uint8)
 
 
 @triton.jit
-def _copy_ends(
-    source: tl.tensor, destination: tl.tensor, mask: tl.tensor, place: tl.tensor, length: tl.tensor
+def _store_piece(
+    want: tl.tensor,
+    lower: tl.tensor,
+    upper: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    mask: tl.tensor,
+    SIZE: tl.constexpr,
+    WORD: tl.constexpr,
 ) -> None:
-    """Copy one byte before, or behind, the units that `_copy_shifted` copies of a row.
+    """Store the piece of this size of a partial unit, if it has one.
 
-    A row has 32 places: 16 for the bytes before, 16 for those behind.
+    The bytes up to the end of a unit are pieces of growing sizes, those from its start of shrinking
+    ones: 9 to 15 are 1, 2 and 4 bytes at 9, 10 and 12; 0 to 12 are 8, 4 and 1 bytes at 0, 8 and 12.
     """
-    at = place.to(tl.int64)
-    head = (at - destination) & 15
-    behind = at >= 16
-    end = head + ((length - head) & ~15)
-    byte = tl.where(behind, end + at - 16, at)
-    mask = mask & tl.where(behind, byte < length, at < head)
-    _copy_words(source - at + byte, destination - at + byte, mask, tl.int8)
+    is_head = begin > 0
+    at = tl.where(is_head, (begin + (SIZE - 1)) & -SIZE, end & -(2 * SIZE))
+    mask = mask & ((tl.where(is_head, at, end) & SIZE) != 0)
+    value = tl.where(at >= 8, upper, lower) >> ((at & 7) * 8).to(tl.uint64)
+    tl.store((want + at).to(tl.pointer_type(WORD)), value.to(WORD), mask=mask)
 
 
 @triton.jit

@@ -39,11 +39,11 @@ MAX_TILES = 1 << 20
 EDGE_BYTES = 256
 """Rows shorter than this are not split into edges and a middle: one more block costs more."""
 
-SHIFTED, ENDS = 1 << 40, 1 << 41
-"""Added to the bytes of a row, in place of a unit: 16 bytes of the destination's grid, put together
-from shifted words; and the up to 15 bytes at each end of the row that are left."""
+SHIFTED = 1 << 40
+"""Added to the bytes of a row, in place of a unit: units are then 16 bytes of the destination's
+grid, put together from shifted words, or what the row has of them at its two ends."""
 SHIFTED_BYTES = 256
-"""Shorter rows are not divided like that."""
+"""Shorter rows are not divided like that; the kernel needs at least 32."""
 SHIFTED_UNITS = 8
 """Only rows whose units would be narrower than this."""
 
@@ -83,7 +83,7 @@ class Strided:
     strides: Ints
     """2 sides, blocks, dims."""
     unit: Ints
-    """Bytes (of a cast: elements) that one index stands for; or `SHIFTED`, or `ENDS`."""
+    """Bytes (of a cast: elements) that one index stands for; or `SHIFTED` plus those of a row."""
 
     def __len__(self) -> int:
         return len(self.unit)
@@ -254,19 +254,18 @@ def _in_units(blocks: Strided, phase: Ints) -> Strided:
 
 
 def _shifted(blocks: Strided) -> Strided:
-    """Divide long rows in narrow units into units of the destination's grid, and their ends."""
+    """Divide long rows in narrow units into units of the destination's grid."""
     length = blocks.widths[:, -1] * blocks.unit
     rows = _contiguous(blocks, blocks.unit) & (blocks.unit < SHIFTED_UNITS)
     rows &= (length >= SHIFTED_BYTES) & (length < MAX_UNITS)
     if not rows.any():
         return blocks
     long, length = blocks.take(rows), length[rows]
-    parts = [blocks.take(~rows)]
-    for kind, count, step in ((SHIFTED, length // WIDEST, WIDEST), (ENDS, 2 * WIDEST, 1)):
-        widths, strides = long.widths.copy(), long.strides.copy()
-        widths[:, -1], strides[:, :, -1] = count, step
-        parts.append(replace(long, widths=widths, strides=strides, unit=kind + length))
-    return _joined([part for part in parts if len(part)])
+    widths, strides = long.widths.copy(), long.strides.copy()
+    # As many as a row can have bytes of, wherever on the grid it begins.
+    widths[:, -1], strides[:, :, -1] = (length + 2 * (WIDEST - 1)) // WIDEST, WIDEST
+    long = replace(long, widths=widths, strides=strides, unit=SHIFTED + length)
+    return _joined([part for part in (blocks.take(~rows), long) if len(part)])
 
 
 def _grouped_elements(blocks: Strided, phase: Ints, cast: Cast) -> Strided:
