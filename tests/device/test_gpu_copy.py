@@ -12,6 +12,7 @@ from reshard.errors import PlanError
 from reshard.live.copy import gpu as gpu_copy
 from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.copy.gpu_table import (
+    ROWS,
     SHIFTED,
     Cast,
     LaunchTable,
@@ -186,14 +187,17 @@ def name_of(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def decoded(table: LaunchTable) -> dict[int, int]:
-    """What the kernel does with a table, one address after the other: destination to source."""
+def decoded(table: LaunchTable, phase: int = 0) -> dict[int, int]:
+    """What the kernel does with a table, one address after the other: destination to source.
+
+    The destination is so many bytes off the grid.
+    """
     moved: dict[int, int] = {}
     for tile, block in enumerate(table.tiles.tolist()):
         row = table.rows[block].tolist()
         first = (tile - row[4]) * table.lanes
         for number in range(first, min(first + table.lanes, row[5])):
-            rest, ways = number, [row[1], row[3]]
+            rest, ways = number, [row[1], row[3] + phase]
             for inner in range(4):
                 index = rest
                 if inner < 3:
@@ -213,11 +217,18 @@ def decoded(table: LaunchTable) -> dict[int, int]:
 
 
 def shifted(row: list[int], place: int, source: int, destination: int) -> dict[int, int]:
-    """The bytes of a row off the grid that are in one unit of the destination's grid."""
-    length, start = row[6] - SHIFTED, destination - 16 * place
-    unit = destination - destination % 16
-    inside = range(max(unit, start), min(unit + 16, start + length))
-    return {at: source + at - destination for at in inside}
+    """The bytes of a row off the grid that one unit stands for."""
+    if row[6] < ROWS:
+        length, start = row[6] - SHIFTED, destination - 16 * place
+        unit = destination - destination % 16
+        inside = range(max(unit, start), min(unit + 16, start + length))
+        return {at: source + at - destination for at in inside}
+    length, head = row[6] - ROWS, -destination % 16
+    whole = 16 * place + head + 16 <= length
+    at = {*range(head, head + 16)} if whole else set()
+    if not place:  # and the ends of the row
+        at |= {*range(head), *range(head + (length - head) // 16 * 16, length)}
+    return {destination + n: source + n for n in at}
 
 
 def test_a_table_names_every_byte_once() -> None:
@@ -233,12 +244,15 @@ def test_a_table_names_every_byte_once() -> None:
 
 
 def test_rows_off_the_grid_are_put_together_from_words() -> None:
-    for length, at in ((1001, 3), (300, 0), (129, 5)):
-        blocks = one_block([3, length], [length + 7, 1], [length, 1], itemsize=2)
-        blocks = replace(blocks, source_offset=np.array([2 * at]))
-        table = compile_table(merged_blocks(blocks, np.array([0, 0])))
-        assert max(table.units) == SHIFTED
-        assert decoded(table) == listed(blocks, 0)
+    kinds = (1001, 3, ROWS), (513, 1, ROWS), (2500, 0, ROWS), (300, 0, SHIFTED), (129, 5, SHIFTED)
+    for length, at, kind in kinds:
+        for phase in (0, 2, 14):
+            blocks = one_block([3, length], [length + 7, 1], [length, 1], itemsize=2)
+            blocks = replace(blocks, source_offset=np.array([2 * at]))
+            table = compile_table(merged_blocks(blocks, np.array([0, phase])))
+            assert max(table.units) == kind
+            moved = {to + phase: by for to, by in listed(blocks, 0).items()}
+            assert decoded(table, phase) == moved
 
 
 def test_rows_off_the_grid_on_a_gpu() -> None:

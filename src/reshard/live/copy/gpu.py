@@ -101,7 +101,7 @@ class CopyTable:
     def device_bytes(self) -> int:
         """Bytes that the kept tables take up on devices."""
         kept = [one for compiled in self._compiled.values() for one in compiled.uploaded.values()]
-        return sum(tensor.nbytes for tensor in kept)
+        return sum(both.nbytes for both, _, _ in kept)
 
     def _compile(self, tensors: TensorTable) -> _Compiled:
         """The launch table for tensors aligned like these."""
@@ -141,21 +141,24 @@ class _Compiled:
     table: LaunchTable
     aligned: bool
     """Whether every element that is cast is at a multiple of its size."""
-    uploaded: dict[torch.device, torch.Tensor]
+    uploaded: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    """Rows and tiles in one tensor, and two views of it."""
 
     def on(
         self, device: torch.device, stream: torch.cuda.Stream
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tiles on a device, in one tensor that is uploaded once."""
-        num_rows = self.table.rows.size
+        """Rows and tiles on a device, which are uploaded once."""
         if device not in self.uploaded:
+            num_rows = self.table.rows.size
             tiles = np.zeros(-(-len(self.table.tiles) // 2) * 2, dtype=np.int32)
             tiles[: len(self.table.tiles)] = self.table.tiles
             both = np.concatenate([self.table.rows.reshape(-1), tiles.view(np.int64)])
-            self.uploaded[device] = torch.from_numpy(both).to(device)
-        both_there = self.uploaded[device]
-        both_there.record_stream(stream)
-        return both_there[:num_rows], both_there[num_rows:].view(torch.int32)
+            there = torch.from_numpy(both).to(device)
+            views = there[:num_rows], there[num_rows:].view(torch.int32)
+            self.uploaded[device] = (there, *views)
+        there, rows, tiles_there = self.uploaded[device]
+        there.record_stream(stream)
+        return rows, tiles_there
 
 
 def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: TensorTable) -> None:
@@ -166,7 +169,7 @@ def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: T
         stream = torch.cuda.current_stream(device)
         arguments = *compiled.on(device, stream), tensors.uploaded()
         grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
-        num_warps = table.lanes // 256
+        num_warps = max(1, table.lanes // 256)
         if cast is None:
             only = table.units[0] if len(table.units) == 1 else 0
             copy_tiles[grid](*arguments, *shape, only, num_warps=num_warps)

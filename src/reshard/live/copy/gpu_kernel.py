@@ -15,12 +15,14 @@ import triton
 import triton.language as tl
 
 from reshard.live.copy.gpu_table import FIELDS as NUM_FIELDS
+from reshard.live.copy.gpu_table import ROWS as ROWS_UNIT
 from reshard.live.copy.gpu_table import SHIFTED as SHIFTED_UNIT
 
 __all__ = ["cast_tiles", "copy_tiles"]
 
 FIELDS = tl.constexpr(NUM_FIELDS)
 SHIFTED = tl.constexpr(SHIFTED_UNIT)
+ROWS = tl.constexpr(ROWS_UNIT)
 FIRST_TILE = tl.constexpr(4)
 UNITS = tl.constexpr(5)
 UNIT = tl.constexpr(6)
@@ -44,25 +46,32 @@ def copy_tiles(
 ) -> None:
     """Copy bytes; ``ONLY`` is the one kind of units in the table, or 0 if there are several."""
     row = _row_of_tile(rows, tiles)
-    source, destination, mask, inner = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
-    if ONLY == SHIFTED:
-        _copy_shifted(source, destination, mask, inner, tl.load(row + UNIT) - SHIFTED)
+    if ONLY == ROWS:
+        _copy_row(row, bases, tl.load(row + UNIT) - ROWS, LANES, NUM_DIMS, WIDE)
+    elif ONLY == SHIFTED:
+        source, destination, mask, place = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+        _copy_shifted(source, destination, mask, place, tl.load(row + UNIT) - SHIFTED)
     elif ONLY:
+        source, destination, mask, _ = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
         _copy_units(source, destination, mask, ONLY)
     else:
         unit = tl.load(row + UNIT)
-        if unit >= SHIFTED:
-            _copy_shifted(source, destination, mask, inner, unit - SHIFTED)
-        elif unit == 16:
-            _copy_units(source, destination, mask, 16)
-        elif unit == 8:
-            _copy_units(source, destination, mask, 8)
-        elif unit == 4:
-            _copy_units(source, destination, mask, 4)
-        elif unit == 2:
-            _copy_units(source, destination, mask, 2)
+        if unit >= ROWS:
+            _copy_row(row, bases, unit - ROWS, LANES, NUM_DIMS, WIDE)
         else:
-            _copy_units(source, destination, mask, 1)
+            source, destination, mask, place = _addresses(row, bases, LANES, NUM_DIMS, WIDE)
+            if unit >= SHIFTED:
+                _copy_shifted(source, destination, mask, place, unit - SHIFTED)
+            elif unit == 16:
+                _copy_units(source, destination, mask, 16)
+            elif unit == 8:
+                _copy_units(source, destination, mask, 8)
+            elif unit == 4:
+                _copy_units(source, destination, mask, 4)
+            elif unit == 2:
+                _copy_units(source, destination, mask, 2)
+            else:
+                _copy_units(source, destination, mask, 1)
 
 
 @triton.jit
@@ -101,11 +110,29 @@ def _addresses(
     WIDE: tl.constexpr,
 ) -> tl.tensor:
     """Addresses of the units of this tile on both sides, which there are, their place in a row."""
+    unit = _first_unit(row, LANES) + tl.arange(0, LANES)
+    mask = unit < tl.load(row + UNITS).to(tl.int32)
+    source, destination, place = _places(row, bases, unit, NUM_DIMS, WIDE)
+    return source, destination, mask, place
+
+
+@triton.jit
+def _first_unit(row: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
+    """The number of this tile's first unit in its block."""
+    return (tl.program_id(0) - tl.load(row + FIRST_TILE).to(tl.int32)) * LANES
+
+
+@triton.jit
+def _places(
+    row: tl.tensor,
+    bases: tl.tensor,
+    unit: tl.tensor,
+    NUM_DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> tl.tensor:
+    """Addresses of units on both sides, and their place in a row, from their numbers."""
     source = tl.load(bases + tl.load(row)) + tl.load(row + 1)
     destination = tl.load(bases + tl.load(row + 2)) + tl.load(row + 3)
-    tile = tl.program_id(0) - tl.load(row + FIRST_TILE).to(tl.int32)
-    unit = tile * LANES + tl.arange(0, LANES)
-    mask = unit < tl.load(row + UNITS).to(tl.int32)
     rest = unit.to(tl.uint32)
     for inner in tl.static_range(NUM_DIMS):
         index = rest
@@ -119,7 +146,7 @@ def _addresses(
             place = index
         source += _distance(index, tl.load(row + SOURCE_STRIDES + 3 - inner), WIDE)
         destination += _distance(index, tl.load(row + DESTINATION_STRIDES + 3 - inner), WIDE)
-    return source, destination, mask, place
+    return source, destination, place
 
 
 @triton.jit
@@ -153,6 +180,54 @@ def _copy_units(
 
 
 @triton.jit
+def _copy_row(
+    row: tl.tensor,
+    bases: tl.tensor,
+    length: tl.tensor,
+    LANES: tl.constexpr,
+    NUM_DIMS: tl.constexpr,
+    WIDE: tl.constexpr,
+) -> None:
+    """Copy a part of one row as `_copy_shifted` does; the first one also copies the row's ends.
+
+    All units are shifted alike, so that most is computed once per tile.
+    """
+    source, destination, place = _places(row, bases, _first_unit(row, LANES), NUM_DIMS, WIDE)
+    head = -destination & 15
+    have, want, low = source + head, destination + head, (source + head) & 15
+    lane = tl.arange(0, LANES)
+    mask = lane < ((length - head) >> 4).to(tl.int32) - place.to(tl.int32)
+    words = (have - low).to(tl.pointer_type(tl.uint64)) + _pairs(lane)
+    words = tl.max_contiguous(tl.multiple_of(words, [8, 16]), [1, 2])
+    a, b = tl.split(tl.load(words, mask=mask[:, None], other=0))
+    c, d = tl.split(tl.load(words + 2, mask=(mask & (low > 0))[:, None], other=0))
+    pair = want.to(tl.pointer_type(tl.uint64)) + _pairs(lane)
+    pair = tl.max_contiguous(tl.multiple_of(pair, [8, 16]), [1, 2])
+    tl.store(pair, _shift(a, b, c, d, low), mask=mask[:, None])
+    if place == 0:
+        byte = tl.arange(0, 32)
+        at = tl.where(byte < 16, byte, head + ((length - head) & ~15) + byte - 16)
+        inside = tl.where(byte < 16, at < head, at < length)
+        _copy_words(source + at, destination + at, inside, tl.int8)
+
+
+@triton.jit
+def _pairs(lane: tl.tensor) -> tl.tensor:
+    """The numbers of the two words of each unit."""
+    return lane[:, None] * 2 + tl.arange(0, 2)[None, :]
+
+
+@triton.jit
+def _shift(a: tl.tensor, b: tl.tensor, c: tl.tensor, d: tl.tensor, low: tl.tensor) -> tl.tensor:
+    """The two words that begin at byte ``low`` of four."""
+    far = low >= 8
+    first, second, third = tl.where(far, b, a), tl.where(far, c, b), tl.where(far, d, c)
+    bits = ((low & 7) * 8).to(tl.uint64)
+    lower = (first >> bits) | ((second << 1) << (63 - bits))
+    return tl.join(lower, (second >> bits) | ((third << 1) << (63 - bits)))
+
+
+@triton.jit
 def _copy_shifted(
     source: tl.tensor, destination: tl.tensor, mask: tl.tensor, place: tl.tensor, length: tl.tensor
 ) -> None:
@@ -172,15 +247,12 @@ def _copy_shifted(
     words = tl.max_contiguous(tl.multiple_of(words, [8, 16]), [1, 2])
     a, b = tl.split(tl.load(words, mask=(mask & (begin + low < 16))[:, None], other=0))
     c, d = tl.split(tl.load(words + 2, mask=(mask & (end + low > 16))[:, None], other=0))
-    far = low >= 8
-    first, second, third = tl.where(far, b, a), tl.where(far, c, b), tl.where(far, d, c)
-    bits = ((low & 7) * 8).to(tl.uint64)
-    lower = (first >> bits) | ((second << 1) << (63 - bits))
-    upper = (second >> bits) | ((third << 1) << (63 - bits))
+    value = _shift(a, b, c, d, low)
     pair = want[:, None].to(tl.pointer_type(tl.uint64)) + word
     pair = tl.max_contiguous(tl.multiple_of(pair, [8, 16]), [1, 2])
     whole = end - begin == 16
-    tl.store(pair, tl.join(lower, upper), mask=(mask & whole)[:, None])
+    tl.store(pair, value, mask=(mask & whole)[:, None])
+    lower, upper = tl.split(value)
     part = mask & (end - begin < 16)
     _store_piece(want, lower, upper, begin, end, part, 8, tl.uint64)
     _store_piece(want, lower, upper, begin, end, part, 4, tl.uint32)

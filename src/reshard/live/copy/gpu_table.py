@@ -14,7 +14,8 @@ in five steps, each over all blocks at once:
 3. at most 4 dims and 2**30 units per block, so that a kernel needs no 64-bit division
 4. long rows whose two sides are not on the same grid of 16 bytes: units are the 16 bytes of the
    destination's grid, which the kernel puts together from the words of the source
-5. tiles of equally many units, each of which one program of the kernel copies
+5. tiles of equally many units, each of which one program of the kernel copies; of such long rows
+   no tile has parts of two, so that the kernel computes the shift once
 
 Only numpy: nothing here knows a device.
 """
@@ -34,14 +35,14 @@ __all__ = ["FIELDS", "Cast", "LaunchTable", "Strided", "compile_table", "merged_
 NUM_DIMS = 4
 MAX_UNITS = 1 << 30
 WIDEST = 16
-FEW_LANES, MANY_LANES = 256, 512
+FEWEST_LANES, FEW_LANES, MANY_LANES = 128, 256, 512
 MAX_TILES = 1 << 20
 EDGE_BYTES = 256
 """Rows shorter than this are not split into edges and a middle: one more block costs more."""
 
-SHIFTED = 1 << 40
+SHIFTED, ROWS = 1 << 40, 1 << 41
 """Added to the bytes of a row, in place of a unit: units are then 16 bytes of the destination's
-grid, put together from shifted words, or what the row has of them at its two ends."""
+grid, put together from shifted words. With `ROWS` every tile is in one row."""
 SHIFTED_BYTES = 256
 """Shorter rows are not divided like that; the kernel needs at least 32."""
 SHIFTED_UNITS = 8
@@ -83,7 +84,8 @@ class Strided:
     strides: Ints
     """2 sides, blocks, dims."""
     unit: Ints
-    """Bytes (of a cast: elements) that one index stands for; or `SHIFTED` plus those of a row."""
+    """Bytes (of a cast: elements) that one index stands for; or those of a row with `SHIFTED` or
+    `ROWS`."""
 
     def __len__(self) -> int:
         return len(self.unit)
@@ -115,7 +117,7 @@ class LaunchTable:
     """Units of one tile."""
     num_dims: int
     units: tuple[int, ...]
-    """The sizes of units that occur, in bytes (of a cast: in elements), or `SHIFTED`."""
+    """The sizes of units that occur, in bytes (of a cast: in elements), `SHIFTED` or `ROWS`."""
     wide: bool
     """Whether offsets inside a block need 64 bits."""
 
@@ -138,6 +140,8 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     blocks = _bounded(_at_most_dims(blocks if cast is not None else _shifted(blocks)))
     units = blocks.widths.prod(axis=1)
     lanes = _lanes(units, blocks.unit, WIDEST if cast is None else cast.num_together)
+    blocks = _whole_tiles(blocks, lanes)
+    units = blocks.widths.prod(axis=1)
     tiles = -(-units // lanes)
     first = np.cumsum(tiles) - tiles
     divisors = blocks.widths[:, 1:]
@@ -153,7 +157,7 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
         tiles=np.repeat(np.arange(len(blocks), dtype=np.int32), tiles),
         lanes=lanes,
         num_dims=_num_dims(blocks.widths),
-        units=tuple(distinct(np.minimum(blocks.unit, SHIFTED)).tolist()),
+        units=tuple(distinct(_kinds(blocks.unit)).tolist()),
         wide=_reach(blocks) >= 1 << 31,
     )
 
@@ -268,6 +272,25 @@ def _shifted(blocks: Strided) -> Strided:
     return _joined([part for part in (blocks.take(~rows), long) if len(part)])
 
 
+def _whole_tiles(blocks: Strided, lanes: int) -> Strided:
+    """Divide rows of shifted units into tiles of their own, where these are at least half full."""
+    length = blocks.unit - SHIFTED
+    count = length // WIDEST
+    rows = (length >= 0) & (count >= lanes // 2)
+    widths = blocks.widths.copy()
+    widths[rows, -1] = -(-count[rows] // lanes) * lanes
+    fits = widths.prod(axis=1) <= 2 * MAX_UNITS
+    rows &= fits
+    widths[~rows] = blocks.widths[~rows]
+    return replace(blocks, widths=widths, unit=np.where(rows, ROWS + length, blocks.unit))
+
+
+def _kinds(unit: Ints) -> Ints:
+    """Units without the bytes of rows."""
+    found: Ints = np.where(unit >= ROWS, ROWS, np.minimum(unit, SHIFTED))
+    return found
+
+
 def _grouped_elements(blocks: Strided, phase: Ints, cast: Cast) -> Strided:
     """Rows counted in groups of elements where both sides are aligned to whole groups."""
     num, items = cast.num_together, cast.itemsizes
@@ -336,10 +359,16 @@ def _lanes(units: Ints, unit: Ints, widest: int) -> int:
     """One warp per tile copies fastest where units are wide.
 
     Narrow units need more of them under way at once, and so does a table that would grow too large.
+    Tiles that are in one row are small, so that few of their lanes are idle.
     """
-    narrow = int(units[unit * 4 < widest].sum()) * 2 > int(units.sum())
-    num_tiles = int((-(-units // FEW_LANES)).sum())
-    return MANY_LANES if narrow or num_tiles > MAX_TILES else FEW_LANES
+
+    def are_most(chosen: Any) -> bool:
+        return int(units[chosen].sum()) * 2 > int(units.sum())
+
+    lanes = FEWEST_LANES if are_most(unit >= SHIFTED) else FEW_LANES
+    if are_most(unit * 4 < widest) or int((-(-units // lanes)).sum()) > MAX_TILES:
+        return MANY_LANES
+    return lanes
 
 
 def _division_by(divisors: Ints) -> tuple[Ints, Ints]:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._dynamo import guards
 
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
@@ -41,6 +42,7 @@ Device = torch.device | Callable[[str], torch.device]
 """One device for all tensors, or that of each name."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
+_data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
 
 class LocalSpec(NamedTuple):
@@ -63,6 +65,12 @@ class Side:
         self.is_complex = any(one.dtype.is_complex for one in self.specs)
         sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
         self.repeated = RepeatedTensors(sizes)
+        shapes = {one.shape for one in self.specs}
+        contiguous = {shape: torch.empty(shape, device="meta").stride() for shape in shapes}
+        self.strides = [contiguous[one.shape] for one in self.specs]
+        """Those of contiguous tensors."""
+        self.accepted: AcceptedTensors | None = None
+        """What tensors of the last call were like that had to be checked one by one."""
 
     def check_names(self, given: Tensors) -> None:
         """Refuse names that the plan does not have."""
@@ -82,6 +90,40 @@ class Side:
                 f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
                 f'"{local.name}" and was given none {self.role}: give its local tensor'
             )
+
+
+class AcceptedTensors:
+    """What the tensors of a call were like, to accept others like them without checking each.
+
+    torch compares class, dtype, device, shape, strides and whether it is a lazy conjugate or
+    negative, of all tensors at once in C++; compiled functions check their inputs like that.
+    ``benchmarks/reports/gpu_move.md`` has what it saves.
+    """
+
+    def __init__(self, specs: Sequence[LocalSpec], bound: BoundTensors) -> None:
+        self._names = [one.name for one in specs]
+        self._numbers = [one.number for one in specs]
+        numbers, tensors = set(self._numbers), [bound.tensors[n] for n in self._numbers]
+        self._strides = {n: one for n, one in bound.strides.items() if n in numbers}
+        self._on_devices = [n for n in bound.on_devices if n in numbers]
+        self._guards = guards.TensorGuards(
+            *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+
+    def bind(self, bound: BoundTensors, given: Tensors) -> bool:
+        """Add the given tensors, if they are like those of the earlier call; whether they are."""
+        if len(given) != len(self._names):
+            return False
+        tensors: list[Any] = [*map(given.get, self._names)]
+        if not self._guards.check(*tensors):
+            return False
+        addresses = bound.addresses
+        bound.tensors.update(zip(self._numbers, tensors, strict=True))
+        for number, address in zip(self._numbers, map(_data_ptr, tensors), strict=True):
+            addresses[number] = address
+        bound.strides |= self._strides
+        bound.on_devices += self._on_devices
+        return True
 
 
 class Locals:
@@ -134,8 +176,12 @@ class BoundTensors:
 
     def bind(self, side: Side, given: Tensors) -> None:
         """Check the given tensors of one side against the plan, and add them."""
+        if side.repeated.large:
+            self._repeated = (*self._repeated, side.repeated)
+        if side.accepted is not None and side.accepted.bind(self, given):
+            return
         tensors, addresses, get = self.tensors, self.addresses, given.get
-        strided, may_be_conj, left_out = torch.strided, side.is_complex, False
+        strided, may_be_conj, may_recur = torch.strided, side.is_complex, True
         if len(given) != len(side.specs):
             side.check_names(given)
         for local in side.specs:
@@ -153,8 +199,9 @@ class BoundTensors:
             ):
                 if tensor is None:
                     side.check_left_out(local, given)
-                    left_out = True
+                    may_recur = False
                     continue
+                may_recur = False
                 _check(tensor, local, f'"{name}" {side.role} on rank {side.rank}')
             tensors[number] = tensor
             addresses[number] = tensor.data_ptr()
@@ -162,18 +209,19 @@ class BoundTensors:
                 self.strides[number] = tuple(tensor.shape), tensor.stride()
             if not tensor.is_cpu:
                 self.on_devices.append(number)
-        if left_out:
+        if may_recur:
+            side.accepted = AcceptedTensors(side.specs, self)
+        else:
             side.check_names(given)
-        if side.repeated.large:
-            self._repeated = (*self._repeated, side.repeated)
 
     def create(self, side: Side, device: Device) -> None:
         """Create the tensors of one side."""
         at = device
-        for number, name, shape, dtype in side.specs:
+        for (number, name, shape, dtype), strides in zip(side.specs, side.strides, strict=True):
             if callable(device):
                 at = device(name)
-            tensor = torch.empty(shape, dtype=dtype, device=at)  # type: ignore[arg-type]
+            # Half the time of torch.empty, which many small tensors consist of.
+            tensor = torch.empty_strided(shape, strides, dtype=dtype, device=at)  # type: ignore[arg-type]
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not tensor.is_cpu:

@@ -231,7 +231,8 @@ class Signals:
     def is_free(self, call: int) -> bool:
         """Whether the GPU is done with the earlier call that had the words of this one."""
         slot = call % SIGNAL_SLOTS
-        return bool((self._words[:, slot] >= self._enqueued[:, slot]).all())
+        words, enqueued = self._words[:, slot].tolist(), self._enqueued[:, slot].tolist()
+        return bool(words[REACHED] >= enqueued[REACHED] and words[DONE] >= enqueued[DONE])
 
     def write(self, stream: int, kind: int, call: int, step: int) -> None:
         """Enqueue a signal of this rank."""

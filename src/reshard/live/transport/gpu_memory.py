@@ -331,6 +331,10 @@ class GpuMemory:
             found = self._published[key] = Published(self._version, buffer, packs)
         return found
 
+    def keeps(self, published: Published) -> bool:
+        """Whether a table of an earlier call is still in shared memory."""
+        return any(one is published for one in self._published.values())
+
     def packing_buffer(self, num_bytes: int) -> int:
         """The address of a buffer that can be exported, with at least so many bytes."""
         if self.packing is None or self.packing[1] < num_bytes:
