@@ -14,6 +14,7 @@ it, which they do in their next call, in `plan.release()`, and at the end of the
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -285,6 +286,8 @@ class GpuMemory:
         self._own: Signals | None = None
         self._peers: dict[int, Signals] = {}
         self._connections = connections
+        self.may_poll = len(os.sched_getaffinity(0)) >= 2 * (1 + len(connections.peers))
+        """Whether the ranks of this host have cores to spare."""
         self._buffers: Mapping[tuple[int, int], SharedBuffer] = connections.mailbox.buffers
 
     @contextlib.contextmanager
