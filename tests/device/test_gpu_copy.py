@@ -251,6 +251,7 @@ def test_rows_off_the_grid_are_put_together_from_words() -> None:
             blocks = replace(blocks, source_offset=np.array([2 * at]))
             table = compile_table(merged_blocks(blocks, np.array([0, phase])))
             assert max(table.units) == kind
+            assert (table.lanes, table.num_warps) == ((128, 1) if kind == ROWS else (256, 4))
             moved = {to + phase: by for to, by in listed(blocks, 0).items()}
             assert decoded(table, phase) == moved
 

@@ -169,14 +169,13 @@ def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: T
         stream = torch.cuda.current_stream(device)
         arguments = *compiled.on(device, stream), tensors.uploaded()
         grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
-        num_warps = max(1, table.lanes // 256)
         if cast is None:
             only = table.units[0] if len(table.units) == 1 else 0
-            copy_tiles[grid](*arguments, *shape, only, num_warps=num_warps)
+            copy_tiles[grid](*arguments, *shape, only, num_warps=table.num_warps)
         else:
             together = Cast(*map(itemsize, cast)).num_together
             dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
-            cast_tiles[grid](*arguments, *shape, together, *dtypes, num_warps=num_warps)
+            cast_tiles[grid](*arguments, *shape, together, *dtypes, num_warps=table.num_warps)
 
 
 @cache

@@ -115,6 +115,8 @@ class LaunchTable:
     """The block of each tile."""
     lanes: int
     """Units of one tile."""
+    num_warps: int
+    """Warps that copy one tile."""
     num_dims: int
     units: tuple[int, ...]
     """The sizes of units that occur, in bytes (of a cast: in elements), `SHIFTED` or `ROWS`."""
@@ -139,7 +141,8 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
     """Tiles of equal work over all blocks."""
     blocks = _bounded(_at_most_dims(blocks if cast is not None else _shifted(blocks)))
     units = blocks.widths.prod(axis=1)
-    lanes = _lanes(units, blocks.unit, WIDEST if cast is None else cast.num_together)
+    widest = WIDEST if cast is None else cast.num_together
+    lanes, num_warps = _lanes(units, blocks.unit, widest)
     blocks = _whole_tiles(blocks, lanes)
     units = blocks.widths.prod(axis=1)
     tiles = -(-units // lanes)
@@ -156,6 +159,7 @@ def compile_table(blocks: Strided, cast: Cast | None = None) -> LaunchTable:
         rows=np.ascontiguousarray(rows, dtype=np.int64),
         tiles=np.repeat(np.arange(len(blocks), dtype=np.int32), tiles),
         lanes=lanes,
+        num_warps=num_warps,
         num_dims=_num_dims(blocks.widths),
         units=tuple(distinct(_kinds(blocks.unit)).tolist()),
         wide=_reach(blocks) >= 1 << 31,
@@ -355,20 +359,24 @@ def _bounded(blocks: Strided) -> Strided:
     return blocks
 
 
-def _lanes(units: Ints, unit: Ints, widest: int) -> int:
-    """One warp per tile copies fastest where units are wide.
+def _lanes(units: Ints, unit: Ints, widest: int) -> tuple[int, int]:
+    """Units of a tile, and the warps that copy it; what is fastest for most units of a table.
 
-    Narrow units need more of them under way at once, and so does a table that would grow too large.
-    Tiles that are in one row are small, so that few of their lanes are idle.
+    One warp for a few wide units. Narrow units need more of them under way at once, and so does a
+    table that would grow too large. Tiles that are in one row are small, so that few of their lanes
+    are idle. Units that are each shifted by themselves need many registers: few for each thread.
     """
 
     def are_most(chosen: Any) -> bool:
         return int(units[chosen].sum()) * 2 > int(units.sum())
 
-    lanes = FEWEST_LANES if are_most(unit >= SHIFTED) else FEW_LANES
-    if are_most(unit * 4 < widest) or int((-(-units // lanes)).sum()) > MAX_TILES:
-        return MANY_LANES
-    return lanes
+    found = FEW_LANES, 1
+    if are_most(unit >= SHIFTED + FEWEST_LANES // 2 * WIDEST):
+        found = FEWEST_LANES, 1
+    elif are_most(unit >= SHIFTED):
+        found = FEW_LANES, 4
+    too_many = int((-(-units // found[0])).sum()) > MAX_TILES
+    return (MANY_LANES, 2) if too_many or are_most(unit * 4 < widest) else found
 
 
 def _division_by(divisors: Ints) -> tuple[Ints, Ints]:
