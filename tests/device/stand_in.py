@@ -214,6 +214,8 @@ def use(peer_memory: bool = False) -> None:
     call.has_nccl = lambda group: True  # type: ignore[assignment]
     driver = StandInDriver() if peer_memory else None
     gpu_memory.cuda_driver = lambda: driver  # type: ignore[assignment]
+    # Both ways in every test, however many cores there are.
+    gpu_memory.has_spare_cores = lambda num_ranks: os.environ.get("RANK") == "0"  # type: ignore[assignment]
 
 
 def _placement(bound: BoundTensors) -> str:

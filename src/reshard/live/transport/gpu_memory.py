@@ -265,6 +265,11 @@ def has_gpu() -> bool:
     return driver is not None and driver.is_usable()
 
 
+def has_spare_cores(num_ranks: int) -> bool:
+    """Whether so many ranks of this host leave cores idle, as far as this process may use them."""
+    return len(os.sched_getaffinity(0)) >= 2 * num_ranks
+
+
 class GpuMemory:
     """What a session keeps for moves between GPUs of one host."""
 
@@ -286,8 +291,8 @@ class GpuMemory:
         self._own: Signals | None = None
         self._peers: dict[int, Signals] = {}
         self._connections = connections
-        self.may_poll = len(os.sched_getaffinity(0)) >= 2 * (1 + len(connections.peers))
-        """Whether the ranks of this host have cores to spare."""
+        self.may_poll = has_spare_cores(1 + len(connections.peers))
+        """Whether a rank may poll for messages before it sleeps."""
         self._buffers: Mapping[tuple[int, int], SharedBuffer] = connections.mailbox.buffers
 
     @contextlib.contextmanager

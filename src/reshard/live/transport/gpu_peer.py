@@ -257,20 +257,18 @@ class GpuPeerTransport(Transport):
         versions = [hellos[peer].table_at for peer in pulls.numbers]
         staging = 0 if self.addends is None else self.addends.data_ptr()
         own = [*self.bound.addresses[:-1], staging]
-        mapped, last = (self._kept(name, list[Any], direct) for name in ("mapped", "bases"))
-        if not mapped or mapped[0] != (id(memory), versions, memory.mappings.generation):
-            theirs = [np.zeros(0, np.int64)]
-            theirs += [self._map(peer, hellos[peer]) for peer in pulls.numbers]
-            # Mapping may have unmapped something.
-            mapped[:] = (
-                (id(memory), versions, memory.mappings.generation),
-                np.concatenate(theirs),
-            )
+        maps, last = memory.mappings, self._kept("bases", list[Any], direct)
+        mapped = self._kept("mapped", list[Any], direct)
+        # Mapping may unmap something: the generation that is kept is the one after it.
+        if mapped[:3] != [maps, maps.generation, versions]:
+            theirs = [self._map(peer, hellos[peer]) for peer in pulls.numbers]
+            both = np.concatenate([*theirs, np.zeros(0, np.int64)])
+            mapped[:] = maps, maps.generation, versions, both
             last.clear()
-        if not last or last[0] != (own, self._stream):
-            bases = np.concatenate([np.array(own, np.int64), mapped[1]])
-            last[:] = (own, self._stream), TensorTable(bases, {}, self.device), bases
-        _, self._addresses, self._bases = last
+        if last[:2] != [own, self._stream]:
+            bases = np.concatenate([np.array(own, np.int64), mapped[3]])
+            last[:] = own, self._stream, TensorTable(bases, {}, self.device), bases
+        _, _, self._addresses, self._bases = last
 
     def _map(self, peer: int, hello: Hello) -> Ints:
         """Map what a peer has exported; returns the addresses of the tensors that are read."""
