@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import time
 from operator import lt
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case
 from tests.show.test_plan_text import model_plan, side
-from tests.soak import cases
+from tests.soak import cases, within
 
 INK = {False: "#16181b", True: "#f4f6f8"}
 """The colour of labels on a light and on a dark page, as page.css has it."""
@@ -138,6 +139,14 @@ def test_patterns_of_models() -> None:
     names = {group[0] for group in page.data["groups"]}
     assert "model.layers.{0-31}.mlp.{gate,up}_proj.weight" in names
     assert not any(" more" in name for name in names)
+
+
+def test_names_of_many_parts_take_no_time() -> None:
+    long = [f"a.{'b.' * 200_000}{number}" for number in range(3)]
+    start = time.process_time()
+    assert name_patterns([*long, "w.0", "w.1"]) == [*long, "w.{0-1}"]
+    assert len(named(long, width=64)) < 100
+    assert time.process_time() - start < within(1.0)
 
 
 def test_names_that_look_like_patterns_stay_as_they_are() -> None:

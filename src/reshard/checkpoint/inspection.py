@@ -32,6 +32,7 @@ from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.storage.local import Storage, StoredFile
 from reshard.layout.box import Box
 from reshard.layout.coverage import grid_edges
+from reshard.show.name_patterns import named
 from reshard.text import align, and_more, count, format_bytes, format_shape, quoted, shorten
 
 if TYPE_CHECKING:
@@ -132,31 +133,8 @@ def _row(group: Sequence[InspectedTensor]) -> tuple[str, ...]:
     first = group[0]
     size = format_bytes(sum(tensor.num_bytes for tensor in group))
     layout = shorten(_plain(first.layout), MAX_LAYOUT)
-    names, shape = _plain(_joined([t.name for t in group])), format_shape(first.shape)
-    return names, shape, first.dtype, layout, size
-
-
-def _joined(names: Sequence[str]) -> str:
-    """One name for many that differ in their numbers.
-
-    >>> _joined(["layers.0.w", "layers.1.w", "layers.2.w"])
-    'layers.{0-2}.w'
-    """
-    if len(names) == 1:
-        return shorten(names[0], MAX_NAME)
-    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
-    ranges = iter([_range(sorted({int(number) for number in column})) for column in columns])
-    return shorten(_NUMBER.sub(lambda _: next(ranges), names[0]), MAX_NAME)
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """A number, or several in braces: ``{0-31}`` or ``{0,2,5}``."""
-    if len(numbers) == 1:
-        return str(numbers[0])
-    if numbers[-1] - numbers[0] == len(numbers) - 1:
-        return f"{{{numbers[0]}-{numbers[-1]}}}"
-    shown = ",".join(map(str, numbers[:4]))
-    return f"{{{shown}{',...' if len(numbers) > 4 else ''}}}"
+    names = named([_plain(tensor.name) for tensor in group], width=MAX_NAME)
+    return names, format_shape(first.shape), first.dtype, layout, size
 
 
 def _facts(report: Inspection) -> Iterator[str]:

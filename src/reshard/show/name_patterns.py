@@ -24,6 +24,8 @@ MAX_NAMES = 50_000
 MAX_WORDS = 8
 """Words in braces that are listed."""
 MAX_LENGTH = 200
+MAX_PARTS = 32
+"""Dotted parts of a name that is joined with others; files may hold names of any length."""
 
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,8})\Z", re.ASCII)
 _SPECIAL = re.compile(r"[{},]")
@@ -34,13 +36,17 @@ Parts = tuple[frozenset[str], ...]
 def name_patterns(names: Iterable[str]) -> list[str]:
     """Patterns that together stand for exactly these names, in the order of their first names."""
     order = {name: at for at, name in enumerate(names)}
-    plain = [name for name in order if not _SPECIAL.search(name)]
+    plain = [name for name in order if _is_plain(name)]
     items = {tuple(frozenset((part,)) for part in name.split(".")): order[name] for name in plain}
     merged = _merge(items)
     found = [(at, ".".join(map(_braces, parts))) for parts, at in merged.items()]
-    # A name with braces of its own would read as a pattern, so it stays as it is.
-    found += [(at, name) for name, at in order.items() if _SPECIAL.search(name)]
+    found += [(at, name) for name, at in order.items() if not _is_plain(name)]
     return [text for _, text in sorted(found)]
+
+
+def _is_plain(name: str) -> bool:
+    """Whether a name may become a part of a pattern; one with braces would itself read as one."""
+    return name.count(".") < MAX_PARTS and not _SPECIAL.search(name)
 
 
 def named(names: Sequence[str], most: int = 4, width: int | None = None) -> str:
