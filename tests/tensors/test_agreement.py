@@ -157,11 +157,11 @@ def leave_or_die(rank: int, how: str) -> tuple[str, float]:
     if rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if rank == 2:
-        time.sleep(3)
+        time.sleep(1.6)
         return "", 0.0
     began = time.monotonic()
     with pytest.raises(rs.LiveError) as caught:
-        four(timeout=1.0).gather(0)
+        four(timeout=0.6).gather(0)
     return f"{type(caught.value).__name__}: {caught.value}", time.monotonic() - began
 
 
