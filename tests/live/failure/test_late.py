@@ -24,6 +24,7 @@ from tests.live.failure.faults import (
     source_of,
     tried,
 )
+from tests.ranks.outcome import RankError
 from tests.ranks.pool import Pool
 from tests.ranks.rank import local_group, pool_group
 from tests.soak import soaking, within
@@ -96,15 +97,20 @@ def test_a_deadline(pool: Pool, transport: str) -> None:
 
 
 def wait_in_a_row(rank: int, transport: str) -> Tried:
-    """Each rank gets its part from the one before it; the first of them is late."""
+    """Each rank gets its part from the one before it; the first of them is late.
+
+    Rank 2, which exchanges nothing with it, gives up first: when it heard of rank 1 last, that
+    had waited for a second and posted for whom.
+    """
     group = pool_group(4)
     shifted = rs.Layout(rs.Mesh(x=4, ranks=[1, 2, 3, 0]), "x -")
     plan = rs.plan(rs.Layout(FOUR, "x -"), shifted, shape=(64, 64), dtype="float32", memory="2KiB")
     given = source_of(plan, rank)
     plan.run(given, group=group, transport=transport)
     if rank == 0:
-        time.sleep(2.0)
-    outcome = tried(lambda: plan.run(given, group=group, transport=transport, timeout=1.0))
+        time.sleep(3.2)
+    options: Any = {"transport": transport, "timeout": 1.4 if rank == 2 else 3.0}
+    outcome = tried(lambda: plan.run(given, group=group, **options))
     moves_well(rank, group, transport)
     return outcome
 
@@ -113,34 +119,50 @@ def wait_in_a_row(rank: int, transport: str) -> Tried:
 def test_the_first_in_a_row_is_to_blame(pool: Pool, transport: str) -> None:
     outcomes = pool.run(wait_in_a_row, transport, ranks=range(4))
     check_same(outcomes, "MoveTimeoutError", "rank 0 has not called")
-    assert all(one.seconds < within(2.0) for one in outcomes), outcomes
+    assert all(one.seconds < within(3.0) for one in outcomes), outcomes
 
 
-def work_long(rank: int, transport: str) -> None:
-    """A rank that works longer than the timeout, with signs of life, is not given up."""
+def work_long(rank: int, transport: str) -> float:
+    """A rank that works longer than the timeout, with signs of life, is not given up.
+
+    It does so in the first of several rounds, so that all ranks wait for it.
+    """
     from reshard.live.transport.exchange import Exchange
 
-    group, plan = pool_group(4), plan_of((16, 44))
+    group, plan = pool_group(4), plan_of((64, 64), memory="2KiB")
     given = source_of(plan, rank)
-    usual = Exchange._receive
+    usual, works = Exchange._receive, rank == 1
 
     def slowly(exchange: Exchange, *args: Any) -> None:
+        nonlocal works
         end = time.monotonic() + 1.6
-        while rank == 1 and time.monotonic() < end:
+        while works and time.monotonic() < end:
             time.sleep(0.05)
             watch = exchange._wait.__self__  # type: ignore[attr-defined]
             watch.heartbeat()
+        works = False
         usual(exchange, *args)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Exchange, "_receive", slowly)
+        began = time.monotonic()
         result = plan.run(given, group=group, transport=transport, timeout=0.6)
+        seconds = time.monotonic() - began
     assert torch.equal(result["tensor"], plan.run(given, group=group)["tensor"])
+    return seconds
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+MUTUAL = pytest.mark.xfail(
+    strict=True,
+    raises=RankError,
+    reason="over the network two ranks that wait for a third also wait for each other: both are "
+    "taken for silent, and the rank that sends heartbeats is not found",
+)
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared", pytest.param("network", marks=MUTUAL)])
 def test_a_rank_that_works_long(pool: Pool, transport: str) -> None:
-    pool.run(work_long, transport, ranks=range(4))
+    assert min(pool.run(work_long, transport, ranks=range(4))) > 1.5
 
 
 def fail_beside(rank: int, transport: str) -> tuple[Tried, Tried]:
