@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 import reshard as rs
 from tests.ranks.pool import Pool
+from tests.ranks.rank import local_group
 
 ROWS = 1 << 13
 
@@ -62,7 +63,7 @@ def test_only_the_lowest_rank_shows_it(pool: Pool) -> None:
 
 def log_of_two_moves(rank: int) -> tuple[list[str], list[str], list[str]]:
     """What the logger `reshard` says of the first call of a plan, of a second, and of a failure."""
-    group = dist.new_group([0, 1, 2])
+    group = local_group(0, 1, 2)
     assert isinstance(group, dist.ProcessGroup)
     plan = rs.plan("dp=3: dp -", "tp=3: - tp", shape=(6, 6))
     local = torch.ones(2, 6)
