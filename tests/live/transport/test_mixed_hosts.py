@@ -10,6 +10,7 @@ import reshard as rs
 from reshard.live.session import rendezvous
 from tests.ranks.live import Told, check_told, local_of, numbered, plan_of, run_case, simulate_all
 from tests.ranks.pool import Pool
+from tests.soak import cases
 
 BY_HOST = {0: "a", 1: "b", 2: "a", 3: "b", 4: "b", 5: "a", 6: "b", 7: "a"}
 EIGHT = rs.Mesh(tp=8)
@@ -60,8 +61,8 @@ def transports(rank: int, group: object) -> list[str]:
 
 
 def test_memory_within_a_host_and_the_network_between(pool: Pool) -> None:
-    outcomes = pool.run(on_two_hosts, 40, timeout=100)
-    check_told([told for told, _ in outcomes], 36)
+    outcomes = pool.run(on_two_hosts, cases(20, 40), timeout=100)
+    check_told([told for told, _ in outcomes], cases(18, 36))
     for rank, (_, names) in enumerate(outcomes):
         for peer, name in enumerate(names):
             near = "peer memory" if BY_HOST[peer] == BY_HOST[rank] else "network (gloo)"

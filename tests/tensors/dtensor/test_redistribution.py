@@ -32,11 +32,11 @@ def test_one_axis(pool: Pool) -> None:
 
 
 def test_two_axes(pool: Pool) -> None:
-    every = 1 if soaking() else 12
+    every = 1 if soaking() else 23
     told = pool.run(compare_all, (2, 2), every, timeout=110)
     assert told[0] == (16 * 9 * 2 + 3 * 7 * 9) // every
 
 
 def test_three_axes(pool: Pool) -> None:
-    every = 73 if soaking() else 73 * 8
+    every = 73 if soaking() else 73 * 15
     assert pool.run(compare_all, (2, 2, 2), every, timeout=110)[0] == 88 * 73 // every
