@@ -160,8 +160,9 @@ class GpuPeerTransport(Transport):
         memory.exports.refresh()
         sent, sizes = self._kept("sent", self._sent)
         places, last = [bound.addresses[n] for n in sent], self._kept("published", list[Any])
-        if last and last[:2] == [places, memory.exports.numbers] and memory.keeps(last[2]):
-            return last[2]  # type: ignore[no-any-return]
+        known = last[:]  # calls in flight replace it
+        if known[:2] == [places, memory.exports.numbers] and memory.keeps(known[2]):
+            return known[2]  # type: ignore[no-any-return]
         starts = np.array(places, np.int64)
         ranges = np.zeros((bound.staging + 1, 2), np.int64)
         packs = bool(bound.strides) and not bound.strides.keys().isdisjoint(sent)
@@ -257,18 +258,21 @@ class GpuPeerTransport(Transport):
         versions = [hellos[peer].table_at for peer in pulls.numbers]
         staging = 0 if self.addends is None else self.addends.data_ptr()
         own = [*self.bound.addresses[:-1], staging]
-        maps, last = memory.mappings, self._kept("bases", list[Any], direct)
+        maps, bases = memory.mappings, self._kept("bases", list[Any], direct)
         mapped = self._kept("mapped", list[Any], direct)
-        # Mapping may unmap something: the generation that is kept is the one after it.
-        if mapped[:3] != [maps, maps.generation, versions]:
-            theirs = [self._map(peer, hellos[peer]) for peer in pulls.numbers]
-            both = np.concatenate([*theirs, np.zeros(0, np.int64)])
-            mapped[:] = maps, maps.generation, versions, both
-            last.clear()
-        if last[:2] != [own, self._stream]:
-            bases = np.concatenate([np.array(own, np.int64), mapped[3]])
-            last[:] = own, self._stream, TensorTable(bases, {}, self.device), bases
-        _, _, self._addresses, self._bases = last
+        # Copies: calls in flight replace them. Mapping may unmap something: the generation that is
+        # kept is the one after it.
+        theirs = mapped[:]
+        if theirs[:3] != [maps, maps.generation, versions]:
+            parts = [self._map(peer, hellos[peer]) for peer in pulls.numbers]
+            both = np.concatenate([*parts, np.zeros(0, np.int64)])
+            mapped[:] = theirs = [maps, maps.generation, versions, both]
+        known = bases[:]
+        if known[:2] != [own, self._stream] or known[2] is not theirs[3]:
+            table = np.concatenate([np.array(own, np.int64), theirs[3]])
+            addresses = TensorTable(table, {}, self.device)
+            bases[:] = known = [own, self._stream, theirs[3], addresses, table]
+        self._addresses, self._bases = known[3:]
 
     def _map(self, peer: int, hello: Hello) -> Ints:
         """Map what a peer has exported; returns the addresses of the tensors that are read."""
