@@ -232,6 +232,19 @@ def test_a_rank_without_into_where_nothing_moves(pool: Pool) -> None:
     pool.run(stay_in_place, ranks=range(4))
 
 
+def stay_with_gradients_on_one(rank: int, have: str) -> None:
+    layouts = [rs.Layout(rs.Mesh(x=2), text) for text in (have, "- -")]
+    local = torch.ones(layouts[0].local_shape(rank, SHAPE)).requires_grad_(rank == 0)
+    rs.move(local, *layouts, shape=SHAPE, timeout=TIMEOUT)
+
+
+@pytest.mark.parametrize("have", ["x -", "- -"])
+def test_gradients_on_some_ranks_only(pool: Pool, have: str) -> None:
+    """Also where nothing moves: backward would wait for ranks that take no part in it."""
+    outcomes = pool.outcomes(stay_with_gradients_on_one, have, ranks=range(2))
+    raised(outcomes, "DisagreementError", "requires gradients on ranks 0 and not on 1")
+
+
 def different(rank: int) -> None:
     """Only one of two sources requires gradients, in a move that was never made before."""
     x = None if rank > 1 else torch.ones(2, 3, requires_grad=rank != 1)

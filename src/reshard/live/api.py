@@ -14,7 +14,7 @@ import torch.distributed as dist
 from reshard.errors import ReshardError
 from reshard.live.call import Call
 from reshard.live.compiled import compiled_plan
-from reshard.live.failure.cleanup import abandon, clean_up, with_ticket
+from reshard.live.failure.cleanup import abandon, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
@@ -116,11 +116,11 @@ class Handle:
                 self._result = call.run()
         except UndecidedError as undecided:
             self._error = undecided.error
-            abandon(call.ticket, undecided.error)
+            abandon(call.ticket, undecided.error, seconds=0.0)
         except BaseException as error:
             self._error = error
             if not call.ticket.over:
-                clean_up(call.ticket, error)
+                abandon(call.ticket, error)
         finally:
             self.report.finish()
             self._running.release()

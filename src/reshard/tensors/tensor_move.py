@@ -130,7 +130,7 @@ class TensorMove:
             self.check_differentiable(into is not None)
         unmoved = None
         if into is None and self._may_be_unmoved:
-            unmoved = self.unmoved(ticket, local, options)
+            unmoved = self.unmoved(ticket, local, options, is_wanted)
         if unmoved is not None:
             if not is_wanted or grad == "replicated":
                 return unmoved if leaf is None else leaf.reshape(unmoved.shape)
@@ -172,7 +172,11 @@ class TensorMove:
         return Call(ticket, self.plan, sources, destinations, chosen, grad=grad, ask_grad=ask)
 
     def unmoved(
-        self, ticket: Ticket, local: Tensor | None, options: Options = NO_OPTIONS
+        self,
+        ticket: Ticket,
+        local: Tensor | None,
+        options: Options = NO_OPTIONS,
+        grad: bool | None = None,
     ) -> Tensor | None:
         """The source itself, if every rank already holds what it should hold; otherwise None.
 
@@ -185,7 +189,7 @@ class TensorMove:
                 sources = {} if local is None else {ONE: materialize(local).detach()}
                 # The source is the result, so it is not freed, even if it is donated.
                 kept = options_from({**options, "donate": False}, result.device)
-                Call(ticket, self.plan, sources, None, kept).run()
+                Call(ticket, self.plan, sources, None, kept, grad=grad).run()
         return result
 
     def unmoved_local(self, local: Tensor | None, options: Options = NO_OPTIONS) -> Tensor | None:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import select
 import socket
+import time
 
-from reshard.live.session.control import Abort, Hello, Ready, encode
+import pytest
+
+from reshard.errors import MoveTimeoutError
+from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting, encode
 from reshard.live.session.mailbox import Mailbox
 
 DIGEST = b"d" * 16
@@ -82,3 +87,36 @@ def test_a_peer_that_talks_nonsense_is_lost() -> None:
         assert mailbox.lost == {1}
         mailbox.shut()
         peer.close()
+
+
+def test_a_peer_that_reads_nothing_holds_up_no_rank() -> None:
+    """A rank that is stopped, or makes no calls, lets its socket fill up."""
+    mailbox, peer = pair()
+    mailbox.seconds = 0.2
+
+    def fill() -> None:
+        for _ in range(100_000):
+            mailbox.send(1, Hello(0, DIGEST))
+
+    with pytest.raises(MoveTimeoutError, match=r"rank 1 has not read its messages for 0\.2 s"):
+        fill()
+    began = time.monotonic()
+    for message in (Alive(0), Abort(0, b"why"), Waiting(0, b"x"), Retired(0, 1)):
+        mailbox.send(1, message)
+    assert time.monotonic() - began < 0.1
+    while select.select([peer], [], [], 0)[0]:
+        peer.recv(4096)
+    mailbox.send(1, Hello(0, DIGEST))  # there is room again
+    mailbox.shut()
+    peer.close()
+
+
+def test_calls_are_counted_in_any_order_and_once() -> None:
+    sockets = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    mailbox = Mailbox({1: sockets[0]}, first_call=3)
+    for call, finished in ((1, 3), (5, 3), (3, 4), (3, 4), (4, 6), (6, 7)):
+        mailbox.close(call)
+        assert mailbox.num_finished == finished
+    assert not mailbox._over
+    mailbox.shut()
+    sockets[1].close()

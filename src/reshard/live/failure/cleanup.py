@@ -29,13 +29,17 @@ from reshard.live.session.session import (
     all_connections,
     open_tickets,
     session_of,
+    sessions,
 )
-from reshard.live.session.threads import release_locks_of
+from reshard.live.session.threads import Worker, release_locks_of
 
 __all__ = ["abandon", "clean_up", "with_ticket"]
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
+
+END_SECONDS = 1.0
+"""How long the end of a process waits for calls that are being ended."""
 
 _abandoned: queue.SimpleQueue[tuple[Ticket, BaseException] | None] = queue.SimpleQueue()
 """Interrupted calls. `put` is one call of C, so a second exception finds the call in the queue."""
@@ -62,7 +66,7 @@ def with_ticket(
             _abandon_earlier(ticket)
         return action(ticket, *args, **options)
     except UndecidedError as undecided:
-        abandon(ticket, undecided.error)
+        abandon(ticket, undecided.error, seconds=0.0)
         raise undecided.error from None
     except BaseException as error:
         if not ticket.over:
@@ -70,18 +74,18 @@ def with_ticket(
         raise
 
 
-def abandon(ticket: Ticket, error: BaseException) -> None:
+def abandon(ticket: Ticket, error: BaseException, seconds: float = CLEANUP_SECONDS) -> None:
     """Hand an interrupted call to the cleanup thread, and wait until the call is over.
 
-    Without an answer of the store, that may take long: then nobody waits.
+    At most so long: without an answer of the store its end is open.
     """
-    session = ticket.session
-    if session is not None and session.end_later(partial(clean_up, ticket, error)):
-        ticket.owner = None
-        return
+    if not seconds:
+        ticket.owner = None  # nothing was interrupted: this thread may go on, and hold locks
+    ticket.abandoned = True
     _abandoned.put((ticket, error))
     if not ticket.over:
-        ticket.cleaned_up.acquire(timeout=CLEANUP_SECONDS)
+        ticket.cleaned_up.acquire(timeout=seconds)
+        ticket.owner = None
 
 
 def _abandon_earlier(ticket: Ticket) -> None:
@@ -106,12 +110,29 @@ def clean_up(ticket: Ticket, error: BaseException) -> None:
             ticket.cleaned_up.release()
 
 
-def _abort(session: Session, ticket: Ticket, error: BaseException) -> None:
+def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:
+    """Take the number of a call at once, before this thread's next call takes it.
+
+    A thread of the session ends the call: that may wait for a store that does not answer.
+    """
+    session = None if ticket.over else ticket.session or _intended_session(ticket)
+    if session is None:
+        clean_up(ticket, error)
+        return
     release_locks_of(ticket.owner)
+    session.number_of(ticket)
+    ticket.session = session
+    if session.ender is None or not session.ender.is_alive:
+        session.ender = Worker()
+    session.ender.submit(partial(clean_up, ticket, error))
+
+
+def _abort(session: Session, ticket: Ticket, error: BaseException) -> None:
     number, cause = session.number_of(ticket), Cause.of(error, session.rank)
     watch: Watch | None = ticket.watch
     if watch is None:
         if session.connections is None and session.give_up_connecting(number, cause):
+            session.close_call(number)
             return
         assert session.connections is not None
         watch = Watch(session, session.connections, number, b"", timeout=1.0, tag=ticket.tag)
@@ -149,8 +170,8 @@ def _start_thread() -> None:
 
 def _serve() -> None:
     while (abandoned := _abandoned.get()) is not None:
-        with contextlib.suppress(Exception):  # without a store the other ranks time out
-            clean_up(*abandoned)
+        with contextlib.suppress(Exception):
+            _begin_cleanup(*abandoned)
         del abandoned  # an idle thread must keep nothing alive
 
 
@@ -160,6 +181,9 @@ def _leave_at_exit() -> None:
     if _thread:
         _abandoned.put(None)
         _thread[0].join(CLEANUP_SECONDS)
+    for session in sessions():
+        if session.ender is not None:
+            session.ender.end(END_SECONDS)
     for connections in all_connections():
         connections.end_threads()
 

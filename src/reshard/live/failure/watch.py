@@ -98,7 +98,7 @@ class Watch:
         """Peers whose connection over the network failed, and how."""
         self._left_at: dict[int, float] = {}
         self._impatient_after = min(LOOK_EVERY, timeout / 4)
-        connections.client.seconds = timeout
+        connections.client.seconds = self.mailbox.seconds = timeout
 
     def hello(self, **more: Any) -> Hello:
         """This rank's Hello, with the fields that a transport adds."""

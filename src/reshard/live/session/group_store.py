@@ -13,9 +13,9 @@ import os
 from collections.abc import Mapping
 
 from reshard.errors import MoveTimeoutError, PeerLostError
-from reshard.live.session.store import Store, StoreClient
+from reshard.live.session.store import Store, StoreClient, clone_of
 
-__all__ = ["GroupStore", "StoreGoneError", "UndecidedError"]
+__all__ = ["GroupStore", "StoreGoneError", "UndecidedError", "own_connection", "undecided"]
 
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The environment variable by which torchrun says that it serves the store itself."""
@@ -34,11 +34,25 @@ class StoreGoneError(Exception):
     """The process that serves the store has ended."""
 
 
-class GroupStore(StoreClient):
-    """Makes requests to the store for a rank that waits up to ``seconds`` for the others.
+def undecided(rank: int, seconds: float, what: str) -> UndecidedError:
+    """The error of a call that has waited this long for the store."""
+    by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "rank 0 of the job"
+    return UndecidedError(MoveTimeoutError(
+        f"{by} has not answered for {seconds:g} s: it serves the store of the process group, "
+        f"in which ranks find each other before {what}; if it is stopped, let it go on; "
+        f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
+    ))  # fmt: skip
 
-    It has a connection of its own: a thread of the user that waits for a key blocks the group's.
-    """
+
+def own_connection(store: Store) -> Store:
+    """A connection of our own: a thread of the user that waits for a key blocks the group's."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        return clone_of(store)
+    return store  # a kind of store that cannot be cloned
+
+
+class GroupStore(StoreClient):
+    """Makes requests to the store for a rank that waits up to ``seconds`` for the others."""
 
     max_seconds = float("inf")
 
@@ -60,25 +74,20 @@ class GroupStore(StoreClient):
 
         return self.request(read)
 
-    def undecided(self, seconds: float) -> UndecidedError:
-        """The error of a call that has waited this long."""
-        by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "rank 0 of the job"
-        return UndecidedError(MoveTimeoutError(
-            f"{by} has not answered for {seconds:g} s: it serves the store of the process group, "
-            f"in which ranks find each other before {self._what}; if it is stopped, let it go on; "
-            f"if it is only slow, give a longer timeout= (on rank {self._rank}: no round begun)"
-        ))  # fmt: skip
+    def close(self) -> None:
+        """End the worker; a thread that still waits in this rendezvous fails at once."""
+        self._end = self._end or "this rank has given up"
+        super().close()
 
     def _connected(self) -> Store:
-        with contextlib.suppress(RuntimeError, NotImplementedError):
-            return super()._connected()
-        self._own = self._store  # a kind of store that cannot be cloned
+        if self._own is None:
+            self._own = own_connection(self._store)
         return self._own
 
     def _silent(self, seconds: float) -> Exception:
         if seconds < self.seconds:
             return PeerLostError("the store of the process group is slow")  # the caller goes on
-        return self.undecided(seconds)
+        return undecided(self._rank, seconds, self._what)
 
     def _lost(self, reason: str) -> Exception:
         return StoreGoneError(reason)

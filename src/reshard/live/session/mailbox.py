@@ -18,9 +18,18 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from reshard.errors import LiveError
+from reshard.errors import LiveError, MoveTimeoutError
 from reshard.live.session import control
-from reshard.live.session.control import Abort, Control, Hello, Ready, Released, Retired, Waiting
+from reshard.live.session.control import (
+    Abort,
+    Alive,
+    Control,
+    Hello,
+    Ready,
+    Released,
+    Retired,
+    Waiting,
+)
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.session.threads import OwnedLock
 
@@ -31,6 +40,10 @@ _SIZE, _FD_BYTES = (control.MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcs
 
 MAX_AHEAD = 1024
 """How many calls a peer may be ahead of this rank; a peer that is further ahead is broken."""
+
+DISPENSABLE = {Abort, Alive, Retired, Waiting}
+"""Messages that a peer can do without: flags and the store tell it of an abort too, and a buffer
+that it does not unmap costs only memory."""
 
 
 class Inbox:
@@ -92,6 +105,8 @@ class Mailbox:
         self.sockets = dict(sockets)
         self.lost: set[int] = set()
         """Peers whose process has ended, or that sent a malformed message."""
+        self.seconds = 60.0
+        """How long a peer may leave its socket full, in the last call that has begun."""
         self.buffers: dict[tuple[int, int], SharedBuffer] = {}
         """Shared buffers of peers, by peer and number."""
         self._inboxes: dict[int, Inbox] = {}
@@ -128,6 +143,8 @@ class Mailbox:
             closed = self._inboxes.pop(call, None)
             if closed is not None:
                 closed.buffers.clear()
+            if call < self.num_finished:
+                return  # closed before, or before the ranks were connected
             if call == self.num_finished and not self._over:
                 self.num_finished = call + 1  # the usual case: one call after the other
                 return
@@ -141,8 +158,12 @@ class Mailbox:
         return self.finished_by.get(peer, 0) > call or peer in self.lost
 
     def send(self, peer: int, message: Control, fd: int | None = None) -> None:
-        """Send a message; receives while the socket is full, so that two ranks never deadlock."""
-        data = control.encode(message)
+        """Send a message; receives while the socket is full, so that two ranks never deadlock.
+
+        A peer that is stopped, or makes no calls, reads nothing. Messages that it can do without
+        are dropped then; for the others it has as long as for everything else in a call.
+        """
+        data, end = control.encode(message), 0.0
         while peer not in self.lost:
             try:
                 if fd is None:
@@ -151,6 +172,14 @@ class Mailbox:
                     socket.send_fds(self.sockets[peer], [data], [fd])
                 return
             except BlockingIOError:
+                if type(message) in DISPENSABLE:
+                    return
+                end = end or time.monotonic() + self.seconds
+                if time.monotonic() > end:
+                    raise MoveTimeoutError(
+                        f"rank {peer} has not read its messages for {self.seconds:g} s: it is "
+                        "stopped, or makes no calls; if it is only late, give a longer timeout="
+                    ) from None
                 self.step(0.01)
             except ConnectionError:
                 return  # the peer has exited: `step` reads a buffered Abort first, then the loss

@@ -13,6 +13,7 @@ proposes to give up when the store answers again; until then no later call of th
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
 from collections import deque
@@ -35,6 +36,7 @@ from reshard.live.session.listener import (
 from reshard.live.session.mailbox import Mailbox
 from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuffer
 from reshard.live.session.store import (
+    REQUEST_SECONDS,
     Store,
     StoreClient,
     TCPStore,
@@ -200,6 +202,7 @@ class Rendezvous:
             if self._waits is not None:
                 self._waits.close()
                 self.skipped += self._waits.given_up
+        self.listener.close()
         self.store.close()
         return connections
 
@@ -261,7 +264,6 @@ class Rendezvous:
             self.rank, self.ranks, store, client, hosts, listener.flags, peers, self.number
         )
         self._conclude(candidate)
-        listener.close()
         return candidate
 
     def _no_store(self, errors: str) -> str:
@@ -296,8 +298,9 @@ class Rendezvous:
             if time.monotonic() - self._looked > LOOK_EVERY:
                 self._check_outcome()
                 if self._waits is None:
-                    waits = WaitGraph(self.session, self.number, self.what, self.store)
-                    self._waits = waits.observe()
+                    # Known before it observes: after an exception `give_up` ends the observation.
+                    self._waits = WaitGraph(self.session, self.number, self.what, self.store)
+                    self._waits.observe()
                 deadlock = self._waits.find_deadlock(absent)
                 if deadlock is not None:
                     raise DisagreementError(deadlock)
@@ -345,16 +348,17 @@ class Rendezvous:
             if not in_time:
                 raise MoveTimeoutError(self._stalled(self.ranks))
         if self.rank == self.leader:
-            self.store.request(self._forget)
+            with contextlib.suppress(PeerLostError, StoreGoneError):  # connected all the same
+                self.store.request(self._forget, min(REQUEST_SECONDS, self.timeout / 2))
 
     def _count(self, store: Store) -> None:
         if int(store.add(self._key("done"), 1)) == len(self.ranks):
             decide(store, self._key("outcome"), CONNECTED)
 
     def _forget(self, store: Store) -> None:
+        # Not the steps: another rank may be about to read them.
         for rank in self.ranks:
             store.delete_key(self._key(f"member/{rank}"))
-            store.delete_key(self._key(f"step/{rank}"))
         store.delete_key(self._key("done"))
 
     def _check_outcome(self) -> bool:

@@ -21,10 +21,11 @@ import torch.distributed as dist
 from reshard.errors import LiveError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause, Tag
+from reshard.live.session.group_store import own_connection, undecided
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
 from reshard.live.session.store import Store
-from reshard.live.session.threads import OwnedLock
+from reshard.live.session.threads import OwnedLock, Worker
 from reshard.text import count, log
 
 __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of", "sessions"]
@@ -43,6 +44,7 @@ class Ticket:
     """One call of the user; when it is over it has used one number of its session."""
 
     __slots__ = (
+        "abandoned",
         "cleaned_up",
         "enqueues",
         "group",
@@ -70,6 +72,8 @@ class Ticket:
         self.undo: Callable[[], None] | None = None
         """Frees the resources of an interrupted call, after the other ranks know of it."""
         self.over = False
+        self.abandoned = False
+        """Whether an exception has interrupted the call, and it is being ended."""
         self.enqueues = True
         """Whether the call may still enqueue GPU work, as far as is known."""
         self.owner: int | None = _thread.get_ident()
@@ -106,6 +110,10 @@ class Session:
         """Plans that all ranks have compared."""
         self.routes: dict[Key, Any] = {}
         """How each of these plans moves from GPU to GPU (`GpuRoutes`); None if it does not."""
+        self.ender: Worker | None = None
+        """Ends calls that were interrupted, one after the other; the cleanup thread makes it."""
+        self._closed_early: set[int] = set()
+        """Calls that ended before this rank knew that an earlier one had connected the ranks."""
         self._comparing: dict[Key, Ticket] = {}
         """The calls in which plans are being compared."""
         self._tags: dict[object, int] = {}
@@ -133,6 +141,18 @@ class Session:
         """End a call that has exchanged nothing."""
         if self.connections is not None:
             self.connections.mailbox.close(number)
+            return
+        self._closed_early.add(number)
+        if self.connections is not None:  # another thread has connected the ranks just now
+            self._connected(self.connections)
+
+    def _connected(self, connections: Connections) -> Connections:
+        """The ranks are connected: earlier calls did not count in the mailbox, later ones do."""
+        self.connections = connections
+        for number in tuple(self._closed_early):
+            connections.mailbox.close(number)
+            self._closed_early.discard(number)
+        return connections
 
     def must_compare(self, ticket: Ticket, key: Key) -> bool:
         """Whether a call has to compare a plan: no call has done so, and no other is doing so."""
@@ -214,35 +234,25 @@ class Session:
             for other in list(open_tickets)
         ):
             time.sleep(TURN_PAUSE)
-            if self._is_undecided and time.monotonic() - began > timeout:
-                assert self._rendezvous is not None
-                raise self._rendezvous.store.undecided(timeout)
+            if time.monotonic() - began > timeout and any(
+                other.abandoned and other.session is self and other.number < ticket.number
+                for other in list(open_tickets)
+            ):
+                raise undecided(self.rank, timeout, what)
         if self.connections is None:
             rendezvous = self._rendezvous = Rendezvous(self, ticket.number, timeout, what)
             try:
-                self.connections = rendezvous.run()
+                connections = self._connected(rendezvous.run())
             finally:
                 self.skip_calls(rendezvous.skipped)
             self._rendezvous = None
-            hosts = count(len(set(self.connections.hosts.values())), "host")
+            hosts = count(len(set(connections.hosts.values())), "host")
             log.info(
                 "rank %d: connected ranks %s on %s in %.3f s", self.rank,
                 format_ranks(self.ranks), hosts, time.monotonic() - began,
             )  # fmt: skip
+        assert self.connections is not None
         return self.connections
-
-    @property
-    def _is_undecided(self) -> bool:
-        """Whether the store has not answered in the rendezvous of this or of an earlier call."""
-        return self._rendezvous is not None and self._rendezvous.store.is_stuck
-
-    def end_later(self, action: Callable[[], None]) -> bool:
-        """End a call as soon as the store answers, if its outcome is open; whether that is so."""
-        if not self._is_undecided:
-            return False
-        assert self._rendezvous is not None
-        self._rendezvous.store.submit(action)
-        return True
 
     def give_up_connecting(self, number: int, cause: Cause) -> bool:
         """End a call that was interrupted before this rank was connected.
@@ -251,11 +261,14 @@ class Session:
         """
         rendezvous, outcome = self._rendezvous, ""
         with contextlib.suppress(RuntimeError):  # without the store, the other ranks fail as well
-            outcome = decide(self.group_store, self.key(number, "outcome"), cause.to_json())
+            store = own_connection(self.group_store)
+            outcome = decide(store, self.key(number, "outcome"), cause.to_json())
         if rendezvous is not None and rendezvous.number == number:
-            if outcome == CONNECTED:
-                self.connections = rendezvous.candidate
+            if outcome == CONNECTED and rendezvous.candidate is not None:
+                self._connected(rendezvous.candidate)
+                rendezvous.listener.close()
                 rendezvous.store.close()
+                self._rendezvous = None
                 return False
             rendezvous.give_up()
         return True
@@ -305,6 +318,8 @@ def all_connections(group: dist.ProcessGroup | None = None) -> list[Connections]
 def _close_all(of_group: Sessions) -> None:
     """Close the sessions of a process group that was destroyed."""
     while of_group:
-        connections = of_group.popitem()[1].connections
-        if connections is not None:
-            connections.close()
+        session = of_group.popitem()[1]
+        if session.ender is not None:
+            session.ender.end()
+        if session.connections is not None:
+            session.connections.close()

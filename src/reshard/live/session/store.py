@@ -141,11 +141,8 @@ class StoreClient:
     @property
     def is_stuck(self) -> bool:
         """Whether a request has timed out and is still unanswered."""
-        return self._stuck is not None and not self._stuck.done
-
-    def submit(self, action: Callable[[], object]) -> None:
-        """Run an action in the thread of this client, after the request that is stuck."""
-        self._worker.submit(action)
+        stuck = self._stuck
+        return stuck is not None and not stuck.done and self._worker.is_alive
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""

@@ -1,0 +1,100 @@
+"""Calls that end before the ranks are connected use their number, whatever the store does."""
+
+import signal
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from reshard.live.session.group_store import GroupStore, StoreGoneError
+from reshard.live.session.session import sessions
+from tests.live.failure.faults import Tried, plan_of, source_of, tried
+from tests.ranks.pool import fresh_ranks
+from tests.ranks.rank import tell
+from tests.soak import within
+
+
+def wait_for_ever() -> None:
+    """Another thread of the user waits on the connection of the group's store."""
+    with suppress(Exception):
+        dist.distributed_c10d._get_default_store().wait(["never"], timedelta(seconds=20))
+
+
+def call_wrongly_while_the_store_is_busy(rank: int) -> list[Any]:
+    """Three calls with other values each; rank 1 gives the first two an unknown option."""
+    plan = plan_of((8, 8))
+    if rank == 1:
+        threading.Thread(target=wait_for_ever, daemon=True).start()
+        time.sleep(0.3)
+    found: list[Any] = []
+    for number in range(3):
+        wrong = {"nonsense": 1} if rank == 1 and number < 2 else {}
+        given = {
+            name: torch.full_like(local, 100.0 * number + rank)
+            for name, local in source_of(plan, rank).items()
+        }
+        got: dict[str, torch.Tensor] = {}
+        one = tried(lambda: got.update(plan.run(given, timeout=20, **wrong)))  # noqa: B023
+        found.append((one, sorted({*got["tensor"].flatten().tolist()}) if got else []))
+    return found
+
+
+def test_a_busy_store_swaps_no_calls() -> None:
+    with fresh_ranks(4) as ranks:
+        for calls in ranks.run(call_wrongly_while_the_store_is_busy, timeout=60):
+            (first, _), (second, _), (third, values) = calls
+            assert "no option nonsense=" in first.cause
+            assert "no option nonsense=" in second.cause
+            assert third.kind == "moved", third
+            assert values == [200.0, 201.0, 202.0, 203.0]
+            assert first.seconds < within(4.0), first
+
+
+def interrupt_the_second_call(rank: int) -> tuple[Tried, Tried, int, int]:
+    """The first call connects in a thread, and waits for rank 3; the second waits for the first."""
+    plan = plan_of((64, 64))
+    if rank == 3:
+        time.sleep(1.5)
+    handle = plan.start(source_of(plan, rank), timeout=20)
+    tell("calling")
+    second = tried(lambda: plan.run(source_of(plan, rank), timeout=20))
+    first = tried(handle.wait)
+    dist.barrier()
+    for _ in range(5):
+        plan.run(source_of(plan, rank), timeout=20)
+    (session,) = sessions()
+    assert session.connections is not None
+    mailbox = session.connections.mailbox
+    return first, second, session.next_number - mailbox.num_finished, len(mailbox._over)
+
+
+def test_a_call_that_is_interrupted_while_an_earlier_one_connects_is_counted() -> None:
+    """Otherwise peers would keep its buffers, and those of all later calls."""
+    with fresh_ranks(4) as ranks:
+        job = ranks.begin(interrupt_the_second_call)
+        job.hear(1)
+        time.sleep(0.5)
+        ranks.kill(1, signal.SIGINT)
+        outcomes = [outcome.value for outcome in job.outcomes(60)]
+    for rank, (first, second, open_calls, over) in enumerate(outcomes):
+        assert first.kind == "moved", first
+        assert second.kind == ("KeyboardInterrupt" if rank == 1 else "LiveError"), second
+        assert (open_calls, over) == (0, 0)
+
+
+def test_a_store_that_was_given_up_answers_at_once() -> None:
+    """A thread that still waits in a rendezvous must not wait for a thread that has ended."""
+    store = GroupStore(dist.HashStore(), 0, 20.0, "a move")
+    store.set("key", "value")
+    assert store.values({1: "key", 2: "other"}) == {1: b"value"}
+    store.close()
+    began = time.monotonic()
+    with pytest.raises(StoreGoneError, match="given up"):
+        store.set("key", "other")
+    assert not store.is_stuck
+    assert time.monotonic() - began < 1.0
