@@ -85,7 +85,7 @@ def load_sums(folder: Path) -> Checksums:
 def test_the_tree(ckpt: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["inspect", str(ckpt), "--tree"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2:] == [
+    assert lines[lines.index("") + 1 :] == [
         "layers  192 B, 3 tensors",
         *(f"  {i}.w  4x4 float32, tp=2: tp -, 64 B" for i in range(3)),
     ]
