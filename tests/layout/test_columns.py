@@ -61,3 +61,24 @@ def test_the_oldest_are_dropped_while_others_are_added() -> None:
     assert drop_oldest(kept, 3) == [7, 7]
     assert [n for _, n in kept] == [2, 3, 4]
     assert drop_oldest(kept, 3) == []
+
+
+def test_a_full_cache_looks_at_all_values_only_now_and_then() -> None:
+    cache: SizedCache[int, int] = SizedCache(max_bytes=8000)
+    looked = 0
+    usual = cache._drop_oldest
+
+    def counted() -> None:
+        nonlocal looked
+        looked += 1
+        usual()
+
+    cache._drop_oldest = counted  # type: ignore[method-assign]
+    for n in range(10_000):
+        cache.put(n, n, 10)
+    assert looked < 150
+    assert [cache.get(n) for n in (0, 9_999)] == [None, 9_999]
+    cache.put(-1, -1, 7900)
+    assert cache.get(-1) == -1
+    cache.put(-2, -2, 8001)
+    assert cache.get(-2) is None

@@ -42,6 +42,12 @@ def test_a_wrong_request(what: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("want", [ROWS, COLUMNS], ids=["nothing moves", "to columns"])
+def test_a_move_without_a_process_group(want: rs.Layout) -> None:
+    with pytest.raises(rs.LiveError, match="call init_process_group first"):
+        rs.move(torch.ones(4, 4), ROWS, want, shape=(4, 4))
+
+
 def test_a_tensor_that_says_otherwise() -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, zeros

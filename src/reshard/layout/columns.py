@@ -165,10 +165,15 @@ class SizedCache(Generic[K, V]):
         return kept
 
     def _drop_oldest(self) -> None:
+        """Drop until an eighth is free: not every value that is kept then looks at all of them.
+
+        The newest is dropped only if it is too large on its own.
+        """
         sizes = [(one, size) for one, (_, size) in [*self._values.items()]]
         total = sum(size for _, size in sizes)
-        for one, size in sizes:
-            if total <= self.max_bytes:
+        for number, (one, size) in enumerate(sizes, 1):
+            newest = number == len(sizes)
+            if total <= (self.max_bytes if newest else self.max_bytes * 7 // 8):
                 break
             self._values.pop(one, None)
             total -= size

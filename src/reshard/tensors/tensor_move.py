@@ -27,7 +27,7 @@ from reshard.live.session.session import Ticket
 from reshard.planning.adjoint import SumMove, unreduced
 from reshard.planning.plans import DEFAULT_MEMORY, ONE, Plan, plan
 from reshard.tensors.autograd import Backward, attach
-from reshard.tensors.kinds import materialize
+from reshard.tensors.kinds import materialize, this_rank
 from reshard.text import parse_bytes
 
 __all__ = ["NO_OPTIONS", "USUAL_MEMORY", "Grad", "TensorMove", "move_between", "plan_bytes"]
@@ -213,7 +213,7 @@ class TensorMove:
             options and (options.get("check") == "always" or options.get("atomic"))
         ):
             return None
-        rank, have, want, shape = dist.get_rank(), self.have, self.want, self.shape
+        rank, have, want, shape = this_rank(), self.have, self.want, self.shape
         if rank not in self._unmoved_shapes:
             found = None
             if have.holds(rank) is not None and _holders(have) == _holders(want):

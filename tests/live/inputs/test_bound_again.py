@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import reshard as rs
+from reshard.live.inputs import bound as bound_module
 from reshard.live.inputs.bound import BoundTensors, Locals
 
 SHAPE = (3, 4)
@@ -121,3 +122,18 @@ def test_new_tensors_without_elements() -> None:
         bound.create(local.sides[1], torch.device("cpu"))
         for one in bound.result.values():
             assert one.stride() == torch.empty(one.shape).stride()
+
+
+@pytest.mark.parametrize("guards", [None, object()], ids=["no module", "no functions"])
+def test_a_torch_without_what_compiled_code_uses(
+    guards: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """These are private to torch; without them every tensor is checked and allocated as usual."""
+    monkeypatch.setattr(bound_module, "guards", guards)
+    plan, tensors = plan_of("a", "b", "c"), given()
+    local = Locals(plan, 0)
+    assert facts(bound_to(local, tensors)) == facts(bound_to(local, tensors))
+    assert local.sides[0].accepted is None
+    bound = BoundTensors(local.staging)
+    bound.create(local.sides[1], torch.device("cpu"))
+    assert [(one.shape, one.stride()) for one in bound.result.values()] == [((6, 2), (2, 1))] * 3

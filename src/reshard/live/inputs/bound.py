@@ -18,14 +18,14 @@ import ctypes
 import mmap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._dynamo import guards
+from torch._C import _dynamo
 
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
@@ -40,6 +40,9 @@ __all__ = [
 Tensors = Mapping[str, torch.Tensor | None]
 Device = torch.device | Callable[[str], torch.device]
 """One device for all tensors, or that of each name."""
+
+guards: Any = getattr(_dynamo, "guards", None)
+"""What compiled code checks and allocates tensors with; private to torch, so it may be missing."""
 
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
@@ -213,27 +216,26 @@ class BoundTensors:
             if not tensor.is_cpu:
                 self.on_devices.append(number)
                 self.devices.add(tensor.device)
-        if may_recur:
+        if may_recur and hasattr(guards, "TensorGuards"):
             side.accepted = AcceptedTensors(side.specs, self)
         else:
             side.check_names(given)
 
     def create(self, side: Side, device: Device) -> None:
         """Create the tensors of one side."""
-        at, allocate = device, None if callable(device) else _allocator_on(device)
+        allocate = None if callable(device) else _allocator_on(device)
         for (number, name, _, dtype), (shape, strides) in zip(
             side.specs, side.contiguous, strict=True
         ):
             if callable(device):
-                at = device(name)
-                allocate = _allocator_on(at)
+                allocate = _allocator_on(device(name))
             assert allocate is not None
             tensor = allocate(shape, strides, dtype)
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()
             if not tensor.is_cpu:
                 self.on_devices.append(number)
-                self.devices.add(at)  # type: ignore[arg-type]
+                self.devices.add(tensor.device)
 
     def note_repeated(self) -> None:
         """Other processes read or write these tensors: large ones that recur get huge pages."""
@@ -285,13 +287,18 @@ def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
     The functions that compiled code allocates with take a quarter of the time of torch.empty, which
     is most of the time of a move into many new small tensors.
     """
+    found: Callable[..., torch.Tensor] | None = None
     if device.type == "cpu":
-        return guards._empty_strided_cpu  # type: ignore[no-any-return, attr-defined]
-    if device.type == GPU and device.index == torch.cuda.current_device():
-        return guards._empty_strided_cuda  # type: ignore[no-any-return, attr-defined]
-    return lambda shape, strides, dtype: torch.empty_strided(
-        shape, strides, dtype=dtype, device=device
-    )
+        found = getattr(guards, "_empty_strided_cpu", None)
+    elif device.type == GPU and device.index == torch.cuda.current_device():
+        found = getattr(guards, "_empty_strided_cuda", None)
+    return found or partial(_empty_strided, device)
+
+
+def _empty_strided(
+    device: torch.device, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 def _check(tensor: Any, local: LocalSpec, where: str) -> None:

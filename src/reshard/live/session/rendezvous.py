@@ -7,8 +7,8 @@ into the store that the session is connected. A rank that gives up writes why. B
 key, of which only the first value stands, so all ranks come to the same conclusion.
 
 A store that does not answer leaves the outcome open: the process that serves it may be stopped and
-go on later. Then the call raises an `UndecidedError`, and the thread that makes the requests
-proposes to give up when the store answers again; until then no later call of the session connects.
+go on later. Then the call raises an `UndecidedError`, and a thread of the session proposes to give
+up, which the store answers when it can; until then no later call of the session connects.
 """
 
 from __future__ import annotations
