@@ -122,9 +122,9 @@ def _begin_cleanup(ticket: Ticket, error: BaseException) -> None:
     release_locks_of(ticket.owner)
     session.number_of(ticket)
     ticket.session = session
-    if session.ender is None or not session.ender.is_alive:
-        session.ender = Worker()
-    session.ender.submit(partial(clean_up, ticket, error))
+    if session.cleanup_worker is None or not session.cleanup_worker.is_alive:
+        session.cleanup_worker = Worker()
+    session.cleanup_worker.submit(partial(clean_up, ticket, error))
 
 
 def _abort(session: Session, ticket: Ticket, error: BaseException) -> None:
@@ -182,8 +182,8 @@ def _leave_at_exit() -> None:
         _abandoned.put(None)
         _thread[0].join(CLEANUP_SECONDS)
     for session in sessions():
-        if session.ender is not None:
-            session.ender.end(END_SECONDS)
+        if session.cleanup_worker is not None:
+            session.cleanup_worker.end(END_SECONDS)
     for connections in all_connections():
         connections.end_threads()
 

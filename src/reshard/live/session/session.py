@@ -110,7 +110,7 @@ class Session:
         """Plans that all ranks have compared."""
         self.routes: dict[Key, Any] = {}
         """How each of these plans moves from GPU to GPU (`GpuRoutes`); None if it does not."""
-        self.ender: Worker | None = None
+        self.cleanup_worker: Worker | None = None
         """Ends calls that were interrupted, one after the other; the cleanup thread makes it."""
         self._closed_early: set[int] = set()
         """Calls that ended before this rank knew that an earlier one had connected the ranks."""
@@ -319,7 +319,7 @@ def _close_all(of_group: Sessions) -> None:
     """Close the sessions of a process group that was destroyed."""
     while of_group:
         session = of_group.popitem()[1]
-        if session.ender is not None:
-            session.ender.end()
+        if session.cleanup_worker is not None:
+            session.cleanup_worker.end()
         if session.connections is not None:
             session.connections.close()
