@@ -28,6 +28,7 @@ from reshard.live.failure.agreement import (
     compare,
     join_comparison,
 )
+from reshard.live.failure.cleanup import fail_and_close
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import (
     GPU,
@@ -118,13 +119,7 @@ class Call:
             except CallAheadError as ahead:
                 self._move_up(ahead)
             except ReshardError as error:
-                # After any other exception the cleanup thread closes the call.
-                try:
-                    if self.watch is not None:
-                        self.watch.fail_with(error)
-                    raise
-                finally:
-                    self._close()
+                fail_and_close(self.watch, error, self._close)
         self._close()
         return result
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.failure.cleanup import with_ticket
+from reshard.live.failure.cleanup import fail_and_close, with_ticket
 from reshard.live.failure.watch import Watch
 from reshard.live.session.cause import Cause
 from reshard.live.session.rendezvous import Connections
@@ -85,13 +85,7 @@ class _Gather:
                 found = self._receive(watch, data)
                 self._ok = True
         except ReshardError as error:
-            # After any other exception the cleanup thread closes the call.
-            try:
-                if self.watch is not None:
-                    self.watch.fail_with(error)
-                raise
-            finally:
-                self._close()
+            fail_and_close(self.watch, error, self._close)
         self._close()
         return found
 
@@ -153,17 +147,10 @@ class _Gather:
     def _close(self) -> None:
         """End the call; may be repeated, as an exception may come between any two bytecodes."""
         watch = self.watch
-        while self._buffers:
-            buffer = self._buffers[-1]
-            if self._ok and watch is not None:
-                # The bytes stay until the next Hellos say that they were read.
-                buffer.loans |= dict.fromkeys(watch.connections.peers, watch.call)
-            self._buffers.pop()
-            if watch is not None:
-                keep = watch.connections.buffers
-                (keep.give_back if self._ok else keep.retire)(buffer)
         if watch is None:
             self.session.close_call(self.ticket.number)
         else:
+            connections = watch.connections
+            connections.buffers.end_call(self._buffers, watch.call, connections.peers, self._ok)
             watch.close()
         self.ticket.finish()

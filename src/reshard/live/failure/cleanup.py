@@ -15,7 +15,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Concatenate, ParamSpec, TypeVar
+from typing import Concatenate, NoReturn, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -33,7 +33,7 @@ from reshard.live.session.session import (
 )
 from reshard.live.session.threads import Worker, release_locks_of
 
-__all__ = ["abandon", "clean_up", "with_ticket"]
+__all__ = ["abandon", "clean_up", "fail_and_close", "with_ticket"]
 
 CLEANUP_SECONDS = 5.0
 """The longest that an interrupted call waits for the cleanup thread."""
@@ -72,6 +72,19 @@ def with_ticket(
         if not ticket.over:
             abandon(ticket, error)
         raise
+
+
+def fail_and_close(watch: Watch | None, error: ReshardError, close: Callable[[], None]) -> NoReturn:
+    """End a call on which an error was found: all its ranks raise it.
+
+    After any other exception the cleanup thread closes the call.
+    """
+    try:
+        if watch is not None:
+            watch.fail_with(error)
+        raise error
+    finally:
+        close()
 
 
 def abandon(ticket: Ticket, error: BaseException, seconds: float = CLEANUP_SECONDS) -> None:

@@ -65,7 +65,6 @@ class Side:
         self.rank, self.role = rank, ("to move", "to move into")[side]
         self._planned = (plan.have, plan.want)[side]
         self.specs = _local_specs(plan, side, rank)
-        self.is_complex = any(one.dtype.is_complex for one in self.specs)
         sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
         self.repeated = RepeatedTensors(sizes)
         shapes = {one.shape for one in self.specs}
@@ -85,10 +84,9 @@ class Side:
                 "not have: give only what was planned"
             )
 
-    def check_left_out(self, local: LocalSpec, given: Tensors) -> None:
+    def check_left_out(self, local: LocalSpec) -> None:
         """Refuse to be given no tensor where this rank has elements of it."""
         if local.shape.numel():
-            self.check_names(given)
             raise TensorError(
                 f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
                 f'"{local.name}" and was given none {self.role}: give its local tensor'
@@ -186,40 +184,27 @@ class BoundTensors:
             self._repeated = (*self._repeated, side.repeated)
         if side.accepted is not None and side.accepted.bind(self, given):
             return
-        tensors, addresses, get = self.tensors, self.addresses, given.get
-        strided, may_be_conj, may_recur = torch.strided, side.is_complex, True
-        if len(given) != len(side.specs):
-            side.check_names(given)
+        side.check_names(given)
+        may_recur = len(given) == len(side.specs) and hasattr(guards, "TensorGuards")
         for local in side.specs:
-            number, name, shape, dtype = local
-            tensor: Any = get(name)
-            # In one expression, without calls: this runs for every tensor of every call.
-            if (
-                type(tensor) not in _PLAIN
-                or tensor.shape != shape
-                or tensor.dtype is not dtype
-                or tensor.layout is not strided
-                or not (tensor.is_cpu or tensor.is_cuda)
-                or tensor.is_neg()
-                or (may_be_conj and tensor.is_conj())
-            ):
-                if tensor is None:
-                    side.check_left_out(local, given)
-                    may_recur = False
-                    continue
+            number, tensor = local.number, given.get(local.name)
+            if type(tensor) not in _PLAIN:
                 may_recur = False
-                _check(tensor, local, f'"{name}" {side.role} on rank {side.rank}')
-            tensors[number] = tensor
-            addresses[number] = tensor.data_ptr()
+            if tensor is None:
+                side.check_left_out(local)
+                continue
+            problem = _problem(tensor, local)
+            if problem is not None:
+                raise TensorError(f'"{local.name}" {side.role} on rank {side.rank} {problem}')
+            self.tensors[number] = tensor
+            self.addresses[number] = tensor.data_ptr()
             if not tensor.is_contiguous():
                 self.strides[number] = tuple(tensor.shape), tensor.stride()
             if not tensor.is_cpu:
                 self.on_devices.append(number)
                 self.devices.add(tensor.device)
-        if may_recur and hasattr(guards, "TensorGuards"):
+        if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
-        else:
-            side.check_names(given)
 
     def create(self, side: Side, device: Device) -> None:
         """Create the tensors of one side."""
@@ -301,30 +286,29 @@ def _empty_strided(
     return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
-def _check(tensor: Any, local: LocalSpec, where: str) -> None:
-    """Refuse a tensor that has no memory of its own, or is not what the plan says."""
+def _problem(tensor: Any, local: LocalSpec) -> str | None:
+    """Why a tensor has no memory of its own, or is not what the plan says; None if it is right."""
     if not isinstance(tensor, torch.Tensor):
-        raise TensorError(f"{where} is a {type(tensor).__name__}: give a tensor")
+        return f"is a {type(tensor).__name__}: give a tensor"
     if tensor.layout is not torch.strided or tensor.is_meta:
-        raise TensorError(
-            f"{where} is a {tensor.layout} tensor on {tensor.device}: give a dense tensor that has "
-            "memory"
-        )
-    if _is_wrapper(tensor):
-        raise TensorError(
-            f"{where} is a {type(tensor).__name__}, which has no memory of its own: give its local "
-            "tensor, or move it with rs.move"
+        where = f"a {tensor.layout} tensor on {tensor.device}"
+        return f"is {where}: give a dense tensor that has memory"
+    if type(tensor) not in _PLAIN and _is_wrapper(tensor):
+        return (
+            f"is a {type(tensor).__name__}, which has no memory of its own: give its local tensor, "
+            "or move it with rs.move"
         )
     if tensor.is_conj() or tensor.is_neg():
-        raise TensorError(
-            f"{where} is a lazy conjugate or negative, whose memory holds other values: give "
+        return (
+            "is a lazy conjugate or negative, whose memory holds other values: give "
             "tensor.resolve_conj().resolve_neg()"
         )
     if tensor.shape != local.shape or tensor.dtype is not local.dtype:
-        raise TensorError(
-            f"{where} is {tensor.dtype}{list(tensor.shape)} and its layout says "
+        return (
+            f"is {tensor.dtype}{list(tensor.shape)} and its layout says "
             f"{local.dtype}{list(local.shape)}: give this rank's local tensor"
         )
+    return None
 
 
 def _is_wrapper(tensor: torch.Tensor) -> bool:

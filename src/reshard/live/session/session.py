@@ -33,8 +33,8 @@ __all__ = ["Session", "Ticket", "all_connections", "open_tickets", "session_of",
 TURN_PAUSE = 0.002
 """Seconds between two checks whether earlier calls have connected the session or given up."""
 
-open_tickets: list[Ticket] = []
-"""The calls of this process that are not over."""
+open_tickets: dict[Ticket, None] = {}
+"""The calls of this process that are not over, in the order in which they began."""
 
 Key = tuple[bytes, str]
 """The digest of a plan, and the options that all ranks must share."""
@@ -43,20 +43,18 @@ Key = tuple[bytes, str]
 class Ticket:
     """One call of the user; when it is over it has used one number of its session."""
 
-    __slots__ = (
-        "abandoned",
-        "cleaned_up",
-        "enqueues",
-        "group",
-        "number",
-        "over",
-        "owner",
-        "ranks",
-        "session",
-        "tag",
-        "undo",
-        "watch",
-    )  # fmt: skip
+    session: Session | None = None
+    number = -1
+    tag: Tag | None = None
+    watch: Any = None
+    """The call's `Watch`, once it has one."""
+    undo: Callable[[], None] | None = None
+    """Frees the resources of an interrupted call, after the other ranks know of it."""
+    over = False
+    abandoned = False
+    """Whether an exception has interrupted the call, and it is being ended."""
+    enqueues = True
+    """Whether the call may still enqueue GPU work, as far as is known."""
 
     def __init__(
         self, group: dist.ProcessGroup | None, ranks: Callable[[], Iterable[int]] | None = None
@@ -64,30 +62,17 @@ class Ticket:
         self.group = group
         self.ranks = ranks
         """The ranks that the arguments of the call name; None: those of the group."""
-        self.session: Session | None = None
-        self.number = -1
-        self.tag: Tag | None = None
-        self.watch: Any = None
-        """The call's `Watch`, once it has one."""
-        self.undo: Callable[[], None] | None = None
-        """Frees the resources of an interrupted call, after the other ranks know of it."""
-        self.over = False
-        self.abandoned = False
-        """Whether an exception has interrupted the call, and it is being ended."""
-        self.enqueues = True
-        """Whether the call may still enqueue GPU work, as far as is known."""
         self.owner: int | None = _thread.get_ident()
         """The user's thread that makes the call; None if a thread of reshard does."""
         self.cleaned_up = _thread.allocate_lock()
         """Released when the cleanup thread has ended the call."""
         self.cleaned_up.acquire()
-        open_tickets.append(self)
+        open_tickets[self] = None
 
     def finish(self) -> None:
         """The call is over: it has its result, or all ranks know that it failed."""
         self.over = True
-        with contextlib.suppress(ValueError):
-            open_tickets.remove(self)
+        open_tickets.pop(self, None)
         # The call and its ticket refer to each other: its tensors must not wait for the collector.
         self.undo = self.watch = self.ranks = None
 
@@ -180,10 +165,12 @@ class Session:
         NCCL matches messages by the order in which they are enqueued, so all ranks must enqueue in
         the same order: that of the calls.
         """
-        return not any(
-            one.session is self and one.enqueues and 0 <= one.number < ticket.number
-            for one in tuple(open_tickets)
-        )
+        return not any(earlier.enqueues for earlier in self._calls_before(ticket))
+
+    def _calls_before(self, ticket: Ticket) -> list[Ticket]:
+        """The calls of this session with lower numbers that are not over."""
+        of_session = [one for one in tuple(open_tickets) if one.session is self]
+        return [one for one in of_session if 0 <= one.number < ticket.number]
 
     def number_of(self, ticket: Ticket) -> int:
         """The number of an interrupted call, taken now if the exception came before that."""
@@ -197,12 +184,7 @@ class Session:
         """Skip calls that failed because ranks waited in different sessions."""
         for ranks, call in calls:
             if self.rank in ranks:
-                with _registering:
-                    if ranks not in self._group:
-                        self._group[ranks] = Session(
-                            self.group_store, self.rank, ranks, self._group
-                        )
-                self._group[ranks]._skip(call)
+                _registered(self._group, self.group_store, self.rank, ranks)._skip(call)
 
     def _skip(self, call: int) -> None:
         """Use the numbers up to a call that other ranks gave up and this one may never make."""
@@ -229,16 +211,11 @@ class Session:
         """Connect the ranks; ``what`` is what the call does, for errors."""
         # All ranks must connect in the same call: the first that has not given up.
         began = time.monotonic()
-        while self.connections is None and any(
-            other.session is self and 0 <= other.number < ticket.number
-            for other in list(open_tickets)
-        ):
-            time.sleep(TURN_PAUSE)
-            if time.monotonic() - began > timeout and any(
-                other.abandoned and other.session is self and other.number < ticket.number
-                for other in list(open_tickets)
-            ):
+        while self.connections is None and (earlier := self._calls_before(ticket)):
+            is_late = time.monotonic() - began > timeout
+            if is_late and any(one.abandoned for one in earlier):
                 raise undecided(self.rank, timeout, what)
+            time.sleep(TURN_PAUSE)
         if self.connections is None:
             rendezvous = self._rendezvous = Rendezvous(self, ticket.number, timeout, what)
             try:
@@ -299,8 +276,13 @@ def _new_session(group: dist.ProcessGroup, ranks: tuple[int, ...]) -> Session:
         if of_group is None:
             of_group = _sessions[group] = {}
             weakref.finalize(group, _close_all, of_group).atexit = False
+    return _registered(of_group, group.get_group_store(), dist.get_rank(), ranks)
+
+
+def _registered(of_group: Sessions, store: Store, rank: int, ranks: tuple[int, ...]) -> Session:
+    with _registering:
         if ranks not in of_group:
-            of_group[ranks] = Session(group.get_group_store(), dist.get_rank(), ranks, of_group)
+            of_group[ranks] = Session(store, rank, ranks, of_group)
         return of_group[ranks]
 
 

@@ -13,7 +13,7 @@ import ctypes
 import fcntl
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import count
 
 import numpy as np
@@ -122,6 +122,21 @@ class BufferPool:
 
     def _is_idle(self, buffer: SharedBuffer) -> bool:
         return all(map(self._has_read, buffer.loans, buffer.loans.values()))
+
+    def end_call(
+        self, used: list[SharedBuffer], call: int, unread_by: Iterable[int], ok: bool
+    ) -> None:
+        """Keep the buffers of a call for later ones; after a failure peers may still read them.
+
+        Some peers read their messages after the call, until their next Hello. May be repeated.
+        """
+        while used:
+            buffer = used[-1]
+            if ok:
+                buffer.loans |= dict.fromkeys(unread_by, call)
+            # In this order: after an exception a buffer must not be kept and retired.
+            used.pop()
+            (self.give_back if ok else self.retire)(buffer)
 
     def give_back(self, buffer: SharedBuffer) -> None:
         """Keep a buffer for the next call."""

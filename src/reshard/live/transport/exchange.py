@@ -52,6 +52,10 @@ class Exchange:
     """Bytes that have been received or copied."""
     _fused = False
     _gpu: torch.device | None = None
+    _part: RoundReport | None = None
+    """The report of the round, if the caller wants one."""
+    _since = 0.0
+    """When the last phase of the round ended."""
 
     def __init__(
         self,
@@ -76,47 +80,48 @@ class Exchange:
         key = ("own", self._fused, not bound.on_devices)
         for number in range(program.num_rounds):
             self.number, round_ = number, program.round(number)
-            part = None if report is None else report.begin_round(number, perf_counter())
+            if report is not None:
+                self._since = perf_counter()
+                self._part = report.begin_round(number, self._since)
             arrived: Arrived = {}
             staged = 0
             for transport in transports:
                 staged += transport.begin(round_)
-            if part is not None:
-                part.spent("packing", part.started)
+            if report is not None:
+                self._spent("packing")
             copies, sums = round_.kept.get(key) or self._compile_own(round_, key)
             if copies is not None:
-                began = perf_counter()
                 copies.run(bound)
-                if part is not None:
-                    part.spent("unpacking", began)
+                if report is not None:
+                    self._spent("unpacking")
             if round_.receives:
-                self._receive(round_, sums, arrived, part)
+                self._receive(round_, sums, arrived)
             if sums:
-                staged += self._add_up(round_, sums, arrived, part)
+                staged += self._add_up(round_, sums, arrived)
             if transports:
-                self._await_release(round_, part)
+                self._await_release(round_)
             self.done += round_.num_kept_bytes
-            if part is not None:
-                self._finish_report(round_, part, staged)
+            if self._part is not None:
+                self._finish_report(round_, self._part, staged)
             if self._after_round is not None:
                 self._after_round(round_)
 
-    def _receive(
-        self,
-        round_: Round,
-        sums: Sequence[OrderedSum],
-        arrived: Arrived,
-        part: RoundReport | None,
-    ) -> None:
+    def _spent(self, phase: str) -> None:
+        """Count the time since the last phase as time of this one."""
+        if self._part is not None:
+            now = perf_counter()
+            self._part.spent(phase, self._since, now - self._since)
+            self._since = now
+
+    def _receive(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> None:
         """Receive what comes from peers, in the order in which it comes."""
         available, number = self.inbox.ready, round_.number
         pending = set(round_.receives)
         while pending:
             ready = {peer for peer in pending if (peer, number) in available}
             if not ready:
-                self._await_message(round_, pending, part)
+                self._await_message(round_, pending)
                 continue
-            began = perf_counter()
             for transport in self.transports:
                 mine = transport.peers & ready
                 if mine:
@@ -124,8 +129,7 @@ class Exchange:
                     if not sums:
                         transport.release(round_, mine)
             pending -= ready
-            if part is not None:
-                part.spent("unpacking", began)
+            self._spent("unpacking")
 
     def _compile_own(self, round_: Round, key: object) -> tuple[Copies | None, list[OrderedSum]]:
         """Copies of what stays on this rank, and sums; own addends are in the sums.
@@ -142,37 +146,25 @@ class Exchange:
         round_.kept[key] = copies, sums
         return copies, sums
 
-    def _add_up(
-        self,
-        round_: Round,
-        sums: Sequence[OrderedSum],
-        arrived: Arrived,
-        part: RoundReport | None,
-    ) -> int:
+    def _add_up(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> int:
         """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
-        began, largest, bound = perf_counter(), 0, self.bound
-        for one in sums:
-            used = one.run(bound, arrived, self._gpu)
-            largest = max(largest, used)
+        largest = max(one.run(self.bound, arrived, self._gpu) for one in sums)
         for transport in self.transports:
             transport.release(round_, transport.peers & round_.receives.keys())
-        if part is not None:
-            part.spent("unpacking", began)
+        self._spent("unpacking")
         return largest
 
-    def _await_message(self, round_: Round, pending: set[int], part: RoundReport | None) -> None:
+    def _await_message(self, round_: Round, pending: set[int]) -> None:
         """Wait until one of these peers has a message for this rank."""
-        began, ready, number = perf_counter(), self.inbox.ready, round_.number
+        ready, number = self.inbox.ready, round_.number
 
         def missing() -> set[int]:
             return set() if any((peer, number) in ready for peer in pending) else pending
 
         self._wait(missing, lambda peer: self.program.part_text(round_, peer))
-        if part is not None:
-            part.spent("waiting", began)
+        self._spent("waiting")
 
-    def _await_release(self, round_: Round, part: RoundReport | None) -> None:
-        began = perf_counter()
+    def _await_release(self, round_: Round) -> None:
         for transport in self.transports:
             if transport.unreleased(round_):
                 self._wait(
@@ -181,8 +173,7 @@ class Exchange:
                 )
         for transport in self.transports:
             transport.end_round(round_)
-        if part is not None:
-            part.spent("waiting", began)
+        self._spent("waiting")
 
     def _finish_report(self, round_: Round, part: RoundReport, staged: int) -> None:
         part.bytes_sent, part.bytes_received, part.bytes_copied = round_.bytes

@@ -231,18 +231,9 @@ class HostTransport(Transport):
         return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
-        """Keep buffers for the next call; after a failure peers may still read what is in them."""
-        while self._buffers:
-            buffer = self._buffers[-1]
-            if ok:
-                # Eager messages stay until the peer's next Hello says that they were read.
-                buffer.loans |= dict.fromkeys(self._unread_by, self.watch.call)
-            # In this order: after an exception a buffer must not be given back and retired.
-            self._buffers.pop()
-            if ok:
-                self._connections.buffers.give_back(buffer)
-            else:
-                self._connections.buffers.retire(buffer)
+        """Give the buffers back."""
+        pool = self._connections.buffers
+        pool.end_call(self._buffers, self.watch.call, self._unread_by, ok)
         self._rounds.clear()
 
     # Compiling ---------------------------------------------------------------------------------
