@@ -24,6 +24,7 @@ import reshard as rs
 from reshard.live.call import Call
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.inputs.request import options_from
+from reshard.live.transport import nccl
 from reshard.live.transport.gpu_peer import GpuPeerTransport
 from reshard.live.transport.nccl import NcclTransport
 from reshard.show.run_report import RunReport
@@ -283,6 +284,39 @@ def measured(plan: rs.Plan, given: dict[str, torch.Tensor], into: dict[str, torc
     plan.run(given, into=into, sync=True)
     peak: int = torch.cuda.memory_stats()["requested_bytes.all.peak"]
     return peak - before
+
+
+def gathers() -> None:
+    """Where all ranks send the same to all others, it is an all-gather: values to the last bit."""
+    if os.environ["RESHARD_TRANSPORT"] != "nccl":
+        return
+    before, nccl.GATHER_BYTES = nccl.GATHER_BYTES, 0
+    cut = [rs.Layout(LINE, "tp -"), rs.Layout(LINE, "- tp"), rs.Layout(GRID, "(tp dp) -")]
+    full = torch.arange(48.0 * 64).reshape(48, 64)
+    whole = rs.Layout(GRID, "- -")
+    for memory in ("256MiB", "16KiB"):
+        have = {f"w{n}": rs.TensorSpec((48, 64), "float32", one) for n, one in enumerate(cut)}
+        want = {
+            name: rs.TensorSpec((48, 64), kind, whole)
+            for name, kind in zip(have, ("float32", "bfloat16", "float32"), strict=True)
+        }
+        plan = rs.plan(have, want, memory=memory)
+        given = {n: (local(full, one.layout) + len(n)).to(DEVICE) for n, one in have.items()}
+        given["w1"] = given["w1"].t().contiguous().t()  # strided on this side
+        before_, rounds = stand_in.StandInGroup.num_gathers, plan.num_rounds
+        for _ in range(3):
+            out = plan.run(given)
+            for name, spec in want.items():
+                kind = getattr(torch, spec.dtype)
+                assert torch.equal(out[name].cpu(), (full + 2).to(kind)), (name, memory)
+        assert (rounds > 3) == (memory == "16KiB"), rounds
+        assert not STAND_IN or stand_in.StandInGroup.num_gathers == before_ + 3 * rounds
+    nccl.GATHER_BYTES = before
+    large = torch.arange(6 << 20, dtype=torch.int32).reshape(4096, 1536)
+    for have_ in cut:  # 6 MiB per rank
+        plan = rs.plan(have_, whole, shape=large.shape, dtype="int32")
+        out = plan.run({"tensor": local(large, have_).to(DEVICE)}, sync=True)["tensor"]
+        assert torch.equal(out.cpu(), large), str(have_)
 
 
 def given_ways() -> None:
@@ -688,7 +722,19 @@ def leave() -> None:
 SCENARIOS = {
     function.__name__: function
     for function in (
-        *(pairs, states, casts, sums, large, given_ways, disjoint, in_flight, streams, dtensors),
+        *(
+            pairs,
+            states,
+            casts,
+            sums,
+            large,
+            gathers,
+            given_ways,
+            disjoint,
+            in_flight,
+            streams,
+            dtensors,
+        ),
         *(gradients, adjoints, overtaken, refusals, absent, behind, killed, mixed, leave),
     )
 }

@@ -144,6 +144,32 @@ def late_when_warm(job: Job) -> None:
     start_anew(job)
 
 
+def gathered(job: Job) -> None:
+    """An all-gather has the values of all ranks; if one never joins it, the others abort."""
+    group = job.group("gathered")
+    for num_bytes in (16, 1000, 4 << 20):
+        slots = gpu_bytes(SIZE * num_bytes, 0)
+        slots.chunk(SIZE)[RANK].fill_(RANK + 1)
+        group.all_gather(slots).join()
+        found = slots.view(SIZE, num_bytes)
+        assert all(bool((found[rank] == rank + 1).all()) for rank in range(SIZE)), num_bytes
+    torch.cuda.synchronize()
+    job.meet("gathered")
+    if RANK == 3:
+        time.sleep(4)
+        group.abort()
+    else:
+        work, start = group.all_gather(slots), time.monotonic()
+        work.join()
+        thread = abort_after(group, 1.5)
+        assert outcome(work) == "LiveError"
+        thread.join()
+        torch.cuda.synchronize()
+        assert time.monotonic() - start < 3.5
+    job.check_callers_group()
+    start_anew(job)
+
+
 def killed(job: Job) -> None:
     """A rank dies; the others learn of it, live on, and go on among themselves."""
     group = job.group("killed")

@@ -71,6 +71,8 @@ class StandInGroup:
 
     lag = 0.0
     """Seconds by which the next exchange begins too late."""
+    num_gathers = 0
+    """All-gathers so far."""
 
     def __init__(
         self, store: Any, rank: int, size: int, device: torch.device, *, wait: Any
@@ -78,6 +80,13 @@ class StandInGroup:
         self.device = device
         self.aborted = False
         self._group: Any = dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=60))
+
+    def all_gather(self, slots: torch.Tensor, wait: Any) -> StandInWork:
+        rank, size = self._group.rank(), self._group.size()
+        parts = list(enumerate(slots.chunk(size)))
+        others = [part for part in parts if part[0] != rank]
+        StandInGroup.num_gathers += 1
+        return self.exchange([(peer, parts[rank][1]) for peer, _ in others], others, wait)
 
     def exchange(self, sends: Any, receives: Any, wait: Any) -> StandInWork:
         if self.aborted:

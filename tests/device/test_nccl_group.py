@@ -176,6 +176,10 @@ def test_a_late_rank_when_warm_on_a_gpu() -> None:
     run_ranks("late_when_warm")
 
 
+def test_an_all_gather_on_a_gpu() -> None:
+    run_ranks("gathered")
+
+
 def test_a_killed_rank_on_a_gpu() -> None:
     run_ranks("killed", (0, 0, 0, -9))
 

@@ -58,7 +58,7 @@ def test_random_moves_on_gpus() -> None:
 
 def test_moves_on_gpus() -> None:
     names = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "streams")
-    on_gpu(*names, "large", "dtensors", "gradients", backend="nccl")
+    on_gpu(*names, "large", "gathers", "dtensors", "gradients", backend="nccl")
 
 
 def test_failures_on_gpus() -> None:

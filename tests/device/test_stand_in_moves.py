@@ -53,7 +53,7 @@ def test_moves_over_a_stand_in(tmp_path: Path, transport: str) -> None:
     """Values first, then what fails; the last scenario kills a rank."""
     right = ("casts", "sums", "given_ways", "disjoint", "in_flight", "overtaken", "gradients")
     wrong = ("refusals", "absent", *(["behind"] if transport == "nccl" else []), "killed")
-    names = (*right, "pairs", "states", *wrong)
+    names = (*right, "gathers", "pairs", "states", *wrong)
     run_forked(tmp_path, *names, codes=(0, 0, 0, -9), transport=transport)
 
 

@@ -201,7 +201,8 @@ class Call:
                 peers -= read
             if routes.opens_nccl:
                 alone = routes.forced == "nccl"
-                chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, reason))
+                gathers = alone and self.compiled is not None and self.compiled.gathers
+                chosen.append(NcclTransport(*common, peers, *on_gpus, gloo, alone, gathers, reason))
                 return
             option = "auto"
         near = frozenset() if option == "network" else peers & connections.peers.keys()

@@ -23,6 +23,7 @@ from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.program.rounds import Program
 from reshard.live.session.session import Session, session_of
 from reshard.live.transport.base import Transport
+from reshard.planning.classes import Stack
 from reshard.planning.plans import Plan
 from reshard.show.progress import MIN_BYTES
 from reshard.text import count, log
@@ -96,6 +97,17 @@ class CompiledPlan:
         )  # fmt: skip
 
     @cached_property
+    def gathers(self) -> bool:
+        """Whether every rank sends the same to all others in every round.
+
+        It does if no two ranks hold the same part of a source, all want the whole, and what is sent
+        comes from sources: slices of a round are the same for all receivers.
+        """
+        plan = self.plan
+        at_once = all(slot.hops == 0 and slot.phases == 1 for slot in plan.schedule.slots)
+        return at_once and all(_gathers(stack, self.ranks) for stack in plan.stacks)
+
+    @cached_property
     def grad_hellos(self) -> dict[int, frozenset[int]]:
         """By rank, the peers with which it exchanges Hellos only to learn whether the source
         requires gradients.
@@ -116,6 +128,18 @@ class CompiledPlan:
         if not unaware:
             return {}
         return {**dict.fromkeys(unaware, frozenset(knowing[:1])), knowing[0]: unaware}
+
+
+def _gathers(stack: Stack, ranks: Sequence[int]) -> bool:
+    """Whether whole tensors go from ranks without replicas to all of these ranks."""
+    have, want, feed = stack.have, stack.want, stack.feed
+    if have.layout.reduce or want.layout.reduce:
+        return False
+    if feed.moves or feed.have_insert or feed.want_insert:
+        return False
+    held = [prod(have.layout.local_shape(rank, have.shape)) for rank in have.layout.ranks]
+    wants = all(_holds(want, rank, prod(want.shape)) for rank in ranks)
+    return sum(held) == prod(have.shape) and wants
 
 
 def _holds(spec: TensorSpec, rank: int, least: int) -> bool:

@@ -2,7 +2,10 @@
 
 Every round is one launch that packs and copies (one more for each change of dtype), one exchange,
 and one launch that unpacks, all on the caller's stream: what the caller enqueues next may change
-sources and use results.
+sources and use results. An exchange is one group call of sends and receives. Where every rank sends
+the same large message to all others, it is an all-gather: NCCL carries that from rank to rank
+instead of sending it to each of them. Sums stay sends, because only these can be added up in the
+order of ranks, and an all-to-all is the same sends inside NCCL.
 
 The host waits for the Hellos of peers, because NCCL matches messages by their order only: without
 them two ranks in different calls would exchange each other's data. It also makes one request to the
@@ -42,12 +45,16 @@ from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
 from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
-from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
+from reshard.live.transport.nccl_group import NcclGroup, NcclWork, WaitForTask
 
 __all__ = ["NcclGroups", "NcclTransport"]
 
 GRID = 16
 """Messages begin at a multiple of this: the kernel copies so many bytes at a time."""
+
+GATHER_BYTES = 4 << 20
+"""Messages from this size on are gathered. Measured on 4 ranks: below it sends take less time,
+above it 15 to 25 % more (``benchmarks/reports/gpu_move.md``)."""
 
 CLOSE_SECONDS = 2.0
 """Seconds that an exiting process waits for messages that peers have not received."""
@@ -149,6 +156,8 @@ class _NcclRound:
     """Where addends are in the staging buffer."""
     num_bytes: int
     """The size of the staging buffer."""
+    gathers: bool = False
+    """Whether it is an all-gather of the staging buffer, in which every rank has a slot."""
 
     @property
     def staged(self) -> int:
@@ -172,14 +181,17 @@ class NcclTransport(Transport):
         in_flight: InFlightCall,
         gloo: GlooGroup | None,
         copies: bool,
+        gathers: bool,
         reason: Callable[[int], str],
     ) -> None:
         """``gloo`` carries the Hellos to ranks of other hosts.
 
-        ``copies`` says whether it also copies what stays on this rank, ``reason`` why a peer is not
+        ``copies`` says whether it also copies what stays on this rank, ``gathers`` whether all
+        ranks reach each other like this and send the same to all, ``reason`` why a peer is not
         reached otherwise.
         """
         self._ticket, self._copies, self._reason = ticket, copies, reason
+        self._gathers = gathers
         self.in_flight = in_flight
         self.peers = frozenset(peers)
         self.watch, self.program, self.bound = watch, program, bound
@@ -263,8 +275,7 @@ class NcclTransport(Transport):
 
     def _exchange(self, round_: Round, todo: _NcclRound) -> None:
         assert self._group is not None
-        sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
-        if not sends and not receives:
+        if not todo.sends and not todo.receives:
             return
         peers = self.peers & (round_.sends.keys() | round_.receives.keys())
 
@@ -275,13 +286,20 @@ class NcclTransport(Transport):
         connect = f"it to connect for {self.program.round_text(round_.number)}"
         wait = waiting_for(self.watch, peers, connect)
         try:
-            work = self._group.exchange(sends, receives, wait)
+            work = self._start(self._group, todo, wait)
         except LiveError as error:
             rank = self.watch.connections.rank
             calls = self.watch.connections.resource(InFlight)
             self.watch.fail(calls.cause_of(self._group, error, rank))
         self.in_flight.add(work, peers, what)
         work.join()
+
+    def _start(self, group: NcclGroup, todo: _NcclRound, wait: WaitForTask) -> NcclWork:
+        if todo.gathers:
+            assert self._staging is not None
+            return group.all_gather(self._staging[: todo.num_bytes], wait)
+        sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
+        return group.exchange(sends, receives, wait)
 
     def _tensors_of(
         self, messages: Sequence[tuple[Message, int]], sending: bool
@@ -330,8 +348,12 @@ class NcclTransport(Transport):
 
     def _compile(self, round_: Round) -> _NcclRound:
         staging = self.bound.staging
-        sends, at = self._laid_out(round_.sends, 0)
-        receives, end = self._laid_out(round_.receives, at)
+        slot = self._slot_bytes(round_)
+        if slot:
+            (sends, receives), end = self._in_slots(round_, slot), slot * (len(self.peers) + 1)
+        else:
+            sends, at = self._laid_out(round_.sends, 0)
+            receives, end = self._laid_out(round_.receives, at)
         before, after = CopyList(), CopyList()
         for message, start in sends:
             message.pack(before, start, staging)
@@ -340,7 +362,31 @@ class NcclTransport(Transport):
                 before.add(transfer.width, transfer.source, transfer.destination)
         addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
         packs, unpacks = ([CopyTable(b) for b in c.tables()] for c in (before, after))
-        return _NcclRound(sends, receives, packs, unpacks, addends, end)
+        return _NcclRound(sends, receives, packs, unpacks, addends, end, bool(slot))
+
+    def _slot_bytes(self, round_: Round) -> int:
+        """The size of a slot if the round is an all-gather, else 0.
+
+        Every rank finds the same: each sends one message to all others, so all see all sizes.
+        """
+        others = len(self.watch.connections.ranks) - 1
+        if not self._gathers or not others == len(round_.sends) == len(round_.receives):
+            return 0
+        messages = [next(iter(round_.sends.values())), *round_.receives.values()]
+        sizes = {sum(one.num_bytes for one in transfers) for transfers in messages}
+        return _on_grid(sizes.pop()) if len(sizes) == 1 and min(sizes) >= GATHER_BYTES else 0
+
+    def _in_slots(
+        self, round_: Round, slot: int
+    ) -> tuple[list[tuple[Message, int]], list[tuple[Message, int]]]:
+        """The message of this rank and those that it receives, where they are in their slots."""
+        ranks = self.watch.connections.ranks
+
+        def in_slot(rank: int, peer: int, transfers: list[Transfer]) -> tuple[Message, int]:
+            return NCCL.message(peer, transfers, False), slot * ranks.index(rank)
+
+        own = in_slot(self.program.rank, *next(iter(round_.sends.items())))
+        return [own], [in_slot(peer, peer, one) for peer, one in round_.receives.items()]
 
     def _laid_out(
         self, messages: dict[int, list[Transfer]], at: int
@@ -351,5 +397,9 @@ class NcclTransport(Transport):
             if peer in self.peers:
                 message = NCCL.message(peer, transfers, peer in self._direct)
                 found.append((message, at))
-                at = -(-(at + message.staged_bytes) // GRID) * GRID
+                at = _on_grid(at + message.staged_bytes)
         return found, at
+
+
+def _on_grid(num_bytes: int) -> int:
+    return -(-num_bytes // GRID) * GRID

@@ -1,9 +1,9 @@
 """A session's own NCCL group, beside the caller's.
 
-All messages of a round go in one group call. NCCL runs on a stream of its own: an exchange starts
-after the work that was enqueued before it on the current stream, and `NcclWork.join` makes the
-current stream wait for it. The host waits only for the first messages between two ranks, which
-connect them.
+All messages of a round go in one group call, or they are one all-gather. NCCL runs on a stream of
+its own: an exchange starts after the work that was enqueued before it on the current stream, and
+`NcclWork.join` makes the current stream wait for it. The host waits only for the first messages
+between two ranks, and for the first all-gather, which connect them.
 
 torch's watchdog ends the process when a peer of a NCCL group is lost or late. This group is made
 without a watchdog: the session's watcher thread polls `NcclWork.done`, keeps the deadline, and
@@ -83,10 +83,13 @@ class NcclGroup:
         wait: WaitForTask | None = None,
     ) -> NcclWork:
         """Start all messages at once; several to one rank arrive in this order."""
-        stream = _cuda.current_stream(self.device)
-        reached = stream.record_event()
-        work, arrived = self._do(lambda: self._start(sends, receives, stream), "connect", wait)
-        return NcclWork(self, work, (reached, arrived), [*sends, *receives])
+        return self._start(lambda: self._send(sends, receives), [*sends, *receives], wait)
+
+    def all_gather(self, slots: torch.Tensor, wait: WaitForTask | None = None) -> NcclWork:
+        """Start to copy the slot of every rank, which are as large as each other, to all ranks."""
+        own = slots.chunk(self.size)[self.rank]
+        start = self._backend._allgather_base
+        return self._start(lambda: start(slots, own), [(self.rank, slots)], wait)
 
     def abort(self) -> None:
         """End all exchanges in flight within a second; what they received is undefined."""
@@ -104,20 +107,32 @@ class NcclGroup:
             self._worker.end()
 
     def _start(
-        self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor], stream: Any
-    ) -> tuple[Any, Any]:
-        with _cuda.stream(stream):
-            self._backend._start_coalescing()
-            for rank, tensor in receives:
-                self._backend.recv([tensor], rank, 0)
-            for rank, tensor in sends:
-                self._backend.send([tensor], rank, 0)
-            work = self._backend._end_coalescing()
-        arrived = _cuda.Event()
-        with _cuda.stream(self._side_stream):
-            _join(work)
-            arrived.record()
-        return work, arrived
+        self, start: Callable[[], Any], messages: Sequence[PeerTensor], wait: WaitForTask | None
+    ) -> NcclWork:
+        """Let the worker start an exchange after the work on the current stream."""
+        stream = _cuda.current_stream(self.device)
+        reached = stream.record_event()
+
+        def act() -> tuple[Any, Any]:
+            with _cuda.stream(stream):
+                work = start()
+            arrived = _cuda.Event()
+            with _cuda.stream(self._side_stream):
+                _join(work)
+                arrived.record()
+            return work, arrived
+
+        work, arrived = self._do(act, "connect", wait)
+        return NcclWork(self, work, (reached, arrived), messages)
+
+    def _send(self, sends: Sequence[PeerTensor], receives: Sequence[PeerTensor]) -> Any:
+        """All messages in one group call."""
+        self._backend._start_coalescing()
+        for rank, tensor in receives:
+            self._backend.recv([tensor], rank, 0)
+        for rank, tensor in sends:
+            self._backend.send([tensor], rank, 0)
+        return self._backend._end_coalescing()
 
     def _do(self, action: Callable[[], T], purpose: str, wait: WaitForTask | None) -> T:
         """Let the worker act, and wait for it with a timeout."""
