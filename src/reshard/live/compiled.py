@@ -137,9 +137,10 @@ def _gathers(stack: Stack, ranks: Sequence[int]) -> bool:
         return False
     if feed.moves or feed.have_insert or feed.want_insert:
         return False
+    if not all(_holds(want, rank, prod(want.shape)) for rank in ranks):
+        return False
     held = [prod(have.layout.local_shape(rank, have.shape)) for rank in have.layout.ranks]
-    wants = all(_holds(want, rank, prod(want.shape)) for rank in ranks)
-    return sum(held) == prod(have.shape) and wants
+    return sum(held) == prod(have.shape)
 
 
 def _holds(spec: TensorSpec, rank: int, least: int) -> bool:
