@@ -24,7 +24,6 @@ from tests.live.failure.faults import (
     source_of,
     tried,
 )
-from tests.ranks.outcome import RankError
 from tests.ranks.pool import Pool
 from tests.ranks.rank import local_group, pool_group
 from tests.soak import soaking, within
@@ -152,15 +151,7 @@ def work_long(rank: int, transport: str) -> float:
     return seconds
 
 
-MUTUAL = pytest.mark.xfail(
-    strict=True,
-    raises=RankError,
-    reason="over the network two ranks that wait for a third also wait for each other: both are "
-    "taken for silent, and the rank that sends heartbeats is not found",
-)
-
-
-@pytest.mark.parametrize("transport", ["auto", "shared", pytest.param("network", marks=MUTUAL)])
+@pytest.mark.parametrize("transport", ["auto", "shared", "network"])
 def test_a_rank_that_works_long(pool: Pool, transport: str) -> None:
     assert min(pool.run(work_long, transport, ranks=range(4))) > 1.5
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -69,7 +69,9 @@ class Watch:
     suspect: Callable[[], None] | None = None
     """Raises if a missing peer is in another call; called whenever the store is looked at."""
     _graph: WaitGraph | None = None
-    _looked = _heartbeat = 0.0
+    _silent = False
+    """Whether the rank that holds up this one was silent when the timeout was over."""
+    _expires = _looked = _heartbeat = 0.0
 
     def __init__(
         self,
@@ -118,7 +120,7 @@ class Watch:
 
         Events that come without a message are polled with a pause, which grows up to the longest.
         """
-        inbox, mailbox, began = self.inbox, self.mailbox, 0.0
+        inbox, mailbox, began, waited = self.inbox, self.mailbox, 0.0, False
         while left := missing():
             now = time.monotonic()
             began = began or now
@@ -136,6 +138,9 @@ class Watch:
             self._check_aborted()
         if self._graph is not None:
             self._graph.withdraw()
+            self._silent = False
+        if waited:
+            self.heartbeat()  # this rank goes on, and its next wait is not posted yet
 
     @property
     def waits(self) -> WaitGraph:
@@ -152,34 +157,37 @@ class Watch:
         """Look for a cause, post which peer this rank waits for, or give up, as time goes by."""
         now, heard = time.monotonic(), self.inbox.heard
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
-        longest = max(quiet, key=lambda peer: quiet[peer])
+        peers = sorted(quiet, key=lambda peer: -quiet[peer])
+        longest = peers[0]
         if self.handshaking and quiet[longest] > LOOK_EVERY:
             self._check_other_sessions(left)
         if self.ends is not None and now > self.ends:
-            self._expire(longest, what, f"the deadline of {self.deadline:g} s")
+            self._expire(peers, what, f"the deadline of {self.deadline:g} s")
         # Peers of this host that have called send their Abort themselves.
         sends_aborts = not self.handshaking and self.connections.peers.keys() >= set(left)
-        if quiet[longest] > self.timeout:
-            self._expire(longest, what, f"{self.timeout:g} s", patient=True)
+        if quiet[longest] > self.timeout and now > self._expires:
+            self._expire(peers, what, f"{self.timeout:g} s", patient=True)
         elif quiet[longest] > min(POST_AFTER, self.timeout / 3):
-            self.waits.post(longest, what(longest))
+            self.waits.post(peers, what(longest))
             self._look_for_cause()
             if self.handshaking:
                 self._check_passed(left)
         elif quiet[longest] > LOOK_EVERY and not sends_aborts:
             self._look_for_cause()
 
-    def _expire(self, peer: int, what: What, limit: str, patient: bool = False) -> None:
+    def _expire(self, peers: Sequence[int], what: What, limit: str, patient: bool = False) -> None:
         """Fail at the end of a timeout, and name the rank that holds up all others.
 
         With ``patient``, a rank that sends heartbeats is given more time.
         """
-        waiter, wait, alive = self.waits.last_wait(peer, what(peer))
-        if patient and alive:
-            # Checked again soon: the rank may have finished just now.
-            self.inbox.heard[peer] = time.monotonic() - self.timeout + LOOK_EVERY
-            return
+        waiter, wait, alive = self.waits.last_wait(peers, what(peers[0]))
         last, leader = wait.awaits[0], self.connections.leader
+        sure, self._silent = self._silent or self.connections.client.is_stuck, not alive
+        if patient and (alive or not sure):
+            # Checked again soon: the rank may have finished just now, or be about to post for whom
+            # it waits, and on a busy machine this rank may be the first that runs again.
+            self._expires = time.monotonic() + self._impatient_after
+            return
         state = "stopped answering" if wait.met else "has not called"
         text = f"rank {last} {state} within {limit} and rank {waiter} waits for {wait.what}"
         no_store = self.connections.client.is_stuck and leader != self.connections.rank

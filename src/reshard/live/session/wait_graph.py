@@ -2,7 +2,8 @@
 
 A rank that has waited for a while posts a record of the peers that it waits for: to the ranks of
 its host by message, to the others in the session's store. When its timeout is over it follows these
-records to the rank that waits for none, and the error names that rank.
+records to a rank that waits for none: if that one sends heartbeats it is waited for, otherwise the
+error names it.
 
 Ranks that were given different meshes never meet: each waits in a session to which the others do
 not belong. So a rank that waits for others to call also posts its record in the store of the
@@ -18,8 +19,8 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from reshard.errors import PeerLostError
@@ -38,6 +39,9 @@ PREFIX = "reshard/waits"
 
 SLOTS = 64
 """Calls in flight that may post in a session's store: few keys, used again by later calls."""
+
+MAX_AWAITED = 256
+"""Peers in a record that one message carries."""
 
 T = TypeVar("T")
 
@@ -62,11 +66,12 @@ class Wait:
     """A rank's record of the peers that it waits for."""
 
     ranks: tuple[int, ...]
-    """The ranks of its session."""
+    """The ranks of its session, in a record for other sessions."""
     call: int
     awaits: tuple[int, ...]
+    """Within a session, the one that has been silent for longest comes first."""
     what: str
-    """What it waits for in words that follow "waits for", or what the call does."""
+    """What it waits for from the first in words that follow "waits for", or what the call does."""
     met: bool = False
     """Whether the awaited rank has entered the call."""
     token: str = ""
@@ -107,7 +112,9 @@ class WaitGraph:
     ) -> None:
         self._session, self.call, self._what = session, call, what
         self._inbox, self._timeout = Inbox(), 0.0
-        self._posted = False
+        self._posted: frozenset[int] = frozenset()
+        """The peers in this rank's record in the session."""
+        self._posted_at = 0.0
         self._heartbeats: dict[int, bytes] = {}
         """The last heartbeat of each peer in the store."""
         self._token = secrets.token_hex(8)
@@ -128,23 +135,24 @@ class WaitGraph:
 
     # Within the session ------------------------------------------------------------------------
 
-    def post(self, peer: int, what: str) -> None:
-        """Post that this rank waits for a peer."""
-        if self._posted:
+    def post(self, peers: Sequence[int], what: str) -> None:
+        """Post that this rank waits for peers; ``what`` is said of the first of them."""
+        awaited, now = frozenset(peers), time.monotonic()
+        if awaited == self._posted or (self._posted and now - self._posted_at < LOOK_EVERY):
             return
-        self._posted = True
-        self._post(self._own_record(peer, what).to_json())
+        self._posted, self._posted_at = awaited, now
+        self._post(self._own_record(peers, what).to_json())
         with contextlib.suppress(PeerLostError):
-            self._has_beaten(peer)
+            self._has_beaten(peers[0])
 
-    def _own_record(self, peer: int, what: str) -> Wait:
-        met = peer in self._inbox.hellos
-        return Wait(self._session.ranks, self.call, (peer,), what, met)
+    def _own_record(self, peers: Sequence[int], what: str) -> Wait:
+        met = peers[0] in self._inbox.hellos
+        return Wait((), self.call, tuple(peers[:MAX_AWAITED]), what, met)
 
     def withdraw(self) -> None:
         """Post that this rank has stopped waiting."""
         if self._posted:
-            self._posted = False
+            self._posted = frozenset()
             self._post("")
 
     def _post(self, text: str) -> None:
@@ -163,27 +171,56 @@ class WaitGraph:
             record = Wait.read(self._inbox.waiting.get(rank))
         else:
             record = Wait.read(self._session_client.get(self._key(rank)))
-        return record if record is not None and record.call == self.call else None
+        known = record is not None and record.call == self.call and record.awaits
+        return record if known else None
 
-    def last_wait(self, peer: int, what: str) -> tuple[int, Wait, bool]:
-        """Follow the records from this rank, which waits for a peer, to the end of the chain.
+    def last_wait(self, peers: Sequence[int], what: str) -> tuple[int, Wait, bool]:
+        """Follow the records from this rank, which waits for peers, to a rank that waits for none.
 
-        Returns the last rank that waits, its record, and whether the rank that it waits for works:
-        that one holds up all ranks of the chain.
+        That one holds up all ranks on the way. Returns the rank that waits for it, the record of
+        that wait with the awaited rank first, and whether the awaited rank works.
         """
-        me = waiter = self._session.rank
-        wait, alive, seen = self._own_record(peer, what), False, {me}
+        me = self._session.rank
+        waiter, wait = me, self._own_record(peers, what)
+        records: dict[int, Wait] = {me: wait}
         with contextlib.suppress(PeerLostError):
-            while (last := wait.awaits[0]) not in seen:
-                seen.add(last)
+            while (last := wait.awaits[0]) not in records:
                 record = self.record_of(last)
-                if record is None or not record.awaits:
-                    break
-                waiter, wait = last, record
-            if last not in {me, waiter}:
-                silence = time.monotonic() - self._inbox.heard.get(last, 0.0)
-                alive = silence < self._timeout or self._has_beaten(last)
-        return waiter, wait, alive
+                if record is None:
+                    return waiter, wait, self._is_alive(last)
+                waiter, wait, records[last] = last, record, record
+            # These ranks wait for each other, as those do that also wait for one that is not ready.
+            holders = self._holders(records)
+            alive = {holder: self._is_alive(holder) for holder in holders}
+            if holders:
+                last = max(holders, key=alive.__getitem__)
+                waiter = holders[last]
+                return waiter, replace(records[waiter], awaits=(last,), what="it"), alive[last]
+        return waiter, wait, False
+
+    def _holders(self, records: dict[int, Wait]) -> dict[int, int]:
+        """The ranks that wait for none, and for each of them a rank that waits for it.
+
+        ``records`` are those at which the search begins; the ones that it meets are added.
+        """
+        holders: dict[int, int] = {}
+        left = list(records)
+        for waiter in left:
+            for rank in records[waiter].awaits:
+                if rank in records or rank in holders:
+                    continue
+                record = self.record_of(rank)
+                if record is None:
+                    holders[rank] = waiter
+                else:
+                    records[rank] = record
+                    left.append(rank)
+        return holders
+
+    def _is_alive(self, rank: int) -> bool:
+        """Whether a rank has sent a message or left a heartbeat within the timeout."""
+        silence = time.monotonic() - self._inbox.heard.get(rank, 0.0)
+        return silence < self._timeout or self._has_beaten(rank)
 
     def _has_beaten(self, rank: int) -> bool:
         """Whether a rank that sends no messages has left a new heartbeat in the store."""
