@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import reshard as rs
-from reshard.planning.cells.transfers import Counted, Transfers
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Transfers
+from reshard.planning.cost import messages
 from reshard.planning.hosts import HostFlow
 from tests import bounds, moves
 
@@ -45,7 +46,7 @@ def random_topology(rng: Random) -> rs.Topology:
     return rs.Topology.from_dict({"hosts": [list(host) for host in hosts], **links})
 
 
-def sums(rows: Iterable[Counted], amount: Callable[[Transfers], np.ndarray]) -> np.ndarray:
+def sums(rows: Iterable[AnyRows], amount: Callable[[Transfers], np.ndarray]) -> np.ndarray:
     """How much every rank sends and receives."""
     found = np.zeros((2, 64), dtype=np.int64)
     for one in rows:
@@ -58,7 +59,7 @@ def sums(rows: Iterable[Counted], amount: Callable[[Transfers], np.ndarray]) -> 
 @pytest.mark.parametrize("first", range(0, 200, 50))
 def test_what_ranks_stage_is_counted_as_if_every_row_was_listed(first: int) -> None:
     """Hosts where no rank holds a part are not listed for the schedule, and for the proof."""
-    outside = 0
+    outside = inside = 0
     for number in range(first, first + 50):
         rng = Random(f"counted {number}")
         topology = random_topology(rng)
@@ -71,15 +72,55 @@ def test_what_ranks_stage_is_counted_as_if_every_row_was_listed(first: int) -> N
         )
         plan = rs.plan(have, want, shape=SHAPE, dtype="float32", topology=topology)
         for flow in plan.flows:
-            every, counted = [*flow.everything()], [*flow.counted()]
+            every, counted = [*flow.everything()], [*flow.streams()]
             assert isinstance(flow, HostFlow)
-            assert len(counted[-1].rows) == len(flow.parts())
-            outside += int(counted[-1].served.sum())
+            outside += sum(int(one.served.sum()) for one in counted if isinstance(one, Fan))
+            inside += sum(int(one.served.sum()) for one in counted if isinstance(one, HostFan))
             for amount in (lambda rows: rows.sizes, lambda rows: np.ones(len(rows), np.int64)):
                 assert (sums(every, amount) == sums(counted, amount)).all(), f"case {number}"
-            used = [one.last_hop for one in counted if one.served.any()]
+            used = [one.rows.hop for one in counted if one.served.any()]
             assert max(used, default=0) == max((rows.hop for rows in every), default=0)
-    assert outside > 500, "too few hosts where no rank holds a part"
+    assert outside > 300, "too few hosts where no rank holds a part"
+    assert inside > 300, "too few of them with several ranks"
+
+
+def wide_case(rng: Random) -> rs.Plan:
+    """Several copies on some ranks, of a tensor that other ranks, or some of the same, hold."""
+    topology = random_topology(rng)
+    ranks = [rank for host in topology.hosts for rank in host]
+    specs = []
+    for texts in (TEXTS, ("b -", "- -", "- b", "b:7 -")):
+        rng.shuffle(ranks)
+        copies = rng.randint(2, len(ranks) // 2)
+        layout = rs.Layout(rs.Mesh(a=copies, b=2, ranks=ranks[: 2 * copies]), rng.choice(texts))
+        specs.append({name: rs.TensorSpec(SHAPE, "float32", layout) for name in "vw"})
+    return rs.plan(*specs, topology=topology, memory=rng.choice((None, 50_000, 2_000)))
+
+
+@pytest.mark.parametrize("listed", [0, 1 << 12])
+def test_links_are_counted_as_every_rank_derives_them(
+    listed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes and messages of every rank inside hosts and between them, with pairs of ranks listed
+    or counted by classes of ranks."""
+    monkeypatch.setattr(messages, "MAX_LISTED", listed)
+    for number in range(12):
+        plan = wide_case(Random(f"links {number}"))
+        assert plan.topology is not None
+        hosts = plan.topology.hosts_of(plan.ranks)
+        links = np.zeros((2, 2, 2, len(plan.ranks)), dtype=np.int64)
+        seen = set()
+        for rank in plan.ranks:
+            for step in plan.for_rank(rank).sends:
+                away = int(hosts[step.source] != hosts[step.destination])
+                message = (step.round, step.source, step.destination)
+                for side, end in enumerate((step.source, step.destination)):
+                    at = plan.ranks.index(end)
+                    links[away, side, 0, at] += step.num_bytes
+                    links[away, side, 1, at] += message not in seen
+                seen.add(message)
+        assert plan.summary().num_messages == len(seen)
+        assert (plan.traffic.links == links).all(), f"case {number}"
 
 
 @pytest.mark.parametrize("first", range(0, 50, 10))

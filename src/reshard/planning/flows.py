@@ -10,7 +10,7 @@ follows from the part and the rank by arithmetic. With a topology, ``hosts`` has
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from reshard.layout.columns import Ints
 from reshard.planning.cells.geometry import Cells, Lined, raise_uncovered
 from reshard.planning.cells.listed import ListedGeometry, listed_geometries
 from reshard.planning.cells.regular import RegularGeometry, regular_geometry
-from reshard.planning.cells.transfers import Counted, Fan, Mask, Transfers
+from reshard.planning.cells.transfers import AnyRows, Fan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.sharing import Job, LineSet, Loads, Runs, Slots, blocks, repeated, share
 
@@ -76,7 +76,7 @@ class Flow:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
         yield from self._copies(rank)
         if isinstance(self.geometry, ListedGeometry):
-            for rows in self.streams():
+            for rows in self._kept_streams():
                 yield from rows.of_rank(rank)
             return
         sent = self._cut(self.geometry.sent_by(rank))
@@ -88,20 +88,19 @@ class Flow:
 
     def everything(self) -> Iterator[Transfers]:
         """Every row of every rank; some may have one rank on both sides."""
-        for rows in self.streams():
+        for rows in self._kept_streams():
             if isinstance(rows, Transfers):
                 yield rows
                 continue
             for some in blocks(rows.wanting.counts[rows.rows.line], AT_ONCE):
                 yield from rows.listed(np.arange(some.start, some.stop))
 
-    def streams(self) -> Iterator[Transfers | Fan]:
+    def streams(self) -> Iterator[AnyRows]:
         """The same rows, with those that a rank sends to all of a line together."""
-        yield from self._all_streams if self.geometry.listed else self._streams()
+        yield from self._kept_streams()
 
-    def counted(self) -> Iterator[Counted]:
-        """The same rows, for those who add up what ranks send and receive."""
-        return self.streams()
+    def _kept_streams(self) -> Iterable[Transfers | Fan]:
+        return self._all_streams if self.geometry.listed else self._streams()
 
     @cached_property
     def _all_streams(self) -> list[Transfers | Fan]:

@@ -24,12 +24,12 @@ import numpy as np
 from reshard.layout.columns import Ints, contained, distinct, numbered
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
 from reshard.planning.cells.stations import Home, HostLines, Stations
-from reshard.planning.cells.transfers import Mask, Transfers
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly
 from reshard.planning.sharing import Job, LineSet, Loads, Slots, blocks, repeated, share
 
-__all__ = ["HostFlow", "host_blocks", "host_flows"]
+__all__ = ["HostFlow", "host_flows"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,41 +49,21 @@ class HostFlow(Flow):
         """The ranks that hold each line of senders, host by host."""
         return self.hosts.holding
 
-    @cached_property
-    def _of_line(self) -> tuple[Ints, Ints]:
-        """Where the parts of each line begin, and the parts in that order."""
-        line = self.parts().line
-        order = np.argsort(line, kind="stable")
-        lines = np.arange(len(self.geometry.wanting.counts) + 1)
-        return np.searchsorted(line[order], lines), order
-
-    def rows_into(self) -> tuple[Ints, Ints]:
-        """Hosts, perhaps several times, and at most so many rows that go to each."""
-        parts = np.diff(self._of_line[0])[self.wanting.lines.line_of]
-        return self.wanting.host, parts * self.wanting.counts
-
-    def into(self, hosts: range) -> Iterator[Transfers]:
-        """Every row to a rank of these hosts."""
-        stations = np.flatnonzero(
-            (self.wanting.host >= hosts.start) & (self.wanting.host < hosts.stop)
-        )
-        first, order = self._of_line
-        row, at = repeated(first, self.wanting.lines.line_of[stations])
-        yield from self._deliver(order[at], stations[row], None)
-
-    def counted(self) -> Iterator[Transfers | Outside]:
-        """What to count of every rank: rows to near stations, and all others together."""
-        parts, (at, station) = self.parts(), self.near
+    def streams(self) -> Iterator[AnyRows]:
+        """Rows to near stations; for all others what enters them, and what is passed on there."""
+        at, station = self.near
         for some in blocks(self.wanting.counts[station], AT_ONCE):
             rows = slice(some.start, some.stop)
             yield from self._deliver(at[rows], station[rows], None)
-        server = np.where(self.from_source, parts.source, parts.destination)
-        yield Outside(self, replace(parts, source=server))
+        for size in distinct(self.wanting.counts).tolist():
+            yield from self._entering(size)
 
-    def streams(self) -> Iterator[Transfers]:
-        """Every row of every rank, host by host of the receivers."""
-        for hosts in host_blocks([self], int(self.wanting.host.max(initial=-1)) + 1):
-            yield from self.into(hosts)
+    def everything(self) -> Iterator[Transfers]:
+        """Every row of every rank, as many parts at a time as have few rows."""
+        line = self.parts().line
+        for some in blocks(self.geometry.wanting.counts[line], AT_ONCE):
+            at, station = repeated(self.wanting.of_line, line[some.start : some.stop])
+            yield from self._deliver(at + some.start, station, None)
 
     def for_rank(self, rank: int) -> Iterator[Transfers]:
         """Every row that a rank has to do with: sent, received, or copied by itself."""
@@ -126,17 +106,46 @@ class HostFlow(Flow):
     @cached_property
     def _first_needy(self) -> Ints:
         """For each part the first station, from its relay's on, where no rank holds it."""
-        parts, station = self.parts(), self._own.copy()
+        parts, station = self.parts(), self._own
         begin, end = self.wanting.of_line[parts.line], self.wanting.of_line[parts.line + 1]
-        open_ = np.arange(len(parts))
-        for _ in range(int((end - begin).max(initial=0))):
-            hosts = self.wanting.host[station[open_]]
-            open_ = open_[self.holding.find(parts.send_line[open_], hosts) >= 0]
-            if not len(open_):
-                break
-            after = station[open_] + 1
-            station[open_] = np.where(after == end[open_], begin[open_], after)
+        kind, held = self.hosts.kinds.of[parts.runs.cell], self.hosts.after_held
+        # Once more for those that came to the end of their line and begin anew.
+        for _ in range(2):
+            at = self.hosts.common.find(kind, self.wanting.host[station])
+            after = np.where(at >= 0, np.append(held, 0)[at], station)
+            station = np.where(after == end, begin, after)
         return station
+
+    def _entering(self, size: int) -> Iterator[Fan | HostFan]:
+        """What enters the stations of so many ranks that are not near.
+
+        Nobody there holds it, and a part enters at the rank that has its relay's place, modulo the
+        ranks of the station. So relays with equal places send to the same entry ranks.
+        """
+        wanting, parts, place = self.wanting, self.parts(), np.arange(size)
+        stations = np.flatnonzero(wanting.counts == size)
+        lines, number = numbered(wanting.lines.line_of[stations])
+        member = wanting.members[wanting.first[stations][:, None] + place]
+        others = member[:, (place[:, None] + place[1:]) % size].reshape(member.size, size - 1)
+        entries, order = LineSet.sorted(
+            (number[:, None] * size + place).reshape(-1), member.reshape(-1), len(lines) * size
+        )
+        mine = np.flatnonzero(contained(parts.line, lines))
+        line = np.searchsorted(lines, parts.line[mine]) * size + self.turn[mine] % size
+        at, station = (ends[wanting.counts[self.near[1]] == size] for ends in self.near)
+        entry = wanting.members[wanting.first[station] + self.turn[at] % size]
+        near, _ = LineSet.sorted(np.searchsorted(mine, at), entry, len(mine))
+        again = wanting.counts[self._first_needy[mine]] != size
+        way = np.where(self.from_source[mine], again, 2)
+        for hop, which in ((0, 0), (0, 1), (1, 2)):
+            some = np.flatnonzero(way == which)
+            rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
+            rows = replace(rows, source=rows.destination) if hop else rows
+            fan = Fan(rows, entries, np.arange(len(some)), near.take(some), apart=True)
+            if fan.served.any():
+                yield fan
+                if size > 1:
+                    yield HostFan(fan, others[order])
 
     def _pairs_of(self, rank: int) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
@@ -214,75 +223,6 @@ class HostFlow(Flow):
         once = np.where(holds[pair], place == 0, enters)
         first = np.where(held[pair] >= 0, once, begins[pair])
         return feeder, hop, enters, first
-
-
-@dataclass(frozen=True, eq=False)
-class Outside:
-    """What reaches the stations that are not near: an entry rank of each, then the others there.
-
-    Nobody on these hosts holds it, so what ranks send and get follows from their lines and from
-    the places of relays; near stations are taken out again.
-    """
-
-    flow: HostFlow
-    rows: Transfers
-    """Every part, from the rank that serves entry ranks; its destination is its relay."""
-
-    @cached_property
-    def served(self) -> Ints:
-        """How many entry ranks get each part."""
-        near = np.bincount(self.flow.near[0], minlength=len(self.rows))
-        served: Ints = self.flow.wanting.lines.counts[self.rows.line] - near
-        return served
-
-    @property
-    def last_hop(self) -> int:
-        """The hop at which the last rank gets a part."""
-        (at, station), lines = self.flow.near, self.flow.wanting.lines
-        near = np.bincount(at, self.flow.wanting.counts[station] - 1, len(self.rows))
-        every = (self.flow.geometry.wanting.counts - lines.counts)[self.rows.line]
-        hops = np.where(self.served > 0, 1 - self.flow.from_source + (every > near), 0)
-        return int(hops.max(initial=0))
-
-    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends, for an amount of each part; negative amounts correct."""
-        yield self.rows.source, amounts * self.served
-        wanting, turn, line = self.flow.wanting, self.flow.turn, self.rows.line
-        for num in distinct(wanting.counts[wanting.counts > 1]).tolist():
-            # Parts whose relays have the same place, modulo the ranks there, enter at one rank.
-            stations = np.flatnonzero(wanting.counts == num)
-            lines, number = numbered(wanting.lines.line_of[stations])
-            mine = np.flatnonzero(contained(line, lines))
-            key = np.searchsorted(lines, line[mine]) * num + turn[mine] % num
-            total = np.bincount(key, amounts[mine], len(lines) * num).astype(np.int64)
-            member = wanting.members[wanting.first[stations][:, None] + np.arange(num)]
-            yield member.reshape(-1), total.reshape(-1, num)[number].reshape(-1) * (num - 1)
-        at, station = self.flow.near
-        entry = wanting.first[station] + turn[at] % wanting.counts[station]
-        yield wanting.members[entry], amounts[at] * (1 - wanting.counts[station])
-
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets, for an amount of each part; negative amounts correct."""
-        lines, wanting, (at, station) = (
-            self.flow.geometry.wanting,
-            self.flow.wanting,
-            self.flow.near,
-        )
-        total = np.bincount(self.rows.line, amounts, len(lines.counts)).astype(np.int64)
-        yield lines.members, np.repeat(total, lines.counts)
-        for some in blocks(wanting.counts[station], AT_ONCE):
-            row, member = repeated(wanting.first, station[some.start : some.stop])
-            yield wanting.members[member], -amounts[at[some.start : some.stop]][row]
-
-
-def host_blocks(flows: Sequence[Flow], num_hosts: int) -> Iterator[range]:
-    """All hosts in ranges that get at most `AT_ONCE` rows of these flows, or one host."""
-    rows = np.zeros(num_hosts, dtype=np.int64)
-    for flow in flows:
-        if isinstance(flow, HostFlow):
-            hosts, count = flow.rows_into()
-            rows += np.bincount(hosts, count, num_hosts).astype(np.int64)
-    return blocks(rows, AT_ONCE)
 
 
 def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:

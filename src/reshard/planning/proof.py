@@ -208,7 +208,7 @@ def _written(flow: Flow, world: Ints) -> Ints:
     if flow.adds:
         parts = flow.accumulated()
         counted = [(parts.destination, parts.sizes)]
-    for rows in flow.counted():
+    for rows in flow.streams():
         if rows.rows.hop or not flow.adds:
             counted += rows.received(rows.rows.sizes)
     for ranks, elements in counted:

@@ -19,7 +19,7 @@ import numpy as np
 from reshard.errors import MemoryCapError
 from reshard.layout.columns import Ints
 from reshard.planning.cells.regular import RegularGeometry
-from reshard.planning.cells.transfers import Counted
+from reshard.planning.cells.transfers import AnyRows
 from reshard.planning.classes import Stack
 from reshard.planning.flows import Flow
 from reshard.text import format_bytes
@@ -244,7 +244,7 @@ def _family_of(stack: Stack) -> object:
 def _listed_load(flow: Flow, world: Ints) -> Load:
     """Count every row; what a rank sends to a whole line, without listing its pairs."""
     tally = _Tally(world, flow.stack)
-    for rows in flow.counted():
+    for rows in flow.streams():
         tally.add(rows)
     itemsize = flow.stack.itemsize
     staged, count = tally.num_bytes, tally.rows
@@ -275,15 +275,15 @@ class _Tally:
         self.rows = np.zeros(len(world), dtype=np.int64)
         self.hops = 0
 
-    def add(self, stream: Counted) -> None:
+    def add(self, stream: AnyRows) -> None:
         """Count both ends of rows, and how often each is sent."""
         if not stream.served.any():
             return
         sizes, once = stream.rows.sizes, np.ones(len(stream.rows), dtype=np.int64)
         for end in (stream.sent, stream.received):
             for (ranks, elements), (_, number) in zip(end(sizes), end(once), strict=True):
-                self._add(ranks, elements, number, stream.last_hop)
-        self.hops = max(self.hops, stream.last_hop)
+                self._add(ranks, elements, number, stream.rows.hop)
+        self.hops = max(self.hops, stream.rows.hop)
 
     def _add(self, ranks: Ints, elements: Ints, rows: Ints | int, hop: int) -> None:
         place = np.searchsorted(self.world, ranks)

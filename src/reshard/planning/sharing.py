@@ -236,6 +236,12 @@ class LineSet:
         """Lines without amounts."""
         return cls(first[:-1], first, members)
 
+    @classmethod
+    def sorted(cls, line: Ints, member: Ints, num_lines: int) -> tuple[LineSet, Ints]:
+        """Lines of members in any order, and where each member of them stood."""
+        order = np.lexsort((member, line))
+        return cls.plain(offsets(np.bincount(line, minlength=num_lines)), member[order]), order
+
     @cached_property
     def counts(self) -> Ints:
         """How many members each line has."""

@@ -92,6 +92,20 @@ class HostLines:
         return cls(wanting, holding, kinds, first, host, *ends)
 
     @cached_property
+    def common(self) -> LineSet:
+        """The hosts that hold and want each kind."""
+        return LineSet.plain(self.first, self.host)
+
+    @property
     def counts(self) -> Ints:
         """On how many hosts each kind is both held and wanted."""
-        return np.diff(self.first)
+        return self.common.counts
+
+    @cached_property
+    def after_held(self) -> Ints:
+        """For each such host the station after those of its line from there on that hold it."""
+        ends = np.append(self.wanted_at[1:] != self.wanted_at[:-1] + 1, True)[: len(self.host)]
+        ends[self.first[1:][self.counts > 0] - 1] = True
+        last = np.flatnonzero(ends)
+        found: Ints = self.wanted_at[last[np.searchsorted(last, np.arange(len(ends)))]] + 1
+        return found

@@ -1,7 +1,8 @@
 """Rows of a plan: runs of cells that go from rank to rank, as columns.
 
-What a rank sends to a whole line of ranks is one row of a `Fan`. Others may be described without
-being listed, if what ranks send and receive can be added up (`Counted`).
+What a rank sends to a whole line of ranks is one row of a `Fan`; what the ranks of a line pass on
+inside their hosts is a `HostFan`. All three give what ranks send and receive, for any amount of
+each row, without listing every pair of ranks.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,31 +18,9 @@ from reshard.layout.columns import Ints
 from reshard.planning.cells.geometry import Cells
 from reshard.planning.sharing import LineSet, Runs, repeated
 
-__all__ = ["Counted", "Fan", "Mask", "Transfers"]
+__all__ = ["AnyRows", "Fan", "HostFan", "Mask", "Transfers"]
 
 Mask = NDArray[np.bool_]
-
-
-class Counted(Protocol):
-    """Rows by which ranks send and receive; not all of them need be listed."""
-
-    @property
-    def rows(self) -> Transfers:
-        """The rows; those to several ranks once, and their destinations do not count."""
-
-    @property
-    def last_hop(self) -> int:
-        """The hop at which the last of them arrive."""
-
-    @property
-    def served(self) -> Ints:
-        """To how many ranks each row travels."""
-
-    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each sends to others, for an amount of each row."""
-
-    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
-        """Ranks and how much each gets from others, for an amount of each row."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -99,11 +77,6 @@ class Transfers:
         return self
 
     @property
-    def last_hop(self) -> int:
-        """The hop at which rows arrive."""
-        return self.hop
-
-    @property
     def served(self) -> Ints:
         """To how many ranks each row travels: 0 where it stays on its rank."""
         served: Ints = (self.source != self.destination).astype(np.int64)
@@ -116,6 +89,10 @@ class Transfers:
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each gets from others, for an amount of each row."""
         yield self.destination, amounts * self.served
+
+    def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
+        """Senders, receivers, and how much goes from each to each."""
+        return self.source, self.destination, amounts
 
 
 @dataclass(frozen=True, eq=False)
@@ -132,6 +109,13 @@ class Fan:
     """Rows of one kind have the same holders and are wanted by the same ranks."""
     held: LineSet
     """The ranks of each kind that hold what they want."""
+    apart: bool = False
+    """Whether ranks that pass on are not of the lines that they serve, as between hosts."""
+
+    @property
+    def by_members(self) -> bool:
+        """Whether a sender is one of the line that it serves."""
+        return self.rows.hop > 0 and not self.apart
 
     def take(self, rows: Ints) -> Fan:
         """Some of the rows."""
@@ -171,22 +155,22 @@ class Fan:
         for again in (False, True):
             yield replace(sent.take(np.flatnonzero(first != again)), again=again)
 
+    @property
+    def line_of_kind(self) -> Ints:
+        """The line that wants each kind."""
+        line = np.zeros(len(self.held.counts), dtype=np.int64)
+        line[self.kind] = self.rows.line
+        return line
+
     @cached_property
     def _first_lacking(self) -> Ints:
         """For each kind the first rank of its line that gets rows of it."""
-        line = np.zeros(len(self.held.counts), dtype=np.int64)
-        line[self.kind] = self.rows.line
-        kind = np.repeat(np.arange(len(line)), self.held.counts)
+        line, kind = self.line_of_kind, self.held.line_of
         place = self.wanting.find(line[kind], self.held.members) - self.wanting.first[line[kind]]
         leads = place == np.arange(len(kind)) - self.held.first[kind]
         at = self.wanting.first[line] + np.bincount(kind[leads], minlength=len(line))
         found: Ints = np.append(self.wanting.members, -1)[at]
         return found
-
-    @property
-    def last_hop(self) -> int:
-        """The hop at which rows arrive."""
-        return self.rows.hop
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each sends, for an amount of each row."""
@@ -201,11 +185,65 @@ class Fan:
             if len(lines.members):
                 total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
                 yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
-        if self.rows.hop:
+        if self.by_members:
             yield self.rows.source, -amounts
 
     @cached_property
     def served(self) -> Ints:
         """How many ranks get each row."""
         served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
-        return served - (self.rows.hop > 0)
+        return served - self.by_members
+
+
+@dataclass(frozen=True, eq=False)
+class HostFan:
+    """What the ranks that rows of a fan go to pass on, each to the other ranks of its host."""
+
+    fan: Fan
+    others: Ints
+    """These other ranks, one row for every member of every line of the fan."""
+
+    @cached_property
+    def rows(self) -> Transfers:
+        """The rows of the fan, one hop later."""
+        return replace(self.fan.rows, hop=self.fan.rows.hop + 1)
+
+    @cached_property
+    def served(self) -> Ints:
+        """How many ranks get each row."""
+        served: Ints = self.fan.served * self.others.shape[1]
+        return served
+
+    def entering(self, amounts: Ints | Mask) -> Ints:
+        """How much every member of every line gets from the fan, for an amount of each row."""
+        lines, held = self.fan.wanting, self.fan.held
+        total = np.bincount(self.fan.rows.line, amounts, len(lines.counts))
+        kept = np.bincount(self.fan.kind, amounts, len(held.counts))[held.line_of]
+        less = np.bincount(self._held_at, kept, len(lines.members))
+        found: Ints = (np.repeat(total, lines.counts) - less).astype(np.int64)
+        return found
+
+    @cached_property
+    def _held_at(self) -> Ints:
+        """Where ranks that hold what they want stand among the members of lines."""
+        held = self.fan.held
+        return self.fan.wanting.find(self.fan.line_of_kind[held.line_of], held.members)
+
+    def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each sends, for an amount of each row."""
+        yield self.fan.wanting.members, self.entering(amounts) * self.others.shape[1]
+
+    def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
+        """Ranks and how much each gets, for an amount of each row."""
+        yield self.others.reshape(-1), np.repeat(self.entering(amounts), self.others.shape[1])
+
+    def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
+        """Senders, receivers, and how much goes from each to each; pairs with nothing are not
+        among them, some are there twice."""
+        entering, times = self.entering(amounts), self.others.shape[1]
+        some = np.flatnonzero(entering)
+        ends = np.repeat(self.fan.wanting.members[some], times), self.others[some].reshape(-1)
+        return *ends, np.repeat(entering[some], times)
+
+
+AnyRows = Transfers | Fan | HostFan

@@ -1,0 +1,380 @@
+"""Who sends messages to whom, over all rounds: all from one rank to another in a round is one.
+
+Messages are pairs of ranks, and rows that a rank sends to a whole line make as many of these as the
+line has ranks, so they are counted by *class*: ranks that pass on parts of the same lines, held by
+the same ranks, have to do with the same others. Small fans are listed; so are pairs of ranks of one
+host, each once, however many parts go from the one to the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from reshard.layout.columns import Ints, distinct, distinct_first, mixed, numbered
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
+from reshard.planning.flows import Flow
+from reshard.planning.rounds import Slot, slice_edges
+from reshard.planning.sharing import LineSet, repeated
+
+__all__ = ["Stream", "messages_of", "pairs_of"]
+
+MAX_LISTED = 1 << 12
+"""Rows of a fan whose pairs are listed one by one."""
+
+Places = Callable[[Ints], Ints]
+"""The places of ranks among all ranks of a plan."""
+
+Turn = tuple[int, int]
+"""A phase and a slice; (-1, -1) stands for all of them."""
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Stream:
+    """Rows of one flow and one hop, and when they move."""
+
+    flow: Flow
+    slot: Slot
+    ends: AnyRows
+
+    @property
+    def rows(self) -> Transfers:
+        """The rows; those of fans have no destinations."""
+        return self.ends.rows
+
+    @property
+    def num_bytes(self) -> Ints:
+        """Bytes of each row, once."""
+        return self.rows.sizes * self.flow.stack.itemsize_at(self.rows.hop)
+
+    def units(self) -> Ints:
+        """Slices of each row end between whole parts of this many elements."""
+        return self.flow.units(self.rows.cells, self.slot.unit)[self.rows.runs.cell]
+
+    def fills(self, slices: int) -> bool:
+        """Whether every row is long enough to be in every slice."""
+        sizes = self.rows.sizes
+        # No unit is larger than that of the slot, so long rows need no look at their cells.
+        if int(sizes.min(initial=0)) >= slices * self.slot.unit:
+            return True
+        return bool((sizes >= slices * self.units()).all())
+
+
+class _Moving:
+    """What moves in the rounds of one slot at one hop: numbers, each with the rows behind it."""
+
+    def __init__(
+        self, streams: Sequence[Stream], keys: Sequence[Ints], rows: Sequence[Ints]
+    ) -> None:
+        self.slot, self.hop = streams[0].slot, streams[0].rows.hop
+        every, slices = np.concatenate(keys), self.slot.slices
+        self.steady = self.slot.phases == slices == 1
+        if not self.steady:
+            self.steady = self.slot.phases == 1 and all(s.fills(slices) for s in streams)
+        if self.steady:
+            self.keys = distinct(every)
+            return
+        order = np.argsort(every, kind="stable")
+        columns = [(s.rows.runs.start, s.rows.runs.stop, s.units(), s.rows.part) for s in streams]
+        self._start, self._stop, self._unit, self._part = (
+            np.concatenate([c[row] for c, row in zip(column, rows, strict=True)])[order]
+            for column in zip(*columns, strict=True)
+        )
+        self.keys, self._first = distinct_first(every[order])
+
+    def spans(self) -> Iterator[tuple[int, int, Turn]]:
+        """The rounds from one to before another in which a phase and a slice move, or, as (-1, -1),
+        everything does."""
+        slot, first = self.slot, self.slot.first + self.hop
+        if self.steady:
+            yield first, first + slot.slices, (-1, -1)
+            return
+        for phase in range(slot.phases):
+            for part in range(slot.slices):
+                yield first + part, first + part + 1, (phase, part)
+            first += slot.slices + slot.hops
+
+    def moves(self, turn: Turn) -> Mask:
+        """The rows that move in a turn, in the order of their numbers."""
+        phase, part = turn
+        ends = (self._start, self._stop, self._unit, self.slot.slices)
+        moves: Mask = slice_edges(*ends, part) < slice_edges(*ends, part + 1)
+        moves &= self._part % self.slot.phases == phase
+        return moves
+
+    def active(self, turn: Turn) -> Ints:
+        """The numbers that move in a turn, in rising order."""
+        if self.steady:
+            return self.keys
+        found: Ints = self.keys[np.logical_or.reduceat(self.moves(turn), self._first)]
+        return found
+
+
+class _MovingInside:
+    """The same for what is passed on inside hosts: the pairs of ranks that have parts to move."""
+
+    def __init__(self, stream: Stream, fan: HostFan, size: int, places: Places) -> None:
+        row = np.arange(len(fan.rows))
+        self._fan, self._rows = fan, _Moving([stream], [row], [row])
+        self.spans = self._rows.spans
+        every = places(fan.fan.wanting.members)[:, None] * size + places(fan.others)
+        self._keys, number = numbered(every.reshape(-1))
+        self._number = number.reshape(every.shape)
+
+    def active(self, turn: Turn) -> Ints:
+        """The numbers that move in a turn, in rising order."""
+        moves = np.ones(len(self._fan.rows), bool) if self._rows.steady else self._rows.moves(turn)
+        here = np.zeros(len(self._keys), dtype=bool)
+        here[self._number[self._fan.entering(moves) > 0]] = True
+        found: Ints = self._keys[here]
+        return found
+
+
+AnyMoving = _Moving | _MovingInside
+
+
+def _rounds(
+    moving: Sequence[AnyMoving],
+) -> Iterator[tuple[list[tuple[int, Ints]], int]]:
+    """What moves in a round, by its place in the list, and in how many rounds just that does."""
+    begins: dict[int, list[tuple[int, Turn]]] = {}
+    ends: dict[int, list[tuple[int, Turn]]] = {}
+    for at, one in enumerate(moving):
+        for first, last, turn in one.spans():
+            begins.setdefault(first, []).append((at, turn))
+            ends.setdefault(last, []).append((at, turn))
+    active: set[tuple[int, Turn]] = set()
+    counts: Counter[tuple[tuple[int, Turn], ...]] = Counter()
+    for first, last in pairwise(sorted({*begins, *ends})):
+        active.difference_update(ends.get(first, ()))
+        active.update(begins.get(first, ()))
+        counts[tuple(sorted(active))] += last - first
+    for some, times in counts.items():
+        yield [(at, moving[at].active(turn)) for at, turn in some], times
+
+
+def _by_turn(ends: Iterable[tuple[Stream, Ints, Ints]]) -> list[_Moving]:
+    """Numbers of rows, and these rows, by the slot and the hop in which they move."""
+    found: dict[tuple[Slot, int], list[tuple[Stream, Ints, Ints]]] = {}
+    for stream, keys, rows in ends:
+        if len(keys):
+            found.setdefault((stream.slot, stream.rows.hop), []).append((stream, keys, rows))
+    return [_Moving(*zip(*some, strict=True)) for some in found.values()]
+
+
+def messages_of(
+    streams: Iterable[Stream], size: int, places: Places
+) -> Iterator[tuple[int, Ints, Sends | None]]:
+    """In how many rounds which pairs of ranks exchange something: those that are listed, one
+    number each, and others by classes of ranks; no pair is among both.
+
+    Ranks are their places among so many.
+    """
+    many: list[Stream] = []
+    listed: list[tuple[Stream, Ints, Ints]] = []
+    inside: list[_MovingInside] = []
+    for one in streams:
+        if isinstance(one.ends, Fan) and one.ends.served.sum() > MAX_LISTED:
+            many.append(one)
+        elif isinstance(one.ends, HostFan):
+            inside.append(_MovingInside(one, one.ends, size, places))
+        else:
+            listed.append((one, *pairs_of(one.ends, size, places)))
+    moving: list[AnyMoving] = [*_by_turn(listed), *inside]
+    groups: list[_Moving] = []
+    if many:
+        fans = [one.ends for one in many if isinstance(one.ends, Fan)]
+        classes = _Classes.of(fans, size, places)
+        groups = _by_turn(zip(many, *classes.groups(fans), strict=True))
+    for active, times in _rounds([*moving, *groups]):
+        pairs = _joined([keys for at, keys in active if at < len(moving)])
+        some = _joined([keys for at, keys in active if at >= len(moving)])
+        if not len(some):
+            yield times, pairs, None
+            continue
+        sends = classes.sends(some)
+        yield times, pairs[~sends.known(pairs)], sends
+
+
+def pairs_of(ends: AnyRows, size: int, places: Places) -> tuple[Ints, Ints]:
+    """One number for each pair of ranks, and its row; rows of fans repeat.
+
+    Pairs inside hosts have many rows each, which are not listed.
+    """
+    row = np.arange(len(ends.rows))
+    if isinstance(ends, Transfers):
+        source, destination = ends.source, ends.destination
+    elif isinstance(ends, Fan):
+        row, destination = ends.pairs(row)
+        source = ends.rows.source[row]
+    else:
+        source, destination, _ = ends.summed(row * 0 + 1)
+    return places(source) * size + places(destination), row
+
+
+def _joined(keys: Sequence[Ints]) -> Ints:
+    """All numbers, each once, in rising order, as those of each list are."""
+    if len(keys) == 1:
+        return keys[0]
+    return distinct(np.concatenate([*keys, np.zeros(0, np.int64)]))
+
+
+@dataclass(frozen=True, eq=False)
+class _Classes:
+    """Classes of senders that have to do with whole lines.
+
+    A *kind* is a line and the ranks of it that hold what is sent. Senders of the same kinds are a
+    class: the ranks that they send to are those of the lines of these kinds, except the ranks that
+    hold all of it, and the sender. Sets are compared by sums of random numbers.
+    """
+
+    size: int
+    """All ranks."""
+    places: Places
+    lines: LineSet
+    """Different lines of all kinds."""
+    line: Ints
+    """The line of each kind."""
+    held: LineSet
+    """The ranks of each kind that hold what is sent."""
+    mark: NDArray[np.uint64]
+    """A random number for each kind; kinds of equal sets have equal ones."""
+
+    @classmethod
+    def of(cls, fans: Sequence[Fan], size: int, places: Places) -> _Classes:
+        """The kinds of all fans, numbered one after the other."""
+        every, held = (
+            LineSet.chain([f.wanting for f in fans]),
+            LineSet.chain([f.held for f in fans]),
+        )
+        every, held = (LineSet.plain(one.first, places(one.members)) for one in (every, held))
+        kinds = np.zeros(len(held.counts), dtype=np.int64)
+        base = np.cumsum([[0, 0], *([len(f.wanting.counts), len(f.held.counts)] for f in fans)], 0)
+        for fan, (line, kind) in zip(fans, base.tolist(), strict=False):
+            kinds[fan.kind + kind] = fan.rows.line + line
+        of_line, of_held = _sums(every, size), _sums(held, size)
+        _, chosen = distinct_first(of_line.view(np.int64))
+        number = numbered(of_line.view(np.int64))[1]
+        mark = mixed(of_line[kinds] * 3 + of_held)
+        return cls(size, places, every.take(chosen), number[kinds], held, mark)
+
+    def groups(self, fans: Sequence[Fan]) -> tuple[list[Ints], list[Ints]]:
+        """One number for the sender and the kind of each row of each fan, and the rows."""
+        found, base = [], 0
+        for fan in fans:
+            found.append(self.places(fan.rows.source) * len(self.line) + fan.kind + base)
+            base += len(fan.held.counts)
+        return found, [np.arange(len(fan.rows)) for fan in fans]
+
+    def sends(self, groups: Ints) -> Sends:
+        """Which pairs of ranks some groups make together."""
+        sender, kind = np.divmod(groups, len(self.line))
+        senders, first = distinct_first(sender)
+        marks = np.add.reduceat(self.mark[kind], first)
+        classes, of = numbered(marks.view(np.int64))
+        _, chosen = distinct_first(of)
+        number, at = repeated(np.append(first, len(sender)), chosen)
+        kind = kind[at]
+        table, count = numbered(number * len(self.lines.counts) + self.line[kind])
+        of_class, line = np.divmod(table, len(self.lines.counts))
+        begin = np.searchsorted(of_class, np.arange(len(classes) + 1))
+        held = self._exceptions(number, kind, line, np.bincount(count), begin)
+        return Sends(senders, of, *self._members(line, begin), held)
+
+    def _members(self, line: Ints, begin: Ints) -> tuple[Mask, Ints]:
+        """The ranks of different sets of lines, one row each, and the row of each class."""
+        marks = np.add.reduceat(_random(len(self.lines.counts))[line], begin[:-1])
+        sets, which = numbered(marks.view(np.int64))
+        _, chosen = distinct_first(which)
+        row, at = repeated(begin, chosen)
+        one, member = repeated(self.lines.first, line[at])
+        members = np.zeros((len(sets), self.size), dtype=bool)
+        members[row[one], self.lines.members[member]] = True
+        return members, which
+
+    def _exceptions(self, number: Ints, kind: Ints, line: Ints, count: Ints, begin: Ints) -> Ints:
+        """The ranks that hold what a class sends by all kinds on lines that they are on."""
+        row, at = repeated(self.held.first, kind)
+        keys, key = numbered(number[row] * self.size + self.held.members[at])
+        of_class, rank = np.divmod(keys, self.size)
+        row, at = repeated(begin, of_class)
+        inside = self.lines.find(line[at], rank[row]) >= 0
+        lines = np.bincount(row, count[at] * inside, len(keys))
+        found: Ints = keys[np.bincount(key, minlength=len(keys)) == lines]
+        return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Sends:
+    """The pairs of ranks that senders of some classes make."""
+
+    senders: Ints
+    of: Ints
+    """The class of each sender."""
+    members: Mask
+    """The ranks of sets of lines, one row each."""
+    which: Ints
+    """The set of each class."""
+    held: Ints
+    """Ranks of the set of a class that it does not send to; one number for both, rising."""
+
+    def reach(self, sender: Ints, rank: Ints) -> Mask:
+        """Whether the classes of senders (by number) send to ranks."""
+        inside: Mask = self.members[self.which[self.of[sender]], rank]
+        if not len(self.held):
+            return inside
+        key = self.of[sender] * self.members.shape[1] + rank
+        at = np.minimum(np.searchsorted(self.held, key), len(self.held) - 1)
+        inside &= self.held[at] != key
+        return inside
+
+    def known(self, pairs: Ints) -> Mask:
+        """Which pairs, one number each, are among these."""
+        source, destination = np.divmod(pairs, self.members.shape[1])
+        at = np.minimum(np.searchsorted(self.senders, source), len(self.senders) - 1)
+        known: Mask = (self.senders[at] == source) & self.reach(at, destination)
+        return known
+
+    @property
+    def total(self) -> int:
+        """How many pairs there are."""
+        return int(self.sent.sum())
+
+    @property
+    def sent(self) -> Ints:
+        """To how many ranks each sender sends."""
+        held = np.bincount(self.held // self.members.shape[1], minlength=len(self.which))
+        sizes: Ints = self.members.sum(axis=1)[self.which] - held
+        return sizes[self.of] - self._itself
+
+    @property
+    def received(self) -> Ints:
+        """From how many of these senders each rank gets something."""
+        size, senders = self.members.shape[1], np.bincount(self.of, minlength=len(self.which))
+        of_set, (row, rank) = np.bincount(self.which, senders), np.nonzero(self.members)
+        of_class, held = np.divmod(self.held, size)
+        found = np.bincount(rank, of_set[row], size) - np.bincount(held, senders[of_class], size)
+        found -= np.bincount(self.senders[self._itself], minlength=size)
+        return found.astype(np.int64)
+
+    @property
+    def _itself(self) -> Mask:
+        """Which senders are in the set that they send to."""
+        return self.reach(np.arange(len(self.senders)), self.senders)
+
+
+def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:
+    """A number for the set of ranks of each line."""
+    numbers = _random(num_ranks)[lines.members]
+    ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(numbers)])
+    return mixed(ends[lines.first[1:]] - ends[lines.first[:-1]])
+
+
+def _random(num: int) -> NDArray[np.uint64]:
+    """Numbers that look random; numpy.random takes longer to load than a plan to be summed up."""
+    return mixed(np.arange(1, num + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
