@@ -4,7 +4,6 @@ The mark `xdist_group` would say the same, but pytest 9.2 with pytest-xdist 3.8 
 (pytest-xdist issue 1386).
 """
 
-import gc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +13,7 @@ import pytest
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.processes import collect_rarely
 from tests.soak import soaking
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadSco
 
 def pytest_collection_finish() -> None:
     """Modules and tests stay to the end: no collection of garbage need look at them."""
-    gc.freeze()
+    collect_rarely()
 
 
 SOAKING = {"device/test_nccl_moves.py"}

@@ -15,6 +15,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,8 @@ Held = dict[int, Indices]
 Axes = Mapping[str, int]
 Boxes = Mapping[int, Sequence[tuple[Sequence[int], Sequence[int]]]]
 OPS = ("sum", "avg", "max", "min", "prod")
+MAX_KEPT = 1024
+"""Texts that stay parsed: a case asks for the same ones many times."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,7 @@ def rank_list(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+@lru_cache(MAX_KEPT)
 def parse_mesh(text: str) -> tuple[dict[str, int], tuple[int, ...]]:
     """The axes in order with their sizes, and the ranks in row-major order."""
     axes_text, _, ranks_text = text.partition("@")
@@ -96,6 +100,7 @@ def coordinates(mesh_text: str) -> Iterator[tuple[int, dict[str, int]]]:
         yield rank, dict(zip(axes, place, strict=True))
 
 
+@lru_cache(MAX_KEPT)
 def parse_layout(text: str) -> Parsed:
     dims, *suffixes = split(text, "|")
     on: dict[str, tuple[int, ...]] = {}
@@ -115,6 +120,7 @@ def parse_layout(text: str) -> Parsed:
     return Parsed(tuple(split(dims, " ")), on, op, sum_axes, flat, without)
 
 
+@lru_cache(MAX_KEPT)
 def parse_cuts(word: str) -> tuple[Cut, ...]:
     """The cuts of one word, in the order in which they act."""
     word = word.strip()

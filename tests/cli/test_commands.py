@@ -20,7 +20,7 @@ import pytest
 import reshard as rs
 from reshard.cli import demo, run
 from reshard.show.plan_text import reasons
-from tests.signals import hear_interrupts
+from tests.processes import hear_interrupts
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = [

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.signals import hear_interrupts
+from tests.processes import hear_interrupts
 
 SECONDS = 100.0
 

@@ -2,7 +2,6 @@
 
 import faulthandler
 import fcntl
-import gc
 import os
 import pickle
 import signal
@@ -21,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.processes import collect_rarely
 from tests.ranks.outcome import Raised, Returned, Told
 
 READY = b"ready"
@@ -78,7 +78,7 @@ def tell(value: Any) -> None:
 def serve(rank: int, wires: Wires) -> None:
     """The life of a rank."""
     # What the fork server has imported stays: a collection would look at millions of objects.
-    gc.freeze()
+    collect_rarely()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.enable(wires.stacks.fileno())
     faulthandler.register(signal.SIGUSR1, wires.stacks.fileno(), all_threads=True)

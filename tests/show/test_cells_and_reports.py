@@ -118,6 +118,12 @@ def test_every_layout_has_a_cell(drawn: tuple[Side, tuple[int, ...]]) -> None:
     check_cell(build(*drawn)._repr_html_())
 
 
+def test_a_layout_that_fits_no_even_shape_is_text() -> None:
+    one = side("tp=2 pp=1", "(tp~{0,1,0} pp*2) | without 0-1")
+    assert one.dims((1,))
+    assert "drawn for shape" not in check_cell(one._repr_html_())
+
+
 def test_cells_of_reports(tmp_path: Path) -> None:
     html = check_cell(report_of(one())._repr_html_())
     assert "round 1" in html

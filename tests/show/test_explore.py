@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from reshard.cli import run
+from tests.processes import hear_interrupts
 from tests.show.browser import Browser, Tab
-from tests.signals import hear_interrupts
 from tests.soak import within
 
 ROOT = Path(__file__).parents[2]

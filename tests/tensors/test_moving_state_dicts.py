@@ -78,21 +78,22 @@ def test_parameters_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
     assert pool.run(move_parameters) == [30] * 6 + [0] * 2
 
 
-def gradients_of_fsdp(rank: int) -> None:
+def gradients_of_fsdp(rank: int) -> int:
     """A loss of the gathered parameter gives the sharded one its part of the gradient."""
     model, whole, mesh = trainer()
     if model is None:
-        return
+        return 0
     for name, parameter in model.named_parameters():
         to, have = (mesh, [Replicate(), Replicate()]), replicas_of(name)
         moved = rs.move(parameter, have, to=to, timeout=TIMEOUT)
         moved.backward(DTensor.from_local(whole[name], *to))
         found = rs.move(parameter.grad, have, to=to, timeout=TIMEOUT)
         assert torch.equal(found.to_local(), whole[name]), name
+    return len([*model.named_parameters()])
 
 
 def test_gradients_of_fsdp_over_tensor_parallel(pool: Pool) -> None:
-    pool.run(gradients_of_fsdp)
+    assert pool.run(gradients_of_fsdp) == [6] * 6 + [0] * 2
 
 
 def only(state: dict[str, torch.Tensor], name: str = "2.weight") -> dict[str, torch.Tensor]:
@@ -204,6 +205,7 @@ def test_an_exchange_that_one_rank_gets_wrong(pool: Pool) -> None:
 
 PLACES = {0: [((0, 0), (2, 3)), ((5, 0), (3, 3))], 1: [((2, 0), (3, 2)), ((2, 2), (3, 1))], 2: []}
 """Shards of an (8, 3) tensor by rank: offset and sizes, several on a rank, none on another."""
+NUM_SHARDS = [2, 2, 0, 0, 0, 0, 0, 0]
 
 
 def old(full: torch.Tensor, rank: int, group: object) -> ShardedTensor:
@@ -217,14 +219,14 @@ def old(full: torch.Tensor, rank: int, group: object) -> ShardedTensor:
     return init_from_local_shards(shards, *full.shape, process_group=group)
 
 
-def old_shards(rank: int) -> None:
+def old_shards(rank: int) -> int:
     """ShardedTensors to a layout, to a mesh, into one another and into DTensors."""
     group = dist.new_group([0, 1, 2])
     mesh = DeviceMesh("cpu", [2, 3])
     full = numbered(8, 3).double()
     columns = rs.Layout(rs.Mesh(x=2, ranks=[1, 2]), "x -")
     if rank > 3:
-        return
+        return 0
     source = old(full, rank, group) if rank < 3 else None
     layout = share(rs.layout_of(source) if rank == 0 else None)
     about = {"shape": (8, 3), "dtype": "float64"}
@@ -241,16 +243,18 @@ def old_shards(rank: int) -> None:
     back = rs.move(moved, to=layout, into=target, timeout=TIMEOUT)
     if target is None:
         assert back is None
-    else:
-        assert back is target
-        check_shards(target, full)
+        return 0
+    assert back is target
+    return check_shards(target, full)
 
 
-def check_shards(tensor: ShardedTensor, full: torch.Tensor) -> None:
+def check_shards(tensor: ShardedTensor, full: torch.Tensor) -> int:
+    """Every shard has its values; returns how many there are."""
     for shard in tensor.local_shards():
         at, size = shard.metadata.shard_offsets, shard.metadata.shard_sizes
         expected = full[at[0] : at[0] + size[0], at[1] : at[1] + size[1]]
         assert torch.equal(shard.tensor, expected), shard.metadata
+    return len(tensor.local_shards())
 
 
 def share(layout: rs.Layout | None) -> rs.Layout:
@@ -261,14 +265,14 @@ def share(layout: rs.Layout | None) -> rs.Layout:
 
 
 def test_old_shards(pool: Pool) -> None:
-    pool.run(old_shards)
+    assert pool.run(old_shards) == NUM_SHARDS
 
 
-def plan_with_old_shards(rank: int) -> None:
+def plan_with_old_shards(rank: int) -> int:
     """A nested state dict with old shards, DTensors and local tensors, into the same kinds."""
     group, mesh = dist.new_group([0, 1, 2]), DeviceMesh("cpu", [0, 1, 2])
     if rank > 2:
-        return
+        return 0
     full, small = numbered(8, 3).float(), numbered(5).float()
     mine = {
         "model": {"old": old(full, rank, group), "new": distribute_tensor(full, mesh, [Shard(0)])},
@@ -287,7 +291,7 @@ def plan_with_old_shards(rank: int) -> None:
         moved = theirs["model"]["old"]
         assert found["model.old"] is moved
         assert torch.equal(moved.to_local(), cut(full, rs.layout_of(moved), rank))
-        check_shards(theirs["model"]["new"], full)
+        shards = check_shards(theirs["model"]["new"], full)
         assert torch.equal(theirs["optim"][0]["sum"], small)
         moved.to_local().zero_()
     handle = plan.start(mine, into=theirs, group=group, timeout=TIMEOUT)
@@ -296,10 +300,11 @@ def plan_with_old_shards(rank: int) -> None:
     fresh = plan.run(mine, group=group, timeout=TIMEOUT)
     assert torch.equal(fresh["model.old"], moved.to_local())
     plan.release()
+    return shards
 
 
 def test_nested_dicts_of_all_kinds(pool: Pool) -> None:
-    pool.run(plan_with_old_shards)
+    assert pool.run(plan_with_old_shards) == NUM_SHARDS
 
 
 def lying_otherwise(rank: int, side: str) -> None:

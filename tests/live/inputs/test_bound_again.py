@@ -120,6 +120,7 @@ def test_new_tensors_without_elements() -> None:
         local = Locals(plan, rank)
         bound = BoundTensors(local.staging)
         bound.create(local.sides[1], torch.device("cpu"))
+        assert [*bound.result] == ["a"]
         for one in bound.result.values():
             assert one.stride() == torch.empty(one.shape).stride()
 

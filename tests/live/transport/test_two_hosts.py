@@ -25,6 +25,8 @@ from tests.live.transport.two_hosts_worker import TIMEOUT
 from tests.soak import within
 
 ROOT = Path(__file__).parents[3]
+NUM_CASES = 6
+"""Moves of `two_hosts_worker.cases`."""
 RANKS = range(4)
 START_SECONDS, END_SECONDS = 90.0, 30.0
 FEW_SECONDS = within(4.0)
@@ -176,6 +178,7 @@ def test_moves_are_right(moved: list[Told], rank: int) -> None:
 
 @pytest.mark.parametrize("rank", RANKS)
 def test_memory_within_a_host_and_the_network_between(moved: list[Told], rank: int) -> None:
+    assert len(moved[rank]["reached"]) == NUM_CASES
     for name, reached in moved[rank]["reached"].items():
         assert len(reached) >= 2, (name, reached)
         for peer, way in reached.items():

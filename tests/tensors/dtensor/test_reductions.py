@@ -23,11 +23,16 @@ FULL = numbered(10, 6).double() - 20
 TIMEOUT = 20.0
 
 
-def masked_lookups(rank: int) -> None:
+def on_four(tried: int) -> list[int]:
+    """What eight ranks tell, of which the first four have tried so many cases."""
+    return [tried] * 4 + [0] * 4
+
+
+def masked_lookups(rank: int) -> int:
     """Rows of an embedding that is cut by rows: each rank has some, and masks the others."""
-    mesh = mesh_on_four(LINE)
+    mesh, tried = mesh_on_four(LINE), 0
     if rank > 3:
-        return
+        return tried
     indices = torch.tensor([[0, 8, 3, 3], [5, 1, 7, 2]])
     expected = F.embedding(indices, FULL)
     given = distribute_tensor(indices, mesh, [Replicate()])
@@ -44,10 +49,12 @@ def masked_lookups(rank: int) -> None:
         whole = FULL.clone().requires_grad_()
         (F.embedding(indices, whole) * expected).sum().backward()
         assert torch.equal(weight.grad.full_tensor(), whole.grad)
+        tried += 1
+    return tried
 
 
 def test_masked_lookups(pool: Pool) -> None:
-    pool.run(masked_lookups)
+    assert pool.run(masked_lookups) == on_four(4)
 
 
 def lookup(mesh: object) -> DTensor:
@@ -65,13 +72,13 @@ def used_up(rank: int) -> None:
 
 def test_a_mask_is_used_once(pool: Pool) -> None:
     raised(pool.outcomes(used_up)[:4], "TensorError", "was used up", "compute the tensor again")
-    pool.run(masked_lookups)
+    assert pool.run(masked_lookups) == on_four(4)
 
 
-def norms(rank: int) -> None:
-    mesh, square = mesh_on_four(LINE), mesh_on_four(SQUARE)
+def norms(rank: int) -> int:
+    mesh, square, tried = mesh_on_four(LINE), mesh_on_four(SQUARE), 0
     if rank > 3:
-        return
+        return tried
     expected = torch.linalg.vector_norm(FULL, dim=0)
     for on, placements in ((mesh, [Shard(0)]), (square, [Shard(0), Shard(0)])):
         weight = distribute_tensor(FULL, on, placements).requires_grad_()
@@ -87,17 +94,19 @@ def norms(rank: int) -> None:
         assert (local is not None) == (rank in (1, 3))
         if local is not None:
             torch.testing.assert_close(local, expected.chunk(2)[rank // 2])
+        tried += 1
+    return tried
 
 
 def test_norms(pool: Pool) -> None:
-    pool.run(norms)
+    assert pool.run(norms) == on_four(2)
 
 
-def mixed(rank: int) -> None:
+def mixed(rank: int) -> int:
     """Sums and averages are added up and divided in float32, and rounded once."""
     mesh = mesh_on_four(SQUARE)
     if rank > 3:
-        return
+        return 0
     addends = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(3)).bfloat16()
     source = DTensor.from_local(
         addends[rank].clone(), mesh, [Partial("avg"), Partial("sum")], run_check=False
@@ -108,10 +117,11 @@ def mixed(rank: int) -> None:
     columns = rs.Layout(rs.Mesh(x=4), "x -")
     local = rs.move(source, to=columns, group=pool_group(4), timeout=TIMEOUT)
     assert torch.equal(local, expected.chunk(4)[rank])
+    return 1
 
 
 def test_mixed_sums_and_averages(pool: Pool) -> None:
-    pool.run(mixed)
+    assert pool.run(mixed) == on_four(1)
 
 
 def outside(rank: int) -> None:
@@ -135,11 +145,11 @@ def test_ranks_outside_the_mesh(pool: Pool) -> None:
     pool.run(outside)
 
 
-def to_partials(rank: int) -> None:
+def to_partials(rank: int) -> int:
     """Replicas as addends: what torch does inside, and with a name for it here."""
     mesh = mesh_on_four(SQUARE)
     if rank > 3:
-        return
+        return 0
     new = [Partial(), Partial("avg"), Partial("max"), Partial("min"), _NormPartial(2)]
     new.append(_MaskPartial("sum", offset_shape=torch.Size((10, 6)), offset_dim=0))
     for placement in new:
@@ -156,10 +166,11 @@ def to_partials(rank: int) -> None:
         (found,) = torch.autograd.grad(moved, source, gradient)
         assert found.placements == source.placements
         assert torch.equal(found.full_tensor(), FULL.repeat(1, 2))
+    return len(new)
 
 
 def test_replicas_become_addends(pool: Pool) -> None:
-    pool.run(to_partials)
+    assert pool.run(to_partials) == on_four(6)
 
 
 def lazy(rank: int) -> None:
@@ -182,10 +193,10 @@ def test_lazy_conjugates_and_negatives(pool: Pool) -> None:
     pool.run(lazy, ranks=range(4))
 
 
-def dtypes(rank: int) -> None:
-    mesh = mesh_on_four(LINE)
+def dtypes(rank: int) -> int:
+    mesh, tried = mesh_on_four(LINE), 0
     if rank > 3:
-        return
+        return tried
     full = torch.tensor([1 + 2.0**-10, 2.0**-3, 3.0, 5.0, 7.0]).float()
     kinds = (None, torch.bfloat16, torch.float64)
     for forward in kinds:
@@ -201,10 +212,12 @@ def dtypes(rank: int) -> None:
                 y.backward(distribute_tensor(full.to(y.dtype), mesh, [Replicate()]))
                 found.append((y.dtype, y.to_local().tolist(), x.grad.to_local().tolist()))
             assert found[0] == found[1], options
+            tried += 1
+    return tried
 
 
 def test_dtypes_that_travel(pool: Pool) -> None:
-    pool.run(dtypes)
+    assert pool.run(dtypes) == on_four(9)
 
 
 def refused_dtypes(rank: int) -> None:
@@ -311,4 +324,4 @@ def test_refusals_are_the_same_on_all_ranks(pool: Pool, what: str, words: str) -
     kinds = {outcome.kind for outcome in outcomes if isinstance(outcome, Raised)}
     assert len(kinds) == 1, outcomes
     raised(outcomes, kinds.pop(), words)
-    pool.run(mixed)
+    assert pool.run(mixed) == on_four(1)

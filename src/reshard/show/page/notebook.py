@@ -65,12 +65,14 @@ def plan_cell(plan: Plan) -> str:
 
 def layout_cell(layout: Layout) -> str:
     """A layout, drawn for a small shape that it shards evenly."""
-    shape = sample_shape(layout)
-    if shape is None:
+    shape, colours = sample_shape(layout), Colours()
+    try:
+        dims = two_dims(shape, [layout]) if shape and len(shape) > 2 else None
+        side = None if shape is None else side_of(layout, shape, colours, dims)
+    except ReshardError:
+        side = None  # sizes that the layout gives may fit no shape that all cuts divide
+    if shape is None or side is None:
         return text_cell(f"{layout} on mesh {layout.mesh}")
-    colours = Colours()
-    dims = two_dims(shape, [layout]) if len(shape) > 2 else None
-    side = side_of(layout, shape, colours, dims)
     sample = format_shape(shape)
     what = "shape" if isinstance(layout, BoxLayout) else f"on {layout.mesh}, drawn for shape"
     move = Move(shorten(str(layout), 80), f"{what} {sample}", side)
