@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from hypothesis.internal.conjecture import providers
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
@@ -30,6 +31,11 @@ hypothesis.settings.register_profile(
     phases=[phase for phase in hypothesis.Phase if soaking() or phase.name in WANTED],
 )
 hypothesis.settings.load_profile("ours")
+if not soaking():
+    # It draws constants of all modules that a process has imported so far: which ones, and so which
+    # cases, would depend on the tests that ran there before.
+    assert hasattr(providers, "_get_local_constants"), "hypothesis looks for constants elsewhere"
+    providers._get_local_constants = lambda: providers._local_constants
 
 ONE_WORKER = {
     "tests/ranks/": "engine",
