@@ -36,10 +36,10 @@ class StoreGoneError(Exception):
 
 def undecided(rank: int, seconds: float, what: str) -> UndecidedError:
     """The error of a call that has waited this long for the store."""
-    by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "rank 0 of the job"
+    by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "usually rank 0 of the job"
     return UndecidedError(MoveTimeoutError(
-        f"{by} has not answered for {seconds:g} s: it serves the store of the process group, "
-        f"in which ranks find each other before {what}; if it is stopped, let it go on; "
+        f"the process that serves the store of the process group, {by}, has not answered for "
+        f"{seconds:g} s: ranks find each other there before {what}; if stopped, let it go on; "
         f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
     ))  # fmt: skip
 

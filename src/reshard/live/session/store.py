@@ -39,6 +39,9 @@ CONNECT_SECONDS = 10.0
 """How long a store may take to accept a connection."""
 CONNECT_AGAIN = 0.1
 
+MAX_LEFT = 4
+"""Connections that a client replaces while none of them answers."""
+
 SIOCGIFADDR = 0x8915
 
 T = TypeVar("T")
@@ -91,6 +94,8 @@ class StoreClient:
         self.has_ended: Callable[[], bool] = lambda: False
         """Whether the process of the rank that serves the store is known to have ended."""
         self._worker = Worker()
+        self._left: list[Worker] = []
+        """Workers that wait for ever, perhaps, in a connection that was replaced."""
         self._own: Store | None = store
 
     def request(self, action: Callable[[Store], T], seconds: float | None = None) -> T:
@@ -146,8 +151,10 @@ class StoreClient:
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
-        if self.is_stuck:
+        self._left = [worker for worker in self._left if worker.is_alive]
+        if self.is_stuck and len(self._left) < MAX_LEFT:
             self._worker.end()
+            self._left.append(self._worker)
             self._stuck, self._own, self._worker = None, None, Worker()
 
     def _connected(self) -> Store:
