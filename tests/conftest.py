@@ -54,6 +54,8 @@ ONE_WORKER = {
 they are; the first that fits counts. Tests of failures mostly wait, beside others that work."""
 OWN_RANKS = ("broken_peers", "interrupted", "killed", "two_hosts")
 """Files there whose tests start ranks of their own."""
+BY_FILE = ("tests/rules/", "tests/structure/")
+"""Folders where tests of a file share what the first of them has parsed or imported."""
 
 
 SOAK_SECONDS = 3600
@@ -86,7 +88,7 @@ class RanksOnOneWorker(LoadScopeScheduling):
         file = nodeid.partition("::")[0]
         work = next((one for path, one in ONE_WORKER.items() if file.startswith(path)), None)
         if work is None:
-            return nodeid
+            return file if file.startswith(BY_FILE) else nodeid
         own = any(file.endswith(f"test_{name}.py") for name in OWN_RANKS)
         return file if own else work
 

@@ -14,12 +14,12 @@ from tests.live.random_options import Found, make_two_hosts, run_batches
 from tests.ranks.pool import Pool
 from tests.soak import cases
 
-AT_ONCE = 250
+AT_ONCE = 280
 
 
 def batches() -> Iterator[tuple[int, range]]:
     """Numbers of ranks, and seeds."""
-    for num_ranks, count in ((4, cases(250, 16_000)), (8, cases(50, 4000))):
+    for num_ranks, count in ((4, cases(280, 16_000)), (8, cases(20, 4000))):
         for first in range(0, count, AT_ONCE):
             yield num_ranks, range(first, min(first + AT_ONCE, count))
 

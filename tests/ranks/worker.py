@@ -37,10 +37,15 @@ PRELOAD = [
     "functorch.compile",
     "hypothesis",
     "tests.ranks.rank",
+]
+MODELS = [
     "torch.testing._internal.common_methods_invocations",  # a second, with scipy.signal
     "transformers.models.llama.modeling_llama",  # two seconds
     "transformers.models.mixtral.modeling_mixtral",
 ]
+WITH_MODELS = ("live", "tensors", "sharded", "nn", "checkpoint")
+"""Folders whose tests, or those that run after them in the same process, train models on ranks."""
+WITHOUT_MODELS = ("live/failure", "live/session")
 # One thread each: ranks share few cores, and a process that has threads is not safe to fork.
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
@@ -60,9 +65,15 @@ def start_fork_server() -> None:
     It imports torch, which takes seconds; a rank then costs milliseconds. Its environment is that
     of the moment: a variable that a test sets later is not seen by ranks.
     """
-    CONTEXT.set_forkserver_preload(PRELOAD)
+    CONTEXT.set_forkserver_preload([*PRELOAD, *(MODELS if _needs_models() else [])])
     with mock.patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
+
+
+def _needs_models() -> bool:
+    """Whether the test that runs, or one after it, is likely to need models on many ranks."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").removeprefix("tests/")
+    return test.startswith(WITH_MODELS) and not test.startswith(WITHOUT_MODELS)
 
 
 class Worker:

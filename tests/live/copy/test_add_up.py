@@ -50,6 +50,21 @@ def test_slices_add_up_to_the_whole(
     assert all(np.array_equal(one, other) for one, other in zip(addends, kept, strict=True))
 
 
+@pytest.mark.parametrize(
+    ("dtype", "large", "small"),
+    [("float32", 24, 0), ("bfloat16", 24, 0), ("float16", 15, -10), ("float64", 60, 0)],
+)
+def test_addends_are_added_in_their_order(dtype: str, large: int, small: int) -> None:
+    """Powers of two so far apart that another order loses the small one."""
+    rows = [[2.0**large], [-(2.0**large)], [2.0**small], [0.0]]
+    addends = [cast(np.array(row), "float64", dtype) for row in rows]
+    total = np.zeros_like(addends[0])
+    reduce.add_up("sum", dtype, total, addends)
+    assert cast(total, dtype, "float64").tolist() == [2.0**small]
+    reduce.add_up("sum", dtype, total, [addends[at] for at in (0, 2, 1, 3)])
+    assert cast(total, dtype, "float64").tolist() == [0.0]
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("count", [2, 3, 5])
 def test_nothing_but_sums_is_written(op: str, count: int) -> None:

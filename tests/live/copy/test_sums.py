@@ -34,8 +34,9 @@ DTYPES = ["float32", "bfloat16", "float16", "int64", "float64"]
 
 
 def addend_of(rank: int, dtype: str) -> torch.Tensor:
-    """What a rank brings to the whole tensor."""
-    made = torch.randn(SHAPE, generator=torch.Generator().manual_seed(rank)) * 50
+    """What a rank brings to the whole tensor: so far apart that the order of a sum matters."""
+    made = torch.randn(2, *SHAPE, generator=torch.Generator().manual_seed(rank))
+    made = made[0] * 100 * 2.0 ** (made[1] * 3).clamp(-12, 6).round()
     return made.to(getattr(torch, dtype))
 
 
