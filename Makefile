@@ -10,7 +10,7 @@ READY := .venv/.ready
 DOCS  := .venv/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign versions check docs docs-dry docs-check screenshots fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign versions check docs docs-check screenshots fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -58,9 +58,6 @@ docs: $(DOCS) ## build the site into docs/_build; warnings and broken links are 
 	$(PY) -m sphinx -W --keep-going -q docs docs/_build/html
 	$(PY) docs/links.py docs/_build/html
 	@echo "see docs/_build/html/index.html"
-
-docs-dry: $(DOCS) ## read the site's sources, docstrings and links as Sphinx does; writes no page
-	$(PY) -m sphinx -b dummy -W --keep-going -q docs docs/_build/dummy
 
 # Beside the tools of the tests: sphinx and its themes are only for the site.
 $(DOCS): $(READY)

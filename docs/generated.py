@@ -4,6 +4,7 @@ A page asks for one with a comment, such as `<!-- made of: commands -->`, which 
 repository do not see. The index of the source is written beside the pages, as `source/`.
 """
 
+import gc
 import html
 import inspect
 import re
@@ -143,6 +144,7 @@ def write_source_index(app, error):
 
     from reshard.index import build
 
+    gc.freeze()  # else every collection also looks at all that Sphinx and torch have made
     target = Path(app.outdir) / "source"
     shutil.rmtree(target, ignore_errors=True)  # files that are gone have no page
     markdown = MarkdownIt("commonmark", {"html": True}).enable("table")
