@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -345,6 +346,15 @@ def given_ways() -> None:
     out = rs.plan({"v": spec}, {"w": to}, names=names).run({"v": mine.to(DEVICE)})["w"]
     assert torch.equal(out.cpu(), local(padded, to.layout))
     one = rs.plan(rs.Layout(LINE, "... | on tp=2"), rs.Layout(GRID, "..."), shape=(), dtype="int64")
+    for _ in range(3):  # what is kept for the next call keeps no tensor alive
+        source = mine.clone().to(DEVICE)
+        gone = weakref.ref(source)
+        assert torch.equal(plan.run({"tensor": source}, sync=True)["tensor"].cpu(), expected)
+        del source
+        end = time.monotonic() + 5
+        while gone() is not None and time.monotonic() < end:
+            time.sleep(0.01)  # the thread that watches GPU work has just seen that it is done
+        assert gone() is None
     seven = torch.tensor(7, device=DEVICE)
     assert one.run({"tensor": seven} if RANK == 2 else {}, device=DEVICE)["tensor"].item() == 7
 

@@ -168,7 +168,11 @@ def check_casts(device: str, seed: int, have: torch.dtype, want: torch.dtype) ->
     right = [destination.clone() for destination in destinations]
     # Between equal dtypes nothing is cast.
     cast = (name_of(have), name_of(want)) if have != want else None
-    launch(CopyTable(replace(blocks, cast=cast)), sources, destinations, device)
+    table = CopyTable(replace(blocks, cast=cast))
+    for _ in range(2):  # the second time the kernel of the first is launched again
+        for destination in destinations:
+            destination.zero_()
+        launch(table, sources, destinations, device)
     for row in range(len(blocks.source)):
         widths = blocks.widths[row].tolist()
         source = sources[blocks.source[row]]
@@ -392,6 +396,28 @@ def test_casts_on_a_gpu() -> None:
     pairs += [(E4M3, want) for want in FLOATS] + [(torch.int32, torch.float32)]
     for seed, (have, want) in enumerate(pairs):
         check_casts(gpu(), seed, have, want)
+
+
+def test_a_triton_whose_kernels_take_other_arguments() -> None:
+    """A kernel that cannot be launched again is found by Triton in every launch."""
+    device = gpu()
+    table = CopyTable(one_block([64, 64], [128, 1], [64, 1], itemsize=4))
+    refused = []
+
+    def refuse(*arguments: object) -> None:
+        refused.append(arguments)
+        raise TypeError("function takes exactly 12 arguments")
+
+    for number in range(3):
+        source = torch.full((64, 128), float(number), device=device)
+        destination = torch.zeros(64, 64, device=device)
+        launch(table, [source], [destination], device)
+        assert bool((destination == number).all())
+        for compiled in table._compiled.values():
+            for there in compiled.uploaded.values():
+                assert there._kernel is not None
+                there._kernel = refuse
+    assert len(refused) == 2
 
 
 def test_a_gpu_without_triton_gives_the_same() -> None:

@@ -11,8 +11,8 @@ by one: the same bytes, slowly.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -23,6 +23,7 @@ import torch
 
 from reshard.dtypes import itemsize
 from reshard.layout.columns import Ints, drop_oldest
+from reshard.live.copy.cuda_driver import stream_of
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
 from reshard.live.copy.host import RAW, Bases, array_at
 from reshard.live.program.blocks import CopyBlocks
@@ -63,7 +64,8 @@ class TensorTable:
 
     def with_tensors(self, tensors: Mapping[int, torch.Tensor]) -> TensorTable:
         """The same addresses, which are uploaded once, of tensors that were bound again."""
-        found = copy(self)
+        found = TensorTable.__new__(TensorTable)
+        found.__dict__ |= self.__dict__
         found.tensors = tensors
         return found
 
@@ -101,7 +103,7 @@ class CopyTable:
     def device_bytes(self) -> int:
         """Bytes that the kept tables take up on devices."""
         kept = [one for compiled in self._compiled.values() for one in compiled.uploaded.values()]
-        return sum(both.nbytes for both, _, _ in kept)
+        return sum(one.memory.nbytes for one in kept)
 
     def _compile(self, tensors: TensorTable) -> _Compiled:
         """The launch table for tensors aligned like these."""
@@ -141,41 +143,67 @@ class _Compiled:
     table: LaunchTable
     aligned: bool
     """Whether every element that is cast is at a multiple of its size."""
-    uploaded: dict[torch.device, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
-    """Rows and tiles in one tensor, and two views of it."""
+    uploaded: dict[torch.device, _OnDevice]
 
-    def on(
-        self, device: torch.device, stream: torch.cuda.Stream
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and tiles on a device, which are uploaded once."""
-        if device not in self.uploaded:
-            num_rows = self.table.rows.size
-            tiles = np.zeros(-(-len(self.table.tiles) // 2) * 2, dtype=np.int32)
-            tiles[: len(self.table.tiles)] = self.table.tiles
-            both = np.concatenate([self.table.rows.reshape(-1), tiles.view(np.int64)])
-            there = torch.from_numpy(both).to(device)
-            views = there[:num_rows], there[num_rows:].view(torch.int32)
-            self.uploaded[device] = (there, *views)
-        there, rows, tiles_there = self.uploaded[device]
-        there.record_stream(stream)
-        return rows, tiles_there
+
+class _OnDevice:
+    """A launch table on one device, and the kernel that Triton has compiled for it."""
+
+    def __init__(
+        self, table: LaunchTable, cast: tuple[str, str] | None, device: torch.device
+    ) -> None:
+        num_rows = table.rows.size
+        tiles = np.zeros(-(-len(table.tiles) // 2) * 2, dtype=np.int32)
+        tiles[: len(table.tiles)] = table.tiles
+        both = np.concatenate([table.rows.reshape(-1), tiles.view(np.int64)])
+        self.memory = torch.from_numpy(both).to(device)
+        """Rows and tiles in one tensor."""
+        self._arguments = self.memory[:num_rows], self.memory[num_rows:].view(torch.int32)
+        self._grid, self._num_warps = (len(table.tiles), 1, 1), table.num_warps
+        shape = (table.lanes, table.num_dims, table.wide)
+        if cast is None:
+            self._constants = (*shape, table.units[0] if len(table.units) == 1 else 0)
+        else:
+            together = Cast(*map(itemsize, cast)).num_together
+            self._constants = (*shape, together, *map(_triton_dtype, cast))
+        self._function = "copy_tiles" if cast is None else "cast_tiles"
+        self._kernel: Callable[..., None] | None = None
+        self._streams: set[int] = set()
+        """Streams that have read the table: its memory must not be used again before they are
+        done."""
+
+    def launch(self, bases: torch.Tensor) -> None:
+        """Launch the kernel on the current stream.
+
+        Triton finds out in 12 us which kernel to launch. The alignment of addresses, on which that
+        depends, is the same in every launch, so the kernel of the first one is launched again.
+        """
+        stream = stream_of(self.memory.device)
+        if stream not in self._streams:
+            self._streams.add(stream)
+            self.memory.record_stream(torch.cuda.current_stream(self.memory.device))
+        arguments = *self._arguments, bases, *self._constants
+        if self._kernel is not None:
+            try:
+                self._kernel(*arguments)
+                return
+            except TypeError:  # a Triton whose kernels take other arguments
+                self._kernel = None
+        from reshard.live.copy import gpu_kernel
+
+        function = getattr(gpu_kernel, self._function)
+        kernel = function[self._grid](*arguments, num_warps=self._num_warps)
+        self._kernel = kernel[self._grid] if hasattr(kernel, "__getitem__") else None
 
 
 def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: TensorTable) -> None:
-    from reshard.live.copy.gpu_kernel import cast_tiles, copy_tiles
-
-    table, device = compiled.table, tensors.device
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream(device)
-        arguments = *compiled.on(device, stream), tensors.uploaded()
-        grid, shape = (len(table.tiles),), (table.lanes, table.num_dims, table.wide)
-        if cast is None:
-            only = table.units[0] if len(table.units) == 1 else 0
-            copy_tiles[grid](*arguments, *shape, only, num_warps=table.num_warps)
-        else:
-            together = Cast(*map(itemsize, cast)).num_together
-            dtypes = _triton_dtype(cast[0]), _triton_dtype(cast[1])
-            cast_tiles[grid](*arguments, *shape, together, *dtypes, num_warps=table.num_warps)
+    device = tensors.device
+    is_current = device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(device):
+        there = compiled.uploaded.get(device)
+        if there is None:
+            there = compiled.uploaded[device] = _OnDevice(compiled.table, cast, device)
+        there.launch(tensors.uploaded())
 
 
 @cache

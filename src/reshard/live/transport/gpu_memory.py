@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -295,15 +296,13 @@ class GpuMemory:
         """Whether a rank may poll for messages before it sleeps."""
         self._buffers: Mapping[tuple[int, int], SharedBuffer] = connections.mailbox.buffers
 
-    @contextlib.contextmanager
-    def using(self, device: torch.device | None) -> Iterator[None]:
-        """Make calls of the driver for a device."""
+    def using(self, device: torch.device | None) -> AbstractContextManager[None]:
+        """Calls of the driver inside are for a device."""
         self._device = device
         if device is None or device.type != "cuda" or device.index == torch.cuda.current_device():
-            yield
-            return
-        with torch.cuda.device(device):
-            yield
+            return contextlib.nullcontext()
+        other: AbstractContextManager[None] = torch.cuda.device(device)
+        return other
 
     @property
     def signals(self) -> Signals:
@@ -312,11 +311,14 @@ class GpuMemory:
             self._own = Signals.create(self.driver)
         return self._own
 
-    def signals_of(self, peer: int, number: int) -> Signals:
-        """The signals of a peer, on the shared page with this number; KeyError if it sent none."""
+    def known_signals(self, peer: int, number: int) -> Signals | None:
+        """The signals of a peer, if the shared page with this number is mapped already."""
         found = self._peers.get(peer)
-        if found is None or found.page.number != number:
-            found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
+        return None if found is None or found.page.number != number else found
+
+    def map_signals(self, peer: int, number: int) -> Signals:
+        """Map the signals of a peer, on the shared page with this number; KeyError without it."""
+        found = self._peers[peer] = Signals(self._buffers[peer, number], self.driver)
         return found
 
     def publish(self, ranges: Ints, packs: bool) -> Published:

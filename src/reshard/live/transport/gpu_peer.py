@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from reshard.layout.columns import Ints, distinct
-from reshard.live.copy.cuda_driver import CudaError
+from reshard.live.copy.cuda_driver import CudaError, stream_of
 from reshard.live.copy.gpu import TensorTable
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
@@ -31,7 +31,7 @@ from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.session import Ticket
-from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
+from reshard.live.session.shared_memory import DONE, REACHED, CallSignals, Signals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
@@ -58,8 +58,6 @@ POLL_SECONDS = 0.0002
 SIGNALS_ROUND = 1 << 40
 """The message that brings a rank's page of signals is a Ready of this round."""
 
-_cuda: Any = torch.cuda  # its streams and events have no types
-
 
 class GpuPeerTransport(Transport):
     """Reads the tensors of peers whose memory this process can map, from GPU to GPU."""
@@ -82,8 +80,7 @@ class GpuPeerTransport(Transport):
         self._ticket, self._in_flight = ticket, in_flight
         self._memory = watch.connections.resource(GpuMemory)
         self._signals: CallSignals | None = None
-        on_gpu = device.type == "cuda"
-        self._stream = int(_cuda.current_stream(device).cuda_stream) if on_gpu else 0
+        self._stream = stream_of(device)
         self._packs = False
         """Whether this rank packs its messages."""
         self._pulls: Pulls | None = None
@@ -250,8 +247,7 @@ class GpuPeerTransport(Transport):
         pulls: Pulls = self._kept("pulls", make, direct)
         self._pulls = pulls
         for peer in self.peers:
-            with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
-                self._signals.peers[peer] = memory.signals_of(peer, hellos[peer].signals)
+            self._signals.peers[peer] = self._signals_of(peer, hellos[peer].signals)
         if pulls.staging_bytes:
             size = pulls.staging_bytes
             self.addends = memory.addends.take(size, self.device, self._stream)
@@ -273,6 +269,14 @@ class GpuPeerTransport(Transport):
             addresses = TensorTable(table, {}, self.device)
             bases[:] = known = [own, self._stream, theirs[3], addresses, table]
         self._addresses, self._bases = known[3:]
+
+    def _signals_of(self, peer: int, number: int) -> Signals:
+        found = self._memory.known_signals(peer, number)
+        if found is not None:
+            return found
+        with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
+            return self._memory.map_signals(peer, number)
+        raise AssertionError  # `_driver_errors` has raised
 
     def _map(self, peer: int, hello: Hello) -> Ints:
         """Map what a peer has exported; returns the addresses of the tensors that are read."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from reshard.errors import LiveError
+from reshard.live.copy.cuda_driver import stream_of
 from reshard.live.copy.gpu import CopyTable, TensorTable
 from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.agreement import meet
@@ -242,10 +243,21 @@ class NcclTransport(Transport):
         if not self.bound.strides:
             self._direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
         size = self._staging_bytes()
-        on_gpu = self.device.type == "cuda"
-        stream = torch.cuda.current_stream(self.device).cuda_stream if on_gpu else 0
+        stream = stream_of(self.device)
         self._staging = self._groups.staging.take(size, self.device, stream)
-        self._tensors = TensorTable.of(self.bound, self._staging)
+        self._tensors = self._table(self._staging, stream)
+
+    def _table(self, staging: torch.Tensor, stream: int) -> TensorTable:
+        """The tensors of the call; addresses that are those of the last call are not uploaded."""
+        kept, key = self.program.round(0).kept, "nccl tensors"
+        place = self.bound.addresses, staging.data_ptr(), stream
+        known, found = kept.get(key, (None, None))
+        if known != place:
+            found = TensorTable.of(self.bound, staging)
+            kept[key] = place, found.with_tensors({})  # it must not keep tensors alive
+            return found
+        tensors = {**self.bound.tensors, self.bound.staging: staging}
+        return found.with_tensors(tensors)  # type: ignore[no-any-return]
 
     def _staging_bytes(self) -> int:
         """The most that any round stages; kept, as large plans compile rounds in every call."""
