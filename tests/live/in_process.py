@@ -14,8 +14,7 @@ from reshard.live.program.messages import Message, Mode, message_of
 from reshard.live.program.rounds import Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.mailbox import Inbox
-from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import compile_copies
+from reshard.live.transport.base import Transport, compile_copies
 
 CALL = 0
 

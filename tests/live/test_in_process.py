@@ -15,7 +15,7 @@ import reshard as rs
 from reshard.live.inputs.bound import BoundTensors, Locals
 from reshard.live.program.rounds import Program
 from reshard.live.session.mailbox import Inbox
-from reshard.live.transport.exchange import Exchange
+from reshard.live.transport.base import Exchange
 from tests.live import in_process
 from tests.live.in_process import InProcessTransport, Messages
 from tests.ranks.live import Arrays, difference, plan_of, simulated, tensors_of

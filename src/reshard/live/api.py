@@ -18,8 +18,8 @@ from reshard.live.failure.cleanup import abandon, with_ticket
 from reshard.live.inputs.bound import Tensors
 from reshard.live.inputs.request import Options, options_from
 from reshard.live.inputs.streams import SideStreams
-from reshard.live.session.group_store import UndecidedError
 from reshard.live.session.session import Ticket, all_connections
+from reshard.live.session.store import UndecidedError
 from reshard.live.transport.in_flight import InFlight
 from reshard.planning.plans import Plan
 from reshard.show.run_report import RunReport

@@ -5,7 +5,7 @@ connect     the first call of a session connects the ranks
 bind        check the tensors, allocate missing destinations
 compare     the first call of a plan compares it with the other ranks
 handshake   send a Hello to every peer, and wait for theirs
-rounds      exchange messages, round by round (``transport/exchange.py``)
+rounds      exchange messages, round by round (``transport/base.py``)
 finish      fill zeros, commit an atomic call
 close       free resources; the number is used, however the call ends
 """
@@ -44,8 +44,7 @@ from reshard.live.inputs.request import Options, bind, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.session import Session, Ticket
-from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import Exchange
+from reshard.live.transport.base import Exchange, Transport
 from reshard.live.transport.gloo import GlooTransport
 from reshard.live.transport.gloo_group import GlooGroups
 from reshard.live.transport.gpu_peer import GpuPeerTransport
@@ -177,7 +176,8 @@ class Call:
             grad=GRAD_CODES[self.grad],
         )
         ticket.watch = watch
-        check_earlier_calls(watch)
+        if connections.existing(InFlight) is not None:
+            check_earlier_calls(watch)
         return watch
 
     def _choose_transports(self, watch: Watch, program: Program, bound: BoundTensors) -> None:

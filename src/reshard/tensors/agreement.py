@@ -41,8 +41,9 @@ import torch.distributed as dist
 from reshard import errors
 from reshard.errors import DisagreementError, LiveError, ReshardError
 from reshard.layout.layout import Layout
-from reshard.layout.mesh import Mesh, format_ranks
+from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
+from reshard.live.failure.agreement import ranks_by_text
 from reshard.live.gather import gather_bytes
 from reshard.planning.plans import Plan, plan
 from reshard.tensors.state_dicts import run
@@ -251,17 +252,11 @@ def describe_values(values: Mapping[int, Any], verbs: tuple[str, str] = ("has", 
     >>> describe_values({0: "a", 1: "b", 2: "a"})
     'ranks 0,2 have "a", rank 1 has "b"'
     """
-    by_text: dict[str, list[int]] = {}
-    for rank, value in values.items():
-        shown = quoted(value) if isinstance(value, str) else quoted(json.dumps(value))[1:-1]
-        by_text.setdefault(shown, []).append(rank)
-    groups = sorted(by_text.items(), key=lambda item: -len(item[1]))
-    parts = []
-    for text, ranks in groups[:MAX_VALUES]:
-        noun = "rank" if len(ranks) == 1 else "ranks"
-        parts.append(f"{noun} {format_ranks(sorted(ranks))} {verbs[len(ranks) > 1]} {text}")
-    more = len(groups) - MAX_VALUES
-    return ", ".join(parts) + (f" and {more} more values" if more > 0 else "")
+    texts = {
+        rank: quoted(value) if isinstance(value, str) else quoted(json.dumps(value))[1:-1]
+        for rank, value in values.items()
+    }
+    return ranks_by_text(texts, verbs, MAX_VALUES)
 
 
 def _describe(error: BaseException) -> list[str]:

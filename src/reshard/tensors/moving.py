@@ -48,6 +48,7 @@ Source = Callable[[], tuple[torch.Tensor | None, torch.Tensor | None]]
 """Gives the local tensor, or a leaf that stands for it in backward."""
 
 DTYPE_NAMES = {getattr(torch, name): name for name in ITEMSIZE if hasattr(torch, name)}
+DESTINATION_TYPES = (Layout, tuple, list)
 DESTINATIONS = "give want=rs.Layout(mesh, words), or to=(device_mesh, [Shard(0), ...])"
 
 
@@ -223,7 +224,7 @@ class Request(NamedTuple):
             raise TensorError("a move needs one destination: give want=layout, or to=")
         if isinstance(self.have, str):
             Layout.parse(self.have)  # which says what is wrong with it
-        if not isinstance(target, Layout | tuple | list):
+        if not isinstance(target, DESTINATION_TYPES):
             if isinstance(target, str):
                 Layout.parse(target)
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
@@ -357,7 +358,7 @@ def _source(
 ) -> tuple[Source, Layout, tuple[int, ...], torch.dtype | str]:
     """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
     tensor, have, shape = request.tensor, request.have, request.shape
-    if not isinstance(have, Layout | None):
+    if have is not None and not isinstance(have, Layout):
         raise TensorError(f"have={_show(have)} is no layout: write rs.Layout(mesh, words)")
     if has_layout(tensor):
         spec = spec_of(cast(torch.Tensor, tensor))

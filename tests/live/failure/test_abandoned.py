@@ -11,8 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from reshard.live.session.group_store import GroupStore, StoreGoneError
 from reshard.live.session.session import sessions
+from reshard.live.session.store import GroupStore, StoreGoneError
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
 from tests.ranks.rank import tell

@@ -126,7 +126,7 @@ def work_long(rank: int, transport: str) -> float:
 
     It does so in the first of several rounds, so that all ranks wait for it.
     """
-    from reshard.live.transport.exchange import Exchange
+    from reshard.live.transport.base import Exchange
 
     group, plan = pool_group(4), plan_of((64, 64), memory="2KiB")
     given = source_of(plan, rank)

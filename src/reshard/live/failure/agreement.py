@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import time
 import zlib
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -18,13 +17,13 @@ from typing import Any, NoReturn
 from reshard.layout.mesh import format_ranks
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, Watch
 from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes, describe_code
-from reshard.live.session.store import Store, missing_keys, poll_until
+from reshard.live.session.store import Store, poll_until
 from reshard.planning.plans import Plan
 from reshard.text import format_bytes
 
 __all__ = [
     "GRAD_CODES", "Signature", "barrier", "check_hellos", "compare", "forget", "join_comparison",
-    "meet",
+    "meet", "ranks_by_text",
 ]  # fmt: skip
 
 STORE_PAUSE = 0.02
@@ -75,7 +74,7 @@ def meet(
         if client.check(names):
             return ()
         if time.monotonic() - looked > LOOK_EVERY:
-            left, looked = missing_keys(client, keys), time.monotonic()
+            left, looked = keys.keys() - client.values(keys).keys(), time.monotonic()
         return left
 
     watch.wait(missing, what, FIRST_PAUSE, STORE_PAUSE)
@@ -261,9 +260,7 @@ def _raise_disagreement(watch: Watch, signature: Signature) -> NoReturn:
     for in_time in poll_until(DETAIL_SECONDS):
         if client.check(list(keys.values())) or not in_time:
             break
-    posted = {rank: key for rank, key in keys.items() if client.check([key])}
-    values = client.request(lambda store: store.multi_get(list(posted.values())))
-    details = {rank: _read_detail(value) for rank, value in zip(posted, values, strict=True)}
+    details = {rank: _read_detail(value) for rank, value in client.values(keys).items()}
     watch.fail(Cause("disagree", _difference(details)))
 
 
@@ -305,7 +302,7 @@ def _difference(details: Descriptions) -> str:
         for name in sorted({name for detail in details.values() for name in detail[part]}):
             texts = {rank: detail[part].get(name, "nothing") for rank, detail in details.items()}
             if len(set(texts.values())) > 1:
-                differing.append(f"{name}: {_by_text(texts)}")
+                differing.append(f"{name}: {ranks_by_text(texts)}")
         if differing:
             more = len(differing) - MAX_NAMED
             tail = f"; and {more} more differ" if more > 0 else ""
@@ -315,11 +312,19 @@ def _difference(details: Descriptions) -> str:
     )
 
 
-def _by_text(texts: Mapping[int, str]) -> str:
-    """Name the ranks that have each text, the most common one first."""
-    parts = []
-    for text, _ in Counter(texts.values()).most_common():
-        ranks = [rank for rank, one in texts.items() if one == text]
-        noun, verb = ("rank", "has") if len(ranks) == 1 else ("ranks", "have")
-        parts.append(f"{noun} {format_ranks(ranks)} {verb} {text}")
-    return ", ".join(parts)
+def ranks_by_text(
+    texts: Mapping[int, str],
+    verbs: tuple[str, str] = ("has", "have"),
+    most: int | None = None,
+) -> str:
+    """Which ranks have which text, the most common one first, and so many texts at most."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank in sorted(texts):
+        ranks_of.setdefault(texts[rank], []).append(rank)
+    groups = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
+    parts = [
+        f"rank{'s' if ranks[1:] else ''} {format_ranks(ranks)} {verbs[len(ranks) > 1]} {text}"
+        for text, ranks in groups[:most]
+    ]
+    more = len(groups) - len(parts)
+    return ", ".join(parts) + (f" and {more} more values" if more else "")

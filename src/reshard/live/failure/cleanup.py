@@ -22,7 +22,6 @@ import torch.distributed as dist
 from reshard.errors import LiveError, ReshardError
 from reshard.live.failure.watch import Watch
 from reshard.live.session.cause import CallAheadError, Cause
-from reshard.live.session.group_store import UndecidedError
 from reshard.live.session.session import (
     Session,
     Ticket,
@@ -31,6 +30,7 @@ from reshard.live.session.session import (
     session_of,
     sessions,
 )
+from reshard.live.session.store import UndecidedError
 from reshard.live.session.threads import Worker, release_locks_of
 
 __all__ = ["abandon", "clean_up", "fail_and_close", "with_ticket"]

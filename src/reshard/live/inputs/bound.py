@@ -108,6 +108,7 @@ class AcceptedTensors:
         self._strides = {n: one for n, one in bound.strides.items() if n in numbers}
         self._on_devices = [n for n in bound.on_devices if n in numbers]
         self._devices = {bound.tensors[n].device for n in self._on_devices}
+        self._is_plain = not (self._strides or self._on_devices)
         self._guards = guards.TensorGuards(
             *tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None
         )
@@ -123,9 +124,10 @@ class AcceptedTensors:
         bound.tensors.update(zip(self._numbers, tensors, strict=True))
         for number, address in zip(self._numbers, map(_data_ptr, tensors), strict=True):
             addresses[number] = address
-        bound.strides |= self._strides
-        bound.on_devices += self._on_devices
-        bound.devices |= self._devices
+        if not self._is_plain:
+            bound.strides |= self._strides
+            bound.on_devices += self._on_devices
+            bound.devices |= self._devices
         return True
 
 

@@ -25,7 +25,6 @@ from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, R
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause
 from reshard.live.session.control import Retired
-from reshard.live.session.group_store import GroupStore, StoreGoneError
 from reshard.live.session.listener import (
     HostPeer,
     Listener,
@@ -37,8 +36,10 @@ from reshard.live.session.mailbox import Mailbox
 from reshard.live.session.shared_memory import AbortFlags, BufferPool, SharedBuffer
 from reshard.live.session.store import (
     REQUEST_SECONDS,
+    GroupStore,
     Store,
     StoreClient,
+    StoreGoneError,
     TCPStore,
     connect_store,
     poll_until,

@@ -21,10 +21,9 @@ import torch.distributed as dist
 from reshard.errors import LiveError
 from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls, Cause, Tag
-from reshard.live.session.group_store import own_connection, undecided
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import Store
+from reshard.live.session.store import Store, own_connection, undecided
 from reshard.live.session.threads import OwnedLock, Worker
 from reshard.text import count, log
 

@@ -1,8 +1,14 @@
-"""The store of a session, in which its ranks compare plans and post why a call failed.
+"""The store of a session, and that of the caller's process group.
 
-The lowest rank serves it. The caller's process group only carries its address, so a failure of the
-store cannot break that group. A store whose host is unreachable neither answers nor fails, so
-worker threads make all requests.
+In its own store the ranks of a session compare plans and post why a call failed. The lowest rank
+serves it. The caller's group only carries its address, so a failure of the store cannot break that
+group. A store whose host is unreachable neither answers nor fails, so worker threads make all
+requests.
+
+In the store of the caller's group the ranks of a session find each other. Torch serves it in one
+process of the job, or in the launcher. A request to a process that is stopped (SIGSTOP) is neither
+answered nor refused, so all requests have a time limit. What becomes of a request that was not
+answered is open: the process may go on later. That is an `UndecidedError`.
 """
 
 from __future__ import annotations
@@ -21,12 +27,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore, Work
 
-from reshard.errors import PeerLostError
+from reshard.errors import MoveTimeoutError, PeerLostError
 from reshard.live.session.threads import Task, Worker
 
 __all__ = [
-    "REQUEST_SECONDS", "PrefixStore", "Store", "StoreClient", "TCPStore", "Work", "clone_of",
-    "connect_store", "missing_keys", "poll_until", "serve_store",
+    "REQUEST_SECONDS", "GroupStore", "PrefixStore", "Store", "StoreClient", "StoreGoneError",
+    "TCPStore", "UndecidedError", "Work", "clone_of", "connect_store", "own_connection",
+    "poll_until", "serve_store", "undecided",
 ]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
@@ -43,6 +50,9 @@ MAX_LEFT = 4
 """Connections that a client replaces while none of them answers."""
 
 SIOCGIFADDR = 0x8915
+
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""The environment variable by which torchrun says that it serves the store itself."""
 
 T = TypeVar("T")
 
@@ -63,13 +73,6 @@ def poll_until(seconds: float) -> Iterator[bool]:
         yield time.monotonic() <= end
         time.sleep(pause)
         pause = min(pause * 1.5, 0.02)
-
-
-def missing_keys(store: Store | StoreClient, keys: Mapping[int, str]) -> list[int]:
-    """The ranks whose keys are not in the store."""
-    if store.check(list(keys.values())):
-        return []
-    return [rank for rank, key in keys.items() if not store.check([key])]
 
 
 class StoreClient:
@@ -137,6 +140,16 @@ class StoreClient:
         """Whether all keys are in the store."""
         return bool(self.request(lambda store: store.check(keys)))
 
+    def values(self, keys: Mapping[int, str]) -> dict[int, bytes]:
+        """The values of those keys that are in the store."""
+        names = list(keys.values())
+
+        def read(store: Store) -> dict[int, bytes]:
+            whole = store.check(names)
+            return {at: store.get(key) for at, key in keys.items() if whole or store.check([key])}
+
+        return self.request(read)
+
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None; only for keys that no rank deletes."""
         return self.request(
@@ -151,8 +164,10 @@ class StoreClient:
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
+        if not self.is_stuck:
+            return
         self._left = [worker for worker in self._left if worker.is_alive]
-        if self.is_stuck and len(self._left) < MAX_LEFT:
+        if len(self._left) < MAX_LEFT:
             self._worker.end()
             self._left.append(self._worker)
             self._stuck, self._own, self._worker = None, None, Worker()
@@ -268,3 +283,65 @@ def _addresses() -> list[str]:
 
 def _datagram_socket() -> socket.socket:
     return socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+
+
+class UndecidedError(Exception):
+    """The store does not answer, so it is open whether the session is connected."""
+
+    def __init__(self, error: MoveTimeoutError) -> None:
+        super().__init__(str(error))
+        self.error = error
+        """What the user's call raises."""
+
+
+class StoreGoneError(Exception):
+    """The process that serves the store has ended."""
+
+
+def undecided(rank: int, seconds: float, what: str) -> UndecidedError:
+    """The error of a call that has waited this long for the store."""
+    by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "usually rank 0 of the job"
+    return UndecidedError(MoveTimeoutError(
+        f"the process that serves the store of the process group, {by}, has not answered for "
+        f"{seconds:g} s: ranks find each other there before {what}; if stopped, let it go on; "
+        f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
+    ))  # fmt: skip
+
+
+def own_connection(store: Store) -> Store:
+    """A connection of our own: a thread of the user that waits for a key blocks the group's."""
+    with contextlib.suppress(RuntimeError, NotImplementedError):
+        return clone_of(store)
+    return store  # a kind of store that cannot be cloned
+
+
+class GroupStore(StoreClient):
+    """Makes requests to the store for a rank that waits up to ``seconds`` for the others."""
+
+    max_seconds = float("inf")
+
+    def __init__(self, store: Store, rank: int, seconds: float, what: str) -> None:
+        super().__init__(store, rank, seconds)
+        self._own, self._rank, self._what = None, rank, what
+
+    def set(self, key: str, value: str) -> None:
+        """Write a value."""
+        self.request(lambda store: store.set(key, value))
+
+    def close(self) -> None:
+        """End the worker; a thread that still waits in this rendezvous fails at once."""
+        self._end = self._end or "this rank has given up"
+        super().close()
+
+    def _connected(self) -> Store:
+        if self._own is None:
+            self._own = own_connection(self._store)
+        return self._own
+
+    def _silent(self, seconds: float) -> Exception:
+        if seconds < self.seconds:
+            return PeerLostError("the store of the process group is slow")  # the caller goes on
+        return undecided(self._rank, seconds, self._what)
+
+    def _lost(self, reason: str) -> Exception:
+        return StoreGoneError(reason)

@@ -1,7 +1,6 @@
 """Transports carry messages between ranks, and the executor runs the rounds of a call on them.
 
-base         the interface of a transport: read this first
-exchange     the executor: the rounds of a call
+base         the interface of a transport, and the executor of the rounds: read this first
 host         ranks of one host, through shared memory and the memory of the other process
 gloo         ranks of different hosts
 gloo_group   a gloo group of the session's own

@@ -1,4 +1,4 @@
-"""The interface of a transport, which carries messages from one rank to another.
+"""The interface of a transport, and the executor, which runs the rounds of a call on transports.
 
 To add a transport, write a subclass of `Transport` and let ``call.py`` choose it for the peers that
 it reaches. It needs these concepts and no others:
@@ -24,7 +24,7 @@ it reaches. It needs these concepts and no others:
 11. Cause         Why a call failed; ``watch.fail(cause)`` makes all its ranks raise.
 12. Options       What the user asked for; the run report shows `Transport.label` for each peer.
 
-The executor (``exchange.py``) calls a transport in this order, on every rank:
+The executor (`Exchange`) calls transports in this order, on every rank:
 
     send_hellos       tell every peer that this rank has entered the call
                       ... wait until the Hellos of all peers have arrived
@@ -41,14 +41,22 @@ The executor (``exchange.py``) calls a transport in this order, on every rank:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from time import perf_counter
 
 import torch
 
-from reshard.live.copy.reduce import Arrived
-from reshard.live.program.rounds import Round
+from reshard.live.copy.gpu import TorchCopies
+from reshard.live.copy.host import Bases, HostCopies
+from reshard.live.copy.reduce import Arrived, OrderedSum, sums_of
+from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.blocks import CopyList
+from reshard.live.program.rounds import Program, Round
+from reshard.live.session.mailbox import Inbox
+from reshard.show.run_report import RoundReport, RunReport
+from reshard.text import format_bytes
 
-__all__ = ["Transport"]
+__all__ = ["Copies", "Exchange", "Transport", "Wait", "compile_copies"]
 
 
 class Transport(ABC):
@@ -96,3 +104,168 @@ class Transport(ABC):
     @abstractmethod
     def close(self, ok: bool) -> None:
         """End the call; after a failure no peer may access the tensors. May be repeated."""
+
+
+Wait = Callable[[Callable[[], Collection[int]], Callable[[int], str]], None]
+"""Waits until no peer is missing; the second function says what a peer is waited for."""
+
+
+Copies = HostCopies | TorchCopies
+
+
+def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
+    """Compile copies for the devices that the tensors of a call are on."""
+    return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
+
+
+def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
+    """A call without peers waits for none."""
+
+
+NO_MESSAGES = Inbox()
+"""The inbox of a call without peers."""
+
+
+class Exchange:
+    """Runs the rounds of one call on one rank."""
+
+    number = -1
+    done = 0
+    """Bytes that have been received or copied."""
+    _fused = False
+    _gpu: torch.device | None = None
+    _part: RoundReport | None = None
+    """The report of the round, if the caller wants one."""
+    _since = 0.0
+    """When the last phase of the round ended."""
+
+    def __init__(
+        self,
+        program: Program,
+        bound: BoundTensors,
+        transports: Sequence[Transport] = (),
+        inbox: Inbox = NO_MESSAGES,
+        wait: Wait = _no_wait,
+        report: RunReport | None = None,
+        after_round: Callable[[Round], None] | None = None,
+    ) -> None:
+        self.program, self.bound, self.transports = program, bound, transports
+        self.inbox, self._wait = inbox, wait
+        self.report, self._after_round = report, after_round
+        for one in transports:
+            self._fused = self._fused or one.fuses_copies
+            self._gpu = self._gpu or one.gpu
+
+    def run(self) -> None:
+        """Run all rounds."""
+        program, bound, transports, report = self.program, self.bound, self.transports, self.report
+        key = ("own", self._fused, not bound.on_devices)
+        for number in range(program.num_rounds):
+            self.number, round_ = number, program.round(number)
+            if report is not None:
+                self._since = perf_counter()
+                self._part = report.begin_round(number, self._since)
+            arrived: Arrived = {}
+            staged = 0
+            for transport in transports:
+                staged += transport.begin(round_)
+            if report is not None:
+                self._spent("packing")
+            copies, sums = round_.kept.get(key) or self._compile_own(round_, key)
+            if copies is not None:
+                copies.run(bound)
+                if report is not None:
+                    self._spent("unpacking")
+            if round_.receives:
+                self._receive(round_, sums, arrived)
+            if sums:
+                staged += self._add_up(round_, sums, arrived)
+            if transports:
+                self._await_release(round_)
+            self.done += round_.num_kept_bytes
+            if self._part is not None:
+                self._finish_report(round_, self._part, staged)
+            if self._after_round is not None:
+                self._after_round(round_)
+
+    def _spent(self, phase: str) -> None:
+        """Count the time since the last phase as time of this one."""
+        if self._part is not None:
+            now = perf_counter()
+            self._part.spent(phase, self._since, now - self._since)
+            self._since = now
+
+    def _receive(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> None:
+        """Receive what comes from peers, in the order in which it comes."""
+        available, number = self.inbox.ready, round_.number
+        pending = set(round_.receives)
+        while pending:
+            ready = {peer for peer in pending if (peer, number) in available}
+            if not ready:
+                self._await_message(round_, pending)
+                continue
+            for transport in self.transports:
+                mine = transport.peers & ready
+                if mine:
+                    transport.receive(round_, mine, arrived)
+                    if not sums:
+                        transport.release(round_, mine)
+            pending -= ready
+            self._spent("unpacking")
+
+    def _compile_own(self, round_: Round, key: object) -> tuple[Copies | None, list[OrderedSum]]:
+        """Copies of what stays on this rank, and sums; own addends are in the sums.
+
+        A transport that fuses copies makes them itself.
+        """
+        listed, both = CopyList(), (round_.copies, *round_.receives.values())
+        stay = () if self._fused else [one for one in round_.copies if one.addend < 0]
+        for transfer in stay:
+            listed.add(transfer.width, transfer.source, transfer.destination)
+        copies = compile_copies(listed, self.bound) if stay else None
+        addends = [one for transfers in both for one in transfers if one.addend >= 0]
+        sums = sums_of(addends, self.program.staging) if addends else []
+        round_.kept[key] = copies, sums
+        return copies, sums
+
+    def _add_up(self, round_: Round, sums: Sequence[OrderedSum], arrived: Arrived) -> int:
+        """Add up, and let go of the messages; gives the bytes of the largest accumulator."""
+        largest = max(one.run(self.bound, arrived, self._gpu) for one in sums)
+        for transport in self.transports:
+            transport.release(round_, transport.peers & round_.receives.keys())
+        self._spent("unpacking")
+        return largest
+
+    def _await_message(self, round_: Round, pending: set[int]) -> None:
+        """Wait until one of these peers has a message for this rank."""
+        ready, number = self.inbox.ready, round_.number
+
+        def missing() -> set[int]:
+            return set() if any((peer, number) in ready for peer in pending) else pending
+
+        self._wait(missing, lambda peer: self.program.part_text(round_, peer))
+        self._spent("waiting")
+
+    def _await_release(self, round_: Round) -> None:
+        for transport in self.transports:
+            if transport.unreleased(round_):
+                self._wait(
+                    lambda: [peer for one in self.transports for peer in one.unreleased(round_)],
+                    lambda peer: f"it to take {self.program.part_text(round_, peer)}",
+                )
+        for transport in self.transports:
+            transport.end_round(round_)
+        self._spent("waiting")
+
+    def _finish_report(self, round_: Round, part: RoundReport, staged: int) -> None:
+        part.bytes_sent, part.bytes_received, part.bytes_copied = round_.bytes
+        part.messages_sent, part.messages_received = len(round_.sends), len(round_.receives)
+        part.bytes_staged = staged
+        part.seconds = perf_counter() - part.started
+
+    def status(self) -> str:
+        """How far this rank has come, for errors."""
+        program = self.program
+        where = program.round_text(self.number) if self.number >= 0 else "no round begun"
+        amount = f"{format_bytes(self.done)} of {format_bytes(program.num_bytes)} done"
+        return f"on rank {program.rank}: {where}, {amount}"

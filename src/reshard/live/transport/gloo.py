@@ -22,8 +22,7 @@ from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.cause import Cause
 from reshard.live.session.control import Hello, Ready, decode, encode
-from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import Copies, compile_copies
+from reshard.live.transport.base import Copies, Transport, compile_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]

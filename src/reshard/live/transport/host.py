@@ -11,9 +11,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from reshard.errors import LiveError
-from reshard.layout.columns import Ints
+from reshard.layout.columns import Ints, drop_oldest
 from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.peer_memory import PeerMemory
 from reshard.live.failure.watch import Watch
@@ -30,8 +31,7 @@ from reshard.live.program.messages import (
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.base import Transport
-from reshard.live.transport.exchange import Copies, compile_copies
+from reshard.live.transport.base import Copies, Transport, compile_copies
 
 __all__ = ["HostTransport"]
 
@@ -131,10 +131,13 @@ class HostTransport(Transport):
         self._rounds: dict[int, _HostRound] = {}
         """Rounds that were compiled with the Hellos of all peers."""
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
-        self._key = ("host", option, self._direct, bound.is_host, own)
+        self._key = (option, self._direct, bound.is_host, own)
         """What a compiled round depends on, besides the tensors of peers."""
-        self._memory = PeerMemory(watch)
         watch.written = bound
+
+    @cached_property
+    def _memory(self) -> PeerMemory:
+        return PeerMemory(self.watch)
 
     def label(self, peer: int) -> str:
         way = "peer memory" if peer in self._direct else "shared memory"
@@ -168,13 +171,10 @@ class HostTransport(Transport):
 
     def begin(self, round_: Round) -> int:
         """Write into tensors of peers, stage, and announce what did not go with the Hellos."""
-        compiled = self._round(round_)
-        if compiled.later.messages:
-            self._begin_rendezvous(round_, compiled)
-        return compiled.staged
-
-    def _begin_rendezvous(self, round_: Round, compiled: _HostRound) -> None:
-        bound, sends = self.bound, compiled.later.messages
+        compiled, bound = self._round(round_), self.bound
+        sends = compiled.later.messages
+        if not sends:
+            return compiled.staged
         self._stage(compiled.later, compiled.end)
         for peer, send in sends.items():
             if send.iovecs is not None:
@@ -187,6 +187,7 @@ class HostTransport(Transport):
                 number, fd = self._buffers[-1].number, self._buffers[-1].fd_for(peer)
             ready = Ready(self.watch.call, round_.number, number, send.offset)
             self.watch.mailbox.send(peer, ready, fd)
+        return compiled.staged
 
     def _stage(self, batch: _Batch, end: int) -> None:
         """Pack messages into the shared buffer, in which those of the round end there."""
@@ -257,14 +258,12 @@ class HostTransport(Transport):
 
     def _compiled(self, round_: Round, masks: tuple[tuple[int, bytes], ...]) -> _HostRound:
         """The compiled round; ``masks`` say which tensors of which peers must not be touched."""
+        kept: dict[object, _HostRound] = round_.kept.setdefault("host", {})
         key = (*self._key, masks)
-        found: _HostRound | None = round_.kept.get(key)
+        found = kept.get(key)
         if found is None:
-            # A copy: other calls of this plan, in flight on other threads, add to it meanwhile.
-            others = [one for one in [*round_.kept] if isinstance(one, tuple) and one[0] == "host"]
-            for other in others[MAX_KEPT:]:
-                round_.kept.pop(other, None)
-            found = round_.kept[key] = self._compile(round_, bool(masks))
+            drop_oldest(kept, MAX_KEPT - 1)
+            found = kept[key] = self._compile(round_, bool(masks))
         return found
 
     def _compile(self, round_: Round, masked: bool) -> _HostRound:
