@@ -14,13 +14,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
 from side_by_side import arguments, run_ranks, tell
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import reshard as rs
 from reshard.live.copy import host as host_copy
@@ -29,6 +32,8 @@ from reshard.live.inputs import bound
 from reshard.live.program import messages, rounds
 from reshard.live.program.messages import Policy
 from reshard.live.transport import gloo, host
+from reshard.tensors import agreement
+from reshard.tensors.dtensor import redistribution
 
 GAIN = 1.1
 
@@ -169,12 +174,7 @@ def small(num: int, quick: bool) -> Iterator[Case]:
     off = patched(rounds, "MAX_DEFERRED_BYTES", 0)
     name = "eager messages whose sender does not wait: 16 KiB"
     yield case_of(name, make, tensors, None, off, 50)
-    compile_round = host.HostTransport._compile
-
-    def later(*args: Any) -> Any:
-        return replace(compile_round(*args), eager={})
-
-    off = patched(host.HostTransport, "_compile", later)
+    off = patched(messages.Message, "is_eager", property(lambda _: False))
     yield case_of("eager messages with the Hello: 16 KiB", make, tensors, None, off, 50)
     off = patched(host_copy, "FEW_BLOCKS", 0)
     name = "few blocks copied in a loop over plain numbers: 16 KiB"
@@ -190,8 +190,47 @@ def many_blocks(num: int, quick: bool) -> Iterator[Case]:
         yield case_of(f"arrays of strided blocks kept: {count} x 16 KiB", *move, off, 5)
     off = patched(bound.Locals, "disjoint", property(lambda _: None, lambda _, value: None))
     yield case_of("overlaps checked once: 400 x 16 KiB", *move, off, 5)
-    off = patched(bound, "_PLAIN", set())
-    yield case_of("short check of plain tensors: 400 x 16 KiB", *move, off, 5)
+    off = patched(bound.AcceptedTensors, "bind", lambda *_: False)
+    yield case_of("tensors accepted like those before: 400 x 16 KiB", *move, off, 5)
+    off = patched(bound, "_allocator_on", lambda device: partial(bound._empty_strided, device))
+    name = "tensors allocated as compiled code does: 400 x 16 KiB"
+    yield case_of(name, move[0], move[1], None, off, 5)
+
+
+def strided(num: int, quick: bool) -> Iterator[Case]:
+    """A large tensor, and a small one that is not contiguous."""
+    rows, columns, _ = layouts(num)
+    side = 1024 if quick else 4096
+    shapes = {"large": (side, side), "small": (64, 64)}
+    sides = [
+        {name: rs.TensorSpec(shape, "float32", layout) for name, shape in shapes.items()}
+        for layout in (rows, columns)
+    ]
+    tensors = {"large": torch.randn(side // num, side), "small": torch.randn(64, 64 // num).t()}
+    into = {"large": torch.empty(side, side // num), "small": torch.empty(64 // num, 64).t()}
+
+    def all_or_nothing(self: Any, peer: int, base: Any, masked: bool, own: bool) -> bool:
+        if own:
+            return bool(self.bound.is_plain)
+        return not (masked and self.watch.inbox.hellos[peer].strided)
+
+    off = patched(host.HostTransport, "_may_touch", all_or_nothing)
+    name = "plain tensors beside one that is not contiguous read directly: 64 MiB"
+    yield case_of(name, lambda: rs.plan(*sides), tensors, into, off, 4)
+
+
+def without_a_plan(num: int, quick: bool) -> Iterator[Case]:
+    """Calls besides those of `plan.run`: repeated moves of DTensors, and agreements."""
+    mesh = init_device_mesh("cpu", (num,))
+    local = torch.randn(32, 32)
+    off = patched(redistribution, "repeat", lambda *_: None)
+    for have, want in ((Replicate(), Shard(0)), (Shard(0), Shard(1))):
+        tensor = DTensor.from_local(local, mesh, [have])
+        run = partial(rs.move, tensor, to=(mesh, [want]))
+        yield Case(f"moves of DTensors kept: 32 x 32, {have} to {want}", run, run, off, 50)
+    run = partial(agreement.Agreement(None, "a benchmark").gather, [1, 2, 3])
+    off = patched(agreement, "gather_bytes", lambda *_, **__: None)
+    yield Case("agreement on one host without a plan: 7 bytes", run, run, off, 50)
 
 
 def tiny_runs(num: int, quick: bool) -> Iterator[Case]:
@@ -240,7 +279,7 @@ def sums(num: int, quick: bool) -> Iterator[Case]:
     yield case_of("two addends without an accumulator: 16 MiB", make, tensors, into, off, 4)
 
 
-CASES = (large, small, many_blocks, tiny_runs, sums)
+CASES = (large, small, many_blocks, strided, without_a_plan, tiny_runs, sums)
 
 
 if __name__ == "__main__":
