@@ -164,10 +164,9 @@ class StoreClient:
 
     def renew(self) -> None:
         """Replace a connection whose store does not answer: TCP may notice the loss much later."""
-        if not self.is_stuck:
-            return
-        self._left = [worker for worker in self._left if worker.is_alive]
-        if len(self._left) < MAX_LEFT:
+        if self._left:
+            self._left = [worker for worker in self._left if worker.is_alive]
+        if self.is_stuck and len(self._left) < MAX_LEFT:
             self._worker.end()
             self._left.append(self._worker)
             self._stuck, self._own, self._worker = None, None, Worker()
