@@ -13,6 +13,8 @@ import numpy as np
 
 import reshard as rs
 from reshard.layout.layout import BoxLayout
+from reshard.rules import Rules
+from reshard.rules.models import preset, tensors
 from tests import bounds, oracle
 from tests.cases import DTYPES
 from tests.checks import same, storage
@@ -113,3 +115,17 @@ def least_of_busiest(plan: rs.Plan) -> float:
         for holders, count in found.items():
             missing[holders] = missing.get(holders, 0) + count * itemsize
     return bounds.lp_balance(missing)
+
+
+def model_plan(
+    model: str, have: str, want: str, fsdp: str | None = None, **more: object
+) -> rs.Plan:
+    """A plan for all tensors of a model, from FSDP over an axis to copies on a mesh."""
+    shapes = tensors(model)
+    sides = []
+    for mesh, axes in ((rs.Mesh.parse(have), fsdp), (rs.Mesh.parse(want), None)):
+        replicate = " ".join(axis for axis in mesh.axes if axis != axes)
+        rules = Rules.load(config=preset(model), fsdp=axes, replicate=replicate)
+        layouts = rules.layouts({name: s for name, (s, _) in shapes.items()}, mesh)
+        sides.append({n: rs.TensorSpec(s, d, layouts[n]) for n, (s, d) in shapes.items()})
+    return rs.plan(*sides, **more)  # type: ignore[arg-type]

@@ -140,3 +140,19 @@ def test_seconds_are_near_the_optimum(first: int) -> None:
             f"case {number}: {summary.seconds / least:.3f} {have!r} {want!r} {topology.hosts} "
             f"{summary.bottleneck}"
         )
+
+
+@pytest.mark.parametrize("ranks", ["", " @ 256-511"], ids=["the same ranks", "other ranks"])
+def test_a_model_keeps_hosts_and_ranks_in_balance(ranks: str) -> None:
+    """Llama-3-70B, FSDP over 256 ranks to 32 copies of tp=8, 8 ranks a host."""
+    sides = ("llama-3-70b", "dp=256", f"replica=32 tp=8{ranks}", "dp")
+    plan, plain = moves.model_plan(*sides, topology=rs.Topology()), moves.model_plan(*sides)
+    summary = plan.summary()
+    assert summary.num_rounds <= 1.2 * plain.num_rounds
+    assert summary.between_hosts_bytes == summary.between_hosts_lower_bound_bytes
+    assert summary.wire_bytes == summary.lower_bound_bytes
+    assert summary.busiest_relay_bytes <= 1.1 * summary.mean_relay_bytes
+    assert summary.bottleneck_over_mean is not None
+    assert summary.bottleneck_over_mean <= 1.01
+    relays = plan.traffic.links[1, 0, 0][-256:]
+    assert relays.max() <= 1.05 * relays.mean(), "a rank of a host sends more than its share"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from reshard.show.page import render
 from reshard.show.page.document import Footer
+from tests.moves import model_plan
 from tests.show.browser import Browser, Tab, find_chromium
-from tests.show.test_plan_text import model_plan
 
 MAX_BYTES = 150_000
 

@@ -24,7 +24,8 @@ from reshard.show.run_report import RoundReport, RunReport
 from tests import strategies
 from tests.cases import Side
 from tests.checks import build
-from tests.show.test_plan_text import model_plan, side
+from tests.moves import model_plan
+from tests.show.test_plan_text import side
 
 
 class Tags(HTMLParser):

@@ -14,9 +14,10 @@ from reshard import checkpoint
 from reshard.cli import run
 from reshard.show.page import render
 from reshard.show.page.stored import render_stored
+from tests.moves import model_plan
 from tests.show.browser import Browser, Tab
 from tests.show.test_cells_and_reports import report_of, save_tensors
-from tests.show.test_plan_text import model_plan, side
+from tests.show.test_plan_text import side
 from tests.soak import within
 
 

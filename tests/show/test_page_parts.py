@@ -24,7 +24,8 @@ from reshard.show.plan_text import stack_rows
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case
-from tests.show.test_plan_text import model_plan, side
+from tests.moves import model_plan
+from tests.show.test_plan_text import side
 from tests.soak import cases, within
 
 INK = {False: "#16181b", True: "#f4f6f8"}

@@ -25,7 +25,8 @@ from reshard.show.trace import to_trace
 from tests import strategies
 from tests.cases import Case, Side
 from tests.checks import build, plan_case
-from tests.show.test_plan_text import model_plan, side
+from tests.moves import model_plan
+from tests.show.test_plan_text import side
 from tests.soak import cases
 
 EXAMPLES = settings(max_examples=cases(80, 200), derandomize=True, deadline=None)

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given, reject, settings
 
 import reshard as rs
-from reshard.rules import Rules
-from reshard.rules.models import preset, tensors
+from reshard.show.page import render
 from reshard.show.plan_text import describe, reasons, stack_rows
 from tests import strategies
 from tests.cases import Case
 from tests.checks import plan_case
+from tests.moves import model_plan
 from tests.soak import cases
 
 ONE_TENSOR = """\
@@ -45,19 +45,6 @@ def side(mesh: str, layout: str) -> rs.Layout:
 
 def spec(shape: tuple[int, ...], dtype: str, mesh: str, layout: str) -> rs.TensorSpec:
     return rs.TensorSpec(shape, dtype, side(mesh, layout))
-
-
-def model_plan(
-    model: str, have: str, want: str, fsdp: str | None = None, **more: object
-) -> rs.Plan:
-    shapes = tensors(model)
-    sides = []
-    for mesh, axes in ((rs.Mesh.parse(have), fsdp), (rs.Mesh.parse(want), None)):
-        replicate = " ".join(axis for axis in mesh.axes if axis != axes)
-        rules = Rules.load(config=preset(model), fsdp=axes, replicate=replicate)
-        layouts = rules.layouts({name: s for name, (s, _) in shapes.items()}, mesh)
-        sides.append({n: rs.TensorSpec(s, d, layouts[n]) for n, (s, d) in shapes.items()})
-    return rs.plan(*sides, **more)  # type: ignore[arg-type]
 
 
 def test_one_tensor() -> None:
@@ -160,6 +147,33 @@ def test_nothing_at_all() -> None:
     assert describe(rs.plan({}, {})).startswith("Plan of 0 tensors, 0 B, nothing to do\n\nwire")
     empty = rs.plan(side("x=2", "x -"), side("y=2", "- y"), shape=(0, 4))
     assert "Nothing travels: there are no bytes." in describe(empty)
+
+
+@pytest.mark.parametrize("shares", ["", "[16,16,16,16,16,16,16,4096]"])
+def test_what_is_out_of_balance_is_marked(shares: str) -> None:
+    """Rank 7 holds nearly all of it: the link of its host, and some relays, are busier than others.
+    Where all ranks hold as much, nothing is marked."""
+    have, want = side("x=8", f"x{shares} -"), side("y=2 z=8 @ 8-23", "z -")
+    topology = rs.Topology(ranks_per_host=3 if shares else 8)
+    plan = rs.plan(have, want, shape=(4208 if shares else 4096, 64), topology=topology)
+    found, text, page = plan.summary(), describe(plan), render(plan)
+    ratios = found.busiest_relay_bytes / found.mean_relay_bytes, found.bottleneck_over_mean
+    marks = [f"OUT OF BALANCE: {ratio:.2f} x the mean" for ratio in ratios if ratio > 1.2]
+    assert len(marks) == (2 if shares else 0)
+    for shown in (text, page):
+        assert shown.count("OUT OF BALANCE") == len(marks)
+        assert all(mark in shown for mark in marks)
+    assert page.count('class="note bad"') == len(marks)
+
+
+def test_sums_between_hosts_have_no_least() -> None:
+    sides = side("x=4", "- - | sum x"), side("x=4", "x -")
+    plan = rs.plan(*sides, shape=(64, 64), topology=rs.Topology(ranks_per_host=2))
+    assert plan.summary().between_hosts_lower_bound_bytes is None
+    text = describe(plan)
+    assert "between hosts  32.0 KiB\n" in text
+    assert "32.0 KiB goes between hosts. The bottleneck is" in text
+    assert "0 B at least" not in render(plan)
 
 
 def test_seconds_and_hosts_need_a_topology() -> None:

@@ -2,11 +2,10 @@
 
 How a part reaches all ranks that lack it:
 
-- The relay gets the part from its sender and passes it on to an entry rank on every other host
-  where no rank holds it, and to the other ranks of its own host.
-- On a host where some rank holds the part, one of these serves the entry rank.
+- The relay gets the part from its sender, unless it holds it, and passes it on to an entry rank on
+  every other host where no rank holds it, and to the other ranks of its own host.
+- On a host where some rank holds the part, one of these serves the entry rank; the relay's too.
 - An entry rank passes the part on to the other ranks of its host.
-- Where a rank of the relay's own host holds the part, the sender serves the entry ranks directly.
 
 So a byte enters a host once, and not at all where it is held. Sending and passing on are shared
 over hosts, which have links of their own, then over the ranks of each host; only what must enter
@@ -74,7 +73,7 @@ class HostFlow(Flow):
     def near(self) -> tuple[Ints, Ints]:
         """Parts, each with its stations where some rank holds it, and with that of its relay."""
         part, at = repeated(self.hosts.first, self.hosts.kinds.of[self.parts().runs.cell])
-        rest = np.flatnonzero(~self.from_source)
+        rest = np.flatnonzero(~self._held_at_home)
         return np.append(part, rest), np.append(self.hosts.wanted_at[at], self._own[rest])
 
     @cached_property
@@ -90,11 +89,11 @@ class HostFlow(Flow):
         return self.wanting.find(parts.line, self.home(parts.destination))
 
     @cached_property
-    def from_source(self) -> Mask:
-        """Where the sender serves all entry ranks itself: the relay's host holds the part."""
+    def _held_at_home(self) -> Mask:
+        """Where some rank of the relay's host holds the part."""
         parts = self.parts()
-        direct: Mask = self.holding.find(parts.send_line, self.home(parts.destination)) >= 0
-        return direct
+        held: Mask = self.holding.find(parts.send_line, self.home(parts.destination)) >= 0
+        return held
 
     @cached_property
     def _relay_holds(self) -> Mask:
@@ -136,11 +135,11 @@ class HostFlow(Flow):
         entry = wanting.members[wanting.first[station] + self.turn[at] % size]
         near, _ = LineSet.sorted(np.searchsorted(mine, at), entry, len(mine))
         again = wanting.counts[self._first_needy[mine]] != size
-        way = np.where(self.from_source[mine], again, 2)
+        way = np.where(self._relay_holds[mine], again, 2)
         for hop, which in ((0, 0), (0, 1), (1, 2)):
             some = np.flatnonzero(way == which)
             rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
-            rows = replace(rows, source=rows.destination) if hop else rows
+            rows = replace(rows, source=rows.destination)
             fan = Fan(rows, entries, np.arange(len(some)), near.take(some), apart=True)
             if fan.served.any():
                 yield fan
@@ -153,11 +152,11 @@ class HostFlow(Flow):
         wanted = self.wanting.find(parts.line, np.full(len(parts), here))
         rows = [np.flatnonzero(wanted >= 0)]
         stations = [wanted[rows[0]]]
-        plain = np.flatnonzero((parts.source == rank) & ~self.from_source)
+        plain = np.flatnonzero((parts.source == rank) & ~self._held_at_home)
         plain = plain[self.wanting.host[self._own[plain]] != here]
         rows.append(plain)
         stations.append(self._own[plain])
-        chosen = np.flatnonzero(np.where(self.from_source, parts.source, parts.destination) == rank)
+        chosen = np.flatnonzero(parts.destination == rank)
         row, station = repeated(self.wanting.of_line, parts.line[chosen])
         away = np.flatnonzero(self.wanting.host[station] != here)
         rows.append(chosen[row[away]])
@@ -205,7 +204,7 @@ class HostFlow(Flow):
     ) -> tuple[Ints, Ints, Ints, Ints]:
         """Who sends a part to a station, at which hop; and for every lacking member of it, whether
         it is the entry rank, and whether its copy is the first that leaves a source rank."""
-        parts, turn, direct = self.parts(), self.turn[at], self.from_source[at]
+        parts, turn, ready = self.parts(), self.turn[at], self._relay_holds[at]
         relay, own = parts.destination[at], self._own[at] == station
         count = np.bincount(pair, minlength=len(at))
         place = np.arange(len(pair)) - np.repeat(np.cumsum(count) - count, count)
@@ -215,11 +214,11 @@ class HostFlow(Flow):
         local = self.holding.members[
             self.holding.first[inside] + turn % self.holding.counts[inside]
         ]
-        holds = own & self._relay_holds[at]
-        outside = np.where(own | direct, parts.source[at], relay)
+        holds = own & ready
+        outside = np.where(own, parts.source[at], relay)
         feeder = np.where(held >= 0, np.where(holds, relay, local), outside)
-        hop = np.where((held >= 0) | own | direct, 0, 1)
-        begins = station == self._first_needy[at] if direct.any() else own
+        hop = np.where((held >= 0) | own | ready, 0, 1)
+        begins = station == self._first_needy[at] if ready.any() else own
         once = np.where(holds[pair], place == 0, enters)
         first = np.where(held[pair] >= 0, once, begins[pair])
         return feeder, hop, enters, first

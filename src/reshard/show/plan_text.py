@@ -33,12 +33,21 @@ from reshard.layout.grid import num_addends
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import format_ranks
 from reshard.planning.classes import Stack
-from reshard.planning.cost.summary import needs_of
+from reshard.planning.cost.summary import Summary, needs_of
 from reshard.planning.plans import Plan
 from reshard.show.name_patterns import named, named_pairs
 from reshard.text import align, count, format_bytes, format_shape, shorten
 
-__all__ = ["StackRow", "describe", "figures", "headline", "reasons", "stack_rows"]
+__all__ = [
+    "StackRow",
+    "describe",
+    "figures",
+    "headline",
+    "link_imbalance",
+    "reasons",
+    "relay_imbalance",
+    "stack_rows",
+]
 
 MAX_ROWS = 24
 """Stacks that the text lists, the largest first."""
@@ -143,14 +152,23 @@ def figures(plan: Plan) -> list[tuple[str, str]]:
     if found.busiest_relay_bytes:
         busiest = format_bytes(found.busiest_relay_bytes)
         whom = "rank" if any(flow.direct for flow in plan.flows) else "destination rank"
-        balance = _over_mean(found.busiest_relay_bytes / found.mean_relay_bytes)
-        rows.append(("passed on", f"{busiest} at most by one {whom}{balance}"))
+        marks = [f"{busiest} at most by one {whom}", *relay_imbalance(found)]
+        rows.append(("passed on", ", ".join(marks)))
     return rows + _topology(plan)
 
 
-def _over_mean(ratio: float) -> str:
-    """A mark for what is out of balance."""
-    return f", OUT OF BALANCE: {ratio:.2f} x the mean" if ratio > IMBALANCE else ""
+def relay_imbalance(found: Summary) -> list[str]:
+    """A mark, if a rank passes on far more than the mean."""
+    return _imbalance(found.busiest_relay_bytes / max(found.mean_relay_bytes, 1))
+
+
+def link_imbalance(found: Summary) -> list[str]:
+    """A mark, if a link is far busier than the mean of its kind."""
+    return _imbalance(found.bottleneck_over_mean or 1.0)
+
+
+def _imbalance(ratio: float) -> list[str]:
+    return [f"OUT OF BALANCE: {ratio:.2f} x the mean"] if ratio > IMBALANCE else []
 
 
 def _sources(plan: Plan) -> Iterator[tuple[str, str]]:
@@ -166,15 +184,14 @@ def _topology(plan: Plan) -> list[tuple[str, str]]:
     found = plan.summary()
     if found.seconds is None:
         return []
-    between = _against_least(
-        found.between_hosts_bytes or 0, found.between_hosts_lower_bound_bytes or 0
-    )
-    balance = _over_mean(found.bottleneck_over_mean or 1.0)
-    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}{balance}"
-    return [("between hosts", between), ("seconds", seconds)]
+    between = _against_least(found.between_hosts_bytes or 0, found.between_hosts_lower_bound_bytes)
+    seconds = f"{found.seconds:.3g} predicted; the bottleneck is {found.bottleneck}"
+    return [("between hosts", between), ("seconds", ", ".join([seconds, *link_imbalance(found)]))]
 
 
-def _against_least(num_bytes: int, least: int) -> str:
+def _against_least(num_bytes: int, least: int | None) -> str:
+    if least is None:
+        return format_bytes(num_bytes)
     if num_bytes == least:
         return f"{format_bytes(num_bytes)}, the least possible"
     over = f"{num_bytes / least:.2f} x " if least else "above "
@@ -337,14 +354,13 @@ def _hosts(plan: Plan) -> Iterator[str]:
     figures = plan.summary()
     if figures.between_hosts_bytes is None or not figures.wire_bytes:
         return
-    least = figures.between_hosts_lower_bound_bytes or 0
-    enters = (
-        "each byte enters a host once"
-        if figures.between_hosts_bytes == least
-        else (f"at least {format_bytes(least)} must")
-    )
+    least, enters = figures.between_hosts_lower_bound_bytes, ""
+    if least is not None:
+        once = figures.between_hosts_bytes == least
+        what = "each byte enters a host once" if once else f"at least {format_bytes(least)} must"
+        enters = f": {what}"
     yield (
-        f"{format_bytes(figures.between_hosts_bytes)} goes between hosts: {enters}. "
+        f"{format_bytes(figures.between_hosts_bytes)} goes between hosts{enters}. "
         f"The bottleneck is {figures.bottleneck}."
     )
 

@@ -57,6 +57,8 @@ class Card:
     note: str
     part: float | None = None
     """How full a bar below the figure is, where there is one."""
+    bad: bool = False
+    """Whether the note is a warning."""
 
 
 @dataclass(frozen=True, slots=True)

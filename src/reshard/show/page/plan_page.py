@@ -36,7 +36,14 @@ from reshard.show.page.drawings import Tick, drawing_of, table_of
 from reshard.show.page.links import links_of
 from reshard.show.page.measured import check_reports, run_of
 from reshard.show.picture import picture_of, sharded_dims
-from reshard.show.plan_text import StackRow, headline, reasons, stack_rows
+from reshard.show.plan_text import (
+    StackRow,
+    headline,
+    link_imbalance,
+    reasons,
+    relay_imbalance,
+    stack_rows,
+)
 from reshard.show.terminal import table
 from reshard.show.trace import to_trace
 from reshard.text import count, format_bytes, shorten
@@ -198,8 +205,8 @@ def cards_of(plan: Plan) -> Iterator[Card]:
         ratio = f"{found.busiest_sender_bytes / found.mean_sender_bytes:.2f} x the mean"
         yield Card("Busiest source sends", format_bytes(found.busiest_sender_bytes), ratio)
     if found.busiest_relay_bytes:
-        relayed = format_bytes(found.busiest_relay_bytes)
-        yield Card("Passed on by a rank", relayed, "at most")
+        relayed, marks = format_bytes(found.busiest_relay_bytes), relay_imbalance(found)
+        yield Card("Passed on by a rank", relayed, ", ".join(["at most", *marks]), bad=bool(marks))
     if found.copied_bytes:
         yield Card("Stays on its rank", format_bytes(found.copied_bytes), "copied in place")
     yield from _host_cards(plan)
@@ -209,11 +216,14 @@ def _host_cards(plan: Plan) -> Iterator[Card]:
     found = plan.summary()
     if found.seconds is None or found.between_hosts_bytes is None:
         return
-    least = format_bytes(found.between_hosts_lower_bound_bytes or 0)
-    is_least = found.between_hosts_bytes == found.between_hosts_lower_bound_bytes
-    note = "the least possible" if is_least else f"{least} at least"
+    least, note = found.between_hosts_lower_bound_bytes, ""
+    if least is not None:
+        is_least = found.between_hosts_bytes == least
+        note = "the least possible" if is_least else f"{format_bytes(least)} at least"
     yield Card("Between hosts", format_bytes(found.between_hosts_bytes), note)
-    yield Card("Predicted", f"{found.seconds:.3g} s", f"bottleneck: {found.bottleneck}")
+    marks = link_imbalance(found)
+    note = ", ".join([f"bottleneck: {found.bottleneck}", *marks])
+    yield Card("Predicted", f"{found.seconds:.3g} s", note, bad=bool(marks))
 
 
 def moves_of(rows: Sequence[StackRow], colours: Colours) -> list[Move]:
