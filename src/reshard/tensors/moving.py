@@ -222,11 +222,9 @@ class Request(NamedTuple):
         target = self.want if self.to is None else self.to
         if target is None or (self.want is not None and self.to is not None):
             raise TensorError("a move needs one destination: give want=layout, or to=")
-        if isinstance(self.have, str):
-            Layout.parse(self.have)  # which says what is wrong with it
         if not isinstance(target, DESTINATION_TYPES):
             if isinstance(target, str):
-                Layout.parse(target)
+                Layout.parse(target)  # which says what is wrong with it
             raise TensorError(f"{_show(target)} is no destination: {DESTINATIONS}")
         if self.grad not in ("sum", "replicated"):
             raise TensorError(f'grad="{self.grad}": it is "sum" or "replicated"')
@@ -359,6 +357,8 @@ def _source(
     """The local tensor, its layout, the shape of the whole tensor, and its dtype."""
     tensor, have, shape = request.tensor, request.have, request.shape
     if have is not None and not isinstance(have, Layout):
+        if isinstance(have, str):
+            Layout.parse(have)  # which says what is wrong with it
         raise TensorError(f"have={_show(have)} is no layout: write rs.Layout(mesh, words)")
     if has_layout(tensor):
         spec = spec_of(cast(torch.Tensor, tensor))

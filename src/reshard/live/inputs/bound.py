@@ -33,13 +33,11 @@ from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
 __all__ = [
-    "GPU", "BoundTensors", "Device", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
+    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
     "default_device", "device_of", "has_nccl", "placement_of", "with_index",
 ]  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor | None]
-Device = torch.device | Callable[[str], torch.device]
-"""One device for all tensors, or that of each name."""
 
 guards: Any = getattr(_dynamo, "guards", None)
 """What compiled code checks and allocates tensors with; private to torch, so it may be missing."""
@@ -208,15 +206,15 @@ class BoundTensors:
         if may_recur:
             side.accepted = AcceptedTensors(side.specs, self)
 
-    def create(self, side: Side, device: Device) -> None:
-        """Create the tensors of one side."""
-        allocate = None if callable(device) else _allocator_on(device)
+    def create(self, side: Side, device: torch.device, like: Tensors | None = None) -> None:
+        """Create the tensors of one side on a device, or where those of the same name are."""
+        allocate = _allocator_on(device)
         for (number, name, _, dtype), (shape, strides) in zip(
             side.specs, side.contiguous, strict=True
         ):
-            if callable(device):
-                allocate = _allocator_on(device(name))
-            assert allocate is not None
+            if like is not None:
+                near = like.get(name)
+                allocate = _allocator_on(device if near is None else near.device)
             tensor = allocate(shape, strides, dtype)
             self.tensors[number] = self.result[name] = tensor
             self.addresses[number] = tensor.data_ptr()

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from reshard.errors import LiveError
 from reshard.live.inputs.bound import (
     BoundTensors,
-    Device,
     Locals,
     Tensors,
     default_device,
@@ -146,28 +145,16 @@ def bind(
         if not options.atomic:
             bound.result = {n: tensor for n, tensor in into.items() if tensor is not None}
             return bound
-    device: Device = CPU
-    if bound.on_devices or not bound.tensors or options.device is not None:
-        device = _device_of_new(bound, tensors, group, options)
-    bound.create(want, device)
+    if bound.is_host and bound.tensors and options.device is None:
+        bound.create(want, CPU)
+    elif options.device is not None or not bound.tensors:
+        bound.create(want, home_device(group, options))
+    else:
+        # Where the source of the same name is, or else the first source.
+        first = next(one for one in tensors.values() if one is not None)
+        on_one = len(bound.devices) == 1 and len(bound.on_devices) == len(bound.tensors)
+        bound.create(want, first.device, None if on_one else tensors)
     return bound
-
-
-def _device_of_new(
-    bound: BoundTensors, tensors: Tensors, group: dist.ProcessGroup | None, options: Options
-) -> Device:
-    """The device of options, of the source of a name, or of any source."""
-    if options.device is not None or not bound.tensors:
-        return home_device(group, options)
-    first = next(one for one in tensors.values() if one is not None)
-    if len(bound.devices) == 1 and len(bound.on_devices) == len(bound.tensors):
-        return first.device
-
-    def device_of(name: str) -> torch.device:
-        near = tensors.get(name)
-        return (first if near is None else near).device
-
-    return device_of
 
 
 def home_device(group: dist.ProcessGroup | None, options: Options) -> torch.device:

@@ -46,9 +46,7 @@ class OwnedLock:
         me = _thread.get_ident()
         return _holders.setdefault(self, me) == me
 
-    def release(self) -> None:
-        """Release the lock."""
-        _holders.pop(self, None)
+    release = __exit__
 
 
 def release_locks_of(thread: int | None) -> None:
