@@ -192,7 +192,13 @@ def many_blocks(num: int, quick: bool) -> Iterator[Case]:
     yield case_of("overlaps checked once: 400 x 16 KiB", *move, off, 5)
     off = patched(bound.AcceptedTensors, "bind", lambda *_: False)
     yield case_of("tensors accepted like those before: 400 x 16 KiB", *move, off, 5)
-    off = patched(bound, "_allocator_on", lambda device: partial(bound._empty_strided, device))
+
+    def allocator_on(device: torch.device) -> Any:
+        return lambda shape, strides, dtype: torch.empty_strided(
+            shape, strides, dtype=dtype, device=device
+        )
+
+    off = patched(bound, "_allocator_on", allocator_on)
     name = "tensors allocated as compiled code does: 400 x 16 KiB"
     yield case_of(name, move[0], move[1], None, off, 5)
 

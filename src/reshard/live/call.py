@@ -36,11 +36,10 @@ from reshard.live.inputs.bound import (
     Tensors,
     all_on_gpus,
     device_of,
-    has_nccl,
     placement_of,
 )
 from reshard.live.inputs.finish import Donation, fill_zeros
-from reshard.live.inputs.request import Options, bind, home_device
+from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.cause import CallAheadError, Cause
 from reshard.live.session.session import Session, Ticket

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import rpc
 
 from reshard.errors import ArgumentError, ArgumentTypeError, StateError
-from reshard.live.inputs.bound import default_device
+from reshard.live.inputs.request import default_device
 from reshard.tensors.kinds import this_rank
 
 __all__ = [

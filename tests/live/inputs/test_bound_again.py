@@ -98,9 +98,9 @@ def test_new_tensors_are_those_of_torch_empty(dtype: str) -> None:
     local = Locals(plan_of("a", dtype=dtype), 1)
     for inference in (False, True):
         with torch.inference_mode(inference):
-            for device in (torch.device("cpu"), lambda name: torch.device("cpu")):
+            for near in (None, {}, {"a": torch.empty(1)}, {"a": None}):
                 bound = BoundTensors(local.staging)
-                bound.create(local.sides[1], device)
+                bound.create(local.sides[1], torch.device("cpu"), near)
                 new, like = bound.result["a"], torch.empty((6, 2), dtype=getattr(torch, dtype))
                 for one in ("shape", "dtype", "device", "requires_grad", "is_leaf", "nbytes"):
                     assert getattr(new, one) == getattr(like, one), one

@@ -18,13 +18,12 @@ import ctypes
 import mmap
 from array import array
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch._C import _dynamo
 
 from reshard.errors import TensorError
@@ -33,8 +32,8 @@ from reshard.live.program.rounds import HAVE, WANT
 from reshard.planning.plans import Plan
 
 __all__ = [
-    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus",
-    "default_device", "device_of", "has_nccl", "placement_of", "with_index",
+    "GPU", "BoundTensors", "LocalSpec", "Locals", "Side", "Tensors", "all_on_gpus", "device_of",
+    "placement_of", "with_index",
 ]  # fmt: skip
 
 Tensors = Mapping[str, torch.Tensor | None]
@@ -277,13 +276,11 @@ def _allocator_on(device: torch.device) -> Callable[..., torch.Tensor]:
         found = getattr(guards, "_empty_strided_cpu", None)
     elif device.type == GPU and device.index == torch.cuda.current_device():
         found = getattr(guards, "_empty_strided_cuda", None)
-    return found or partial(_empty_strided, device)
-
-
-def _empty_strided(
-    device: torch.device, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
+    return found or (
+        lambda shape, strides, dtype: torch.empty_strided(
+            shape, strides, dtype=dtype, device=device
+        )
+    )
 
 
 def _problem(tensor: Any, local: LocalSpec) -> str | None:
@@ -326,22 +323,14 @@ GPU, NOWHERE = "cuda", "none"
 
 def placement_of(bound: BoundTensors) -> str:
     """Where the tensors of this rank are, as it tells the others: `GPU` if all are on one GPU."""
-    if bound.is_host and bound.tensors:
-        return "cpu"
-    devices = bound.devices
-    kinds = {device.type for device in devices}
+    kinds = {device.type for device in bound.devices}
     if len(bound.on_devices) < len(bound.tensors):
         kinds.add("cpu")
-    if kinds == {GPU} and len(devices) > 1:
-        return f"{len(devices)} GPUs"
+    if kinds == {GPU} and len(bound.devices) > 1:
+        return f"{len(bound.devices)} GPUs"
     if not kinds <= {GPU}:
         return "+".join(sorted(kinds))
     return GPU if kinds else NOWHERE
-
-
-def has_nccl(group: dist.ProcessGroup | None) -> bool:
-    """Whether a group moves tensors between GPUs with NCCL."""
-    return _backends(group).get(GPU) == "nccl"
 
 
 def all_on_gpus(placements: Mapping[int, str]) -> bool:
@@ -359,17 +348,6 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == GPU and device.index is None:
         return torch.device(GPU, torch.cuda.current_device())
     return device
-
-
-def default_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Where a rank without source tensors creates new ones: where its group can move them."""
-    return with_index(torch.device(GPU if set(_backends(group)) == {GPU} else "cpu"))
-
-
-def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
-    """The backend of a group for each kind of device; None: the group of all ranks."""
-    parts = (part.partition(":") for part in dist.get_backend_config(group).split(","))
-    return {device: backend for device, _, backend in parts}
 
 
 MIN_HUGE_BYTES = 4 << 20

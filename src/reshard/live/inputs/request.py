@@ -13,19 +13,13 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import LiveError
-from reshard.live.inputs.bound import (
-    BoundTensors,
-    Locals,
-    Tensors,
-    default_device,
-    with_index,
-)
+from reshard.live.inputs.bound import GPU, BoundTensors, Locals, Tensors, with_index
 from reshard.live.inputs.overlap import check_overlaps
 from reshard.live.session.cause import Tag
 
 __all__ = [
-    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "bind", "home_device",
-    "options_from",
+    "CHECKS", "GPU_TRANSPORTS", "TRANSPORTS", "Options", "bind", "default_device",
+    "has_nccl", "home_device", "options_from",
 ]  # fmt: skip
 
 TRANSPORTS = ("auto", "peer", "shared", "network", "gpu_peer", "nccl")
@@ -162,3 +156,19 @@ def home_device(group: dist.ProcessGroup | None, options: Options) -> torch.devi
     if options.device is None:
         return default_device(group)
     return with_index(torch.device(options.device))
+
+
+def default_device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a rank without source tensors creates new ones: where its group can move them."""
+    return with_index(torch.device(GPU if set(_backends(group)) == {GPU} else "cpu"))
+
+
+def has_nccl(group: dist.ProcessGroup | None) -> bool:
+    """Whether a group moves tensors between GPUs with NCCL."""
+    return _backends(group).get(GPU) == "nccl"
+
+
+def _backends(group: dist.ProcessGroup | None) -> dict[str, str]:
+    """The backend of a group for each kind of device; None: the group of all ranks."""
+    parts = (part.partition(":") for part in dist.get_backend_config(group).split(","))
+    return {device: backend for device, _, backend in parts}

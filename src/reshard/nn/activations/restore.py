@@ -30,7 +30,7 @@ from reshard.layout.columns import SizedCache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.live.inputs.bound import default_device
+from reshard.live.inputs.request import default_device
 from reshard.nn.activations.region import Region
 from reshard.planning.plans import Plan, plan
 from reshard.tensors.tensor_move import plan_bytes
