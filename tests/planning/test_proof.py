@@ -51,3 +51,19 @@ def test_the_proof_notices_a_missing_addend() -> None:
     tampered(plan, without_last, "receives")
     with pytest.raises(rs.ProofError, match="addend 2"):
         plan.check()
+
+
+@pytest.mark.parametrize(("row", "gets"), [(7, 42), (9, 30)], ids=["twice", "missing"])
+def test_the_proof_counts_what_is_filled_with_zeros(row: int, gets: int) -> None:
+    """Rank 1 wants rows 7 to 13, of which the last five are padding."""
+    halves = rs.Layout(rs.Mesh(tp=2), "tp -")
+    have, want = (
+        {name: rs.TensorSpec((rows, 6), "float32", halves)} for name, rows in (("v", 8), ("w", 13))
+    )
+    plan = rs.plan(have, want, names={"w": rs.take("v", pad={0: 13})})
+    plan.check()
+    (fill,) = plan.fills
+    assert fill.box == rs.Box((8, 0), (13, 6))
+    plan.fills = (replace(fill, box=rs.Box((row, 0), (13, 6))),)
+    with pytest.raises(rs.ProofError, match=f'rank 1 wants 36 elements of "w" and gets {gets}'):
+        plan.check()

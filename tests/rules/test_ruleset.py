@@ -2,6 +2,7 @@
 
 import re
 import time
+from collections.abc import Mapping
 from functools import cache
 from itertools import product
 from math import prod
@@ -102,34 +103,32 @@ def covered(layout: Layout, shape: tuple[int, ...]) -> bool:
     return sum(box.size for box in boxes) == prod(shape)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+def check_held(rules: Rules, model: Mapping[str, tuple[int, ...]], mesh: Mesh) -> None:
+    """Every tensor has a layout, and all ranks together hold it whole."""
+    layouts = rules.layouts(model, mesh)
+    assert list(layouts) == list(model)
+    for layout, shape in {(layouts[key], shape) for key, shape in model.items()}:
+        assert layout.mesh.ranks == mesh.ranks
+        assert covered(layout, shape), (mesh, layout, shape)
+
+
 @pytest.mark.parametrize("name", [*CONFIGS, *models.PRESETS])
-def test_every_tensor_has_a_layout_that_fits(name: str, mesh: str) -> None:
+def test_every_tensor_is_held_whole_by_all_ranks_together(name: str) -> None:
     model = shapes(name)
     if len(model) > 20_000:  # every layer and expert of the largest would take seconds each time
         model = {
             key: model[key] for key in {re.sub(r"\d", "0", key): key for key in model}.values()
         }
-    rules = rules_for(name, replicate=" ".join(Mesh.parse(mesh).axes))
-    layouts = rules.layouts(model, Mesh.parse(mesh))
-    assert list(layouts) == list(model)
-    for layout, shape in {(layouts[key], shape) for key, shape in model.items()}:
-        assert layout.dims(shape) is not None
-        assert layout.mesh.ranks == Mesh.parse(mesh).ranks
+    for mesh in map(Mesh.parse, MESHES):
+        check_held(rules_for(name, replicate=" ".join(mesh.axes)), model, mesh)
 
 
-@pytest.mark.parametrize("fsdp", [None, "dp"])
-@pytest.mark.parametrize("mesh", MESHES)
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_every_tensor_is_held_whole_by_all_ranks_together(
-    kind: str, mesh: str, fsdp: str | None
-) -> None:
-    model = shapes(kind)
-    axes = [axis for axis in Mesh.parse(mesh).axes if axis != fsdp]
-    fsdp = fsdp if fsdp in Mesh.parse(mesh).axes else None
-    rules = rules_for(kind, fsdp=fsdp, replicate=" ".join(axes))
-    layouts = rules.layouts(model, Mesh.parse(mesh))
-    assert all(covered(layout, shape) for layout, shape in {(layouts[k], model[k]) for k in model})
+def test_every_tensor_is_held_whole_with_fsdp(kind: str) -> None:
+    for mesh in map(Mesh.parse, MESHES):
+        fsdp = "dp" if "dp" in mesh.axes else None
+        axes = [axis for axis in mesh.axes if axis != "dp"]
+        check_held(rules_for(kind, fsdp=fsdp, replicate=" ".join(axes)), shapes(kind), mesh)
 
 
 @pytest.mark.parametrize(
