@@ -10,7 +10,7 @@ READY := .venv/.ready
 DOCS  := .venv/.ready-docs
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak campaign versions check docs docs-check screenshots fuzz bench clean distclean
+.PHONY: help setup demo test soak campaign mutations versions check docs docs-check screenshots fuzz bench clean distclean
 
 help: ## show this list
 	@echo "make <target>   [PYTHON=$(PYTHON)] [ARGS=...]"
@@ -43,6 +43,9 @@ soak: $(READY) ## run all tests with all their cases; takes about 40 minutes on 
 
 campaign: $(READY) ## random kills, stops, late ranks, interrupts and options; half an hour on 16 cores
 	$(PY) -m tests.campaign --kills 500 --stops 200 --late 200 --interrupts 1000 --options 20000 --jobs $(JOBS) $(ARGS)
+
+mutations: $(READY) ## plant mistakes in a copy of the source, one at a time; the tests must notice (ARGS="live")
+	$(PY) -m tests.mutations $(ARGS)
 
 versions: $(READY) ## the tests on other versions of Python and torch, as far as they are there
 	$(PY) -m tests.versions $(ARGS)

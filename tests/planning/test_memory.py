@@ -179,3 +179,19 @@ def test_real_sizes_state_their_peak() -> None:
         plan = rs.plan(have, want, shape=(28672, 8192), dtype="bfloat16", memory=cap)
         assert plan.summary().peak_bytes <= plan.memory
         assert plan.summary().wire_bytes == plan.summary().lower_bound_bytes
+
+
+@pytest.mark.parametrize("memory", [None, 1 << 17])
+def test_stages_that_share_rounds_are_passed_on_in_them(memory: int | None) -> None:
+    """Only what is on rank 2 goes to both servers and is passed on between them, a round later."""
+    length = 1 << 18
+    have = {
+        name: rs.TensorSpec((length,), "int32", rs.Layout(rs.Mesh(pp=3), f"- | on pp={stage}"))
+        for name, stage in (("first", 0), ("last", 2))
+    }
+    want = {name: rs.TensorSpec((length,), "int32", rs.Layout(rs.Mesh(y=2), "-")) for name in have}
+    plan = rs.plan(have, want, memory=memory)
+    plan.check()
+    assert len(plan.schedule.slots) == 2
+    assert {slot.hops for slot in plan.schedule.slots} == {1}
+    moves.check_move(plan)
