@@ -30,6 +30,8 @@ from reshard.planning.sharing import Job, LineSet, Loads, Slots, blocks, repeate
 
 __all__ = ["HostFlow", "host_flows"]
 
+HostJob = tuple[Stack, ListedGeometry, HostLines]
+
 
 @dataclass(frozen=True, eq=False)
 class HostFlow(Flow):
@@ -240,6 +242,8 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
         _add_local(ranks, *job)
     slots: list[list[Slots]] = []
     for passes in (False, True):
+        if passes:
+            _spare_small_hosts(between, loads, _ranks_per_host(between, loads, home))
         shared = iter(_share_over_hosts(between, passes, loads, ranks, grain))
         others = iter(share_plainly(plain, passes, ranks, grain))
         slots.append([next(others if hosts is None else shared) for hosts in lines])
@@ -250,8 +254,41 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
     return flows
 
 
+def _ranks_per_host(jobs: Sequence[HostJob], loads: Loads, home: Home) -> Ints:
+    """How many ranks of each host want anything."""
+    ranks = [hosts.wanting.members for *_, hosts in jobs]
+    wanting = distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
+    return np.bincount(loads.find(home(wanting)), minlength=len(loads.ranks))
+
+
+def _spare_small_hosts(jobs: Sequence[HostJob], loads: Loads, ranks: Ints) -> None:
+    """Let hosts pass on by the number of their ranks, up to what the busiest host must receive.
+
+    Up to there links between hosts take no longer. A host that should send less than others counts
+    as one that has sent the difference already.
+    """
+    received, total = np.zeros(len(ranks)), int(loads.loads[ranks > 0].sum())
+    for stack, geometry, hosts in jobs:
+        itemsize, wanting = stack.itemsize * len(stack.names), hosts.wanting.lines
+        amounts = geometry.receivers.amounts * itemsize
+        held = np.bincount(hosts.kinds.of, geometry.cells.cells.size, len(hosts.counts)) * itemsize
+        for lines, sizes in ((wanting, amounts), (hosts.common, -held)):
+            at = loads.find(lines.members)
+            received += np.bincount(at, sizes[lines.line_of], len(received))
+        total += int(amounts @ np.maximum(wanting.counts - 1, 1))
+    # What is sent counts parts for hosts that hold them too.
+    most = received.max(initial=0) * total / max(received.sum(), 1)
+    order = np.argsort(-ranks, kind="stable")
+    rest = np.cumsum(ranks[order][::-1])[::-1]
+    each = np.maximum(total - most * np.arange(len(rest)), 0) / np.maximum(rest, 1)
+    fits = np.flatnonzero(ranks[order] * each <= most)
+    if len(fits):
+        should = np.minimum(ranks * each[fits[0]], most)
+        loads.loads[:] += np.where(ranks > 0, should.max() - should, 0).astype(np.int64)
+
+
 def _share_over_hosts(
-    parts: Sequence[tuple[Stack, ListedGeometry, HostLines]],
+    parts: Sequence[HostJob],
     passes: bool,
     loads: Loads,
     ranks: Loads,
