@@ -11,7 +11,11 @@ import pytest
 
 from reshard.errors import PeerLostError
 from reshard.live.failure.peer_memory import PeerMemory
+from reshard.live.failure.watch import WRITER_SECONDS, Watch
 from reshard.live.program.messages import IovecCall
+from reshard.live.session.cause import Cause
+from reshard.live.session.control import Abort
+from reshard.live.session.rendezvous import Connections
 from reshard.live.session.shared_memory import AbortFlags
 
 CALL, PEER = 5, 1
@@ -82,3 +86,49 @@ def test_memory_that_cannot_be_reached_is_an_error_of_the_peer(writing: bool) ->
     with pytest.raises(PeerLostError, match="Bad address"):
         access(PEER, [outside], "w")
     assert not peer.own.is_writing(CALL)
+
+
+def writers_among(writing: set[int], lost: set[int], ends: set[int]) -> set[int]:
+    """Who still writes after a wait, of ranks 1 to 3; some end at its first step, and go on."""
+    pages = {rank: AbortFlags.create() for rank in (1, 2, 3)}
+    for rank in writing:
+        pages[rank].begin_writing(CALL)
+
+    def step(seconds: float) -> None:
+        for rank in ends:
+            pages[rank].end_writing(CALL)
+        pages[3].begin_writing(CALL)
+
+    peers = {rank: SimpleNamespace(flags=page) for rank, page in pages.items()}
+    connections: Any = SimpleNamespace(peers=peers, mailbox=SimpleNamespace(lost=lost, step=step))
+    return Connections.writers_after(connections, 0.02, CALL)
+
+
+def test_a_rank_that_fails_waits_for_peers_that_write() -> None:
+    """One that was seen not to write checks the flags before it writes again: it does not count."""
+    assert writers_among(writing={1, 2}, lost=set(), ends={1, 2}) == set()
+    assert writers_among(writing={1, 2}, lost=set(), ends={1}) == {2}
+    assert writers_among(writing={1, 2}, lost={2}, ends=set()) == {1}
+
+
+@pytest.mark.parametrize("writers", [set(), {1}])
+def test_tensors_into_which_a_stopped_peer_may_write_are_kept(writers: set[int]) -> None:
+    own, sent, tensors = AbortFlags.create(), list[tuple[int, object]](), object()
+
+    def writers_after(seconds: float, call: int) -> set[int]:
+        assert (seconds, call) == (WRITER_SECONDS, CALL)
+        assert own.has_failed(call), "peers must see it before they are waited for"
+        assert [(peer, type(message)) for peer, message in sent] == [(PEER, Abort)]
+        return writers
+
+    connections = SimpleNamespace(
+        flags=own, peers={PEER: None}, last_failed=-1, quarantine=[], writers_after=writers_after
+    )
+    mailbox = SimpleNamespace(send=lambda peer, message: sent.append((peer, message)))
+    watch: Any = SimpleNamespace(
+        connections=connections, call=CALL, mailbox=mailbox, written=tensors
+    )
+    Watch._stop(watch, Cause("late", "on purpose"))
+    assert watch.failed
+    assert connections.last_failed == CALL
+    assert connections.quarantine == ([tensors] if writers else [])
