@@ -253,8 +253,7 @@ class Watch:
 
     def _raise(self, cause: Cause) -> NoReturn:
         self.session.skip_calls(cause.calls)
-        tagged = self.handshaking and self.tag_code
-        if tagged and compare_codes(self.tag_code, cause.tag) == 1:
+        if self.handshaking and compare_codes(self.tag_code, cause.tag) == 1:
             raise CallAheadError(cause)  # this rank left out the call that failed
         self._stop(cause)
         raise cause.error(self.status())

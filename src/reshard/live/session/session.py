@@ -140,8 +140,6 @@ class Session:
 
     def must_compare(self, ticket: Ticket, key: Key) -> bool:
         """Whether a call has to compare a plan: no call has done so, and no other is doing so."""
-        if key in self.agreed:
-            return False
         with self.lock:
             if key in self.agreed or self.is_comparing(key):
                 return False

@@ -33,7 +33,7 @@ from reshard.live.session.threads import Task, Worker
 __all__ = [
     "REQUEST_SECONDS", "GroupStore", "PrefixStore", "Store", "StoreClient", "StoreGoneError",
     "TCPStore", "UndecidedError", "Work", "clone_of", "connect_store", "own_connection",
-    "poll_until", "serve_store", "undecided",
+    "poll_until", "serve_store", "undecided", "values_in",
 ]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
@@ -61,6 +61,12 @@ def clone_of(store: Store) -> Store:
     """Another connection to the same store."""
     clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone
+
+
+def values_in(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
+    """The values of those keys that are in a store."""
+    whole = store.check(list(keys.values()))
+    return {at: store.get(key) for at, key in keys.items() if whole or store.check([key])}
 
 
 def poll_until(seconds: float) -> Iterator[bool]:
@@ -142,13 +148,7 @@ class StoreClient:
 
     def values(self, keys: Mapping[int, str]) -> dict[int, bytes]:
         """The values of those keys that are in the store."""
-        names = list(keys.values())
-
-        def read(store: Store) -> dict[int, bytes]:
-            whole = store.check(names)
-            return {at: store.get(key) for at, key in keys.items() if whole or store.check([key])}
-
-        return self.request(read)
+        return self.request(partial(values_in, keys=keys))
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None; only for keys that no rank deletes."""

@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from reshard.errors import PeerLostError
@@ -28,7 +29,7 @@ from reshard.layout.mesh import format_ranks
 from reshard.live.session.cause import Calls
 from reshard.live.session.control import Waiting
 from reshard.live.session.mailbox import Inbox, Mailbox
-from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient
+from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient, values_in
 
 __all__ = ["Member", "Wait", "WaitGraph"]
 
@@ -313,12 +314,9 @@ class WaitGraph:
         while left:
             asked |= left
             keys = {rank: f"{PREFIX}/record/{rank}" for rank in left}
-
-            def read(store: Store, keys: Mapping[int, str] = keys) -> dict[int, bytes]:
-                return {rank: store.get(key) for rank, key in keys.items() if store.check([key])}
-
-            read_now = {rank: Wait.read(text) for rank, text in self._request(read).items()}
-            new = {rank: wait for rank, wait in read_now.items() if wait is not None}
+            texts = self._request(partial(values_in, keys=keys))
+            read = {rank: Wait.read(text) for rank, text in texts.items()}
+            new = {rank: wait for rank, wait in read.items() if wait is not None}
             records |= new
             left = {rank for wait in new.values() for rank in wait.ranks} - asked
         return records
