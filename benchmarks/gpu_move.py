@@ -1,12 +1,15 @@
 """How fast do moves between processes that share a GPU run? Compared with NCCL, DTensor, a copy.
 
     PYTHONPATH=src python3 benchmarks/gpu_move.py [--ranks 2 4] [--rounds 5] [--json FILE]
+    PYTHONPATH=src python3 benchmarks/gpu_move.py --collectives [--ranks 2 4] [--rounds 5]
 
 Needs one CUDA device, torch with NCCL, Triton and numpy. NCCL refuses two ranks on one GPU, so each
 process has a ``NCCL_HOSTID`` of its own: its messages then go over sockets. In every round all ways
 run once, one after the other, between barriers; figures are medians over rounds of the slowest
 rank, per call. "copy" is a plain device copy of as many bytes as a rank has of the destination, on
 all ranks at the same time. "host" is the time until the call returns.
+
+With --collectives: NCCL's collectives, sends of the same bytes, and sums of ours over NCCL.
 """
 
 from __future__ import annotations
@@ -112,7 +115,7 @@ class Ways:
         return copy
 
 
-def timed(action: Callable[[], None], calls: int) -> tuple[float, float]:
+def timed(action: Callable[[], object], calls: int) -> tuple[float, float]:
     """Seconds per call until the GPU is done, and until the call returns; of the slowest rank."""
     torch.cuda.synchronize()
     barrier()
@@ -170,12 +173,59 @@ def measure(case: Case, rank: int, size: int, rounds: int) -> dict[str, Any]:
     return {"case": case.name, "ranks": size, "cold": cold, "peak": extra, **found}
 
 
+def collectives(side: int, rank: int, size: int) -> dict[str, Callable[[], object]]:
+    """NCCL's collectives for a matrix, the same by sends, and sums of ours."""
+    full, summed = (torch.ones(side, side, device=DEVICE).to(torch.bfloat16) for _ in range(2))
+    part, other = full.chunk(size)[rank].clone(), torch.empty_like(full.chunk(size)[rank])
+    line = rs.Mesh(tp=size)
+
+    def sends(parts: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        ends = [peer for peer in range(size) if peer != rank]
+        ops = [dist.P2POp(dist.irecv, into[peer], peer) for peer in ends]
+        ops += [dist.P2POp(dist.isend, parts[peer], peer) for peer in ends]
+        for work in dist.batch_isend_irecv(ops):
+            work.wait()
+
+    def our_sum(want: str, into: torch.Tensor) -> Callable[[], object]:
+        layouts = rs.Layout(line, "- - | sum tp"), rs.Layout(line, want)
+        plan = rs.plan(*layouts, shape=(side, side), dtype="bfloat16")
+        return lambda: plan.run({"tensor": full}, into={"tensor": into}, transport="nccl")
+
+    flat = part.view(-1).chunk(size), other.view(-1).chunk(size)
+    return {
+        "all_gather": lambda: dist.all_gather_into_tensor(summed, part),
+        "its sends": lambda: sends([part] * size, summed.chunk(size)),
+        "all_to_all": lambda: dist.all_to_all_single(other, part),
+        "its sends ": lambda: sends(*flat),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(other, full),
+        "our sum": our_sum("tp -", other),
+        "all_reduce": lambda: dist.all_reduce(summed),
+        "our sum ": our_sum("- -", summed),
+    }
+
+
+def measure_collectives(rank: int, size: int, rounds: int) -> None:
+    for side in (256, 1024, 4096, 8192):
+        actions = collectives(side, rank, size)
+        for action in (*actions.values(), *actions.values()):
+            action()
+        times: dict[str, list[float]] = {name: [] for name in actions}
+        for _ in range(rounds):
+            for name, action in actions.items():
+                times[name].append(timed(action, 4)[0])
+        cells = [f"{name.strip()} {statistics.median(t) * 1e3:.2f}" for name, t in times.items()]
+        if rank == 0:
+            print(f"{side}, {size} ranks, ms: {', '.join(cells)}", flush=True)
+
+
 def be_rank(rounds: int, names: Sequence[str]) -> None:
     global GLOO
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.cuda.set_device(DEVICE)
     dist.init_process_group("nccl")
     GLOO = dist.new_group(backend="gloo")
+    if list(names) == [COLLECTIVES]:
+        measure_collectives(rank, size, rounds)
     for case in cases():
         if names and not any(name in case.name for name in names):
             continue
@@ -189,6 +239,7 @@ def be_rank(rounds: int, names: Sequence[str]) -> None:
 
 
 GLOO: Any = None
+COLLECTIVES = "collectives only"
 
 
 def start(size: int, rounds: int, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -212,7 +263,7 @@ def start(size: int, rounds: int, names: Sequence[str]) -> list[dict[str, Any]]:
     for line in ranks[0].stdout:
         if line.startswith("{"):
             found.append(json.loads(line))
-            print(row(found[-1]), flush=True)
+        print(row(found[-1]) if line.startswith("{") else line.rstrip(), flush=True)
     for one in ranks:
         one.wait(60)
     return found
@@ -241,11 +292,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="*", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cases", nargs="*", default=[], help="words of the cases to run")
+    parser.add_argument("--collectives", action="store_true", help="only NCCL's collectives")
     parser.add_argument("--json", help="file for all figures")
     options = parser.parse_args()
     if "RANK" in os.environ:
         be_rank(options.rounds, options.cases)
-    print(HEAD, flush=True)
+    if options.collectives:
+        options.cases = [COLLECTIVES]
+    else:
+        print(HEAD, flush=True)
     found = [one for size in options.ranks for one in start(size, options.rounds, options.cases)]
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))

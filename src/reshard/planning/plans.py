@@ -64,7 +64,7 @@ class RunOptions(TypedDict, total=False):
     device: torch.device | str | None
     timeout: float
     deadline: float | None
-    transport: Literal["auto", "peer", "shared", "network"]
+    transport: Literal["auto", "peer", "shared", "network", "gpu_peer", "nccl"]
     check: Literal["first", "always", "never"]
     atomic: bool
     donate: bool
