@@ -165,10 +165,13 @@ class Watch:
             self._expire(peers, what, f"the deadline of {self.deadline:g} s")
         # Peers of this host that have called send their Abort themselves.
         sends_aborts = not self.handshaking and self.connections.peers.keys() >= set(left)
+        waits_long = now - began > min(POST_AFTER, self.timeout / 3)
+        if waits_long:
+            # Also if the peer works, so that ranks that wait for this one know whom it waits for.
+            self.waits.post(peers, what(longest))
         if quiet[longest] > self.timeout and now > self._expires:
             self._expire(peers, what, f"{self.timeout:g} s", patient=True)
-        elif quiet[longest] > min(POST_AFTER, self.timeout / 3):
-            self.waits.post(peers, what(longest))
+        elif waits_long:
             self._look_for_cause()
             if self.handshaking:
                 self._check_passed(left)

@@ -3,7 +3,8 @@
 A rank that has waited for a while posts a record of the peers that it waits for: to the ranks of
 its host by message, to the others in the session's store. When its timeout is over it follows these
 records to a rank that waits for none: if that one sends heartbeats it is waited for, otherwise the
-error names it.
+error names it. Records are posted again and again: that of a rank that has been stopped grows old,
+and an old record counts as none.
 
 Ranks that were given different meshes never meet: each waits in a session to which the others do
 not belong. So a rank that waits for others to call also posts its record in the store of the
@@ -43,6 +44,12 @@ SLOTS = 64
 
 MAX_AWAITED = 256
 """Peers in a record that one message carries."""
+
+POST_EVERY = 0.5
+"""Seconds after which a rank that still waits posts its record again."""
+
+OLD_AFTER = 6 * POST_EVERY
+"""Seconds without a new record after which a rank no longer counts as one that waits."""
 
 T = TypeVar("T")
 
@@ -116,8 +123,13 @@ class WaitGraph:
         self._posted: frozenset[int] = frozenset()
         """The peers in this rank's record in the session."""
         self._posted_at = 0.0
-        self._heartbeats: dict[int, bytes] = {}
-        """The last heartbeat of each peer in the store."""
+        self._num_posted = 0
+        self._seen: dict[int, tuple[int, float]] = {}
+        """The number of the last record of each peer, and when this rank first saw it."""
+        self._circle_since = 0.0
+        """When this rank first found that all ranks wait for each other."""
+        self._heartbeats: dict[int, tuple[bytes | None, float]] = {}
+        """The last heartbeat of each peer in the store, and until when it counts."""
         self._token = secrets.token_hex(8)
         self._began = self._looked = time.monotonic()
         self._client, self._owns_client = client, client is None
@@ -139,16 +151,20 @@ class WaitGraph:
     def post(self, peers: Sequence[int], what: str) -> None:
         """Post that this rank waits for peers; ``what`` is said of the first of them."""
         awaited, now = frozenset(peers), time.monotonic()
-        if awaited == self._posted or (self._posted and now - self._posted_at < LOOK_EVERY):
+        pause = POST_EVERY if awaited == self._posted else LOOK_EVERY
+        if self._posted and now - self._posted_at < pause:
             return
         self._posted, self._posted_at = awaited, now
+        self._num_posted += 1
         self._post(self._own_record(peers, what).to_json())
         with contextlib.suppress(PeerLostError):
             self._has_beaten(peers[0])
+            self.record_of(peers[0])
 
     def _own_record(self, peers: Sequence[int], what: str) -> Wait:
         met = peers[0] in self._inbox.hellos
-        return Wait((), self.call, tuple(peers[:MAX_AWAITED]), what, met)
+        awaited = tuple(peers[:MAX_AWAITED])
+        return Wait((), self.call, awaited, what, met, beat=self._num_posted)
 
     def withdraw(self) -> None:
         """Post that this rank has stopped waiting."""
@@ -167,13 +183,17 @@ class WaitGraph:
         return f"wait/{self.call % SLOTS}/{rank}"
 
     def record_of(self, rank: int) -> Wait | None:
-        """The record that another rank has posted in this call, if any."""
+        """The record that another rank has posted in this call, if any; None if it is old."""
         if rank in self._mailbox.sockets:
             record = Wait.read(self._inbox.waiting.get(rank))
         else:
             record = Wait.read(self._session_client.get(self._key(rank)))
-        known = record is not None and record.call == self.call and record.awaits
-        return record if known else None
+        if record is None or record.call != self.call or not record.awaits:
+            return None
+        now, seen = time.monotonic(), self._seen.get(rank)
+        if seen is None or seen[0] != record.beat:
+            self._seen[rank] = seen = record.beat, now
+        return record if now - seen[1] < OLD_AFTER else None
 
     def last_wait(self, peers: Sequence[int], what: str) -> tuple[int, Wait, bool]:
         """Follow the records from this rank, which waits for peers, to a rank that waits for none.
@@ -195,8 +215,13 @@ class WaitGraph:
             alive = {holder: self._is_alive(holder) for holder in holders}
             if holders:
                 last = max(holders, key=alive.__getitem__)
-                waiter = holders[last]
-                return waiter, replace(records[waiter], awaits=(last,), what="it"), alive[last]
+                waiter, met = holders[last], last in self._inbox.hellos
+                wait = replace(records[waiter], awaits=(last,), what="it", met=met)
+                return waiter, wait, alive[last]
+            # None of them works; if one is stopped, its record is about to grow old.
+            now = time.monotonic()
+            self._circle_since = self._circle_since or now
+            return waiter, wait, now - self._circle_since < OLD_AFTER
         return waiter, wait, False
 
     def _holders(self, records: dict[int, Wait]) -> dict[int, int]:
@@ -224,11 +249,14 @@ class WaitGraph:
         return silence < self._timeout or self._has_beaten(rank)
 
     def _has_beaten(self, rank: int) -> bool:
-        """Whether a rank that sends no messages has left a new heartbeat in the store."""
-        beat, before = self._session_client.get(f"alive/{rank}"), self._heartbeats.get(rank)
-        if beat is not None:
-            self._heartbeats[rank] = beat
-        return beat is not None and beat != before
+        """Whether a rank that sends no messages has left a heartbeat in the store."""
+        beat, known = self._session_client.get(f"alive/{rank}"), self._heartbeats.get(rank)
+        now = time.monotonic()
+        if known is None:  # it may be of an earlier call: the next one must come soon
+            self._heartbeats[rank] = known = beat, now + min(self._timeout, OLD_AFTER)
+        elif known[0] != beat:
+            self._heartbeats[rank] = known = beat, now + self._timeout
+        return beat is not None and now < known[1]
 
     # Between sessions --------------------------------------------------------------------------
 
