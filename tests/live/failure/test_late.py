@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
+from reshard.live.session import rendezvous, wait_graph
 from reshard.live.session.rendezvous import Rendezvous
 from reshard.live.session.session import all_connections, sessions
 from tests.live.failure.faults import (
@@ -95,15 +96,19 @@ def test_a_deadline(pool: Pool, transport: str) -> None:
     assert all(one.seconds < within(1.5) for one in outcomes[:3]), outcomes
 
 
+def row_plan() -> rs.Plan:
+    """Each rank gets its part from the one before it, in several rounds."""
+    shifted = rs.Layout(rs.Mesh(x=4, ranks=[1, 2, 3, 0]), "x -")
+    return rs.plan(rs.Layout(FOUR, "x -"), shifted, shape=(64, 64), dtype="float32", memory="2KiB")
+
+
 def wait_in_a_row(rank: int, transport: str) -> Tried:
     """Each rank gets its part from the one before it; the first of them is late.
 
-    Rank 2, which exchanges nothing with it, gives up first: when it heard of rank 1 last, that
-    had waited for a second and posted for whom.
+    Rank 2, which exchanges nothing with it, gives up first: rank 1 has posted by then for whom it
+    waits.
     """
-    group = pool_group(4)
-    shifted = rs.Layout(rs.Mesh(x=4, ranks=[1, 2, 3, 0]), "x -")
-    plan = rs.plan(rs.Layout(FOUR, "x -"), shifted, shape=(64, 64), dtype="float32", memory="2KiB")
+    group, plan = pool_group(4), row_plan()
     given = source_of(plan, rank)
     plan.run(given, group=group, transport=transport)
     if rank == 0:
@@ -121,39 +126,86 @@ def test_the_first_in_a_row_is_to_blame(pool: Pool, transport: str) -> None:
     assert all(one.seconds < within(3.0) for one in outcomes), outcomes
 
 
-def work_long(rank: int, transport: str) -> float:
+def work_long(
+    rank: int, transport: str, in_a_row: bool, two_hosts: bool = False, timeout: float = 0.6
+) -> float:
     """A rank that works longer than the timeout, with signs of life, is not given up.
 
-    It does so in the first of several rounds, so that all ranks wait for it.
+    It does so in the first of several rounds, so that all ranks wait for it; in a row, the last of
+    them wait for ranks that wait for it.
     """
     from reshard.live.transport.base import Exchange
 
-    group, plan = pool_group(4), plan_of((64, 64), memory="2KiB")
-    given = source_of(plan, rank)
+    plan = row_plan() if in_a_row else plan_of((64, 64), memory="2KiB")
+    given, pause = source_of(plan, rank), timeout * 0.7 if two_hosts else 0.05
     usual, works = Exchange._receive, rank == 1
 
     def slowly(exchange: Exchange, *args: Any) -> None:
         nonlocal works
-        end = time.monotonic() + 1.6
+        end = time.monotonic() + 1.6 + timeout
         while works and time.monotonic() < end:
-            time.sleep(0.05)
+            time.sleep(pause)
             watch = exchange._wait.__self__  # type: ignore[attr-defined]
             watch.heartbeat()
         works = False
         usual(exchange, *args)
 
     with pytest.MonkeyPatch.context() as patch:
+        if two_hosts:
+            host = f"host of ranks {rank // 2 * 2} and {rank // 2 * 2 + 1}"
+            patch.setattr(rendezvous, "host_identity", lambda: host)
+        group = local_group(0, 1, 2, 3) if two_hosts else pool_group(4)
+        expected = plan.run(given, group=group)["tensor"]
         patch.setattr(Exchange, "_receive", slowly)
         began = time.monotonic()
-        result = plan.run(given, group=group, transport=transport, timeout=0.6)
+        result = plan.run(given, group=group, transport=transport, timeout=timeout)
         seconds = time.monotonic() - began
-    assert torch.equal(result["tensor"], plan.run(given, group=group)["tensor"])
+    assert torch.equal(result["tensor"], expected)
+    if two_hosts:
+        dist.destroy_process_group(group)
     return seconds
 
 
+@pytest.mark.parametrize("in_a_row", [False, True], ids=["all wait for it", "in a row"])
 @pytest.mark.parametrize("transport", ["auto", "shared", "network"])
-def test_a_rank_that_works_long(pool: Pool, transport: str) -> None:
-    assert min(pool.run(work_long, transport, ranks=range(4))) > 1.5
+def test_a_rank_that_works_long(pool: Pool, transport: str, in_a_row: bool) -> None:
+    assert min(pool.run(work_long, transport, in_a_row, ranks=range(4))) > 1.5
+
+
+def test_a_rank_of_another_host_that_works_long(pool: Pool) -> None:
+    """Its heartbeats come more rarely than the others look."""
+    assert min(pool.run(work_long, "auto", False, True, 1.2, ranks=range(4))) > 1.5
+
+
+def stop_while_waiting(rank: int, transport: str) -> Tried:
+    """Rank 1 stops when it has posted that it waits for rank 0, which is a little late."""
+    group, plan = pool_group(4), plan_of((64, 64), memory="2KiB")
+    given, post = source_of(plan, rank), wait_graph.WaitGraph.post
+
+    def stopping(graph: wait_graph.WaitGraph, peers: list[int], what: str) -> None:
+        post(graph, peers, what)
+        if rank == 1:
+            time.sleep(4.0)
+
+    plan.run(given, group=group, transport=transport)
+    dist.barrier(group)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wait_graph.WaitGraph, "post", stopping)
+        patch.setattr(wait_graph, "POST_EVERY", 0.2)
+        patch.setattr(wait_graph, "OLD_AFTER", 1.2)
+        if rank == 0:
+            time.sleep(0.7)
+        outcome = tried(lambda: plan.run(given, group=group, transport=transport, timeout=1.2))
+    moves_well(rank, group, transport)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_rank_that_stops_while_it_waits_is_named(pool: Pool, transport: str) -> None:
+    outcomes = pool.run(stop_while_waiting, transport, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 1 ", "within 1.2 s and rank")
+    assert all(one.message.startswith("rank 1 ") for one in outcomes), outcomes
+    assert all(one.seconds < within(3.5) for rank, one in enumerate(outcomes) if rank != 1)
 
 
 def fail_beside(rank: int, transport: str) -> tuple[Tried, Tried]:
