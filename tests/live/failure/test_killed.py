@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import time
 from pathlib import Path
 from random import Random
@@ -146,6 +147,33 @@ def test_a_rank_is_killed_in_the_first_call(victim: int) -> None:
         assert f"rank {victim} is gone" in one.message, one
         # The late rank hears of it as soon as it calls.
         assert one.ended - max(killed, one.called) < within(1.0), one
+
+
+def call_without_the_store(rank: int, port: int) -> Tried:
+    """Rank 0 serves the store of the group, and is killed before the first call of the others."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    plan = rs.plan(*(rs.Layout(rs.Mesh(x=3), words) for words in ("x -", "- x")), shape=(3, 3))
+    dist.barrier()
+    tell("ready")
+    time.sleep(20.0 if rank == 0 else 1.0)
+    return tried(lambda: plan.run({"tensor": torch.zeros(1, 3)}, timeout=15))
+
+
+def test_the_process_with_the_groups_store_is_killed_before_the_first_call() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = int(free.getsockname()[1])
+    with fresh_ranks(3, init=False) as ranks:
+        job = ranks.begin(call_without_the_store, port)
+        for rank in range(3):
+            job.hear(rank)
+        ranks.kill(0)
+        outcomes = job.outcomes(40)
+    for outcome in outcomes[1:]:
+        assert isinstance(outcome, Returned), str(outcome)
+        assert outcome.value.kind == "PeerLostError", outcome
+        assert "the process that serves it has ended" in outcome.value.message, outcome
+        assert outcome.value.seconds < within(3.0), outcome
 
 
 def wait_when_stopped(rank: int, transport: str) -> tuple[Tried, Tried]:

@@ -46,6 +46,9 @@ CONNECT_SECONDS = 10.0
 """How long a store may take to accept a connection."""
 CONNECT_AGAIN = 0.1
 
+LOOK_AFTER = 0.5
+"""Seconds after which a rank that cannot connect looks whether the store is still served."""
+
 MAX_LEFT = 4
 """Connections that a client replaces while none of them answers."""
 
@@ -314,6 +317,19 @@ def own_connection(store: Store) -> Store:
     return store  # a kind of store that cannot be cloned
 
 
+def is_refused(store: Store) -> bool:
+    """Whether nobody listens any more where a store was served."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, TCPStore):
+        return False
+    try:
+        socket.create_connection((store.host, store.port), REQUEST_SECONDS).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False
+
+
 class GroupStore(StoreClient):
     """Makes requests to the store for a rank that waits up to ``seconds`` for the others."""
 
@@ -331,6 +347,14 @@ class GroupStore(StoreClient):
         """End the worker; a thread that still waits in this rendezvous fails at once."""
         self._end = self._end or "this rank has given up"
         super().close()
+
+    def finish(self, task: Task[T], seconds: float | None = None) -> T:
+        """Wait for the answer to a request."""
+        # torch tries to connect for as long as it may, also to a process that has ended.
+        if self._own is None and not task.wait(LOOK_AFTER) and is_refused(self._store):
+            self._end = "is gone (it refuses connections)"
+            raise self._lost(self._end)
+        return super().finish(task, seconds)
 
     def _connected(self) -> Store:
         if self._own is None:
