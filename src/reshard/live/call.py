@@ -314,9 +314,10 @@ class Call:
         self.watch.close()
 
     def _close_transports(self) -> None:
-        while self._transports:
-            self._transports[-1].close(self._ok)
-            self._transports.pop()
+        # After an interrupted `Handle.wait` the cleanup thread does this at the same time.
+        for transport in reversed(self._transports):
+            transport.close(self._ok)
+        self._transports = []
 
     def _close(self) -> None:
         """End the call.

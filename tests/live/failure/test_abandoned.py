@@ -3,6 +3,8 @@
 import signal
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from reshard.live.call import Call
 from reshard.live.session.session import sessions
+from reshard.live.session.shared_memory import BufferPool
 from reshard.live.session.store import GroupStore, StoreGoneError
 from tests.live.failure.faults import Tried, plan_of, source_of, tried
 from tests.ranks.pool import fresh_ranks
@@ -98,3 +102,52 @@ def test_a_store_that_was_given_up_answers_at_once() -> None:
         store.set("key", "other")
     assert not store.is_stuck
     assert time.monotonic() - began < 1.0
+
+
+class SlowTransport:
+    """Two threads are in its `close` at the same time."""
+
+    def __init__(self) -> None:
+        self.both = threading.Barrier(2, timeout=10)
+
+    def close(self, ok: bool) -> None:
+        assert not ok
+        self.both.wait()
+
+
+def test_two_threads_may_close_a_call() -> None:
+    """After an interrupted `Handle.wait`: the thread of the move, and the cleanup thread."""
+    call = object.__new__(Call)
+    call._transports = [SlowTransport()]  # type: ignore[list-item]
+    with ThreadPoolExecutor(2) as threads:
+        for closed in [threads.submit(call._close_transports) for _ in range(2)]:
+            closed.result()
+    assert call._transports == []
+
+
+class WatchedBuffer:
+    """Another thread comes while this buffer is lent."""
+
+    def __init__(self, other: Callable[[], None]) -> None:
+        self.other: Callable[[], None] | None = other
+
+    @property
+    def loans(self) -> dict[int, int]:
+        other, self.other = self.other, None
+        if other is not None:
+            other()
+        return {}
+
+    @loans.setter
+    def loans(self, loans: dict[int, int]) -> None:
+        assert loans == {1: 0}
+
+
+def test_two_threads_may_give_buffers_back() -> None:
+    pool = BufferPool(lambda _: None, lambda *_: True)
+    used: list[Any] = []
+    given = [WatchedBuffer(lambda: pool.end_call(used, 0, [1], ok=True)) for _ in range(3)]
+    used += given
+    pool.end_call(used, 0, [1], ok=True)
+    assert sorted(map(id, pool._free)) == sorted(map(id, given))
+    assert used == []

@@ -128,14 +128,16 @@ class BufferPool:
     ) -> None:
         """Keep the buffers of a call for later ones; after a failure peers may still read them.
 
-        Some peers read their messages after the call, until their next Hello. May be repeated.
+        Some peers read their messages after the call, until their next Hello. May be repeated, and
+        by two threads at a time: after an exception a buffer must not be kept and retired.
         """
         while used:
-            buffer = used[-1]
+            try:
+                buffer = used.pop()
+            except IndexError:
+                return  # the other thread has taken it
             if ok:
                 buffer.loans |= dict.fromkeys(unread_by, call)
-            # In this order: after an exception a buffer must not be kept and retired.
-            used.pop()
             (self.give_back if ok else self.retire)(buffer)
 
     def give_back(self, buffer: SharedBuffer) -> None:
