@@ -4,5 +4,4 @@ request  the arguments of one call: options and tensors
 bound    its tensors by base number, and where they are
 overlap  refuse destinations that overlap
 finish   zeros in padding, the release of donated sources
-streams  side streams of a move that runs in a thread
 """
