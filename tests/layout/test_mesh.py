@@ -75,7 +75,7 @@ def test_equality_is_of_axes_and_ranks() -> None:
 
 
 def test_a_mesh_cannot_be_changed_by_its_axes() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="does not support item assignment"):
         rs.Mesh(dp=2).axes["dp"] = 3  # type: ignore[index]
 
 

@@ -183,13 +183,13 @@ def mixed_up_arguments(rank: int) -> None:
     assert "give a dict" in message_of(plan, mine)
     assert "give a dict" in message_of(plan, [mine])
     assert "into= are a Tensor" in message_of(plan, {"a": mine}, into=mine)
-    for given in (
-        {"group": "world"},
-        {"group": dist.GroupMember.NON_GROUP_MEMBER},
-        {"timeout": 0},
-        {"colour": 1},
+    for given, words in (
+        ({"group": "world"}, "group= is 'world': give a process group"),
+        ({"group": dist.GroupMember.NON_GROUP_MEMBER}, f"rank {rank} .* is not in the group"),
+        ({"timeout": 0}, "a timeout of 0: give a number of seconds above 0"),
+        ({"colour": 1}, "a move has no option colour="),
     ):
-        with pytest.raises(rs.LiveError):
+        with pytest.raises(rs.LiveError, match=words):
             plan.run({"a": mine}, **given)
     same_bits(plan.run({"a": mine}), locals_of(full, want, rank))
 

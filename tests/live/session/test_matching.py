@@ -278,12 +278,12 @@ def test_a_call_that_is_refused_while_another_connects() -> None:
     assert {third.kind for _, third in told} == {"moved"}
 
 
-def two_groups_in_two_threads(rank: int) -> list[str]:
+def two_groups_in_two_threads(rank: int) -> list[list[float]]:
     """Each rank begins with another group: no order between threads is the same on both."""
     groups = [dist.new_group([0, 1]) for _ in range(2)]
     mesh = rs.Mesh(x=2)
     layouts = rs.Layout(mesh, "x -"), rs.Layout(mesh, "- x")
-    wrong: list[str] = []
+    found: list[list[float]] = [[], []]
     order = [threading.Event() for _ in groups]
     order[rank].set()
 
@@ -291,21 +291,21 @@ def two_groups_in_two_threads(rank: int) -> list[str]:
         order[which].wait(0.3)
         for number in range(20):
             mine = torch.full((2, 4), float(10 * number + which))
-            found = rs.move(mine, *layouts, shape=(4, 4), group=groups[which], timeout=5)
-            if found.unique().tolist() != [10 * number + which]:
-                wrong.append(str(found))
+            moved = rs.move(mine, *layouts, shape=(4, 4), group=groups[which], timeout=5)
+            found[which] += moved.unique().tolist()
 
     threads = [threading.Thread(target=move, args=(which,)) for which in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return wrong
+    return found
 
 
 def test_two_groups_in_two_threads() -> None:
+    expected = [[10.0 * number + which for number in range(20)] for which in range(2)]
     with fresh_ranks(2) as ranks:
-        assert ranks.run(two_groups_in_two_threads) == [[], []]
+        assert ranks.run(two_groups_in_two_threads) == [expected, expected]
 
 
 def leave_out_a_call(rank: int, tags: bool) -> list[Any]:

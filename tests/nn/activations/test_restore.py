@@ -53,6 +53,7 @@ def two_threads(rank: int) -> None:
     model = Cube()
     input_reshard(model, pool_group(4), 0, timeout=10)
     wrong: list[object] = []
+    ended: list[str] = []
 
     def work(seed: int) -> None:
         for turn in range(5):
@@ -60,9 +61,11 @@ def two_threads(rank: int) -> None:
             try:
                 model(x).sum().backward()
             except LiveError:
+                ended.append("with an error")
                 return
             if not torch.allclose(x.grad, 3 * x.detach() ** 2):
                 wrong.append((seed, turn))
+        ended.append("right")
 
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
     for one in threads:
@@ -70,6 +73,7 @@ def two_threads(rank: int) -> None:
     for one in threads:
         one.join()
     assert not wrong
+    assert len(ended) == 2, "any other exception"
 
 
 def test_two_threads_are_never_mixed_up() -> None:

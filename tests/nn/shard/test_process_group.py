@@ -40,7 +40,7 @@ def test_B53_nesting_is_an_error(pool: Pool) -> None:
 
 
 def run_exception(rank: int) -> None:
-    with pytest.raises(KeyError), load_with_process_group(pool_group(2)):
+    with pytest.raises(KeyError, match="inside"), load_with_process_group(pool_group(2)):
         raise KeyError("inside")
     assert current_process_group() is dist.group.WORLD
     with load_with_process_group(pool_group(2)):
