@@ -329,7 +329,8 @@ class Call:
             self._compare_again()
         if self._progress is not None:
             self._progress.close()
-        self._close_transports()
+        if self._transports:
+            self._close_transports()
         if in_flight is not None and in_flight.any:
             in_flight.close()
         elif watch is not None:
