@@ -156,3 +156,41 @@ def test_a_model_keeps_hosts_and_ranks_in_balance(ranks: str) -> None:
     assert summary.bottleneck_over_mean <= 1.01
     relays = plan.traffic.links[1, 0, 0][-256:]
     assert relays.max() <= 1.05 * relays.mean(), "a rank of a host sends more than its share"
+
+
+def listed(plan: rs.Plan) -> int:
+    """How much is listed to work out what every rank sends and receives."""
+    found = 0
+    for flow in plan.flows:
+        for one in flow.streams():
+            found += len(one.rows)
+            if isinstance(one, Fan):
+                found += len(one.wanting.members) + len(one.held.members)
+            if isinstance(one, HostFan):
+                found += one.receivers.size
+    return found
+
+
+GROWING = {
+    "every rank wants all": ("a={n}: a -", "a={n}: - -"),
+    "copies on other hosts": ("a={n}: a -", "r={eighth} a=8 @ {n}-{last}: a -"),
+    "copies on the same hosts": ("a={n}: a -", "r={eighth} a=8: a -"),
+    "all hosts hold it": ("r={eighth} a=8: a -", "r={quarter} a=4: a -"),
+    "half of the hosts hold it": ("r={sixteenth} a=8: a -", "r={eighth} a=8: - a"),
+}
+
+
+@pytest.mark.parametrize("kind", GROWING)
+def test_work_grows_with_ranks_and_not_with_pairs(kind: str) -> None:
+    """Twice the ranks take twice as much, also where copies are on many hosts."""
+    found = []
+    for n in (512, 1024):
+        sizes = {"n": n, "last": 2 * n - 1, "quarter": n // 4, "eighth": n // 8}
+        sides = [rs.Layout.of(text.format(**sizes, sixteenth=n // 16)) for text in GROWING[kind]]
+        plan = rs.plan(*sides, shape=(2048, 1024), dtype="bfloat16", topology=rs.Topology())
+        summary = plan.summary()
+        assert summary.wire_bytes == summary.lower_bound_bytes
+        assert summary.between_hosts_bytes == summary.between_hosts_lower_bound_bytes
+        found.append(listed(plan))
+    assert found[1] <= 2.2 * found[0], found
+    assert found[1] <= 40 * 1024, found

@@ -14,6 +14,7 @@ some host counts for its holders, because everything else is sent by a rank of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -51,13 +52,17 @@ class HostFlow(Flow):
         return self.hosts.holding
 
     def streams(self) -> Iterator[AnyRows]:
-        """Rows to near stations; for all others what enters them, and what is passed on there."""
-        at, station = self.near
-        for some in blocks(self.wanting.counts[station], AT_ONCE):
-            rows = slice(some.start, some.stop)
-            yield from self._deliver(at[rows], station[rows], None)
+        """Rows to the stations of relays; to all others what enters them, or is sent by a rank
+        there that holds it, and what is passed on inside."""
+        for some in blocks(self.wanting.counts[self._own], AT_ONCE):
+            at = np.arange(some.start, some.stop)
+            yield from self._deliver(at, self._own[at], None)
         for size in distinct(self.wanting.counts).tolist():
             yield from self._entering(size)
+        held, lacking = self.holding.counts[self.hosts.held_at], self.hosts.lacking.counts
+        span = int(held.max(initial=0)) + 1
+        for sizes in distinct((lacking * span + held)[lacking > 0]).tolist():
+            yield from self._inside(sizes % span, sizes // span)
 
     def everything(self) -> Iterator[Transfers]:
         """Every row of every rank, as many parts at a time as have few rows."""
@@ -72,11 +77,10 @@ class HostFlow(Flow):
         yield from self._deliver(*self._pairs_of(rank), rank)
 
     @cached_property
-    def near(self) -> tuple[Ints, Ints]:
-        """Parts, each with its stations where some rank holds it, and with that of its relay."""
-        part, at = repeated(self.hosts.first, self.hosts.kinds.of[self.parts().runs.cell])
-        rest = np.flatnonzero(~self._held_at_home)
-        return np.append(part, rest), np.append(self.hosts.wanted_at[at], self._own[rest])
+    def _kind(self) -> Ints:
+        """The kind of each part."""
+        kind: Ints = self.hosts.kinds.of[self.parts().runs.cell]
+        return kind
 
     @cached_property
     def turn(self) -> Ints:
@@ -109,7 +113,7 @@ class HostFlow(Flow):
         """For each part the first station, from its relay's on, where no rank holds it."""
         parts, station = self.parts(), self._own
         begin, end = self.wanting.of_line[parts.line], self.wanting.of_line[parts.line + 1]
-        kind, held = self.hosts.kinds.of[parts.runs.cell], self.hosts.after_held
+        kind, held = self._kind, self.hosts.after_held
         # Once more for those that came to the end of their line and begin anew.
         for _ in range(2):
             at = self.hosts.common.find(kind, self.wanting.host[station])
@@ -118,10 +122,10 @@ class HostFlow(Flow):
         return station
 
     def _entering(self, size: int) -> Iterator[Fan | HostFan]:
-        """What enters the stations of so many ranks that are not near.
+        """What enters the stations of so many ranks where nobody holds it, but for the relay's own.
 
-        Nobody there holds it, and a part enters at the rank that has its relay's place, modulo the
-        ranks of the station. So relays with equal places send to the same entry ranks.
+        A part enters at the rank that has its relay's place, modulo the ranks of the station. So
+        relays with equal places send to the same entry ranks.
         """
         wanting, parts, place = self.wanting, self.parts(), np.arange(size)
         stations = np.flatnonzero(wanting.counts == size)
@@ -133,20 +137,61 @@ class HostFlow(Flow):
         )
         mine = np.flatnonzero(contained(parts.line, lines))
         line = np.searchsorted(lines, parts.line[mine]) * size + self.turn[mine] % size
-        at, station = (ends[wanting.counts[self.near[1]] == size] for ends in self.near)
-        entry = wanting.members[wanting.first[station] + self.turn[at] % size]
-        near, _ = LineSet.sorted(np.searchsorted(mine, at), entry, len(mine))
+        kind, held = self._held_entries(mine, size)
+        own = wanting.counts[self._own[mine]] == size
+        entry = wanting.first[self._own[mine]] + self.turn[mine] % np.where(own, size, 1)
+        apart = np.where(own & ~self._held_at_home[mine], wanting.members[entry], -1)
         again = wanting.counts[self._first_needy[mine]] != size
         way = np.where(self._relay_holds[mine], again, 2)
         for hop, which in ((0, 0), (0, 1), (1, 2)):
             some = np.flatnonzero(way == which)
             rows = replace(parts.take(mine[some]), line=line[some], hop=hop, again=which == 1)
             rows = replace(rows, source=rows.destination)
-            fan = Fan(rows, entries, np.arange(len(some)), near.take(some), apart=True)
+            fan = Fan(rows, entries, kind[some], held, apart[some])
             if fan.served.any():
                 yield fan
                 if size > 1:
-                    yield HostFan(fan, others[order])
+                    yield HostFan(fan, entries.members, others[order], hop + 1)
+
+    def _held_entries(self, mine: Ints, size: int) -> tuple[Ints, LineSet]:
+        """For each of some parts a kind, and for each kind the ranks at which it would enter
+        stations of so many ranks, if nobody there held it."""
+        wanting, hosts = self.wanting, self.hosts
+        keys, kind = numbered(self._kind[mine] * size + self.turn[mine] % size)
+        row, at = repeated(hosts.first, keys // size)
+        station = hosts.wanted_at[at]
+        some = np.flatnonzero(wanting.counts[station] == size)
+        entry = wanting.members[wanting.first[station[some]] + keys[row[some]] % size]
+        return kind, LineSet.sorted(row[some], entry, len(keys))[0]
+
+    def _inside(self, holders: int, lackers: int) -> Iterator[HostFan]:
+        """What so many ranks of a host that hold parts send to so many there that lack them, on
+        all hosts but the relay's own: to an entry rank, which passes it on."""
+        hosts, holding, lacking = self.hosts, self.holding, self.hosts.lacking
+        period, counts = math.lcm(holders, lackers), holding.counts[hosts.held_at]
+        every = LineSet.plain(hosts.first, np.arange(len(hosts.host)))
+        pairs = every.only((counts == holders) & (lacking.counts == lackers))
+        mine = np.flatnonzero(pairs.counts[self._kind])
+        keys, line = numbered(self._kind[mine] * period + self.turn[mine] % period)
+        row, at = repeated(pairs.first, keys // period)
+        pair, turn = pairs.members[at], keys[row] % period
+        entry = lacking.members[lacking.first[pair] + turn % lackers]
+        entries, order = LineSet.sorted(row, entry, len(keys))
+        pair, turn = pair[order], turn[order]
+        own = hosts.common.find(self._kind[mine], self.wanting.host[self._own[mine]])
+        here = (own >= 0) & (counts[own] == holders) & (lacking.counts[own] == lackers)
+        entry = lacking.first[own] + self.turn[mine] % np.where(here, lackers, 1)
+        apart = np.where(here, lacking.members[np.where(here, entry, 0)], -1)
+        rows = replace(self.parts().take(mine), line=line)
+        nobody = LineSet.plain(0 * entries.first, entries.members[:0])
+        fan = Fan(rows, entries, line, nobody, apart)
+        if fan.served.any():
+            feeder = holding.members[holding.first[hosts.held_at[pair]] + turn % holders]
+            yield HostFan(fan, feeder, entries.members[:, None], 0)
+            others = (turn[:, None] + np.arange(1, lackers)) % lackers
+            if lackers > 1:
+                others = lacking.members[lacking.first[pair][:, None] + others]
+                yield HostFan(fan, entries.members, others, 1)
 
     def _pairs_of(self, rank: int) -> tuple[Ints, Ints]:
         """The parts and the stations that a rank has to do with, in the order of the parts."""
@@ -332,10 +377,7 @@ def _entering_only(geometry: ListedGeometry, hosts: HostLines) -> ListedGeometry
 
 def _add_local(ranks: Loads, stack: Stack, geometry: ListedGeometry, hosts: HostLines) -> None:
     """What ranks send inside their host: cells that a rank of it holds and another one lacks."""
-    row, member = repeated(hosts.wanting.first, hosts.wanted_at)
-    send = np.repeat(hosts.kinds.send, hosts.counts)[row]
-    lacks = geometry.senders.find(send, hosts.wanting.members[member]) < 0
-    served = np.bincount(row[lacks], minlength=len(hosts.host)) > 0
+    served = hosts.lacking.counts > 0
     cell, at = repeated(hosts.first, hosts.kinds.of)
     cell, held = cell[served[at]], hosts.held_at[at[served[at]]]
     row, member = repeated(hosts.holding.first, held)

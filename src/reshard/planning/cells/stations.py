@@ -78,6 +78,8 @@ class HostLines:
     """The station of ranks that want the kind on each of these hosts."""
     held_at: Ints
     """The station of ranks that hold it there."""
+    lacking: LineSet
+    """The ranks there that want it and do not hold it."""
 
     @classmethod
     def of(cls, geometry: ListedGeometry, home: Home) -> HostLines | None:
@@ -89,7 +91,9 @@ class HostLines:
         row, host = holding.lines.common(wanting.lines, kinds.send, kinds.receive)
         first = np.searchsorted(row, np.arange(len(kinds.send) + 1))
         ends = wanting.find(kinds.receive[row], host), holding.find(kinds.send[row], host)
-        return cls(wanting, holding, kinds, first, host, *ends)
+        wants = LineSet.plain(wanting.first, wanting.members).take(ends[0])
+        lacks = geometry.senders.find(kinds.send[row][wants.line_of], wants.members) < 0
+        return cls(wanting, holding, kinds, first, host, *ends, wants.only(lacks))
 
     @cached_property
     def common(self) -> LineSet:

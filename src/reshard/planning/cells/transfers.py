@@ -109,17 +109,22 @@ class Fan:
     """Rows of one kind have the same holders and are wanted by the same ranks."""
     held: LineSet
     """The ranks of each kind that hold what they want."""
-    apart: bool = False
-    """Whether ranks that pass on are not of the lines that they serve, as between hosts."""
+    apart: Ints | None = None
+    """Between hosts: the rank of each row's line on the sender's own host, or -1."""
 
     @property
-    def by_members(self) -> bool:
-        """Whether a sender is one of the line that it serves."""
-        return self.rows.hop > 0 and not self.apart
+    def left_out(self) -> tuple[Ints, Ints]:
+        """Rows, and a rank of its line that each does not go to: its sender, or one there."""
+        if self.apart is None:
+            rank = self.rows.source if self.rows.hop else self.rows.source[:0]
+            return np.arange(len(rank)), rank
+        some = np.flatnonzero(self.apart >= 0)
+        return some, self.apart[some]
 
     def take(self, rows: Ints) -> Fan:
         """Some of the rows."""
-        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows])
+        apart = None if self.apart is None else self.apart[rows]
+        return replace(self, rows=self.rows.take(rows), kind=self.kind[rows], apart=apart)
 
     def of_rank(self, rank: int) -> Iterator[Transfers]:
         """The rows that a rank sends or receives."""
@@ -140,7 +145,7 @@ class Fan:
         """Some rows, each with every rank that gets it."""
         at, member = repeated(self.wanting.first, self.rows.line[rows])
         row, member = rows[at], self.wanting.members[member]
-        gets = member != self.rows.source[row]
+        gets = member != (self.rows.source if self.apart is None else self.apart)[row]
         if len(self.held.members):
             gets &= self.held.find(self.kind[row], member) < 0
         return row[gets], member[gets]
@@ -185,65 +190,74 @@ class Fan:
             if len(lines.members):
                 total = np.bincount(number, weights=amounts, minlength=len(lines.counts))
                 yield lines.members, np.repeat(total.astype(np.int64), lines.counts) * sign
-        if self.by_members:
-            yield self.rows.source, -amounts
+        row, rank = self.left_out
+        if len(row):
+            yield rank, -amounts[row]
 
     @cached_property
     def served(self) -> Ints:
         """How many ranks get each row."""
         served: Ints = self.wanting.counts[self.rows.line] - self.held.counts[self.kind]
-        return served - self.by_members
+        served[self.left_out[0]] -= 1
+        return served
+
+    def by_member(self, amounts: Ints | Mask) -> Ints:
+        """How much every member of every line gets, for an amount of each row."""
+        lines, held, (row, _) = self.wanting, self.held, self.left_out
+        total = np.repeat(np.bincount(self.rows.line, amounts, len(lines.counts)), lines.counts)
+        kept = np.bincount(self.kind, amounts, len(held.counts))[held.line_of]
+        total -= np.bincount(self._places[0], kept, len(total))
+        total -= np.bincount(self._places[1], amounts[row], len(total))
+        return total.astype(np.int64)
+
+    @cached_property
+    def _places(self) -> tuple[Ints, Ints]:
+        """Where ranks that hold rows, and those left out, stand among the members of lines."""
+        held, (row, rank) = self.held, self.left_out
+        at = self.wanting.find(self.line_of_kind[held.line_of], held.members)
+        # Kinds of which there are no rows are on no line.
+        return np.maximum(at, 0), self.wanting.find(self.rows.line[row], rank)
 
 
 @dataclass(frozen=True, eq=False)
 class HostFan:
-    """What the ranks that rows of a fan go to pass on, each to the other ranks of its host."""
+    """What goes on inside hosts as a fan reaches them: for every member of its lines a rank sends
+    what that member gets to others."""
 
     fan: Fan
-    others: Ints
-    """These other ranks, one row for every member of every line of the fan."""
+    sender: Ints
+    """One for every member of every line of the fan."""
+    receivers: Ints
+    """To whom each sends, one row for every member."""
+    hop: int
 
     @cached_property
     def rows(self) -> Transfers:
-        """The rows of the fan, one hop later."""
-        return replace(self.fan.rows, hop=self.fan.rows.hop + 1)
+        """The rows of the fan, at another hop."""
+        return replace(self.fan.rows, hop=self.hop)
 
     @cached_property
     def served(self) -> Ints:
         """How many ranks get each row."""
-        served: Ints = self.fan.served * self.others.shape[1]
+        served: Ints = self.fan.served * self.receivers.shape[1]
         return served
-
-    def entering(self, amounts: Ints | Mask) -> Ints:
-        """How much every member of every line gets from the fan, for an amount of each row."""
-        lines, held = self.fan.wanting, self.fan.held
-        total = np.bincount(self.fan.rows.line, amounts, len(lines.counts))
-        kept = np.bincount(self.fan.kind, amounts, len(held.counts))[held.line_of]
-        less = np.bincount(self._held_at, kept, len(lines.members))
-        found: Ints = (np.repeat(total, lines.counts) - less).astype(np.int64)
-        return found
-
-    @cached_property
-    def _held_at(self) -> Ints:
-        """Where ranks that hold what they want stand among the members of lines."""
-        held = self.fan.held
-        return self.fan.wanting.find(self.fan.line_of_kind[held.line_of], held.members)
 
     def sent(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each sends, for an amount of each row."""
-        yield self.fan.wanting.members, self.entering(amounts) * self.others.shape[1]
+        yield self.sender, self.fan.by_member(amounts) * self.receivers.shape[1]
 
     def received(self, amounts: Ints) -> Iterator[tuple[Ints, Ints]]:
         """Ranks and how much each gets, for an amount of each row."""
-        yield self.others.reshape(-1), np.repeat(self.entering(amounts), self.others.shape[1])
+        each = np.repeat(self.fan.by_member(amounts), self.receivers.shape[1])
+        yield self.receivers.reshape(-1), each
 
     def summed(self, amounts: Ints) -> tuple[Ints, Ints, Ints]:
         """Senders, receivers, and how much goes from each to each; pairs with nothing are not
         among them, some are there twice."""
-        entering, times = self.entering(amounts), self.others.shape[1]
-        some = np.flatnonzero(entering)
-        ends = np.repeat(self.fan.wanting.members[some], times), self.others[some].reshape(-1)
-        return *ends, np.repeat(entering[some], times)
+        each, times = self.fan.by_member(amounts), self.receivers.shape[1]
+        some = np.flatnonzero(each)
+        ends = np.repeat(self.sender[some], times), self.receivers[some].reshape(-1)
+        return *ends, np.repeat(each[some], times)
 
 
 AnyRows = Transfers | Fan | HostFan

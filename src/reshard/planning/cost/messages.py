@@ -122,7 +122,7 @@ class _MovingInside:
         row = np.arange(len(fan.rows))
         self._fan, self._rows = fan, _Moving([stream], [row], [row])
         self.spans = self._rows.spans
-        every = places(fan.fan.wanting.members)[:, None] * size + places(fan.others)
+        every = places(fan.sender)[:, None] * size + places(fan.receivers)
         self._keys, number = numbered(every.reshape(-1))
         self._number = number.reshape(every.shape)
 
@@ -130,7 +130,7 @@ class _MovingInside:
         """The numbers that move in a turn, in rising order."""
         moves = np.ones(len(self._fan.rows), bool) if self._rows.steady else self._rows.moves(turn)
         here = np.zeros(len(self._keys), dtype=bool)
-        here[self._number[self._fan.entering(moves) > 0]] = True
+        here[self._number[self._fan.fan.by_member(moves) > 0]] = True
         found: Ints = self._keys[here]
         return found
 
@@ -168,13 +168,15 @@ def _by_turn(ends: Iterable[tuple[Stream, Ints, Ints]]) -> list[_Moving]:
 
 
 def messages_of(
-    streams: Iterable[Stream], size: int, places: Places
+    streams: Iterable[Stream], hosts: Ints, places: Places
 ) -> Iterator[tuple[int, Ints, Sends | None]]:
     """In how many rounds which pairs of ranks exchange something: those that are listed, one
     number each, and others by classes of ranks; no pair is among both.
 
-    Ranks are their places among so many.
+    Ranks are their places; fans do not serve the host of their sender, which is the rank alone
+    where hosts are not known.
     """
+    size = len(hosts)
     many: list[Stream] = []
     listed: list[tuple[Stream, Ints, Ints]] = []
     inside: list[_MovingInside] = []
@@ -189,7 +191,7 @@ def messages_of(
     groups: list[_Moving] = []
     if many:
         fans = [one.ends for one in many if isinstance(one.ends, Fan)]
-        classes = _Classes.of(fans, size, places)
+        classes = _Classes.of(fans, hosts, places)
         groups = _by_turn(zip(many, *classes.groups(fans), strict=True))
     for active, times in _rounds([*moving, *groups]):
         pairs = _joined([keys for at, keys in active if at < len(moving)])
@@ -233,8 +235,10 @@ class _Classes:
     hold all of it, and the sender. Sets are compared by sums of random numbers.
     """
 
-    size: int
-    """All ranks."""
+    host: Ints
+    """The host of each rank, as a number below that of hosts."""
+    hosts: LineSet
+    """The ranks of each host."""
     places: Places
     lines: LineSet
     """Different lines of all kinds."""
@@ -246,7 +250,7 @@ class _Classes:
     """A random number for each kind; kinds of equal sets have equal ones."""
 
     @classmethod
-    def of(cls, fans: Sequence[Fan], size: int, places: Places) -> _Classes:
+    def of(cls, fans: Sequence[Fan], hosts: Ints, places: Places) -> _Classes:
         """The kinds of all fans, numbered one after the other."""
         every, held = (
             LineSet.chain([f.wanting for f in fans]),
@@ -257,11 +261,13 @@ class _Classes:
         base = np.cumsum([[0, 0], *([len(f.wanting.counts), len(f.held.counts)] for f in fans)], 0)
         for fan, (line, kind) in zip(fans, base.tolist(), strict=False):
             kinds[fan.kind + kind] = fan.rows.line + line
-        of_line, of_held = _sums(every, size), _sums(held, size)
+        of_line, of_held = _sums(every, len(hosts)), _sums(held, len(hosts))
         _, chosen = distinct_first(of_line.view(np.int64))
         number = numbered(of_line.view(np.int64))[1]
         mark = mixed(of_line[kinds] * 3 + of_held)
-        return cls(size, places, every.take(chosen), number[kinds], held, mark)
+        host = numbered(hosts)[1]
+        ranks, _ = LineSet.sorted(host, np.arange(len(host)), int(host.max(initial=-1)) + 1)
+        return cls(host, ranks, places, every.take(chosen), number[kinds], held, mark)
 
     def groups(self, fans: Sequence[Fan]) -> tuple[list[Ints], list[Ints]]:
         """One number for the sender and the kind of each row of each fan, and the rows."""
@@ -284,7 +290,9 @@ class _Classes:
         of_class, line = np.divmod(table, len(self.lines.counts))
         begin = np.searchsorted(of_class, np.arange(len(classes) + 1))
         held = self._exceptions(number, kind, line, np.bincount(count), begin)
-        return Sends(senders, of, *self._members(line, begin), held)
+        own = repeated(self.hosts.first, self.host[senders])
+        own = own[0], self.hosts.members[own[1]]
+        return Sends(senders, of, *self._members(line, begin), held, self.host, own)
 
     def _members(self, line: Ints, begin: Ints) -> tuple[Mask, Ints]:
         """The ranks of different sets of lines, one row each, and the row of each class."""
@@ -293,15 +301,15 @@ class _Classes:
         _, chosen = distinct_first(which)
         row, at = repeated(begin, chosen)
         one, member = repeated(self.lines.first, line[at])
-        members = np.zeros((len(sets), self.size), dtype=bool)
+        members = np.zeros((len(sets), len(self.host)), dtype=bool)
         members[row[one], self.lines.members[member]] = True
         return members, which
 
     def _exceptions(self, number: Ints, kind: Ints, line: Ints, count: Ints, begin: Ints) -> Ints:
         """The ranks that hold what a class sends by all kinds on lines that they are on."""
         row, at = repeated(self.held.first, kind)
-        keys, key = numbered(number[row] * self.size + self.held.members[at])
-        of_class, rank = np.divmod(keys, self.size)
+        keys, key = numbered(number[row] * len(self.host) + self.held.members[at])
+        of_class, rank = np.divmod(keys, len(self.host))
         row, at = repeated(begin, of_class)
         inside = self.lines.find(line[at], rank[row]) >= 0
         lines = np.bincount(row, count[at] * inside, len(keys))
@@ -322,6 +330,10 @@ class Sends:
     """The set of each class."""
     held: Ints
     """Ranks of the set of a class that it does not send to; one number for both, rising."""
+    host: Ints
+    """The host of each rank."""
+    own: tuple[Ints, Ints]
+    """The ranks of the host of each sender: the number of the sender, and the rank."""
 
     def reach(self, sender: Ints, rank: Ints) -> Mask:
         """Whether the classes of senders (by number) send to ranks."""
@@ -338,6 +350,7 @@ class Sends:
         source, destination = np.divmod(pairs, self.members.shape[1])
         at = np.minimum(np.searchsorted(self.senders, source), len(self.senders) - 1)
         known: Mask = (self.senders[at] == source) & self.reach(at, destination)
+        known &= self.host[source] != self.host[destination]
         return known
 
     @property
@@ -350,7 +363,7 @@ class Sends:
         """To how many ranks each sender sends."""
         held = np.bincount(self.held // self.members.shape[1], minlength=len(self.which))
         sizes: Ints = self.members.sum(axis=1)[self.which] - held
-        return sizes[self.of] - self._itself
+        return sizes[self.of] - np.bincount(self.own[0], self.reach(*self.own)).astype(np.int64)
 
     @property
     def received(self) -> Ints:
@@ -359,13 +372,8 @@ class Sends:
         of_set, (row, rank) = np.bincount(self.which, senders), np.nonzero(self.members)
         of_class, held = np.divmod(self.held, size)
         found = np.bincount(rank, of_set[row], size) - np.bincount(held, senders[of_class], size)
-        found -= np.bincount(self.senders[self._itself], minlength=size)
+        found -= np.bincount(self.own[1], self.reach(*self.own), size)
         return found.astype(np.int64)
-
-    @property
-    def _itself(self) -> Mask:
-        """Which senders are in the set that they send to."""
-        return self.reach(np.arange(len(self.senders)), self.senders)
 
 
 def _sums(lines: LineSet, num_ranks: int) -> NDArray[np.uint64]:

@@ -42,7 +42,7 @@ class Traffic:
             self._count(stream)
         self.messages = 0
         """All that goes from one rank to another in one round is one message."""
-        for times, pairs, sends in messages_of(streams, len(world), self._places):
+        for times, pairs, sends in messages_of(streams, self.hosts, self._places):
             self.messages += times * (len(pairs) + (sends.total if sends else 0))
             if home is not None:
                 ends = np.divmod(pairs, max(len(world), 1))
@@ -139,8 +139,8 @@ class Traffic:
             for lines in (fan.wanting, fan.held)
         )
         times = gets[rows.line] - has[fan.kind]
-        if fan.by_members:
-            times[np.arange(len(rows)), destinations[at]] -= 1
+        row, rank = fan.left_out
+        times[row, destinations[self._places(rank)]] -= 1
         found = np.zeros((num, size), dtype=np.int64)
         np.add.at(found, sources[at], times * num_bytes[:, None])
         return found
