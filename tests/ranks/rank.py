@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 import socket
+import threading
 import time
 import traceback
 import warnings
@@ -29,6 +30,8 @@ SUB_GROUP_SIZES = (2, 4)
 GROUP_TIMEOUT = timedelta(seconds=150)
 
 _wires: list["Wires"] = []
+_ended_threads: list[str] = []
+"""Stacks of threads that have ended with an exception since the function began."""
 _stores: list[dist.TCPStore] = []
 _groups: dict[int, Any] = {}
 
@@ -86,6 +89,7 @@ def serve(rank: int, wires: Wires) -> None:
     _wires.append(wires)
     torch.set_num_threads(1)
     warnings.simplefilter("error")
+    threading.excepthook = _note_thread
     wires.tasks.send_bytes(READY)
     while (task := _next_task(wires.tasks)) is not None:
         wires.tasks.send_bytes(_answer(rank, task))
@@ -128,12 +132,23 @@ def _outcome(rank: int, task: bytes) -> Returned | Raised:
 
 def _interruptible(rank: int, task: bytes) -> Any:
     """Runs the task; only now an interrupt counts, it would otherwise end an idle rank."""
+    _ended_threads.clear()
     try:
         signal.signal(signal.SIGINT, signal.default_int_handler)
         function, args = pickle.loads(task)
-        return function(rank, *args)
+        value = function(rank, *args)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if _ended_threads:
+        raise RuntimeError(f"a thread has ended with an exception:\n{_ended_threads[0]}")
+    return value
+
+
+def _note_thread(ended: threading.ExceptHookArgs) -> None:
+    """As pytest does in its own process: otherwise a function would return as if all were well."""
+    if ended.exc_type is not SystemExit:
+        parts = (ended.exc_type, ended.exc_value, ended.exc_traceback)
+        _ended_threads.append("".join(traceback.format_exception(*parts)))
 
 
 def _raised(error: BaseException, start: float) -> Raised:

@@ -112,6 +112,20 @@ def test_ranks_are_single_threaded_and_safe_to_fork(pool: Pool) -> None:
     assert pool.run(num_threads) == [(1, 1)] * 8
 
 
+def lose_a_thread(rank: int) -> int:
+    thread = threading.Thread(target=lambda: 1 // rank)
+    thread.start()
+    thread.join()
+    return rank
+
+
+def test_a_thread_that_ends_with_an_exception_is_an_error(pool: Pool) -> None:
+    first, second = pool.outcomes(lose_a_thread, ranks=range(2))
+    assert isinstance(first, Raised)
+    assert "ZeroDivisionError" in first.message
+    assert isinstance(second, Returned)
+
+
 def test_tensors_come_and_go_as_copies(pool: Pool) -> None:
     tensor = torch.arange(100_000, dtype=torch.bfloat16)
     for result in pool.run(double, tensor):
