@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import reshard as rs
 from reshard.live.failure import cleanup
@@ -15,7 +16,7 @@ from reshard.live.session.threads import Worker
 from reshard.live.transport import gloo
 from tests.ranks.live import local_of, numbered
 from tests.ranks.pool import Pool, fresh_ranks
-from tests.ranks.rank import pool_group
+from tests.ranks.rank import local_group, pool_group
 from tests.soak import cases
 
 ROWS = rs.Layout(rs.Mesh(dp=4), "dp -")
@@ -56,6 +57,40 @@ def move_single_elements(rank: int, dtype: torch.dtype) -> None:
 def test_single_elements_of_any_strides(pool: Pool) -> None:
     for dtype in (torch.int64, torch.uint16, torch.bfloat16, torch.complex64):
         pool.run(move_single_elements, dtype, ranks=range(4))
+
+
+def fail_twice_in_a_row(rank: int) -> list[str]:
+    """Rank 2 fails when it is about to send: connections are cut, so the next call has others.
+
+    Returns what was raised in each call, or that it moved.
+    """
+    usual, group, told = gloo.GlooTransport.begin, local_group(0, 1, 2, 3), []
+    full = numbered((8, 8))
+    want = rs.Layout(rs.Mesh(tp=4), "- tp")
+
+    def fails(*_: object) -> None:
+        raise rs.LiveError("on purpose")
+
+    for failing in (False, True, True, False, True, False):
+        change = fails if failing and rank == 2 else usual
+        with mock.patch.object(gloo.GlooTransport, "begin", change):
+            try:
+                found = rs.move(
+                    local_of(full, ROWS, rank), ROWS, want, shape=(8, 8), group=group,
+                    transport="network", timeout=10,
+                )  # fmt: skip
+                assert torch.equal(found, local_of(full, want, rank))
+                told.append("moved")
+            except rs.LiveError as error:
+                told.append(str(error).partition(",")[0])
+        dist.barrier(group)
+    dist.destroy_process_group(group)
+    return told
+
+
+def test_calls_that_fail_one_after_the_other_leave_no_broken_connection(pool: Pool) -> None:
+    for told in pool.run(fail_twice_in_a_row, ranks=range(4)):
+        assert told == ["moved", *["on purpose"] * 2, "moved", "on purpose", "moved"], told
 
 
 def leave_while_waiting(rank: int) -> list[Worker]:
