@@ -158,6 +158,29 @@ def test_a_model_keeps_hosts_and_ranks_in_balance(ranks: str) -> None:
     assert relays.max() <= 1.05 * relays.mean(), "a rank of a host sends more than its share"
 
 
+@pytest.mark.parametrize("hosts", ["7 a host", "1 to 11 a host", "any 8 a host"])
+def test_odd_hosts_stay_in_balance(hosts: str) -> None:
+    """Hosts of different sizes, and hosts with several ranks of one tensor parallel part and none
+    of another: no link takes longer than the busiest receiver, and no rank stages much more."""
+    ranks = list(range(256))
+    sizes = {"1 to 11 a host": [1 + 7 * k % 11 for k in range(43)]}.get(hosts, [7] * 37)
+    if hosts == "any 8 a host":
+        Random(0).shuffle(ranks)
+        sizes = [8] * 32
+    ends = np.cumsum([0, *sizes]).tolist()
+    groups = tuple(group for a, b in pairwise(ends) if (group := tuple(ranks[a:b])))
+    sides = ("llama-3-70b", "dp=256", "replica=32 tp=8", "dp")
+    plan, plain = (
+        moves.model_plan(*sides, topology=one) for one in (rs.Topology(hosts=groups), None)
+    )
+    summary, links = plan.summary(), plan.traffic.links
+    assert summary.between_hosts_bytes == summary.between_hosts_lower_bound_bytes
+    sent, received = (np.bincount(plan.traffic.hosts, links[1, side, 0]) for side in (0, 1))
+    assert sent.max() <= 1.03 * received.max()
+    assert summary.busiest_relay_bytes <= 1.6 * summary.mean_relay_bytes
+    assert summary.num_rounds <= 1.6 * plain.num_rounds
+
+
 def listed(plan: rs.Plan) -> int:
     """How much is listed to work out what every rank sends and receives."""
     found = 0

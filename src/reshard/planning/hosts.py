@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, contained, distinct, numbered
 from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
@@ -32,6 +33,11 @@ from reshard.planning.sharing import Job, LineSet, Loads, Slots, blocks, repeate
 __all__ = ["HostFlow", "host_flows"]
 
 HostJob = tuple[Stack, ListedGeometry, HostLines]
+
+IN_BALANCE = 1.1
+"""How far above the mean a rank may be that passes on."""
+NEARLY = 1.02
+"""How far above what the busiest host must receive a host may be that sends."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -287,9 +293,11 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
         _add_local(ranks, *job)
     slots: list[list[Slots]] = []
     for passes in (False, True):
-        if passes:
-            _spare_small_hosts(between, loads, _ranks_per_host(between, loads, home))
-        shared = iter(_share_over_hosts(between, passes, loads, ranks, grain))
+        shared = iter(
+            _pass_on(between, loads, ranks, home, grain)
+            if passes
+            else _share_over_hosts(between, passes, loads, ranks, grain)
+        )
         others = iter(share_plainly(plain, passes, ranks, grain))
         slots.append([next(others if hosts is None else shared) for hosts in lines])
     flows: list[Flow] = []
@@ -299,21 +307,51 @@ def host_flows(stacks: Sequence[Stack], world: Ints, home: Home) -> list[Flow]:
     return flows
 
 
-def _ranks_per_host(jobs: Sequence[HostJob], loads: Loads, home: Home) -> Ints:
-    """How many ranks of each host want anything."""
-    ranks = [hosts.wanting.members for *_, hosts in jobs]
-    wanting = distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
-    return np.bincount(loads.find(home(wanting)), minlength=len(loads.ranks))
+def _pass_on(
+    parts: Sequence[HostJob], loads: Loads, ranks: Loads, home: Home, grain: int
+) -> list[Slots]:
+    """Share the passing on of every line, over hosts first; but over all ranks alike where ranks
+    would not be in balance, and no link between hosts takes longer than the busiest must."""
+    wanting = np.zeros(len(ranks.ranks), dtype=bool)
+    for *_, hosts in parts:
+        wanting[ranks.find(hosts.wanting.members)] = True
+    host = loads.find(home(ranks.ranks[wanting]))
+    num = np.bincount(host, minlength=len(loads.ranks))
+    aims, most = _aims(parts, loads, num)
+    sent, before = loads.loads.copy(), ranks.loads.copy()
+    # A host that should send less than others counts as one that has sent the difference.
+    loads.loads[num > 0] += (aims.max(initial=0) - aims).astype(np.int64)[num > 0]
+    found = _share_over_hosts(parts, True, loads, ranks, grain)
+    relayed = (ranks.loads - before)[wanting]
+    if relayed.max(initial=0) <= IN_BALANCE * relayed.sum() / max(len(relayed), 1):
+        return found
+    each = aims / np.maximum(num, 1)
+    less = np.zeros_like(before)
+    less[wanting] = (each.max() - each)[host]
+    alike = Loads(ranks.ranks, less.copy())
+    shared = _share_over_ranks(parts, alike, grain)
+    relayed = (alike.loads - less)[wanting]
+    sent += np.bincount(host, relayed, len(num)).astype(np.int64)
+    return shared if sent[num > 0].max() <= NEARLY * most else found
 
 
-def _spare_small_hosts(jobs: Sequence[HostJob], loads: Loads, ranks: Ints) -> None:
-    """Let hosts pass on by the number of their ranks, up to what the busiest host must receive.
+def _share_over_ranks(parts: Sequence[HostJob], ranks: Loads, grain: int) -> list[Slots]:
+    """Share the passing on of every line over its ranks, wherever they are."""
+    jobs: list[Job] = []
+    for stack, geometry, hosts in parts:
+        stations, amounts = hosts.wanting, geometry.receivers.amounts * len(stack.names)
+        lines = LineSet(amounts, geometry.receivers.first, stations.members)
+        some = np.repeat(lacking(geometry, hosts.common, stations.lines), stations.counts)
+        jobs.append((lines, some, stack.itemsize, stations.lines.counts - 1))
+    shares = share(jobs, ranks, grain)
+    return [Slots.of(lines, each) for (lines, *_), each in zip(jobs, shares, strict=True)]
 
-    Up to there links between hosts take no longer. A host that should send less than others counts
-    as one that has sent the difference already.
-    """
-    received, total = np.zeros(len(ranks)), int(loads.loads[ranks > 0].sum())
-    for stack, geometry, hosts in jobs:
+
+def _aims(parts: Sequence[HostJob], loads: Loads, num: Ints) -> tuple[NDArray[np.float64], float]:
+    """How much each host should send, by the number of its ranks that want anything, up to what the
+    busiest host must receive, and that: up to there links between hosts take no longer."""
+    received, total = np.zeros(len(num)), int(loads.loads[num > 0].sum())
+    for stack, geometry, hosts in parts:
         itemsize, wanting = stack.itemsize * len(stack.names), hosts.wanting.lines
         amounts = geometry.receivers.amounts * itemsize
         held = np.bincount(hosts.kinds.of, geometry.cells.cells.size, len(hosts.counts)) * itemsize
@@ -322,14 +360,12 @@ def _spare_small_hosts(jobs: Sequence[HostJob], loads: Loads, ranks: Ints) -> No
             received += np.bincount(at, sizes[lines.line_of], len(received))
         total += int(amounts @ np.maximum(wanting.counts - 1, 1))
     # What is sent counts parts for hosts that hold them too.
-    most = received.max(initial=0) * total / max(received.sum(), 1)
-    order = np.argsort(-ranks, kind="stable")
-    rest = np.cumsum(ranks[order][::-1])[::-1]
-    each = np.maximum(total - most * np.arange(len(rest)), 0) / np.maximum(rest, 1)
-    fits = np.flatnonzero(ranks[order] * each <= most)
-    if len(fits):
-        should = np.minimum(ranks * each[fits[0]], most)
-        loads.loads[:] += np.where(ranks > 0, should.max() - should, 0).astype(np.int64)
+    most = float(received.max(initial=0) * total / max(received.sum(), 1))
+    rising = np.sort(num)
+    rest = np.maximum(total - most * np.arange(len(num))[::-1], 0)
+    each = rest / np.maximum(np.cumsum(rising), 1)
+    fits = np.flatnonzero(rising * each <= most)
+    return np.minimum(num * (each[fits[-1]] if len(fits) else most), most), most
 
 
 def _share_over_hosts(
@@ -348,7 +384,7 @@ def _share_over_hosts(
         lines, some = geometry.receivers if passes else geometry.senders, None
         stations = hosts.wanting if passes else hosts.holding
         if passes:
-            some = lacking(geometry, LineSet.plain(hosts.first, hosts.host), stations.lines)
+            some = lacking(geometry, hosts.common, stations.lines)
         amounts = lines.amounts * len(stack.names)
         times = stations.lines.counts - 1 if passes else 1
         whole.append(LineSet(amounts, lines.first, stations.members))
