@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import re
+import sys
+import textwrap
+import tomllib
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +18,7 @@ import pytest
 from markdown_it import MarkdownIt
 from pygments.lexers import get_lexer_by_name
 
-from tests.docs.snippets import DOCUMENTS, PAGES, ROOT, name_of
+from tests.docs.snippets import DOCUMENTS, FENCE, PAGES, ROOT, name_of
 
 LINK = re.compile(r"(?<!`)\[[^\]\n]*\]\(([^)\s]+)\)")
 CODE = re.compile(r"^( *)```.*?^\1```$|`[^`\n]+`", re.DOTALL | re.MULTILINE)
@@ -187,6 +191,27 @@ def test_headings_and_code_of_a_page_are_what_sphinx_takes(path: Path) -> None:
     for language in unknown:
         get_lexer_by_name(language)
     assert {one for one in page.languages if one.startswith("{")} <= {"{eval-rst}", "{toctree}"}
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=name_of)
+def test_a_page_says_how_to_install_what_its_code_imports(path: Path) -> None:
+    """What `pip install '.[torch]'` does not bring is named in the first block that needs it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *project["optional-dependencies"]["torch"]]
+    brought = {re.match(r"[\w-]+", one)[0] for one in wanted} | {
+        "reshard",
+        *sys.stdlib_module_names,
+    }  # type: ignore[index]
+    for found in FENCE.finditer(path.read_text()):
+        if found["lang"] == "python" and ">>>" not in found["body"]:
+            nodes = list(ast.walk(ast.parse(textwrap.dedent(found["body"]))))
+            modules = {
+                alias.name for one in nodes if isinstance(one, ast.Import) for alias in one.names
+            }
+            modules |= {one.module or "" for one in nodes if isinstance(one, ast.ImportFrom)}
+            for module in {one.partition(".")[0] for one in modules} - brought:
+                assert f"pip install {module}" in found["body"], f"{path.name}: {module}"
+                brought |= {module}
 
 
 def test_figures_of_the_readme_are_in_the_reports() -> None:
