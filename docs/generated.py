@@ -163,7 +163,7 @@ def _publish(path, target, markdown, depth):
     if path.suffix == ".md":
         target = target.with_suffix(".html")
         body = re.sub(r'(href="[^":]*)\.md(["#])', r"\1.html\2", markdown.render(text))
-        body = re.sub(r'(href="[^":]*\.py)"', r'\1.html#source"', body)
+        body = re.sub(r'href="[^":]*?([^"/:]+\.py)"', r'href="\1.html#source"', body)
         body = re.sub(r"<h(\d)>(.*?)</h\1>", _heading, body)
         home = "../" * (len(target.parts) - depth) + "index.html"
         text = PAGE.format(title=html.escape(path.name), home=home, body=body)

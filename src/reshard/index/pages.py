@@ -86,14 +86,18 @@ def _definitions(title: str, listed: Sequence[Definition]) -> list[str]:
     return [*lines, ""] if listed else []
 
 
-def keyword_page(record: Record) -> str:
-    """The words of a file: by kind, from A to Z, and where in the documentation page they are."""
+def keyword_page(record: Record, origin: str) -> str:
+    """The words of a file: by kind, from A to Z, and where in the documentation page they are.
+
+    `origin` is the way from the folder of the index to the tree.
+    """
     here = f"{record.path}.keywords.md"
     name, folder = posixpath.basename(record.path), posixpath.dirname(record.path)
     page, kinds = quote(f"{name}.md"), _kinds(record)
+    original = "../" * record.path.count("/") + quote(posixpath.join(origin, record.path))
     parts = [
         f"# Keywords of {plain(record.path)}\n\n## File Information\n",
-        f"- original file: {link(name, record.path, here)}",
+        f"- original file: [{plain(name)}]({original})",
         f"- documentation page: {link('documentation', f'{record.path}.md', here)}",
         f"- folder: {link(folder or '.', posixpath.join(folder, 'index.md'), here)}\n",
         "## Keywords Extracted\n",
@@ -116,7 +120,7 @@ def keyword_page(record: Record) -> str:
 
 
 def _kinds(record: Record) -> dict[str, list[tuple[str, int, int, str]]]:
-    """(word, first line, count, note) by kind; each word once in its kind, and sorted."""
+    """(word, first line, count, note) by kind, sorted; identifiers are what no other kind has."""
     imports = [(module, line) for module, line, _ in record.imports]
     imports += [(name, line) for _, line, names in record.imports for name in names]
     pairs = {
@@ -131,9 +135,11 @@ def _kinds(record: Record) -> dict[str, list[tuple[str, int, int, str]]]:
         counts = {word: record.identifiers.get(word, ("", 0, 1))[2] for word in first}
         found[kind] = [(word, first[word], counts[word], "") for word in sorted(first, key=_order)]
     code = "Identifiers" if record.language == "python" else "Code words"
+    listed_words = {word for words in found.values() for word, *_ in words}
     found[code] = [
         (word, line, count, "" if kind == MENTIONED else f" ({kind})")
-        for word, (kind, line, count) in record.identifiers.items()
+        for word in sorted(record.identifiers.keys() - listed_words, key=_order)
+        for kind, line, count in [record.identifiers[word]]
     ]
     return {kind: words for kind, words in found.items() if words}
 

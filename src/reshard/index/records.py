@@ -23,7 +23,7 @@ _WORD = re.compile(r"[^\W\d]\w{2,}")
 _HEADING = re.compile(r"^(#{1,6})\s+(.+?)\s*#*\s*$", re.MULTILINE)
 _FENCED = re.compile(r"^ *(```|~~~)[^\n]*\n(.*?)^ *\1", re.DOTALL | re.MULTILINE)
 _TICKED = re.compile(r"`([^`\n]+)`")
-_SENTENCE = re.compile(r"(.+?[.!?:])(\s|$)|(.+)")
+_SENTENCE = re.compile(r"(.+?(?:(?<!e\.g)(?<!i\.e)[.!?](?=\s|$)|:(?=\s*\n)))|(.+)", re.DOTALL)
 
 _Function: TypeAlias = ast.FunctionDef | ast.AsyncFunctionDef
 _Named: TypeAlias = _Function | ast.ClassDef
@@ -64,13 +64,13 @@ class Record:
 
 
 def first_sentence(text: str | None) -> str:
-    """The first sentence of a docstring, on one line.
+    """The first sentence of a docstring, on one line; a list that follows is not part of it.
 
-    >>> first_sentence("Cut a tensor.  Then more.")
-    'Cut a tensor.'
+    >>> first_sentence("Cut a tensor: once.  Then more.")
+    'Cut a tensor: once.'
     """
-    found = _SENTENCE.match(" ".join((text or "").strip().partition("\n\n")[0].split()))
-    return (found[1] or found[3])[:300] if found else ""
+    found = _SENTENCE.match((text or "").strip().partition("\n\n")[0])
+    return " ".join(found[0].split())[:300] if found else ""
 
 
 def python_record(path: str, data: bytes) -> tuple[Record, str]:
