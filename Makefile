@@ -70,7 +70,7 @@ $(DOCS): $(READY)
 docs-check: $(READY) ## run every snippet of README.md and docs/
 	$(PY) -m pytest tests/docs $(ARGS)
 
-screenshots: $(READY) ## make the pictures of the page in docs/pictures (needs chromium)
+screenshots: docs ## make the pictures of the page and the site in docs/pictures (needs chromium)
 	$(PY) -m tests.show.screenshots docs/pictures
 
 fuzz: $(READY) ## compare PAIRS=100000 random pairs of layouts with the definition

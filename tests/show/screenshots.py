@@ -14,6 +14,7 @@ from tests.moves import model_plan
 from tests.show.browser import Browser, Tab, find_chromium
 
 MAX_BYTES = 150_000
+SITE = Path(__file__).parents[2] / "docs/_build/html/index.html"
 
 
 def packed(png: bytes) -> bytes:
@@ -73,6 +74,12 @@ def main(folder: Path) -> None:
         top = "document.querySelector('.move').getBoundingClientRect().top + scrollY"
         tab.run(f"scrollTo(0, {top} - 60)")
         shoot(tab, folder / "page-phone.png")
+    if SITE.is_file():
+        tab = browser.tab(1000, 780)
+        tab.open(SITE.as_uri())
+        shoot(tab, folder / "docs.png")
+    else:
+        print(f"no docs.png: {SITE} is not there, run make docs first")
     browser.close()
 
 
