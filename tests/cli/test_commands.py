@@ -232,6 +232,8 @@ def test_models(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--model", str(config), "--to-fsdp", "dp", "--replicate", "dp")
     text = printed(capsys, model(*words, have="dp=2 tp=4", want="dp=2 @ 8-9"))
     assert "Plan of 21 tensors" in text
+    words = ("--model", str(tmp_path), *words[2:])  # the folder is as good as its config.json
+    assert printed(capsys, model(*words, have="dp=2 tp=4", want="dp=2 @ 8-9")) == text
     rules = tmp_path / "own.toml"
     rules.write_text('axes = ["tp"]\n[tensors]\n"*" = "tp ..."\n')
     text = printed(capsys, model("--model", str(config), "--to-rules", str(rules)))

@@ -219,7 +219,7 @@ def test_few_kv_heads_keep_ranks_and_order() -> None:
     mesh = rules.mesh_for(Mesh(tp=8, pp=2, ranks=range(16, 32)))
     assert mesh == Mesh(kv=2, rep=4, pp=2, ranks=range(16, 32))
     assert Rules.load("bert").mesh_for(Mesh(tp=8)) == Mesh(tp=8)
-    with pytest.raises(RulesError, match="tp=3 is not a multiple of kv_heads=2: use tp=2"):
+    with pytest.raises(RulesError, match=r"^llama: tp=3 is not a multiple of kv_heads=2: use tp=2"):
         rules.layout("lm_head.weight", Mesh(tp=3))
     with pytest.raises(RulesError, match="also one of kv rep"):
         rules.mesh_for(Mesh(tp=4, kv=2))

@@ -100,12 +100,14 @@ class ModelSide:
 
 
 def model_config(name: str) -> Mapping[str, Any]:
-    """The config of a known model, or of a ``config.json`` file."""
+    """The config of a known model, of a ``config.json`` file, or of a folder that has one."""
     import json
 
     from reshard.rules.models import preset
 
     path = Path(name)
+    if path.is_dir():
+        path = path / "config.json"
     if path.suffix != ".json":
         return preset(name)
     if path.stat().st_size > MAX_CONFIG:

@@ -48,7 +48,7 @@ class Request:
 @click.option("--to", "want", required=True, help='Where it goes: "tp=2 @ 8-9: - tp".')
 @click.option("--shape", help="The shape of one tensor, such as 8192,4096.")
 @click.option(
-    "--model", help="A whole model: llama-3-8b, ... or a config.json.", shell_complete=MODELS
+    "--model", help="A model: llama-3-8b, ..., a config.json or its folder.", shell_complete=MODELS
 )
 @click.option("--dtype", help="The dtype; if not given float32, or the model's.")
 @click.option("--to-dtype", help="The dtype at the destination, if it is another one.")
@@ -236,7 +236,8 @@ def _write_page(
     words += [word for option, text in options.items() if text for word in (option, text)]
     words += [word for axis in request.replicate for word in ("--replicate", axis)]
     # The explorer has the models and rules that are shipped, and no files.
-    is_known = not (request.from_rules or request.to_rules or str(request.model).endswith(".json"))
+    is_file = request.model is not None and Path(request.model).exists()
+    is_known = not (request.from_rules or request.to_rules or is_file)
     explore = shlex.join(["reshard", "explore", *words]) if is_known else None
     arguments = click.get_current_context().meta.get("reshard.arguments", ["plan"])
     footer = Footer.of_command(arguments, request.model, explore)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -24,7 +23,9 @@ MAX_PIECES = 1_000_000
 @click.argument("layout", required=False, metavar="[LAYOUT|TENSOR]")
 @click.option("--mesh", help='The ranks, such as "dp=2 tp=4", where LAYOUT does not name them.')
 @click.option("--shape", help="The shape of the tensor, such as 8192,4096.")
-@click.option("--model", help="A model or a folder with config.json.", shell_complete=MODELS)
+@click.option(
+    "--model", help="A model: llama-3-8b, ..., a config.json or its folder.", shell_complete=MODELS
+)
 @click.option("--rank", type=int, help="Only what this rank holds, box by box.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(
@@ -86,8 +87,7 @@ def _of_model(
     from reshard.rules import Rules, models
     from reshard.text import align, and_more, format_shape, quoted
 
-    folder = Path(model)
-    config = model_config(str(folder / "config.json") if folder.is_dir() else model)
+    config = model_config(model)
     shapes = {name: shape for name, (shape, _) in models.tensors(config).items()}
     layouts = Rules.load(config=config, replicate=" ".join(mesh.axes)).layouts(shapes, mesh)
     if tensor is not None:

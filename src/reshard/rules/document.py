@@ -149,11 +149,12 @@ class Document:
 
 @contextmanager
 def located(where: str) -> Iterator[None]:
-    """Errors raised inside become one-line RulesErrors that begin with where they happened."""
+    """Errors raised inside become one-line RulesErrors that begin, once, with where it was."""
     try:
         yield
     except ReshardError as error:
-        raise RulesError(" ".join(f"{where}: {error}".split())) from None
+        text = str(error).removeprefix(f"{where}: ")
+        raise RulesError(" ".join(f"{where}: {text}".split())) from None
 
 
 def all_axes(words: Words) -> set[str]:

@@ -61,7 +61,8 @@ def headline(layout: Layout, shape: Sequence[int], found: Holdings) -> str:
     if found.num_different:
         each, rest = divmod(found.num_ranks, found.num_different)
         ranks = found.num_ranks if rest else each
-        what = f"{count(found.num_different, 'part')}, {'' if rest else 'each '}on "
+        evenly = found.num_different > 1 and not rest
+        what = f"{count(found.num_different, 'part')}, {'each ' if evenly else ''}on "
         what += count(ranks, "rank")
     if layout.reduce:
         what += f", with a pending {layout.reduce[0]} over {' '.join(layout.reduce[1])}"
