@@ -119,6 +119,15 @@ def test_exit_codes_survive_a_reader_that_leaves(tmp_path: Path) -> None:
         assert subprocess.run(["bash", "-c", piped], timeout=60).returncode == plain
 
 
+def test_a_full_disk_under_the_report_is_one_line_and_code_2() -> None:
+    command = [sys.executable, "-m", "reshard", "plan", "--shape", "4,4"]
+    command += ["--from", "tp=2: tp -", "--to", "tp=2: - tp"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.stderr == "reshard: standard output: No space left on device\n"
+    assert done.returncode == 2
+
+
 def test_html_says_what_it_wrote(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "x.html"
     sides = ["--from", "dp=2: dp -", "--to", "tp=2: - tp"]

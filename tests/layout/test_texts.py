@@ -43,6 +43,17 @@ def test_plans_specs_and_rules_take_text() -> None:
         ),  # type: ignore[arg-type]
         (lambda: rs.Rules.load("llama").mesh_for(4), rs.RulesError, "4 is no mesh: give a Mesh"),  # type: ignore[arg-type]
         (lambda: rs.TensorSpec((4,), "int8", None), LayoutError, "None is no layout"),  # type: ignore[arg-type]
+        (lambda: rs.TensorSpec(3, "int8", LAYOUT), LayoutError, "3 is no shape: give sizes"),  # type: ignore[arg-type]
+        (lambda: rs.plan("tp=2: tp", "tp=2: -", shape="16"), LayoutError, "no shape"),  # type: ignore[arg-type]
+        (lambda: LAYOUT.local_shape(0, (2.5, 4)), LayoutError, r"\(2.5, 4\) is no shape"),  # type: ignore[arg-type]
+        (lambda: LAYOUT.local_shape(0, 16), LayoutError, "16 is no shape"),  # type: ignore[arg-type]
+        (lambda: rs.Rules.load(7), rs.RulesError, "name a family or a file"),  # type: ignore[arg-type]
+        (lambda: rs.Rules.load("llama", fsdp=["dp"]), rs.RulesError, "fsdp= is "),  # type: ignore[arg-type]
+        (
+            lambda: rs.Rules.load("llama", replicate=3),
+            rs.RulesError,
+            "replicate= is .3., expected a text",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_values_are_answered_with_what_to_type(

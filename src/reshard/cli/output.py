@@ -192,14 +192,26 @@ def progress_text(done: int, total: int, seconds: float) -> str:
 
 
 class _Pipe(io.FileIO):
-    """A file descriptor that drops what is written after its reader has left."""
+    """A file descriptor that drops what is written after its reader has left, or its disk is full.
+
+    The latter is an error, once: Python would raise it again when it exits, and change the exit
+    code.
+    """
+
+    label = "standard output"
+    failed = False
 
     def write(self, data: object, /) -> int:
         view = memoryview(data)  # type: ignore[arg-type]
+        if self.failed:
+            return view.nbytes
         try:
             return super().write(view)
         except BrokenPipeError:
             return view.nbytes
+        except OSError as error:
+            self.failed = True
+            raise OSError(error.errno, error.strerror, self.label) from None
 
 
 def tolerant(stream: TextIO) -> TextIO:
@@ -211,6 +223,8 @@ def tolerant(stream: TextIO) -> TextIO:
         pipe = _Pipe(stream.fileno(), "w", closefd=False)
     except (AttributeError, OSError, ValueError):
         return stream
+    if stream is sys.stderr:
+        pipe.label = "standard error"
     return io.TextIOWrapper(
         io.BufferedWriter(pipe),
         encoding=stream.encoding,

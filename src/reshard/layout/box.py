@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from math import prod
 from operator import index, sub
 
-from reshard.errors import BoxError
+from reshard.errors import BoxError, LayoutError
 
-__all__ = ["Box", "flat_range", "row_major"]
+__all__ = ["Box", "check_shape", "flat_range", "row_major"]
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -119,6 +119,22 @@ class Box:
                 f"box {self} has {len(self.start)} dims and box {other} has {len(other.start)}: "
                 "only boxes of one tensor can be compared"
             )
+
+
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses negative ones, and what is no shape.
+
+    >>> check_shape([8, 4])
+    (8, 4)
+    """
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
+    for dim, size in enumerate(sizes):
+        if size < 0:
+            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
 
 
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:

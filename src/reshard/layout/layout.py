@@ -19,7 +19,7 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, ReshardError
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import Box, check_shape, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
 from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
@@ -348,13 +348,6 @@ class BoxLayout(Layout):
 
     def __reduce__(self) -> tuple[object, ...]:
         return BoxLayout, (self.shape, self.boxes)
-
-
-def check_shape(shape: Sequence[int]) -> None:
-    """Refuse a shape with a negative size."""
-    for dim, size in enumerate(shape):
-        if size < 0:
-            raise LayoutError(f"shape {tuple(shape)} has size {size} in dim {dim}: sizes are >= 0")
 
 
 def _check_countable(shape: Sequence[int]) -> None:

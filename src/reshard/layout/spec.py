@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass, replace
-from operator import index
 
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
+from reshard.layout.box import check_shape
 from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, contained, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
-from reshard.layout.layout import Layout, check_shape
+from reshard.layout.layout import Layout
 
 __all__ = ["TensorSpec", "agrees", "fingerprint", "holds_alike", "is_part_of"]
 
@@ -40,10 +40,9 @@ class TensorSpec:
     layout: Layout
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "shape", tuple(map(index, self.shape)))
+        object.__setattr__(self, "shape", check_shape(self.shape))
         object.__setattr__(self, "dtype", canonical_dtype(self.dtype))
         object.__setattr__(self, "layout", Layout.of(self.layout))
-        check_shape(self.shape)
 
     @property
     def num_bytes(self) -> int:

@@ -120,7 +120,7 @@ class Document:
 
     def with_fsdp(self, axes: str) -> Document:
         """This document with dim 0 of everything cut further by these axes."""
-        for axis in axes.split():
+        for axis in _text(axes, "fsdp=").split():
             if axis not in self.axes:
                 known = ", ".join(self.axes) or "none"
                 raise RulesError(
@@ -134,7 +134,7 @@ class Document:
 
         An axis cannot be asked to cut and to replicate at once.
         """
-        named = tuple(axes.split())
+        named = tuple(_text(axes, "replicate=").split())
         twice = next((axis for axis in named if axis in self.fsdp), None)
         if twice is not None:
             raise RulesError(

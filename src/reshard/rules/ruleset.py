@@ -70,6 +70,8 @@ class Rules:
         if source is None and config is None:
             raise RulesError(f"no rules: name a file or one of {', '.join(families())}, or config=")
         source = family_of(config or {}) if source is None else source
+        if not isinstance(source, str | Path):
+            raise RulesError(f"rules {source!r} are no text and no path: name a family or a file")
         if isinstance(source, str) and source in families():
             rules = cls(source, read_family(source))
         else:

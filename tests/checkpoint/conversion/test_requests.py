@@ -316,3 +316,9 @@ def test_files_of_no_bytes_are_refused(tmp_path: Path, refusal: Run) -> None:
     said = refusal("convert", here, tmp_path / "out", "--max-shard-size", "0")
     assert "max_shard_size is 0 bytes" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("workers", ["many", 0, -1, 2.5])
+def test_workers_that_are_no_number(workers: Any, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"workers is .*: give a number of at least 1"):
+        checkpoint.convert(indexed(tmp_path / "src"), tmp_path / "out", workers=workers)

@@ -86,6 +86,8 @@ class Request:
     def __post_init__(self) -> None:
         for name in ("src", "dst"):
             object.__setattr__(self, name, plain_path(getattr(self, name)))
+        if self.workers is not None and not (isinstance(self.workers, int) and self.workers > 0):
+            raise CheckpointError(f"workers is {self.workers!r}: give a number of at least 1")
 
     def layout_request(self) -> LayoutRequest:
         """How the output tensors are sharded and cast."""
