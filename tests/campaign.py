@@ -217,7 +217,7 @@ def options(seed: int) -> Tally:
     _pools[0].run(make_two_hosts, num_ranks)
     seeds = range(seed * AT_ONCE, (seed + 1) * AT_ONCE)
     found = _pools[0].run(run_batches, num_ranks, seeds, ranks=range(num_ranks), timeout=300)
-    check_found(found)
+    check_found(found, len(seeds))
     return Tally(AT_ONCE)
 
 

@@ -71,6 +71,9 @@ class Found:
     """What a rank has to say about its batches."""
 
     problems: list[str] = field(default_factory=list)
+    num_batches: int = 0
+    num_calls: int = 0
+    """Calls in which this rank had a part."""
     sent: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
     """Bytes and messages that this rank sent, by seed, call and repeat."""
     planned: dict[tuple[int, int, int], tuple[int, int]] = field(default_factory=dict)
@@ -276,6 +279,7 @@ def run_batch(rank: int, batch: Batch, group: Any, found: Found) -> None:
                 seed = batch.seed * 64 + repeat * 16 + number * 4
                 begun[number] = RankCall.of(call, plans[number], rank, group, seed)
                 begun[number].begin()
+                found.num_calls += 1
         for number in (number for number in batch.order if number in begun):
             try:
                 begun[number].end()
@@ -330,6 +334,7 @@ def run_batches(rank: int, num_ranks: int, seeds: range) -> Found:
                     host = f"host {rank % 3 % 2}"
                     patch.setattr(rendezvous, "host_identity", lambda host=host: host)
                 in_thread(partial(run_batch, rank, batch, group, found), batch.thread)
+                found.num_batches += 1
         except Exception:
             text = traceback.format_exc(limit=-6)
             found.problems.append(f"# seed {seed}, rank {rank}\n{text}\n{batch}")

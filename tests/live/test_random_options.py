@@ -24,10 +24,13 @@ def batches() -> Iterator[tuple[int, range]]:
             yield num_ranks, range(first, min(first + AT_ONCE, count))
 
 
-def check_found(found: list[Found]) -> None:
+def check_found(found: list[Found], num_batches: int) -> None:
     """Every rank has what it must have, and together they sent what was planned."""
     problems = [problem for one in found for problem in one.problems]
     assert not problems, "\n".join(problems[:4])
+    assert [one.num_batches for one in found] == [num_batches] * len(found)
+    assert min(one.num_calls for one in found) >= num_batches // 4
+    assert sum(len(one.planned) for one in found) >= num_batches // 4
     for key in {key for one in found for key in one.planned}:
         sent = [one.sent[key] for one in found if key in one.sent]
         planned = next(one.planned[key] for one in found if key in one.planned)
@@ -38,4 +41,5 @@ def check_found(found: list[Found]) -> None:
 @pytest.mark.parametrize(("num_ranks", "seeds"), [*batches()], ids=str)
 def test_options_with_each_other(pool: Pool, num_ranks: int, seeds: range) -> None:
     pool.run(make_two_hosts, num_ranks)
-    check_found(pool.run(run_batches, num_ranks, seeds, ranks=range(num_ranks), timeout=100))
+    found = pool.run(run_batches, num_ranks, seeds, ranks=range(num_ranks), timeout=100)
+    check_found(found, len(seeds))
