@@ -132,6 +132,7 @@ WRONG_CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: rs.plan("dp=2: dp -", "tp=2: - tp"), "give shape=(rows, columns)"),
     (lambda: rs.plan("tp=2: tp", "tp=2: -", shape=8), "give shape=("),  # type: ignore[arg-type]
     (lambda: rs.plan("dp -", "- tp", shape=(4, 4)), '"tp=2: - tp"'),
+    (lambda: rs.plan({"w": "tp=2: tp"}, {"w": "tp=2: -"}), "rs.TensorSpec("),  # type: ignore[dict-item]
     (lambda: rs.Rules.load("lama"), 'try "llama"'),
     (lambda: rs.plann, "try plan"),  # type: ignore[attr-defined]
 ]

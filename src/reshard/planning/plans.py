@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from reshard.errors import PlanError, needing_torch
+from reshard.errors import ArgumentTypeError, PlanError, needing_torch
 from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
@@ -34,7 +34,7 @@ from reshard.planning.hosts import host_flows
 from reshard.planning.names import Names
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
-from reshard.text import parse_bytes
+from reshard.text import parse_bytes, quoted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -119,10 +119,22 @@ def plan(
         raise PlanError("plan takes two layouts or two dicts of specs, and got one of each")
     elif shape is not None or dtype is not None:
         raise PlanError("shape= and dtype= are for one tensor: each spec of a dict has its own")
+    else:
+        _check_specs(have)
+        _check_specs(want)
     cap = DEFAULT_MEMORY if memory is None else parse_bytes(memory)
     if topology is not None and not isinstance(topology, Topology):
         topology = Topology.load(topology)
     return Plan(have, want, names=names or {}, memory=cap, topology=topology, strict=strict)
+
+
+def _check_specs(specs: Mapping[str, TensorSpec]) -> None:
+    for name, spec in specs.items():
+        if not isinstance(spec, TensorSpec):
+            raise ArgumentTypeError(
+                f"{quoted(str(name))} is a {type(spec).__name__}, and a plan of dicts takes specs: "
+                "give rs.TensorSpec(shape, dtype, layout), or rs.describe(tensors) in a job"
+            )
 
 
 class Plan:
