@@ -1,24 +1,20 @@
-"""Plant one mistake after the other and see whether the usual tests notice: `make mutations`.
+"""Mistakes that can be planted in a copy of the source, and whether the usual tests notice them.
 
-Each mistake changes one operator, condition or constant of a copy of the source. A mistake counts
-as noticed if the tests of the folders in which one would look for it fail.
-
-    python -m tests.mutations live checkpoint.3
+Each changes one operator, condition or constant. A mistake counts as noticed if the tests of the
+folders in which one would look for it fail.
 """
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import tomllib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[1]
-TABLE = Path(__file__).with_suffix(".toml")
+ROOT = Path(__file__).parents[2]
+TABLE = Path(__file__).with_name("mistakes.toml")
 SECONDS = 900
 
 
@@ -60,31 +56,11 @@ def noticed_by(mutation: Mutation) -> str:
             command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=SECONDS
         )
     lines = ended.stdout.splitlines()
-    failed = [line.split()[1] for line in lines if line.startswith(("FAILED", "ERROR"))]
+    failed = [
+        line.partition(" ")[2].partition(" - ")[0]
+        for line in lines
+        if line.startswith(("FAILED ", "ERROR "))
+    ]
     if ended.returncode not in (0, 1) and not failed:
         raise RuntimeError(f"pytest ended with {ended.returncode}:\n{ended.stdout[-2000:]}")
     return failed[0] if failed else ""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Plant mistakes, and print which test notices each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("only", nargs="*", help="rooms or single mistakes: live, checkpoint.3")
-    only = parser.parse_args(arguments).only
-    chosen = {
-        key: one
-        for key, one in mutations().items()
-        if not only or key in only or key.partition(".")[0] in only
-    }
-    missed = 0
-    for key, mutation in chosen.items():
-        test = noticed_by(mutation)
-        missed += not test
-        changed = f"{mutation.file}: {mutation.before.strip()!r} -> {mutation.after.strip()!r}"
-        print(f"{key:14} {'noticed by ' + test if test else 'MISSED'}\n    {changed}", flush=True)
-    print(f"{len(chosen) - missed} of {len(chosen)} noticed")
-    return min(missed, 1)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
