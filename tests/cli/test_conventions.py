@@ -37,8 +37,8 @@ COMMANDS: dict[str, tuple[list[str], int]] = {
     "index": (["index", "{files}/hf", "-o", "{files}/index"], 0),
 }
 """One call of every kind of report, and its exit code."""
-NO_JSON = {"bench", "explore"}
-"""Commands that start other programs, or serve until they are ended."""
+OTHERS = {"bench", "demo", "explore"}
+"""Starts other programs; takes its time; serves until it is ended. Their own tests look at JSON."""
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +66,19 @@ def words_of(kind: str, files: Path) -> tuple[list[str], int]:
     return [word.replace("{files}", str(files)) for word in arguments], code
 
 
+def opts_of(command: str) -> set[str]:
+    return {option for one in cli.commands[command].params for option in one.opts}
+
+
 @pytest.fixture(autouse=True)
 def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
 
 
 def test_every_command_is_in_the_table() -> None:
-    """The demo takes its time, and its own test looks at the same things."""
-    assert {kind.partition(".")[0] for kind in COMMANDS} | {"demo"} == set(cli.commands) - NO_JSON
+    assert {kind.partition(".")[0] for kind in COMMANDS} | OTHERS == set(cli.commands)
+    named = {command for command in cli.commands if "--json" in opts_of(command)}
+    assert named == set(cli.commands) - {"bench"}  # which passes its arguments on
 
 
 @pytest.mark.parametrize("kind", COMMANDS)

@@ -225,6 +225,21 @@ def test_the_explorer_of_a_page_shows_the_same_plan(
         assert explorer.end() == 130
 
 
+def test_the_address_is_json_if_asked() -> None:
+    command = [sys.executable, "-m", "reshard", "explore", "--no-browser", "--json"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT, preexec_fn=hear_interrupts
+    ) as process:
+        assert process.stdout is not None
+        text = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        data = json.loads(text)
+        process.send_signal(signal.SIGINT)
+    assert data == {"schema": "reshard.explore/1", "url": data["url"], "port": data["port"]}
+    assert data["url"] == f"http://127.0.0.1:{data['port']}/"
+    assert "`reshard.explore/1`" in (ROOT / "docs/json.md").read_text()
+    assert process.returncode == 130
+
+
 def test_a_plan_is_json(explorer: Explorer) -> None:
     status, body = explorer.post(b'{"shape": "64,64"}')
     answer = json.loads(body)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from reshard.cli.options import MODELS
+
+if TYPE_CHECKING:
+    from reshard.cli.explore.server import Server
 
 __all__ = ["explore"]
 
@@ -29,7 +32,8 @@ __all__ = ["explore"]
     "--port", type=click.IntRange(1, 65535), help="The port to listen on; a free one if not given."
 )
 @click.option("--no-browser", is_flag=True, help="Print the address and open no browser.")
-def explore(port: int | None, no_browser: bool, **words: Any) -> int:
+@click.option("--json", "as_json", is_flag=True, help="Print the address as JSON.")
+def explore(port: int | None, no_browser: bool, as_json: bool, **words: Any) -> int:
     """Explore plans in a browser: edit meshes, layouts, shape and memory cap.
 
     The page is served to browsers of this machine alone, until Ctrl-C ends it (exit code 130).
@@ -54,13 +58,23 @@ def explore(port: int | None, no_browser: bool, **words: Any) -> int:
             f"cannot listen on port {port}: {error.strerror}; leave out --port for a free one"
         ) from None
     with server:
-        print(f"exploring at {server.url} until Ctrl-C", flush=True)
+        _say_where(server, as_json)
         if not no_browser and _has_screen():
             import webbrowser
 
             webbrowser.open(server.url)
         server.serve_forever(poll_interval=0.2)
     return 0
+
+
+def _say_where(server: Server, as_json: bool) -> None:
+    if as_json:
+        from reshard.cli.output import print_json
+
+        print_json("explore", {"url": server.url, "port": server.server_port})
+    else:
+        print(f"exploring at {server.url} until Ctrl-C")
+    sys.stdout.flush()  # a pipe would keep it until the end
 
 
 def _tensor_values(have: str | None, want: str | None, **given: Any) -> dict[str, str]:
