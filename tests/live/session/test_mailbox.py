@@ -11,6 +11,7 @@ import pytest
 from reshard.errors import MoveTimeoutError
 from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting, encode
 from reshard.live.session.mailbox import Mailbox
+from reshard.live.session.shared_memory import BufferPool, SharedBuffer
 
 DIGEST = b"d" * 16
 
@@ -50,6 +51,31 @@ def test_messages_of_a_call_that_opens_after_a_later_one() -> None:
     assert 1 not in mailbox.open(2).hellos
     mailbox.shut()
     peer.close()
+
+
+def test_a_buffer_is_used_again_when_its_peers_have_finished_the_call() -> None:
+    """A peer's Hello says how many calls it has finished: call 2 is read once it has finished 3."""
+    mailbox, peer = pair()
+    pool = BufferPool(SharedBuffer.close, mailbox.has_read)
+    lent = pool.take(100)
+    lent.loans = {1: 2}
+    pool.give_back(lent)
+    for call, finished in ((3, 1), (4, 2)):
+        peer.send(encode(Hello(call, DIGEST, finished=finished)))
+        mailbox.step(0.0)
+        other = pool.take(100)
+        assert other is not lent, "rank 1 may still read it"
+        other.close()
+    peer.send(encode(Hello(5, DIGEST, finished=3)))
+    mailbox.step(0.0)
+    assert pool.take(100) is lent
+    pool.give_back(lent)
+    lent.loans = {1: 9}
+    peer.close()
+    mailbox.step(0.0)
+    assert pool.take(100) is lent, "a peer that is gone reads nothing"
+    lent.close()
+    mailbox.shut()
 
 
 def test_last_words_of_a_peer_that_did_not_hear_us() -> None:
