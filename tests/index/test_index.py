@@ -176,6 +176,22 @@ def test_two_runs_give_the_same_bytes(tree: Path, tmp_path: Path) -> None:
         assert len(runs[0]) > 20
 
 
+def test_lines_are_numbered_as_python_does(tmp_path: Path) -> None:
+    """Form feeds and line separators end no line; a byte order mark and CRLF are no text."""
+    (tmp_path / "tree").mkdir()
+    code = 'def a():\n    pass\n\f\ndef b():\n    """One\u2028two."""\n'
+    (tmp_path / "tree/a.py").write_text(code, encoding="utf-8")
+    words = "\ufeff# Title\r\n\r\n```\r\nfirst\r\nsecond\r\n```\r\n"
+    (tmp_path / "tree/b.md").write_bytes(words.encode())
+    build(tmp_path / "tree", tmp_path / "out")
+    page = (tmp_path / "out/a.py.md").read_text()
+    assert "- lines: 5\n" in page
+    assert '<a id="L4"></a>def b():' in page
+    record = json.loads((tmp_path / "out/b.md.json").read_text())
+    assert record["summary"] == "Title"
+    assert record["identifiers"] == {"first": ["mentioned", 4, 1], "second": ["mentioned", 5, 1]}
+
+
 def test_first_sentences() -> None:
     assert first_sentence("Cuts a tensor: once.\nAnd more.") == "Cuts a tensor: once."
     assert first_sentence("Cuts, e.g. rows,\n  at once. More") == "Cuts, e.g. rows, at once."

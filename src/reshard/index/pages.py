@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from itertools import groupby
 from urllib.parse import quote
 
-from reshard.index.records import MENTIONED, Definition, Record
+from reshard.index.records import MENTIONED, Definition, Record, lines_of
 
 __all__ = ["LINKS", "documentation_page", "keyword_page", "letter_of", "link", "listing", "plain"]
 
@@ -63,7 +63,7 @@ def documentation_page(record: Record, text: str) -> str:
         )),
         f"{LINKS}\n## Source\n\n<pre>",
     ]  # fmt: skip
-    lines = enumerate(html.escape(text, quote=False).splitlines(), 1)
+    lines = enumerate(lines_of(html.escape(text, quote=False)), 1)
     return "\n".join([*parts, *(f'<a id="L{at}"></a>{line}' for at, line in lines), "</pre>\n"])
 
 

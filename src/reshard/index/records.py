@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeAlias
 
-__all__ = ["DEFINED", "IN_TEXT", "Definition", "Record", "markdown_record", "python_record"]
+__all__ = ["DEFINED", "Definition", "Record", "lines_of", "markdown_record", "python_record"]
 
 DEFINED, MENTIONED, IN_TEXT = "defined", "mentioned", "in comments or docstrings"
 _TOKEN = re.compile(
@@ -63,6 +63,11 @@ class Record:
         return {"schema": "reshard.index.file/1", **asdict(self)}
 
 
+def lines_of(text: str) -> list[str]:
+    """Lines as Python numbers them: a form feed, which ``splitlines`` splits at, ends none."""
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 def first_sentence(text: str | None) -> str:
     """The first sentence of a docstring, on one line; a list that follows is not part of it.
 
@@ -82,7 +87,7 @@ def python_record(path: str, data: bytes) -> tuple[Record, str]:
     found = {word: _kind(walk.defined.get(word), *words[word]) for word in sorted(words)}
     summary = first_sentence(ast.get_docstring(tree, clean=False))
     functions, classes = (sorted(some, key=_line) for some in (walk.functions, walk.classes))
-    counts = len(text.splitlines()), len(data)
+    counts = len(lines_of(text)), len(data)
     record = Record(
         path, "python", *counts, summary, functions, classes, [], walk.imports, found
     )  # fmt: skip
@@ -226,20 +231,21 @@ def _signature(node: _Named) -> str:
 
 def markdown_record(path: str, data: bytes) -> tuple[Record, str]:
     """The record of a Markdown file: its headings, and the words of its code."""
-    text = data.decode("utf-8")
-    fences = [(found.span(), found[2]) for found in _FENCED.finditer(text)]
+    text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+    fences = [*_FENCED.finditer(text)]
     headings = [
         Definition(found[2], text.count("\n", 0, found.start()) + 1, found[1])
         for found in _HEADING.finditer(text)
-        if not any(start <= found.start() < stop for (start, stop), _ in fences)
+        if not any(fence.start() <= found.start() < fence.end() for fence in fences)
     ]
     words: dict[str, tuple[str, int, int]] = {}
-    ticked = [(found.span(), found[1]) for found in _TICKED.finditer(text)]
-    for (at, _), code in sorted([*ticked, *fences]):
-        for found in _WORD.finditer(code):
-            line, count = words.get(found[0], ("", text.count("\n", 0, at) + 1, 0))[1:]
+    code = [found.span(1) for found in _TICKED.finditer(text)] + [one.span(2) for one in fences]
+    for start, stop in sorted(code):
+        for found in _WORD.finditer(text, start, stop):
+            here = text.count("\n", 0, found.start()) + 1
+            _, line, count = words.get(found[0], ("", here, 0))
             words[found[0]] = MENTIONED, line, count + 1
     summary = headings[0].name if headings else ""
-    counts = len(text.splitlines()), len(data)
+    counts = len(lines_of(text)), len(data)
     listed = dict(sorted(words.items()))
     return Record(path, "markdown", *counts, summary, [], [], headings, [], listed), text

@@ -113,12 +113,9 @@ def _write_file(root: Path, target: Path, path: str) -> Record:
     data = json.dumps(record.to_dict(), ensure_ascii=False, separators=(",", ":"))
     _write(target / f"{path}.json", data + "\n")
     _write(target / f"{path}.md", documentation_page(record, text))
-    _write(target / f"{path}.keywords.md", keyword_page(record, _origin(root, target)))
+    origin = Path(os.path.relpath(root, target)).as_posix()
+    _write(target / f"{path}.keywords.md", keyword_page(record, origin))
     return record
-
-
-def _origin(root: Path, target: Path) -> str:
-    return Path(os.path.relpath(root, target)).as_posix()
 
 
 def _remembered(root: Path, record: Record) -> _File:
