@@ -9,6 +9,7 @@ import pytest
 
 import reshard as rs
 from reshard.layout.boxlist import piece_columns
+from reshard.planning import flows
 from reshard.text import parse_bytes
 from tests import moves
 
@@ -61,6 +62,23 @@ def test_thousands_of_ranks_are_planned_by_lines() -> None:
     assert plan.summary().wire_bytes == plan.summary().lower_bound_bytes
     assert plan.for_rank(77).receives.num_rows <= 3 * 2048
     plan.check()
+
+
+@pytest.mark.parametrize("at_once", [5, 30])
+@pytest.mark.parametrize("memory", [None, 3_000])
+def test_rows_of_all_pairs_are_counted_in_blocks(
+    at_once: int, memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From rows to columns every pair of ranks exchanges something: not all of it is listed at
+    once, and the figures are the same."""
+    sides = layout("x=8", "x -"), layout("r=2 y=6 @ 8-19", "- y")
+    options = {"shape": (48, 60), "dtype": "int32", "memory": memory}
+    whole = rs.plan(*sides, **options).summary()
+    monkeypatch.setattr(flows, "AT_ONCE", at_once)
+    plan = rs.plan(*sides, **options)
+    assert len([*plan.flows[0].streams()]) > 2
+    assert plan.summary() == whole
+    moves.check_move(plan)
 
 
 def test_a_rank_that_holds_a_line_does_not_relay_it() -> None:

@@ -107,24 +107,28 @@ class Flow:
         return [*self._streams()]
 
     def _streams(self) -> Iterator[Transfers | Fan]:
-        parts, kinds = self.parts(), self.geometry.kinds
-        if self.adds:
-            yield from self.first_sums()
-        elif kinds is None:
-            yield parts
-        else:
-            kind, holders = kinds.of[parts.runs.cell], kinds.held
-            direct = (holders.find(kind, parts.destination) >= 0) | self.direct
-            some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
-            if len(some):
-                yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
-            if len(rest):
-                parts = parts.take(rest)
+        if isinstance(self.geometry, RegularGeometry):
+            for lined in self.geometry.blocks(AT_ONCE):
+                parts = self._cut(lined)
                 yield parts
-                yield replace(self._passed_on(parts), kind=kind[rest], held=holders)
+                if self.most > 1:
+                    yield self._passed_on(parts)
             return
-        if self.most > 1 and not self.direct:
-            yield self._passed_on(parts)
+        parts, kinds = self.parts(), self.geometry.kinds
+        if kinds is None:
+            yield from self.first_sums()
+            if self.most > 1 and not self.direct:
+                yield self._passed_on(parts)
+            return
+        kind, holders = kinds.of[parts.runs.cell], kinds.held
+        direct = (holders.find(kind, parts.destination) >= 0) | self.direct
+        some, rest = np.flatnonzero(direct), np.flatnonzero(~direct)
+        if len(some):
+            yield Fan(parts.take(some), self.geometry.wanting, kind[some], holders)
+        if len(rest):
+            parts = parts.take(rest)
+            yield parts
+            yield replace(self._passed_on(parts), kind=kind[rest], held=holders)
 
     def _passed_on(self, parts: Transfers) -> Fan:
         """What relays pass on to ranks that hold none of it."""

@@ -11,7 +11,7 @@ so the cells of one region are listed without looking at any other, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import product
@@ -197,6 +197,14 @@ class GridPair:
                 ]
         return self._product(runs)
 
+    def blocks(self, most: int) -> Iterator[Cells]:
+        """All cells, about so many at a time."""
+        runs = [np.arange(len(dim.width)) for dim in self.dims]
+        longest = max(range(len(runs)), key=lambda dim: len(runs[dim]), default=0)
+        times = max(-(-prod(map(len, runs)) // most), 1)
+        for some in np.array_split(runs[longest], min(times, len(runs[longest]))):
+            yield self._product([*runs[:longest], some, *runs[longest + 1 :]])
+
     def _product(self, runs: Sequence[Ints]) -> Cells:
         counts = [len(run) for run in runs]
         count = prod(counts)
@@ -349,6 +357,15 @@ class RegularGeometry:
     def all(self) -> Lined:
         """All cells of all pairs."""
         return self._lined({n: pair.cells() for n, pair in enumerate(self.pairs)})
+
+    def blocks(self, most: int) -> Iterator[Lined]:
+        """All cells, about so many at a time."""
+        if self.num_cells() <= most:
+            yield self.all()
+            return
+        for number, pair in enumerate(self.pairs):
+            for cells in pair.blocks(most):
+                yield self._lined({number: cells})
 
     def copied_by(self, rank: int) -> Cells:
         """The cells of the region a rank holds that are also of a region it wants."""

@@ -30,6 +30,8 @@ MAX_LISTED = 1 << 12
 Places = Callable[[Ints], Ints]
 """The places of ranks among all ranks of a plan."""
 
+Columns = tuple[Ints, ...]
+
 Turn = tuple[int, int]
 """A phase and a slice; (-1, -1) stands for all of them."""
 
@@ -56,36 +58,19 @@ class Stream:
         """Slices of each row end between whole parts of this many elements."""
         return self.flow.units(self.rows.cells, self.slot.unit)[self.rows.runs.cell]
 
-    def fills(self, slices: int) -> bool:
-        """Whether every row is long enough to be in every slice."""
-        sizes = self.rows.sizes
-        # No unit is larger than that of the slot, so long rows need no look at their cells.
-        if int(sizes.min(initial=0)) >= slices * self.slot.unit:
-            return True
-        return bool((sizes >= slices * self.units()).all())
-
 
 class _Moving:
     """What moves in the rounds of one slot at one hop: numbers, each with the rows behind it."""
 
-    def __init__(
-        self, streams: Sequence[Stream], keys: Sequence[Ints], rows: Sequence[Ints]
-    ) -> None:
-        self.slot, self.hop = streams[0].slot, streams[0].rows.hop
-        every, slices = np.concatenate(keys), self.slot.slices
-        self.steady = self.slot.phases == slices == 1
-        if not self.steady:
-            self.steady = self.slot.phases == 1 and all(s.fills(slices) for s in streams)
-        if self.steady:
-            self.keys = distinct(every)
+    def __init__(self, slot: Slot, hop: int, steady: bool, columns: Sequence[Columns]) -> None:
+        self.slot, self.hop, self.steady = slot, hop, steady
+        keys, *runs = (np.concatenate(column) for column in zip(*columns, strict=True))
+        if steady:
+            self.keys = distinct(keys)
             return
-        order = np.argsort(every, kind="stable")
-        columns = [(s.rows.runs.start, s.rows.runs.stop, s.units(), s.rows.part) for s in streams]
-        self._start, self._stop, self._unit, self._part = (
-            np.concatenate([c[row] for c, row in zip(column, rows, strict=True)])[order]
-            for column in zip(*columns, strict=True)
-        )
-        self.keys, self._first = distinct_first(every[order])
+        order = np.argsort(keys, kind="stable")
+        self._start, self._stop, self._unit, self._part = (column[order] for column in runs)
+        self.keys, self._first = distinct_first(keys[order])
 
     def spans(self) -> Iterator[tuple[int, int, Turn]]:
         """The rounds from one to before another in which a phase and a slice move, or, as (-1, -1),
@@ -119,8 +104,9 @@ class _MovingInside:
     """The same for what is passed on inside hosts: the pairs of ranks that have parts to move."""
 
     def __init__(self, stream: Stream, fan: HostFan, size: int, places: Places) -> None:
-        row = np.arange(len(fan.rows))
-        self._fan, self._rows = fan, _Moving([stream], [row], [row])
+        self._fan, turns = fan, _Turns()
+        turns.add(stream, np.arange(len(fan.rows)), np.arange(len(fan.rows)))
+        self._rows = turns.moving()[0]
         self.spans = self._rows.spans
         every = places(fan.sender)[:, None] * size + places(fan.receivers)
         self._keys, number = numbered(every.reshape(-1))
@@ -158,13 +144,34 @@ def _rounds(
         yield [(at, moving[at].active(turn)) for at, turn in some], times
 
 
-def _by_turn(ends: Iterable[tuple[Stream, Ints, Ints]]) -> list[_Moving]:
-    """Numbers of rows, and these rows, by the slot and the hop in which they move."""
-    found: dict[tuple[Slot, int], list[tuple[Stream, Ints, Ints]]] = {}
-    for stream, keys, rows in ends:
-        if len(keys):
-            found.setdefault((stream.slot, stream.rows.hop), []).append((stream, keys, rows))
-    return [_Moving(*zip(*some, strict=True)) for some in found.values()]
+class _Turns:
+    """Numbers, and what must be known of the rows behind them, by when they move.
+
+    Rows themselves are not kept: where every pair of ranks exchanges something, they are many.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Slot, int, bool], list[Columns]] = {}
+
+    def add(self, stream: Stream, keys: Ints, rows: Ints) -> None:
+        """Add numbers of rows of a stream; steady ones move in every round."""
+        if not len(keys):
+            return
+        slot, slices, runs = stream.slot, stream.slot.slices, stream.rows.runs
+        sizes: Ints = runs.stop - runs.start
+        columns: Columns = (keys,)
+        # No unit is larger than that of the slot, so long rows need no look at their cells.
+        steady = slices == 1 or int(sizes.min()) >= slices * slot.unit
+        if not steady or slot.phases > 1:
+            units = stream.units()
+            steady = slot.phases == 1 and bool((sizes >= slices * units).all())
+            known = () if steady else (runs.start, runs.stop, units, stream.rows.part)
+            columns += tuple(column[rows] for column in known)
+        self._found.setdefault((slot, stream.rows.hop, steady), []).append(columns)
+
+    def moving(self) -> list[_Moving]:
+        """What moves when."""
+        return [_Moving(*when, columns) for when, columns in self._found.items()]
 
 
 def messages_of(
@@ -178,7 +185,7 @@ def messages_of(
     """
     size = len(hosts)
     many: list[Stream] = []
-    listed: list[tuple[Stream, Ints, Ints]] = []
+    listed, groups = _Turns(), _Turns()
     inside: list[_MovingInside] = []
     for one in streams:
         if isinstance(one.ends, Fan) and one.ends.served.sum() > MAX_LISTED:
@@ -186,14 +193,14 @@ def messages_of(
         elif isinstance(one.ends, HostFan):
             inside.append(_MovingInside(one, one.ends, size, places))
         else:
-            listed.append((one, *pairs_of(one.ends, size, places)))
-    moving: list[AnyMoving] = [*_by_turn(listed), *inside]
-    groups: list[_Moving] = []
+            listed.add(one, *pairs_of(one.ends, size, places))
+    moving: list[AnyMoving] = [*listed.moving(), *inside]
     if many:
         fans = [one.ends for one in many if isinstance(one.ends, Fan)]
         classes = _Classes.of(fans, hosts, places)
-        groups = _by_turn(zip(many, *classes.groups(fans), strict=True))
-    for active, times in _rounds([*moving, *groups]):
+        for one, keys, rows in zip(many, *classes.groups(fans), strict=True):
+            groups.add(one, keys, rows)
+    for active, times in _rounds([*moving, *groups.moving()]):
         pairs = _joined([keys for at, keys in active if at < len(moving)])
         some = _joined([keys for at, keys in active if at >= len(moving)])
         if not len(some):

@@ -37,12 +37,9 @@ class Traffic:
         """With a topology: inside hosts and between them, sent and received, bytes and messages."""
         self.hosts: Ints = home(world) if home else world
         """The host of each rank; without a topology each rank is one."""
-        streams = [*self._streams()]
-        for stream in streams:
-            self._count(stream)
         self.messages = 0
         """All that goes from one rank to another in one round is one message."""
-        for times, pairs, sends in messages_of(streams, self.hosts, self._places):
+        for times, pairs, sends in messages_of(self._counted(), self.hosts, self._places):
             self.messages += times * (len(pairs) + (sends.total if sends else 0))
             if home is not None:
                 ends = np.divmod(pairs, max(len(world), 1))
@@ -50,6 +47,12 @@ class Traffic:
             if home is not None and sends is not None:
                 self.links[1, 0, 1, sends.senders] += sends.sent * times
                 self.links[1, 1, 1] += sends.received * times
+
+    def _counted(self) -> Iterator[Stream]:
+        """All rows, as their bytes are counted."""
+        for stream in self._streams():
+            self._count(stream)
+            yield stream
 
     def _streams(self) -> Iterator[Stream]:
         for flow, slot in self._ends:
