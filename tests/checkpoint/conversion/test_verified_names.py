@@ -46,6 +46,9 @@ def test_what_no_name_takes_is_listed(fused: Path, tmp_path: Path) -> None:
     }
     report = convert(fused, tmp_path / "crops", names=crops)
     assert report.left_out == ("experts [2:4, 0:1, 0:2]",)
+    middle: Names = {"middle": take("experts", crop={0: (1, 2)})}
+    report = convert(fused, tmp_path / "middle", names=middle)
+    assert report.left_out == ("experts [0:1, 0:3, 0:2] and 1 more box",)
     again: Names = {**three(), "whole": "experts"}
     assert convert(fused, tmp_path / "whole", names=again).left_out == ()
 

@@ -26,7 +26,7 @@ from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take
 from reshard.planning.names.feeds import feeds_of
 from reshard.planning.names.templates import fill_in, placeholders, template_regex
 from reshard.rules.pattern import matching
-from reshard.text import quoted
+from reshard.text import count, quoted
 
 __all__ = ["Outline", "feeds_for", "left_over", "outlines_of", "rename_tensors"]
 
@@ -96,7 +96,7 @@ def left_over(
     found = []
     for name in sorted(taken.keys() - whole):
         holes = missing_boxes(Box.whole(have[name].shape), taken[name])
-        more = f" and {len(holes) - 1} more boxes" if len(holes) > 1 else ""
+        more = f" and {count(len(holes) - 1, 'more box', 'more boxes')}" if len(holes) > 1 else ""
         found += [f"{name} {holes[0]}{more}"] if holes else []
     return tuple(found)
 
