@@ -5,18 +5,22 @@ from __future__ import annotations
 import ast
 import html
 import json
+import os
 import re
+import time
 import tokenize
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from markdown_it import MarkdownIt
 
 import reshard.index
 from reshard.cli import run
 from reshard.errors import ArgumentError, PathError
 from reshard.index import build
 from reshard.index.records import first_sentence
+from tests.soak import within
 
 MODULE = '''"""Cuts tensors. More words."""
 
@@ -164,6 +168,32 @@ def test_what_does_not_parse_is_named_and_skipped(tree: Path, tmp_path: Path) ->
     assert "skipped broken.py: " in str(report)
     assert not (tmp_path / "out/link.py.md").exists()
     assert not (tmp_path / "out/.hidden").exists()
+
+
+def test_odd_trees_take_no_time_and_put_no_html_into_pages(tmp_path: Path) -> None:
+    root = tmp_path / "tree"
+    root.mkdir()
+    os.mkfifo(root / "pipe.py")  # reading it would wait for a writer
+    (root / "spaces.md").write_text(f"# a{' ' * 200_000}b #\n" + "#" * 200_000)
+    (root / "many.md").write_text("# h\n```\nword\n```\n`tick`\n" * 20_000)
+    (root / "hostile.py").write_text('def f(x="`<img src=x>`"):\n    """<b>[y](z)`."""\n')
+    (root / "long.py").write_text(f"x = 1  # {'a b ' * 200_000}\n")
+    os.close(os.open(os.fsencode(root) + b"/\xff.py", os.O_CREAT, 0o600))
+    began = time.process_time()
+    report = build(root, tmp_path / "out")
+    assert time.process_time() - began < within(10.0)
+    assert report.files == 4
+    assert [path for path, _ in report.skipped] == ["\\udcff.py"]
+    assert str(report).isascii()  # it can be printed
+    many = json.loads((tmp_path / "out/many.md.json").read_text())
+    assert many["identifiers"] == {
+        "tick": ["mentioned", 5, 20_000],
+        "word": ["mentioned", 3, 20_000],
+    }
+    page = (tmp_path / "out/hostile.py.md").read_text().partition("## Source")[0]
+    rendered = MarkdownIt("commonmark", {"html": True}).render(page)
+    assert "<img" not in rendered
+    assert "<b>" not in rendered
 
 
 def test_two_runs_give_the_same_bytes(tree: Path, tmp_path: Path) -> None:

@@ -81,7 +81,8 @@ def _overview(record: Record) -> str:
 def _definitions(title: str, listed: Sequence[Definition]) -> list[str]:
     lines = [f"## {title}\n"] if listed else []
     for one in listed:
-        signature = f" `{' '.join(one.signature.split())}`" if one.signature else ""
+        words = " ".join(one.signature.split()).replace("`", "\u02cb")  # it would end the code
+        signature = f" `{words}`" if words else ""
         lines += [f"- [{plain(one.name)}](#L{one.line}){signature} {plain(one.summary)}".rstrip()]
     return [*lines, ""] if listed else []
 

@@ -20,7 +20,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _WORD = re.compile(r"[^\W\d]\w{2,}")
-_HEADING = re.compile(r"^(#{1,6})\s+(.+?)\s*#*\s*$", re.MULTILINE)
+_HEADING = re.compile(r"^(#{1,6})[ \t]+(\S.*)$", re.MULTILINE)
 _FENCED = re.compile(r"^ *(```|~~~)[^\n]*\n(.*?)^ *\1", re.DOTALL | re.MULTILINE)
 _TICKED = re.compile(r"`([^`\n]+)`")
 _SENTENCE = re.compile(r"(.+?(?:(?<!e\.g)(?<!i\.e)[.!?](?=\s|$)|:(?=\s*\n)))|(.+)", re.DOTALL)
@@ -86,16 +86,13 @@ def python_record(path: str, data: bytes) -> tuple[Record, str]:
     words = _words(text, walk.docstrings)
     found = {word: _kind(walk.defined.get(word), *words[word]) for word in sorted(words)}
     summary = first_sentence(ast.get_docstring(tree, clean=False))
-    functions, classes = (sorted(some, key=_line) for some in (walk.functions, walk.classes))
+    both = walk.functions, walk.classes
+    functions, classes = (sorted(some, key=lambda one: one.line) for some in both)
     counts = len(lines_of(text)), len(data)
     record = Record(
         path, "python", *counts, summary, functions, classes, [], walk.imports, found
     )  # fmt: skip
     return record, text
-
-
-def _line(definition: Definition) -> int:
-    return definition.line
 
 
 def _kind(
@@ -232,19 +229,18 @@ def _signature(node: _Named) -> str:
 def markdown_record(path: str, data: bytes) -> tuple[Record, str]:
     """The record of a Markdown file: its headings, and the words of its code."""
     text = data.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
-    fences = [*_FENCED.finditer(text)]
+    starts = [0, *(found.end() for found in re.finditer("\n", text))]
+    fences = [found.span(2) for found in _FENCED.finditer(text)]
+    prose = _FENCED.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
     headings = [
-        Definition(found[2], text.count("\n", 0, found.start()) + 1, found[1])
-        for found in _HEADING.finditer(text)
-        if not any(fence.start() <= found.start() < fence.end() for fence in fences)
+        Definition(found[2].rstrip("# \t"), bisect_right(starts, found.start()), found[1])
+        for found in _HEADING.finditer(prose)
     ]
     words: dict[str, tuple[str, int, int]] = {}
-    code = [found.span(1) for found in _TICKED.finditer(text)] + [one.span(2) for one in fences]
-    for start, stop in sorted(code):
+    for start, stop in sorted([*(one.span(1) for one in _TICKED.finditer(prose)), *fences]):
         for found in _WORD.finditer(text, start, stop):
-            here = text.count("\n", 0, found.start()) + 1
-            _, line, count = words.get(found[0], ("", here, 0))
-            words[found[0]] = MENTIONED, line, count + 1
+            seen = words.get(found[0], (MENTIONED, bisect_right(starts, found.start()), 0))
+            words[found[0]] = (*seen[:2], seen[2] + 1)
     summary = headings[0].name if headings else ""
     counts = len(lines_of(text)), len(data)
     listed = dict(sorted(words.items()))

@@ -80,7 +80,8 @@ def build(source: str | Path, out: str | Path) -> IndexReport:
         try:
             record = _write_file(root, target, path)
         except (SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
-            skipped.append((path, " ".join(str(error).split())[:200] or type(error).__name__))
+            name = path.encode(errors="backslashreplace").decode()  # it may be no UTF-8
+            skipped.append((name, " ".join(str(error).split())[:200] or type(error).__name__))
             continue
         _count(record, len(files), words)
         files.append(_remembered(root, record))
@@ -100,7 +101,7 @@ def _paths(root: Path, target: Path) -> Iterator[str]:
         kept = [name for name in folders if name[0] != "." and name != "__pycache__"]
         folders[:] = sorted(name for name in kept if here / name != target)
         for path in sorted(here / name for name in names):
-            if path.suffix in _READERS and not path.is_symlink():
+            if path.suffix in _READERS and path.is_file() and not path.is_symlink():
                 yield path.relative_to(root).as_posix()
 
 
