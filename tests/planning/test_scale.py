@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -146,7 +147,10 @@ def test_a_proof_keeps_only_what_fits() -> None:
 BAD_TOPOLOGIES = {
     "a rank on no host": ({"hosts": [[0, 1], [2]]}, "rank 3 is on no host .* 3 ranks on 2 hosts"),
     "no bandwidth": ({"between": {"bandwidth": 0}}, r"\[between\] has a bandwidth of 0"),
+    "no bandwidth inside": ({"inside": {"bandwidth": "0GB"}}, r"\[inside\] has a bandwidth of 0"),
     "a negative latency": ({"inside": {"latency": -1}}, r"\[inside\] .* latency of -1"),
+    "a truth value": ({"hosts": [[0, True], [2, 3]]}, "hosts a list of rank lists"),
+    "a rank twice": ({"hosts": [[0, 1], [1, 2, 3]]}, "rank 1 is on two hosts"),
 }
 
 
@@ -160,3 +164,15 @@ def test_bad_topologies(kind: str) -> None:
             shape=(4, 4),
             topology=rs.Topology.from_dict(data),
         )
+
+
+def test_a_file_that_does_not_match_the_mesh(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.toml"
+    path.write_text("hosts = [[0, 1, 2]]\n")
+    sides = layout("a=4", "a -"), layout("a=4", "- a")
+    with pytest.raises(rs.TopologyError, match=r"rank 3 is on no host .* on 1 host and"):
+        rs.plan(*sides, shape=(4, 4), topology=path)
+    path.write_text("hosts = [[0, 1, 2, 3]]\n")
+    assert rs.plan(*sides, shape=(4, 4), topology=str(path)).summary().between_hosts_bytes == 0
+    with pytest.raises(rs.TopologyError, match="5 is no topology"):
+        rs.plan(*sides, shape=(4, 4), topology=5)  # type: ignore[arg-type]

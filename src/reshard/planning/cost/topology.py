@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from reshard.errors import SizeError, TopologyError
-from reshard.text import parse_bytes
+from reshard.text import count, parse_bytes
 
 __all__ = ["Link", "Topology"]
 
@@ -77,14 +77,19 @@ class Topology:
         missing = [rank for rank in ranks if rank not in where]
         if missing:
             raise TopologyError(
-                f"rank {missing[0]} is on no host of the topology, which has {len(where)} ranks on "
-                f"{len(self.hosts)} hosts and lacks {len(missing)} of {len(ranks)}: add it"
+                f"rank {missing[0]} is on no host of the topology, which has "
+                f"{count(len(where), 'rank')} on {count(len(self.hosts), 'host')} and lacks "
+                f"{len(missing)} of {len(ranks)}: add it"
             )
         return {rank: where[rank] for rank in ranks}
 
     @classmethod
     def load(cls, path: str | Path) -> Topology:
         """Read a topology file."""
+        if not isinstance(path, str | Path):
+            raise TopologyError(
+                f"{path!r} is no topology: give an rs.Topology or the path of a file"
+            )
         try:
             data = Path(path).read_bytes()
             if len(data) > MAX_FILE:
@@ -125,7 +130,7 @@ class Topology:
 
 def _are_hosts(hosts: object) -> bool:
     return isinstance(hosts, list) and all(
-        isinstance(host, list) and all(isinstance(rank, int) for rank in host) for host in hosts
+        isinstance(host, list) and all(type(rank) is int for rank in host) for host in hosts
     )
 
 
