@@ -230,7 +230,10 @@ def _joined(keys: Sequence[Ints]) -> Ints:
     """All numbers, each once, in rising order, as those of each list are."""
     if len(keys) == 1:
         return keys[0]
-    return distinct(np.concatenate([*keys, np.zeros(0, np.int64)]))
+    every = np.concatenate([*keys, np.zeros(0, np.int64)])
+    every.sort(kind="stable")  # merges lists that rise, in half the time of another sort
+    found: Ints = every[np.append(every[1:] != every[:-1], True)[: len(every)]]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
