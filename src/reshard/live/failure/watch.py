@@ -159,7 +159,9 @@ class Watch:
         quiet = {peer: now - max(began, heard.get(peer, 0.0)) for peer in left}
         peers = sorted(quiet, key=lambda peer: -quiet[peer])
         longest = peers[0]
-        if self.handshaking and quiet[longest] > LOOK_EVERY:
+        # The store of the group is often served by the same process as that of the session.
+        answers = not self.connections.client.is_stuck
+        if self.handshaking and answers and quiet[longest] > LOOK_EVERY:
             self._check_other_sessions(left)
         if self.ends is not None and now > self.ends:
             self._expire(peers, what, f"the deadline of {self.deadline:g} s")

@@ -30,8 +30,9 @@ __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
 PIECE_BYTES = 32 << 20
 """A longer block goes in pieces, so that its progress can be seen."""
 
-GRACE = 5.0
-"""Seconds that gloo waits longer than the call may: the watch should time out first."""
+NO_LIMIT = timedelta(days=1)
+"""How long gloo waits for a message. The watch decides when to give up: a peer may work for long.
+Connections that are cut end all waits in gloo."""
 
 END_SECONDS = 1.0
 """Seconds that a worker may take to notice that its connection was cut."""
@@ -104,13 +105,13 @@ class GlooHellos:
         self, works: Sequence[Pending], then: Callable[[str | None], None], peers: Sequence[int]
     ) -> None:
         """Call back when messages are complete, with an error if there was one; then wake waits."""
-        watch, limit = self.watch, timedelta(seconds=self.watch.timeout + GRACE)
+        watch = self.watch
 
         def wait() -> None:
             error = None
             try:
                 for work in works:
-                    work(limit)
+                    work(NO_LIMIT)
                     watch.inbox.heard.update(dict.fromkeys(peers, time.monotonic()))
             except RuntimeError as failure:
                 error = in_short(failure)

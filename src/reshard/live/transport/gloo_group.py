@@ -36,6 +36,9 @@ __all__ = ["UNWATCHED", "GlooGroup", "GlooGroups", "Pending", "begin_epoch", "fi
 END_SECONDS = 1.0
 """Seconds that an idle worker may take to end: none may be left when the process exits."""
 
+GRACE = 5.0
+"""Seconds that gloo tries longer to connect than the call may: the watch should time out first."""
+
 UNUSED_TAG = 1 << 24
 """A tag that no call uses."""
 
@@ -131,7 +134,7 @@ class GlooGroups:
         def connect() -> GlooGroup:
             try:
                 store = PrefixStore(key, clone_of(connections.store))
-                return GlooGroup(store, index, size, watch.timeout)
+                return GlooGroup(store, index, size, watch.timeout + GRACE)
             finally:
                 connections.mailbox.wake()
 
