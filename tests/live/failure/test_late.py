@@ -212,6 +212,30 @@ def test_a_rank_that_stops_while_it_waits_is_named(pool: Pool, transport: str) -
     assert all(one.seconds < within(3.5) for rank, one in enumerate(outcomes) if rank != 1)
 
 
+def run_ahead(rank: int, transport: str) -> Tried:
+    """Rank 2 is late, rank 0 is done without it, and waits in the next call for its neighbours."""
+    group = pool_group(4)
+    shifted = rs.Layout(rs.Mesh(x=4, ranks=[1, 2, 3, 0]), "x -")
+    plan = rs.plan(rs.Layout(FOUR, "x -"), shifted, shape=(64, 64), dtype="float32")
+    given = source_of(plan, rank)
+    options: Any = {"group": group, "transport": transport}
+    plan.run(given, **options)
+    if rank == 2:
+        time.sleep(2.6)
+    plan.run(given, timeout=20.0, **options)
+    outcome = tried(lambda: plan.run(given, timeout=1.2 if rank == 0 else 20.0, **options))
+    moves_well(rank, group, transport)
+    return outcome
+
+
+@pytest.mark.parametrize("transport", ["auto", "shared"])
+def test_a_rank_that_is_one_call_ahead_names_the_rank_that_holds_up_the_others(
+    pool: Pool, transport: str
+) -> None:
+    outcomes = pool.run(run_ahead, transport, ranks=range(4))
+    check_same(outcomes, "MoveTimeoutError", "rank 2 has not called within 1.2 s")
+
+
 def fail_beside(rank: int, transport: str) -> tuple[Tried, Tried]:
     """Two moves in flight: one fails for want of a tensor, the other is right."""
     group, one, other = pool_group(4), plan_of((16, 48)), plan_of((512, 512))

@@ -117,6 +117,8 @@ class Mailbox:
         """How many of the first calls are over."""
         self.finished_by: dict[int, int] = {}
         """The same of each peer, from its last Hello."""
+        self.waiting: dict[int, bytes] = {}
+        """The last `Waiting` text of each peer in a call that is over here."""
         self._polling = OwnedLock()
         self._sleepers: list[_thread.LockType] = []
         """Threads that wait while another thread polls."""
@@ -144,6 +146,7 @@ class Mailbox:
             closed = self._inboxes.pop(call, None)
             if closed is not None:
                 closed.buffers.clear()
+                self.waiting |= closed.waiting
             if call < self.num_finished:
                 return  # closed before, or before the ranks were connected
             if call == self.num_finished and not self._over:
@@ -290,6 +293,8 @@ class Mailbox:
             if buffer is not None:
                 inbox.buffers[peer, number] = buffer
             inbox.put(peer, message)
+        elif kind is Waiting:
+            self.waiting[peer] = message.text
 
     def _open_early(self, call: int) -> Inbox | None:
         """The inbox of a call that has not begun here; None if the call is over."""

@@ -124,8 +124,8 @@ class WaitGraph:
         """The peers in this rank's record in the session."""
         self._posted_at = 0.0
         self._num_posted = 0
-        self._seen: dict[int, tuple[int, float]] = {}
-        """The number of the last record of each peer, and when this rank first saw it."""
+        self._seen: dict[int, tuple[tuple[int, int], float]] = {}
+        """Call and number of the last record of each peer, and when this rank first saw it."""
         self._circle_since = 0.0
         """When this rank first found that all ranks wait for each other."""
         self._heartbeats: dict[int, tuple[bytes | None, float]] = {}
@@ -175,25 +175,33 @@ class WaitGraph:
     def _post(self, text: str) -> None:
         for peer in self._mailbox.sockets:
             self._mailbox.send(peer, Waiting(self.call, text.encode()))
-        key = self._key(self._session.rank)
+        key = self._key(self._session.rank, self.call)
         with contextlib.suppress(PeerLostError):
             self._session_client.request(lambda store: store.set(key, text), REQUEST_SECONDS)
 
-    def _key(self, rank: int) -> str:
-        return f"wait/{self.call % SLOTS}/{rank}"
+    def _key(self, rank: int, call: int) -> str:
+        return f"wait/{call % SLOTS}/{rank}"
 
     def record_of(self, rank: int) -> Wait | None:
-        """The record that another rank has posted in this call, if any; None if it is old."""
-        if rank in self._mailbox.sockets:
-            record = Wait.read(self._inbox.waiting.get(rank))
-        else:
-            record = Wait.read(self._session_client.get(self._key(rank)))
-        if record is None or record.call != self.call or not record.awaits:
+        """The record that another rank has posted, if any; None if it is old."""
+        record = self._posted_in(self.call, rank)
+        if record is None and rank not in self._inbox.hellos:
+            record = self._posted_in(self.call - 1, rank)  # it is not done with the call before
+        if record is None:
             return None
-        now, seen = time.monotonic(), self._seen.get(rank)
-        if seen is None or seen[0] != record.beat:
-            self._seen[rank] = seen = record.beat, now
+        now, seen, beat = time.monotonic(), self._seen.get(rank), (record.call, record.beat)
+        if seen is None or seen[0] != beat:
+            self._seen[rank] = seen = beat, now
         return record if now - seen[1] < OLD_AFTER else None
+
+    def _posted_in(self, call: int, rank: int) -> Wait | None:
+        if rank not in self._mailbox.sockets:
+            text = self._session_client.get(self._key(rank, call))
+        else:
+            waiting = self._inbox.waiting if call == self.call else self._mailbox.waiting
+            text = waiting.get(rank)
+        record = Wait.read(text)
+        return record if record is not None and record.call == call and record.awaits else None
 
     def last_wait(self, peers: Sequence[int], what: str) -> tuple[int, Wait, bool]:
         """Follow the records from this rank, which waits for peers, to a rank that waits for none.
