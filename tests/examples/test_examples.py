@@ -24,7 +24,7 @@ EXAMPLES = sorted(path.name for path in ROOT.glob("examples/*.py"))
 TORCHRUN = [sys.executable, "-X", "faulthandler", "-m", "torch.distributed.run"]
 SECONDS = 80.0
 # Shares of one machine: nothing here is large enough for two threads.
-ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONFAULTHANDLER": "1"}
 
 
 def launched(arguments: Sequence[str], folder: Path) -> str:
