@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 import unittest
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -122,6 +123,23 @@ def late_at_first(job: Job) -> None:
     start_anew(job)
 
 
+def abort_without_rank_3(job: Job, group: NcclGroup, start: Callable[[], NcclWork]) -> None:
+    """One rank never joins an exchange; the others abort it, and all start anew."""
+    if RANK == 3:
+        time.sleep(4)
+        group.abort()
+    else:
+        work, began = start(), time.monotonic()
+        work.join()
+        thread = abort_after(group, 1.5)
+        assert outcome(work) == "LiveError"
+        thread.join()
+        torch.cuda.synchronize()
+        assert time.monotonic() - began < 3.5
+    job.check_callers_group()
+    start_anew(job)
+
+
 def late_when_warm(job: Job) -> None:
     """A rank that is late to the second exchange; the others abort from another thread."""
     group = job.group("warm")
@@ -129,19 +147,7 @@ def late_when_warm(job: Job) -> None:
     group.exchange(sends, receives).join()
     torch.cuda.synchronize()
     job.meet("first is through")
-    if RANK == 3:
-        time.sleep(4)
-        group.abort()
-    else:
-        work, start = group.exchange(sends, receives), time.monotonic()
-        work.join()
-        thread = abort_after(group, 1.5)
-        assert outcome(work) == "LiveError"
-        thread.join()
-        torch.cuda.synchronize()
-        assert time.monotonic() - start < 3.5
-    job.check_callers_group()
-    start_anew(job)
+    abort_without_rank_3(job, group, lambda: group.exchange(sends, receives))
 
 
 def gathered(job: Job) -> None:
@@ -155,19 +161,7 @@ def gathered(job: Job) -> None:
         assert all(bool((found[rank] == rank + 1).all()) for rank in range(SIZE)), num_bytes
     torch.cuda.synchronize()
     job.meet("gathered")
-    if RANK == 3:
-        time.sleep(4)
-        group.abort()
-    else:
-        work, start = group.all_gather(slots), time.monotonic()
-        work.join()
-        thread = abort_after(group, 1.5)
-        assert outcome(work) == "LiveError"
-        thread.join()
-        torch.cuda.synchronize()
-        assert time.monotonic() - start < 3.5
-    job.check_callers_group()
-    start_anew(job)
+    abort_without_rank_3(job, group, lambda: group.all_gather(slots))
 
 
 def killed(job: Job) -> None:
