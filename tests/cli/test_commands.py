@@ -314,9 +314,10 @@ WRONG = [
     ([*plan(), "--model", "llama-3-8b"], "both of them were given"),
     (["plan", "--from", "dp=2", "--to", "tp=2"], "neither of them were given"),
     # files
-    ([*plan(), "--topology", "{files}/none.toml"], "none.toml"),
     ([*plan(), "--topology", "{files}/text.toml"], "ranks_per_host is a number"),
     ([*plan(), "--topology", "{files}/cut.toml"], "cut.toml cannot be read"),
+    ([*plan(), "--topology", "{files}/none.toml"], "none.toml does not exist: check the path"),
+    ([*plan(), "--topology", "/dev/zero"], "/dev/zero has more than"),
     ([*plan(), "--topology", "{files}/key.toml"], '"hots" is not known'),
     ([*plan(), "--save", "{files}/move.pdf"], "must be .html, .json or .trace"),
     ([*plan(), "--save", "{files}/none/a.html"], "a.html: No such file or directory"),

@@ -91,10 +91,13 @@ class Topology:
                 f"{path!r} is no topology: give an rs.Topology or the path of a file"
             )
         try:
-            data = Path(path).read_bytes()
+            with Path(path).open("rb") as file:
+                data = file.read(MAX_FILE + 1)
             if len(data) > MAX_FILE:
-                raise TopologyError(f"{path} has {len(data)} bytes: at most {MAX_FILE} work")
+                raise TopologyError(f"{path} has more than {MAX_FILE} bytes: it is no topology")
             return cls.from_dict(tomllib.loads(data.decode()), str(path))
+        except FileNotFoundError:
+            raise TopologyError(f"topology {path} does not exist: check the path") from None
         except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
             raise TopologyError(f"topology {path} cannot be read: {error}") from None
 
