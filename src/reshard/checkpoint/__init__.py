@@ -5,12 +5,12 @@
     >>> print(report)                                            # doctest: +SKIP
 
     catalog, piece_table  what a checkpoint holds: tensors, and where their boxes are in files
-    storage/       files, local and remote
+    storage, remote, output_files  files: read by byte ranges, behind an address, written durably
     integrity/     checksums, digests and CRCs
     formats/       readers and writers, by format
     transfer/      copy boxes between files under a cap of memory
     conversion/    request, source, plan, build
-    publish/       a destination that appears when it is complete; resuming
+    workplace, replacing, journal  a destination appears when it is complete; overwriting; resuming
     inspection     what a checkpoint holds, from its headers
     verification/  is it sound, are two the same, where do they differ
     live/          load and save in a job

@@ -11,7 +11,7 @@ import click
 from reshard.cli.options import RULES
 
 if TYPE_CHECKING:
-    from reshard.checkpoint.publish.journal import Team
+    from reshard.checkpoint.journal import Team
     from reshard.errors import ReshardError
 
 __all__ = ["convert"]
@@ -84,7 +84,7 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 
     DST appears when it is complete. --resume continues an interrupted conversion.
     """
-    from reshard.checkpoint.publish.journal import Team, team_of
+    from reshard.checkpoint.journal import Team, team_of
     from reshard.errors import UnfinishedError
 
     team = team_of(timeout=timeout) if ranks else Team()

@@ -32,7 +32,7 @@ import fsspec
 from reshard import Mesh, Rules
 from reshard.checkpoint.formats.distcp import object_texts
 from reshard.checkpoint.formats.reader import open_storage, survey_catalog
-from reshard.checkpoint.formats.safetensors.header import (
+from reshard.checkpoint.formats.safetensors_header import (
     KEY,
     SHARDING,
     OwnMetadata,

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from reshard.checkpoint.formats.output import Wanted
-from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
+from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
 from reshard.checkpoint.formats.torch.archive_writer import BIG, TensorArchive, pickled
 from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError

@@ -19,7 +19,7 @@ from reshard import checkpoint
 from reshard.checkpoint.live import loading, shared_reads
 from reshard.checkpoint.live.direct_reads import MappedFiles
 from reshard.checkpoint.live.read_shares import is_partition
-from reshard.checkpoint.storage.local import LocalStorage
+from reshard.checkpoint.storage import LocalStorage
 from reshard.errors import DamageError
 from reshard.layout.boxlist import listed_of
 from reshard.planning.plans import Plan

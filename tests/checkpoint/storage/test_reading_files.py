@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from reshard.checkpoint import storage
 from reshard.checkpoint.formats.reader import open_storage
-from reshard.checkpoint.storage import local
-from reshard.checkpoint.storage.local import LocalStorage, StoredFile, check_path
-from reshard.checkpoint.storage.remote import RemoteStorage
+from reshard.checkpoint.remote import RemoteStorage
+from reshard.checkpoint.storage import LocalStorage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 
 DATA = bytes(range(256)) * 5
@@ -164,7 +164,7 @@ def test_a_single_file_is_a_root_of_one(folder: Path) -> None:
 def test_few_descriptors_serve_many_files_and_threads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "MAX_OPEN", 4)
+    monkeypatch.setattr(storage, "MAX_OPEN", 4)
     for number in range(40):
         (tmp_path / f"{number}.bin").write_bytes(bytes([number]) * 1000)
     with LocalStorage(str(tmp_path)) as store, ThreadPoolExecutor(8) as pool:

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 from reshard.checkpoint.conversion.names import Outline
 from reshard.checkpoint.formats.output import Wanted
 from reshard.checkpoint.formats.reader import as_mesh, as_rules
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage import Storage
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError
 from reshard.layout.layout import Layout

@@ -23,20 +23,20 @@ from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, o
 from reshard.checkpoint.formats.checks import is_distcp
 from reshard.checkpoint.formats.output import Output, Wanted, count_tensor_files
 from reshard.checkpoint.formats.reader import config_of
-from reshard.checkpoint.formats.safetensors.writer import full, ranks, sharded
+from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.publish.journal import ALONE, Team
-from reshard.checkpoint.publish.workplace import Workplace, check_places
-from reshard.checkpoint.storage.local import (
+from reshard.checkpoint.journal import ALONE, Team
+from reshard.checkpoint.remote import RemoteTarget
+from reshard.checkpoint.storage import (
     COMMITTED,
     TENSOR_FILES,
     Storage,
     StoredFile,
     plain_path,
 )
-from reshard.checkpoint.storage.remote import RemoteTarget
 from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, transfer_of
 from reshard.checkpoint.transfer.windows import Budget
+from reshard.checkpoint.workplace import Workplace, check_places
 from reshard.errors import CheckpointError, SizeError
 from reshard.planning.names import Feed, Names
 from reshard.planning.names.tables import names_of

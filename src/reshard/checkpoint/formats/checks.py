@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage import StoredFile
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import and_more, quoted
 

@@ -18,7 +18,7 @@ from reshard.checkpoint.formats.torch.archive import archive_crcs, read_archives
 from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
 from reshard.checkpoint.formats.torch.tensors import allow_tensors
 from reshard.checkpoint.formats.torch.unpickler import Visits, as_json, is_plain, unpickle
-from reshard.checkpoint.storage.local import Range, Storage, StoredFile
+from reshard.checkpoint.storage import Range, Storage, StoredFile
 from reshard.errors import CheckpointError, DamageError
 from reshard.text import quoted
 

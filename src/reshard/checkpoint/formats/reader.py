@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog, StoredTensor
 from reshard.checkpoint.formats.checks import Findings, is_distcp
-from reshard.checkpoint.storage.local import (
+from reshard.checkpoint.remote import RemoteStorage
+from reshard.checkpoint.storage import (
     COMMITTED,
     TENSOR_FILES,
     LocalStorage,
@@ -31,7 +32,6 @@ from reshard.checkpoint.storage.local import (
     StoredFile,
     plain_path,
 )
-from reshard.checkpoint.storage.remote import RemoteStorage
 from reshard.errors import CheckpointError, DamageError, MeshError, ReshardError, RulesError
 from reshard.text import and_more, quoted
 
@@ -252,8 +252,8 @@ def _read_safetensors(
     mesh: Mesh | None,
 ) -> Catalog:
     """The catalog of safetensors files, whose metadata shows which kind they are."""
-    from reshard.checkpoint.formats.safetensors.header import SHARDING
-    from reshard.checkpoint.formats.safetensors.reader import (
+    from reshard.checkpoint.formats.safetensors_header import SHARDING
+    from reshard.checkpoint.formats.safetensors_reader import (
         check_counts,
         read_headed,
         read_sharded,

@@ -22,6 +22,7 @@ from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, r
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, Part, crcs_of
+from reshard.checkpoint.journal import boot_id
 from reshard.checkpoint.live.direct_reads import DirectReader, split_requests
 from reshard.checkpoint.live.entries import Entries, Memory, entries_of
 from reshard.checkpoint.live.match import CatalogSummary, Match, Strict, check_strict, match_tensors
@@ -35,8 +36,7 @@ from reshard.checkpoint.live.shared_reads import (
     copy_small,
     read_small,
 )
-from reshard.checkpoint.publish.journal import boot_id
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.source import Source
 from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source_of
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError

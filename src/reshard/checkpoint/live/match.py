@@ -14,7 +14,7 @@ from typing import Any, Literal
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.integrity.crcs import Crcs
 from reshard.checkpoint.live.entries import Memory
-from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import check_cast
 from reshard.errors import CheckpointError, DisagreementError, NamesError
 from reshard.layout.box import Box

@@ -19,9 +19,9 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import CHUNK, checksum
 from reshard.checkpoint.integrity.crcs import Part
+from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import Pieces, PieceTable
-from reshard.checkpoint.storage.local import LocalStorage, Storage
-from reshard.checkpoint.storage.output_files import OutputFiles
+from reshard.checkpoint.storage import LocalStorage, Storage
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
 from reshard.checkpoint.transfer.source import Source, SourceReads
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer

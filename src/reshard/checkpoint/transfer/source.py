@@ -29,7 +29,7 @@ from reshard.checkpoint.integrity.checksums import (
 )
 from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_of
 from reshard.checkpoint.piece_table import slabs
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source_of
 from reshard.checkpoint.transfer.windows import Buffers, Replica, fill, replicas_of
 from reshard.dtypes import itemsize

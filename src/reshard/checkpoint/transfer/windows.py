@@ -23,9 +23,9 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
+from reshard.checkpoint.output_files import BLOCK, aligned
 from reshard.checkpoint.piece_table import Extent, PieceTable, extents
-from reshard.checkpoint.storage.local import Storage
-from reshard.checkpoint.storage.output_files import BLOCK, aligned
+from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.packing import CELLS, Reads
 from reshard.checkpoint.transfer.transfers import Transfer
 from reshard.dtypes import cast_into, itemsize

@@ -22,7 +22,7 @@ from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, load_checksums
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
-from reshard.checkpoint.storage.local import Storage
+from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.source import Source, StoredReader
 from reshard.checkpoint.transfer.windows import Budget, Meter, collector_paused
 from reshard.checkpoint.verification.differences import Difference, difference, differing_objects

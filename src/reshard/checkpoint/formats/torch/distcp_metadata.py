@@ -24,7 +24,7 @@ from reshard.checkpoint.formats.torch.tensors import (
     view_of,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, Visits, is_plain, unpickle
-from reshard.checkpoint.storage.local import Range, Storage, StoredFile, check_path
+from reshard.checkpoint.storage import Range, Storage, StoredFile, check_path
 from reshard.errors import DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted

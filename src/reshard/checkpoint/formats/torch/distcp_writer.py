@@ -33,7 +33,7 @@ from reshard.checkpoint.formats.torch.archive_writer import (
 )
 from reshard.checkpoint.formats.torch.unpickler import Global
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 

@@ -29,7 +29,7 @@ from reshard.checkpoint.formats.torch.tensors import (
     tensor_of,
 )
 from reshard.checkpoint.formats.torch.unpickler import Record, Visits, as_json, is_plain, unpickle
-from reshard.checkpoint.storage.local import Storage, StoredFile
+from reshard.checkpoint.storage import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
 from reshard.layout.box import Box

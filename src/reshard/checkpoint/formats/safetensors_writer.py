@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.formats.output import Literal, Output, OutputTensor, Wanted, owned_boxes
-from reshard.checkpoint.formats.safetensors.header import (
+from reshard.checkpoint.formats.safetensors_header import (
     KEY,
     SHARDING,
     OwnMetadata,
@@ -18,7 +18,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     offsets_text,
 )
 from reshard.checkpoint.piece_table import Pieces
-from reshard.checkpoint.storage.local import StoredFile
+from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, row_major

@@ -23,7 +23,7 @@ from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import Findings, checked_shape, missing_parts, rank_of
-from reshard.checkpoint.formats.safetensors.header import (
+from reshard.checkpoint.formats.safetensors_header import (
     KEY,
     SHARDING,
     Entry,
@@ -33,7 +33,7 @@ from reshard.checkpoint.formats.safetensors.header import (
     parse_header,
     read_json,
 )
-from reshard.checkpoint.storage.local import Storage, StoredFile, check_path
+from reshard.checkpoint.storage import Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box, row_major
 from reshard.layout.mesh import Mesh
