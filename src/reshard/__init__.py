@@ -51,10 +51,10 @@ if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard.errors import UnfinishedError as UnfinishedError
     from reshard.errors import UnsupportedError as UnsupportedError
     from reshard.layout.box import Box as Box
-    from reshard.layout.bucket import flat_bucket as flat_bucket
     from reshard.layout.layout import Layout as Layout
     from reshard.layout.mesh import Mesh as Mesh
     from reshard.layout.spec import TensorSpec as TensorSpec
+    from reshard.layout.spec import flat_bucket as flat_bucket
     from reshard.live.api import check as check
     from reshard.planning.cost.summary import Summary as Summary
     from reshard.planning.cost.topology import Topology as Topology
@@ -90,7 +90,7 @@ _HOMES = {
     "check": "live.api",
     "describe": "tensors.state_dicts",
     "exchange": "tensors.exchanging",
-    "flat_bucket": "layout.bucket",
+    "flat_bucket": "layout.spec",
     "join": "planning.names",
     "layout_of": "tensors.local",
     "move": "tensors.moving",

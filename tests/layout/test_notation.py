@@ -13,7 +13,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import reshard as rs
-from reshard.layout.notation import (
+from reshard.layout.notation import parse
+from reshard.layout.words import (
     Chunk,
     Cyclic,
     Packed,
@@ -23,7 +24,6 @@ from reshard.layout.notation import (
     Words,
     ZigZag,
     axes_of,
-    parse,
 )
 from tests import strategies
 from tests.cases import Side

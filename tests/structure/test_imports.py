@@ -7,7 +7,7 @@ import pytest
 
 HEAVY = {"torch", "numpy", "click", "rich", "jinja2", "fsspec"}
 TORCH_FREE = [
-    *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.bucket"),
+    *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.spec"),
     *("rules", "rules.models", "planning.plans", "simulation", "show", "cli"),
     *("checkpoint", "checkpoint.inspection", "checkpoint.formats.reader"),
     *("checkpoint.conversion.stages", "checkpoint.verification.soundness"),

@@ -29,7 +29,7 @@ def verify(names: str | None, **words: Any) -> int:
     Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
     from reshard.checkpoint.verification.soundness import verify as check
-    from reshard.planning.names.tables import read_names
+    from reshard.planning.names import read_names
 
     words["names"] = None if names is None else read_names(names)
     report = compare_and_report("verify", check, words)

@@ -100,7 +100,7 @@ def convert(src: str, dst: str, ranks: bool, timeout: float, as_json: bool, **wo
 def _convert(src: str, dst: str, team: Team, as_json: bool, words: dict[str, Any]) -> int:
     from reshard.checkpoint.conversion.stages import convert as run
     from reshard.cli.output import byte_meter, fitted, print_json
-    from reshard.planning.names.tables import read_names
+    from reshard.planning.names import read_names
 
     names = words.pop("names")
     with byte_meter("convert", quiet=not team.leads) as progress:

@@ -301,13 +301,12 @@ def _step_lines(verb: str, steps: Steps) -> list[str]:
 
 def _print_json(move: Plan, rank: int | None, failure: str | None, notes: Sequence[str]) -> None:
     from reshard.cli.output import print_json
-    from reshard.planning.serial import to_dict
     from reshard.show.matrix import traffic_matrix
     from reshard.show.plan_text import reasons
 
     matrix = traffic_matrix(move)
     data: dict[str, Any] = {
-        **to_dict(move),
+        **move.to_dict(),
         "summary": move.summary().to_dict(),
         "why": reasons(move),
         "notes": list(notes),

@@ -22,10 +22,9 @@ from reshard.errors import FormatError, LayoutError, NotationError, ReshardError
 from reshard.layout.box import Box, check_shape, row_major
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
-from reshard.layout.notation import Cuts, Packed, Ragged, Words, axes_of, format_cuts, parse
-from reshard.layout.notation.words import from_placements
-from reshard.layout.pieces import Piece, pieces_of_flat, pieces_of_local
-from reshard.layout.tiling import Interval, held, length_of
+from reshard.layout.notation import parse
+from reshard.layout.tiling import Interval, Piece, held, length_of, pieces_of_flat, pieces_of_local
+from reshard.layout.words import Cuts, Packed, Ragged, Words, axes_of, format_cuts, from_placements
 from reshard.text import count
 
 __all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]

@@ -9,25 +9,28 @@ rank's pieces.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 import numpy as np
 
 from reshard.dtypes import canonical_dtype, itemsize
+from reshard.errors import LayoutError
 from reshard.layout.box import check_shape
 from reshard.layout.boxlist import piece_columns
 from reshard.layout.columns import Ints, contained, distinct, distinct_first, sized_cache
 from reshard.layout.grid import DimTable, Grid, addend_of, grids_of, num_addends
 from reshard.layout.layout import Layout
+from reshard.layout.mesh import Mesh
 
-__all__ = ["TensorSpec", "agrees", "fingerprint", "holds_alike", "is_part_of"]
+__all__ = ["TensorSpec", "agrees", "fingerprint", "flat_bucket", "holds_alike", "is_part_of"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TensorSpec:
     """Shape, dtype and layout of one tensor; equal if the same ranks hold the same elements.
 
-    >>> from reshard.layout.mesh import Mesh
     >>> spec = TensorSpec(shape=(8, 4), dtype="bf16", layout=Layout(Mesh(tp=2), "tp -"))
     >>> spec.dtype, spec.num_bytes
     ('bfloat16', 64)
@@ -47,10 +50,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Bytes of the whole tensor, once."""
-        size = itemsize(self.dtype)
-        for length in self.shape:
-            size *= length
-        return size
+        return itemsize(self.dtype) * prod(self.shape)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, TensorSpec):
@@ -172,3 +172,52 @@ def _hash_pieces(hasher: hashlib.blake2b, layout: Layout, shape: tuple[int, ...]
         hasher.update(np.array([rank, len(columns[3])], dtype=np.int64).tobytes())
         for column in columns:
             hasher.update(np.ascontiguousarray(column).tobytes())
+
+
+def flat_bucket(
+    shapes: Mapping[str, Sequence[int]],
+    mesh: Mesh,
+    axis: str,
+    *,
+    align: int = 1,
+    pad_to: int = 1,
+) -> dict[str, Layout]:
+    """The layout of each tensor of a bucket that is cut into equal ranges along an axis.
+
+    FSDP1, ZeRO and Megatron's distributed optimizer flatten tensors one after the other into a
+    padded bucket; a rank holds one range of it, and so a piece of some tensors, all of others and
+    nothing of the rest:
+
+        bucket   | a a a a a a | b b | c c c c c c c . |      (. is padding)
+        ranks    |   rank 0    |   rank 1   |  rank 2  |
+
+    Each tensor starts at a multiple of ``align`` elements; the length of the bucket is rounded up
+    to a multiple of ``pad_to`` and of the size of the axis.
+
+    >>> layouts = flat_bucket({"a": (2, 3), "b": (2,), "c": (7,)}, Mesh(dp=3), "dp")
+    >>> [str(layout) for layout in layouts.values()]
+    ['... | flat dp[5,1,0]', '... | flat dp[0,2,0]', '... | flat dp[0,2,5]']
+    """
+    if axis not in mesh.axes:
+        raise LayoutError(
+            f'"{axis}" is not an axis of mesh {mesh}: use one of {", ".join(mesh.axes)}'
+        )
+    if align < 1 or pad_to < 1:
+        raise LayoutError(f"align={align} and pad_to={pad_to}: both are at least 1")
+    ranges: dict[str, tuple[int, int]] = {}
+    end = 0
+    for name, shape in shapes.items():
+        start = -(-end // align) * align
+        end = start + prod(check_shape(shape))
+        ranges[name] = start, end
+    num = mesh.axes[axis]
+    share = -(-(-(-end // pad_to) * pad_to) // num)
+    lows = [number * share for number in range(num)]
+    sizes = {
+        name: [max(min(stop, low + share) - max(start, low), 0) for low in lows]
+        for name, (start, stop) in ranges.items()
+    }
+    return {
+        name: Layout(mesh, f"... | flat {axis}[{','.join(map(str, held))}]")
+        for name, held in sizes.items()
+    }

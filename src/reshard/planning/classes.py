@@ -15,8 +15,8 @@ from reshard.errors import LayoutError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.grid import addend_of, num_addends
 from reshard.layout.spec import TensorSpec, fingerprint
+from reshard.planning.feeds import check_keys, feeds_of, missing_names
 from reshard.planning.names import Feed, Names
-from reshard.planning.names.feeds import check_keys, feeds_of, missing_names
 from reshard.text import and_more
 
 __all__ = ["Addends", "Fill", "Stack", "addends_of", "stacks_of"]

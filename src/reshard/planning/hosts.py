@@ -23,8 +23,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from reshard.layout.columns import Ints, contained, distinct, numbered
-from reshard.planning.cells.listed import ListedGeometry, before, listed_geometries
-from reshard.planning.cells.stations import Home, HostLines, Stations
+from reshard.planning.cells.listed import (
+    Home,
+    HostLines,
+    ListedGeometry,
+    Stations,
+    before,
+    listed_geometries,
+)
 from reshard.planning.cells.transfers import AnyRows, Fan, HostFan, Mask, Transfers
 from reshard.planning.classes import Stack
 from reshard.planning.flows import AT_ONCE, Flow, grain_of, lacking, share_plainly

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import cache, cached_property
 from importlib import import_module
@@ -20,18 +21,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, Unpack
 
 import numpy as np
 
-from reshard.errors import ArgumentTypeError, PlanError, needing_torch
+from reshard.errors import ArgumentTypeError, FormatError, PlanError, ReshardError, needing_torch
 from reshard.layout.columns import Ints, distinct
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec, fingerprint
-from reshard.planning.cells.stations import Home
+from reshard.planning.cells.listed import Home
 from reshard.planning.classes import Fill, Stack, stacks_of
-from reshard.planning.cost.summary import Summary, summarize
+from reshard.planning.cost.summary import Summary, Traffic, summarize
 from reshard.planning.cost.topology import Topology
-from reshard.planning.cost.traffic import Traffic
 from reshard.planning.flows import Flow, flows_of
 from reshard.planning.hosts import host_flows
-from reshard.planning.names import Names
+from reshard.planning.names import Names, names_of, table_of
 from reshard.planning.rank import RankPlan
 from reshard.planning.rounds import Schedule, TooTightError, load_of, schedule
 from reshard.text import parse_bytes, quoted
@@ -49,6 +49,11 @@ DEFAULT_MEMORY = 256 << 20
 
 MAX_KEPT = 16
 """How many ranks' parts a plan keeps, for executors that ask more than once."""
+
+SCHEMA = "reshard.plan/1"
+MAX_TEXT = 1 << 30
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What reading data of a wrong kind may raise."""
 
 ONE = "tensor"
 """The name of the tensor in a plan for one tensor."""
@@ -161,7 +166,10 @@ class Plan:
         self.want = {name: spec for name, spec in self.want.items() if name in fed}
         self.stacks: tuple[Stack, ...] = tuple(stacks)
         self.fills: tuple[Fill, ...] = tuple(fills)
-        self.world: Ints = _world_of(stacks)
+        sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
+        ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
+        self.world: Ints = distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))
+        """All ranks that any layout speaks of, in rising order."""
         self.flows, self.schedule = self._arrange()
         self._ranks: dict[tuple[object, ...], RankPlan] = {}
         self.compiled: Any = None
@@ -202,10 +210,6 @@ class Plan:
         return [int(rank) for rank in self.world]
 
     @cached_property
-    def _members(self) -> frozenset[int]:
-        return frozenset(self.ranks)
-
-    @cached_property
     def parties(self) -> tuple[int, ...]:
         """The ranks that have a part on either side, perhaps an empty one; lost ranks have none."""
         specs = (*self.have.values(), *self.want.values())
@@ -215,7 +219,7 @@ class Plan:
 
     def for_rank(self, rank: int) -> RankPlan:
         """What one rank sends, receives and copies; derived without the others."""
-        if rank not in self._members:
+        if rank not in self.world:
             return RankPlan.of(rank, (), (), ())
         key = (rank, self.flows, self.schedule)
         if key not in self._ranks:
@@ -262,15 +266,73 @@ class Plan:
         hasher.update(repr([(fill.name, fill.box) for fill in self.fills]).encode())
         return hasher.hexdigest()
 
+    def to_dict(self) -> dict[str, Any]:
+        """The two sides, the options and the digest, as plain data: the rows follow from these.
+
+        Layouts are listed once and referred to by number.
+        """
+        layouts: dict[Layout, int] = {}
+        have, want = (
+            {
+                name: [list(spec.shape), spec.dtype, layouts.setdefault(spec.layout, len(layouts))]
+                for name, spec in side.items()
+            }
+            for side in (self.have, self.want)
+        )
+        return {
+            "schema": SCHEMA,
+            "digest": self.digest,
+            "have": have,
+            "want": want,
+            "layouts": [layout.to_dict() for layout in layouts],
+            "names": table_of(self.names),
+            "memory": self.memory,
+            "strict": self.strict,
+            "topology": self.topology and self.topology.to_dict(),
+        }
+
     def to_json(self, *, indent: int | None = None) -> str:
         """The plan as JSON text, with a schema version, that ``from_json`` reads back."""
-        text: str = _module("planning.serial").to_json(self, indent)
-        return text
+        return json.dumps(self.to_dict(), indent=indent)
 
     @staticmethod
     def from_json(text: str) -> Plan:
         """Read what ``to_json`` wrote, and check that it is still the same plan."""
-        plan: Plan = _module("planning.serial").from_json(text)
+        if len(text) > MAX_TEXT:
+            raise FormatError(f"a plan of {len(text)} characters: at most {MAX_TEXT} work")
+        try:
+            data = json.loads(text)
+            if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+                found = data.get("schema") if isinstance(data, dict) else type(data).__name__
+                raise FormatError(f'this is "{found}" and this library reads "{SCHEMA}"')
+            layouts = [Layout.from_dict(layout) for layout in data["layouts"]]
+            have, want = (
+                {
+                    str(name): TensorSpec(tuple(shape), dtype, layouts[number])
+                    for name, (shape, dtype, number) in data[side].items()
+                }
+                for side in ("have", "want")
+            )
+            topology, names = data["topology"], names_of(data["names"])
+            plan = Plan(
+                have,
+                want,
+                names=names,
+                memory=int(data["memory"]),
+                topology=None if topology is None else Topology.from_dict(topology),
+                strict=data["strict"] is True,
+            )
+        except ReshardError:
+            raise
+        except _UNREADABLE as error:
+            raise FormatError(
+                f"a plan's JSON cannot be read: {type(error).__name__} {error}"
+            ) from None
+        if plan.digest != data.get("digest"):
+            raise FormatError(
+                f"the text says digest {data.get('digest')} and the plan in it has {plan.digest}: "
+                "it was changed, or written by another version"
+            )
         return plan
 
     def run(
@@ -343,10 +405,3 @@ def _engine() -> Any:
 def _module(name: str) -> Any:
     """A module above this one, which only some methods of a plan need."""
     return import_module(f"reshard.{name}")
-
-
-def _world_of(stacks: Sequence[Stack]) -> Ints:
-    """All ranks that any layout speaks of, in rising order."""
-    sides = {side.layout for stack in stacks for side in (stack.have, stack.want)}
-    ranks = [np.fromiter(layout.ranks, dtype=np.int64) for layout in sides]
-    return distinct(np.concatenate([*ranks, np.zeros(0, np.int64)]))

@@ -4,8 +4,7 @@ ruleset   `Rules`: the rules of a model family or a file, with the numbers of a 
 pattern   the pattern language of tensor names
 formula   integer formulas, and layouts with formulas
 document  rules files
-table     the layouts of one document on one mesh
-axes      which axes layouts name, and what a mesh does with them
+table     the layouts of one document on one mesh, and what becomes of its axes
 configs   the numbers of config.json that rules use, and configs of published models
 models    tensor names and shapes of known models
 families/ the shipped rules files

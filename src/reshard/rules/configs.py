@@ -30,28 +30,26 @@ __all__ = [
 
 Config = Mapping[str, Any]
 
-_FAMILIES = MappingProxyType(
-    {
-        "llama": "llama",
-        "mistral": "mistral",
-        "qwen2": "qwen2",
-        "qwen3": "qwen3",
-        "gemma": "gemma",
-        "gemma2": "gemma",
-        "gemma3_text": "gemma",
-        "gemma3": "gemma3",
-        "gpt_neox": "gpt_neox",
-        "mixtral": "mixtral",
-        "qwen3_moe": "qwen3_moe",
-        "qwen3_next": "qwen3_next",
-        "phi3": "phi3",
-        "gpt_oss": "gpt_oss",
-        "llama4_text": "llama4",
-        "llama4": "llama4",
-        "deepseek_v3": "deepseek_v3",
-        "bert": "bert",
-    }
-)
+_FAMILIES: Mapping[str, str] = {
+    "llama": "llama",
+    "mistral": "mistral",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma": "gemma",
+    "gemma2": "gemma",
+    "gemma3_text": "gemma",
+    "gemma3": "gemma3",
+    "gpt_neox": "gpt_neox",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe",
+    "qwen3_next": "qwen3_next",
+    "phi3": "phi3",
+    "gpt_oss": "gpt_oss",
+    "llama4_text": "llama4",
+    "llama4": "llama4",
+    "deepseek_v3": "deepseek_v3",
+    "bert": "bert",
+}
 """The family of rules for each ``model_type``."""
 
 MULTIMODAL = MappingProxyType({"gemma3": "gemma3_text", "llama4": "llama4_text"})
@@ -63,50 +61,44 @@ _OUTER = ("dtype", "torch_dtype", "tie_word_embeddings")
 _TIED = frozenset({"gemma", "gemma2", "gemma3_text", "bert"})
 """Model types whose output layer is the embedding unless the config says otherwise."""
 
-_DEFAULTS: Mapping[str, Config] = MappingProxyType(
-    {
-        "qwen3": {"head_dim": 128},
-        "gemma": {"head_dim": 256},
-        "gemma2": {"head_dim": 256},
-        # Published configs of gemma3 leave out everything that is as in transformers.
-        "gemma3_text": {
-            "head_dim": 256,
-            "num_attention_heads": 8,
-            "num_key_value_heads": 4,
-            "vocab_size": 262208,
-        },
-        "gpt_oss": {"head_dim": 64},
-        "qwen3_next": {"head_dim": 256},
-    }
-)
+_DEFAULTS: Mapping[str, Config] = {
+    "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256},
+    # Published configs of gemma3 leave out everything that is as in transformers.
+    "gemma3_text": {
+        "head_dim": 256,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 262208,
+    },
+    "gpt_oss": {"head_dim": 64},
+    "qwen3_next": {"head_dim": 256},
+}
 """What transformers assumes where a config leaves it out, as far as rules and shapes need it."""
 
-_KEYS = MappingProxyType(
-    {
-        "heads": ("num_attention_heads",),
-        "num_layers": ("num_hidden_layers",),
-        "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
-        "mlp_size": ("intermediate_size",),
-        "qk_nope_head_dim": ("qk_nope_head_dim",),
-        "qk_rope_head_dim": ("qk_rope_head_dim",),
-        "v_head_dim": ("v_head_dim",),
-        "linear_k_heads": ("linear_num_key_heads",),
-        "linear_k_dim": ("linear_key_head_dim",),
-        "linear_v_dim": ("linear_value_head_dim",),
-    }
-)
+_KEYS: Mapping[str, tuple[str, ...]] = {
+    "heads": ("num_attention_heads",),
+    "num_layers": ("num_hidden_layers",),
+    "num_experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "mlp_size": ("intermediate_size",),
+    "qk_nope_head_dim": ("qk_nope_head_dim",),
+    "qk_rope_head_dim": ("qk_rope_head_dim",),
+    "v_head_dim": ("v_head_dim",),
+    "linear_k_heads": ("linear_num_key_heads",),
+    "linear_k_dim": ("linear_key_head_dim",),
+    "linear_v_dim": ("linear_value_head_dim",),
+}
 """Where a config has the numbers that it simply states; the first of these keys that is there."""
 
-_EXPERT_SIZE = MappingProxyType(
-    {
-        "mixtral": "intermediate_size",
-        "qwen3_moe": "moe_intermediate_size",
-        "qwen3_next": "moe_intermediate_size",
-        "gpt_oss": "intermediate_size",
-        "llama4_text": "intermediate_size",
-        "deepseek_v3": "moe_intermediate_size",
-    }
-)
+_EXPERT_SIZE: Mapping[str, str] = {
+    "mixtral": "intermediate_size",
+    "qwen3_moe": "moe_intermediate_size",
+    "qwen3_next": "moe_intermediate_size",
+    "gpt_oss": "intermediate_size",
+    "llama4_text": "intermediate_size",
+    "deepseek_v3": "moe_intermediate_size",
+}
 """Where a config with experts has the rows of their first matrices."""
 
 NUMBERS = (
@@ -298,7 +290,10 @@ def _number_of(config: Config, name: str) -> int | None:
             default = _number_of(config, "heads") if kind in _FAMILIES else None
             return _optional(config, "num_key_value_heads", default)
         case "head_dim":
-            return _optional(config, "head_dim", _even_head_dim(config))
+            heads = _optional(config, "num_attention_heads")
+            hidden = _optional(config, "hidden_size")
+            even = hidden // heads if hidden and heads and hidden % heads == 0 else None
+            return _optional(config, "head_dim", even)
         case "expert_size":
             return _optional(config, _EXPERT_SIZE[kind]) if kind in _EXPERT_SIZE else None
         case "linear_group":
@@ -312,12 +307,6 @@ def _number_of(config: Config, name: str) -> int | None:
             return int(bool(tied))
     present = (key for key in _KEYS[name] if config.get(key) is not None)
     return _optional(config, next(present, _KEYS[name][0]))
-
-
-def _even_head_dim(config: Config) -> int | None:
-    heads = _optional(config, "num_attention_heads")
-    hidden = _optional(config, "hidden_size")
-    return hidden // heads if hidden and heads and hidden % heads == 0 else None
 
 
 def complete_numbers(config: Config) -> dict[str, int]:

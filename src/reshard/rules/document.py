@@ -22,7 +22,8 @@ from typing import Any
 
 from reshard.errors import ReshardError, RulesError
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.notation import Words, axes_of, parse
+from reshard.layout.notation import parse
+from reshard.layout.words import Words, axes_of
 from reshard.rules.configs import NUMBERS
 from reshard.rules.formula import Place, Template, parse_places
 from reshard.rules.pattern import Pattern
@@ -189,15 +190,25 @@ def read(text: str) -> Document:
     for key in data:
         if key not in _KEYS:
             raise RulesError(f"key {quoted(key)} is not known: the keys are {', '.join(_KEYS)}")
-    base = _base(data.get("extends"))
-    mesh = _mesh(data.get("mesh"))
+    base, mesh = Document(), None
+    if data.get("extends") is not None:
+        family = _text(data["extends"], 'key "extends"')
+        if family not in families():
+            raise RulesError(
+                f'key "extends" names {quoted(family)}: the families are {", ".join(families())}'
+            )
+        base = read_family(family)
+    with located('key "mesh"'):
+        if data.get("mesh") is not None:
+            mesh = Mesh.parse(_text(data["mesh"], 'key "mesh"'))
+    model, counts = _model(_table(data, "model"))
     own = Document(
         axes=tuple(dict.fromkeys((*_axes(data.get("axes", [])), *(mesh.axes if mesh else ())))),
         mesh=mesh,
         fsdp=tuple(_text(data.get("fsdp", ""), 'key "fsdp"').split()),
         replicate=tuple(_text(data.get("replicate", ""), 'key "replicate"').split()),
-        model=_model(_table(data, "model")),
-        counts=_counts(_table(data, "model")),
+        model=model,
+        counts=counts,
         factors=tuple(_factor(*item) for item in _table(data, "factor").items()),
         rules=tuple(_rule(*item) for item in _table(data, "tensors").items()),
         names=_table(data, "names"),
@@ -232,16 +243,6 @@ def _load(text: str) -> dict[str, Any]:
         raise RulesError(f"this is not TOML: {' '.join(str(error)[:200].split())}") from None
 
 
-def _base(name: Any) -> Document:
-    if name is None:
-        return Document()
-    if _text(name, 'key "extends"') not in families():
-        raise RulesError(
-            f'key "extends" names {quoted(name)}: the families are {", ".join(families())}'
-        )
-    return read_family(name)
-
-
 def _table(data: Mapping[str, Any], key: str) -> dict[str, Any]:
     value = data.get(key, {})
     if not isinstance(value, dict):
@@ -260,36 +261,22 @@ def _axes(value: Any) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _mesh(value: Any) -> Mesh | None:
-    with located('key "mesh"'):
-        return None if value is None else Mesh.parse(_text(value, 'key "mesh"'))
-
-
-def _model(table: Mapping[str, Any]) -> dict[str, int | None]:
+def _model(table: Mapping[str, Any]) -> tuple[dict[str, int | None], dict[str, str]]:
+    """The numbers of a model, None where one has to be given, and the index that counts each."""
     numbers: dict[str, int | None] = {}
+    counts: dict[str, str] = {}
     for name, value in table.items():
         if not name.isascii() or not name.isidentifier():
             raise RulesError(f"[model] {quoted(name)}: use letters, digits and _ in a name")
-        counted = isinstance(value, str) and _counted(value) is not None
-        number = isinstance(value, int) and not isinstance(value, bool) and value >= 0
-        if not (number or counted or value == "?"):
-            raise _wrong(f"[model] {quoted(name)}", value, 'a number, "?" or "count i"')
-        numbers[name] = value if number else None
-    return numbers
-
-
-def _counts(table: Mapping[str, Any]) -> dict[str, str]:
-    texts = {name: value for name, value in table.items() if isinstance(value, str)}
-    found = {name: _counted(text) for name, text in texts.items()}
-    return {name: index for name, index in found.items() if index is not None}
-
-
-def _counted(text: str) -> str | None:
-    """The index that ``count i`` names; None for another text."""
-    match text.split():
-        case ["count", index]:
-            return index
-    return None
+        numbers[name] = None
+        match value:
+            case str() if len(value.split()) == 2 and value.split()[0] == "count":
+                counts[name] = value.split()[1]
+            case int() if not isinstance(value, bool) and value >= 0:
+                numbers[name] = value
+            case _ if value != "?":
+                raise _wrong(f"[model] {quoted(name)}", value, 'a number, "?" or "count i"')
+    return numbers, counts
 
 
 def _factor(axis: str, value: Any) -> Factor:
@@ -367,8 +354,6 @@ def _text(value: Any, where: str) -> str:
 
 
 def _wrong(where: str, value: Any, expected: str) -> RulesError:
-    return RulesError(f"{where} is {_brief(value)}, expected {expected}")
-
-
-def _brief(value: Any) -> str:
-    return quoted(str(value)) if isinstance(value, str | int) else f"a {type(value).__name__}"
+    plain = isinstance(value, str | int)
+    found = quoted(str(value)) if plain else f"a {type(value).__name__}"
+    return RulesError(f"{where} is {found}, expected {expected}")

@@ -12,7 +12,7 @@ the text part. Nothing is loaded or allocated, so a 70B model costs as little as
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
+from math import prod
 from typing import TypeAlias
 
 from reshard.errors import RulesError
@@ -72,13 +72,7 @@ def num_elements(model: Tensors) -> int:
     >>> num_elements(tensors("llama-3-8b"))
     8030261248
     """
-    total = 0
-    for shape, _ in model.values():
-        count = 1
-        for size in shape:
-            count *= size
-        total += count
-    return total
+    return sum(prod(shape) for shape, _ in model.values())
 
 
 def _decoder(config: Config) -> Named:
@@ -87,22 +81,19 @@ def _decoder(config: Config) -> Named:
     hidden, vocab = number(config, "hidden_size"), number(config, "vocab_size")
     attention = _ATTENTION.get(kind, _attention)
     feed_forward = _FEED_FORWARD.get(kind, _dense_layer)
+    norms = ["input_layernorm", "post_attention_layernorm"]
+    if kind in ("gemma2", "gemma3_text"):
+        norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     for i in range(numbers["num_layers"]):
         layer = f"model.layers.{i}"
         yield from attention(config, numbers, layer, i)
         yield from feed_forward(config, numbers, layer, i)
-        for norm in _norms(config):
+        for norm in norms:
             yield f"{layer}.{norm}.weight", (hidden,)
     yield "model.norm.weight", (hidden,)
     if not numbers["tied"]:
         yield "lm_head.weight", (vocab, hidden)
-
-
-def _norms(config: Config) -> tuple[str, ...]:
-    around = ("input_layernorm", "post_attention_layernorm")
-    more = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
-    return around + more if config["model_type"] in ("gemma2", "gemma3_text") else around
 
 
 def _attention(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
@@ -190,7 +181,9 @@ def _mixtral(config: Config, numbers: Mapping[str, int], layer: str, index: int)
 
 
 def _qwen_experts(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
-    if not _is_sparse(config, index):
+    dense = config.get("mlp_only_layers") or []
+    step = number(config, "decoder_sparse_step", 1) or 1
+    if (isinstance(dense, list) and index in dense) or (index + 1) % step:
         yield from _dense(config, f"{layer}.mlp", number(config, "intermediate_size"))
         return
     yield from _experts(config, numbers, f"{layer}.mlp")
@@ -198,12 +191,6 @@ def _qwen_experts(config: Config, numbers: Mapping[str, int], layer: str, index:
         shared = number(config, "shared_expert_intermediate_size")
         yield from _dense(config, f"{layer}.mlp.shared_expert", shared)
         yield f"{layer}.mlp.shared_expert_gate.weight", (1, number(config, "hidden_size"))
-
-
-def _is_sparse(config: Config, index: int) -> bool:
-    dense = config.get("mlp_only_layers") or []
-    step = number(config, "decoder_sparse_step", 1) or 1
-    return not (isinstance(dense, list) and index in dense) and (index + 1) % step == 0
 
 
 def _deepseek(config: Config, numbers: Mapping[str, int], layer: str, index: int) -> Named:
@@ -319,22 +306,18 @@ def _bert(config: Config) -> Named:
 
 _Part: TypeAlias = Callable[[Config, Mapping[str, int], str, int], Named]
 
-_ATTENTION: Mapping[str, _Part] = MappingProxyType(
-    {
-        "phi3": _fused_attention,
-        "qwen3_next": _hybrid_attention,
-        "deepseek_v3": _latent_attention,
-    }
-)
-_FEED_FORWARD: Mapping[str, _Part] = MappingProxyType(
-    {
-        "phi3": _fused_dense,
-        "mixtral": _mixtral,
-        "qwen3_moe": _qwen_experts,
-        "qwen3_next": _qwen_experts,
-        "deepseek_v3": _deepseek,
-        "gpt_oss": _gpt_oss,
-        "llama4_text": _llama4,
-    }
-)
-_BUILDERS = MappingProxyType({"gpt_neox": _gpt_neox, "bert": _bert})
+_ATTENTION: Mapping[str, _Part] = {
+    "phi3": _fused_attention,
+    "qwen3_next": _hybrid_attention,
+    "deepseek_v3": _latent_attention,
+}
+_FEED_FORWARD: Mapping[str, _Part] = {
+    "phi3": _fused_dense,
+    "mixtral": _mixtral,
+    "qwen3_moe": _qwen_experts,
+    "qwen3_next": _qwen_experts,
+    "deepseek_v3": _deepseek,
+    "gpt_oss": _gpt_oss,
+    "llama4_text": _llama4,
+}
+_BUILDERS: Mapping[str, Callable[[Config], Named]] = {"gpt_neox": _gpt_neox, "bert": _bert}

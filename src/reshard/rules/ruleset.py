@@ -19,18 +19,24 @@ from typing import Any
 from reshard.errors import RulesError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.rules.axes import check_axes, factored_axes, idle_ranks, layout_axes, rule_axes
 from reshard.rules.configs import family_of, numbers_of
 from reshard.rules.document import (
     MAX_BYTES,
     Document,
-    Factor,
+    all_axes,
     families,
     located,
     read,
     read_family,
 )
-from reshard.rules.table import Table, UnmatchedError
+from reshard.rules.table import (
+    Table,
+    UnmatchedError,
+    check_axes,
+    factored_axes,
+    idle_ranks,
+    rule_axes,
+)
 from reshard.text import quoted
 
 __all__ = ["Rules"]
@@ -176,7 +182,9 @@ class Rules:
             try:
                 found = {name: table.layout(name, number) for name, number in dims.items()}
             except UnmatchedError as error:
-                raise RulesError(f"{error}{_others(table, dims)}") from None
+                missing = sum(not table.matches(name) for name in dims)
+                others = f" ({missing} names match no rule)" if missing > 1 else ""
+                raise RulesError(f"{error}{others}") from None
         self.check_axes(found.values(), mesh)
         return found
 
@@ -189,7 +197,8 @@ class Rules:
         distinct = dict.fromkeys(layouts)
         with located(self.source):
             if distinct:
-                check_axes(self.document, self._mesh_or_own(mesh), layout_axes(distinct))
+                named = {axis for layout in distinct for axis in all_axes(layout.words)}
+                check_axes(self.document, self._mesh_or_own(mesh), named)
 
     def check_mesh(self, mesh: Mesh | str) -> None:
         """Raise RulesError for an axis of a mesh that no rule names, whatever the model."""
@@ -208,7 +217,23 @@ class Rules:
         with located(self.source):
             mesh = Mesh.of(mesh)
             for factor in self.document.factors:
-                mesh = _factored(mesh, factor, self.document.model[factor.at_most])
+                at_most, size = self.document.model[factor.at_most], mesh.axes.get(factor.axis, 1)
+                if not at_most or size <= at_most:
+                    continue
+                if size % at_most:
+                    raise RulesError(
+                        f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
+                        f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
+                    )
+                two = dict(zip(factor.into, (at_most, size // at_most), strict=True))
+                axes: dict[str, int] = {}
+                for axis, count in mesh.axes.items():
+                    axes |= two if axis == factor.axis else {axis: count}
+                if len(axes) != len(mesh.axes) + 1:
+                    raise RulesError(
+                        f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}"
+                    )
+                mesh = Mesh(ranks=mesh.ranks, **axes)
         return mesh
 
     def notes(
@@ -238,17 +263,15 @@ class Rules:
         >>> rules.numbers["num_layers"]
         2
         """
-        names = list(names)
-        model, counts = self.document.model, self.document.counts
-        largest = {key: self._largest(index, names) for key, index in counts.items()}
-        found = {key: at + 1 for key, at in largest.items() if model[key] is None and at >= 0}
+        names, found = list(names), dict[str, int]()
+        for key, index in self.document.counts.items():
+            patterns = [rule.pattern for rule in self.document.rules]
+            patterns = [pattern for pattern in patterns if index in pattern.captures]
+            matches = (pattern.regex.match(name) for name in names for pattern in patterns)
+            largest = max((int(match[index]) for match in matches if match), default=-1)
+            if self.document.model[key] is None and largest >= 0:
+                found[key] = largest + 1
         return self.given(numbers=found)
-
-    def _largest(self, index: str, names: Iterable[str]) -> int:
-        patterns = [rule.pattern for rule in self.document.rules]
-        patterns = [pattern for pattern in patterns if index in pattern.captures]
-        matches = (pattern.regex.match(name) for name in names for pattern in patterns)
-        return max((int(match[index]) for match in matches if match), default=-1)
 
     def _mesh_or_own(self, mesh: Mesh | str | None) -> Mesh:
         mesh = mesh or self.mesh
@@ -272,45 +295,10 @@ def _read_file(path: str | Path) -> str:
     except UnicodeDecodeError:
         raise RulesError(f"{quoted(str(path))} is not UTF-8 text: is it a TOML file?") from None
     except (OSError, ValueError) as error:
-        raise RulesError(_not_found(str(path), error)) from None
-
-
-def _not_found(name: str, error: Exception) -> str:
-    near = difflib.get_close_matches(name, families(), n=1)
-    hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
-    reason = getattr(error, "strerror", None) or str(error)
-    return f"{quoted(name)} is no family of rules and no file that can be read ({reason}): {hint}"
-
-
-def _factored(mesh: Mesh, factor: Factor, at_most: int | None) -> Mesh:
-    size = mesh.axes.get(factor.axis, 1)
-    if not at_most or size <= at_most:
-        return mesh
-    if size % at_most:
+        near = difflib.get_close_matches(str(path), families(), n=1)
+        hint = f'try "{near[0]}"' if near else f"the families are {', '.join(families())}"
+        reason = getattr(error, "strerror", None) or str(error)
         raise RulesError(
-            f"{factor.axis}={size} is not a multiple of {factor.at_most}={at_most}: "
-            f"use {factor.axis}={size // at_most * at_most} or a divisor of {at_most}"
-        )
-    axes: dict[str, int] = {}
-    for axis, count in mesh.axes.items():
-        axes |= _split(factor, at_most, size) if axis == factor.axis else {axis: count}
-    if len(axes) != len(mesh.axes) + 1:
-        raise RulesError(f"mesh {mesh} has {factor.axis} and also one of {' '.join(factor.into)}")
-    return Mesh(ranks=mesh.ranks, **axes)
-
-
-def _split(factor: Factor, at_most: int, size: int) -> dict[str, int]:
-    return dict(zip(factor.into, (at_most, size // at_most), strict=True))
-
-
-def _others(table: Table, names: Iterable[str]) -> str:
-    """How many names match no rule, said when it is more than one."""
-    missing = []
-    for name in names:
-        try:
-            table.layout(name, None)
-        except UnmatchedError:
-            missing.append(name)
-        except RulesError:
-            continue
-    return f" ({len(missing)} names match no rule)" if len(missing) > 1 else ""
+            f"{quoted(str(path))} is no family of rules and no file that can be read ({reason}): "
+            f"{hint}"
+        ) from None

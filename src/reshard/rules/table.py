@@ -1,30 +1,46 @@
-"""The layouts of one document on one mesh, each worked out once.
+"""The layouts of one document on one mesh, each worked out once, and what becomes of the axes.
 
 A model has thousands of names and a handful of layouts. Names that differ only in their integers
 match the same rules, so a rule is looked up once per such family of names, a place once per value
 of the integers it uses, and equal layouts are one object.
+
+>>> str(keep_axes(parse("(tp*128 kv) - | on pp=1"), {"kv", "dp"}))
+'kv -'
+>>> str(shard_first_dim(parse("tp*128 -"), ["dp"], num_dims=2))
+'(tp*128 dp) -'
+>>> idle_ranks({"q": Layout(Mesh(tp=16), "tp*128 -")}, {"q": (1024, 4096)})[0][:53]
+'warning: 8 of 16 ranks along tp hold nothing of "q": '
 """
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import product
 from operator import itemgetter
 
 from reshard.errors import RulesError
 from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.notation import Words, parse
-from reshard.rules.axes import keep_axes, shard_first_dim
+from reshard.layout.notation import parse
+from reshard.layout.tiling import held
+from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words
 from reshard.rules.document import Document, Rule, all_axes, located
-from reshard.rules.formula import Place, Template
+from reshard.rules.formula import Place
 from reshard.rules.pattern import INDEX
-from reshard.text import count, quoted
+from reshard.text import and_more, count, quoted
 
-__all__ = ["Table", "UnmatchedError", "advice"]
+__all__ = [
+    "Table",
+    "UnmatchedError",
+    "check_axes",
+    "factored_axes",
+    "idle_ranks",
+    "rule_axes",
+]
 
 
 class UnmatchedError(RulesError):
@@ -69,7 +85,9 @@ class Table:
         indices = parts[1::2]
         key: tuple[object, ...] = (num_dims, *parts[::2])
         if self._digits:
-            key += tuple(index if self._spelt_out(index) else "" for index in indices)
+            # A pattern such as ``layers.0.*`` may tell this integer from others.
+            spelt_out = (any(digits in index for digits in self._digits) for index in indices)
+            key += tuple(i if spelt else "" for i, spelt in zip(indices, spelt_out, strict=True))
         entry = self._entries.get(key)
         if entry is None:
             entry = self._entries[key] = self._entry(name, num_dims)
@@ -83,9 +101,15 @@ class Table:
         )
         return entry.layouts.get(at) or self._placed(entry, name, at)
 
-    def _spelt_out(self, index: str) -> bool:
-        """Whether a pattern such as ``layers.0.*`` may tell this integer from others."""
-        return any(digits in index for digits in self._digits)
+    def matches(self, name: str) -> bool:
+        """Whether some rule gives a layout to a name, right or wrong."""
+        try:
+            self.layout(name, None)
+        except UnmatchedError:
+            return False
+        except RulesError:
+            pass
+        return True
 
     @cached_property
     def _axes(self) -> set[str]:
@@ -103,7 +127,13 @@ class Table:
     def _entry(self, name: str, num_dims: int | None) -> Entry:
         found = self._best(name, [rule for rule in self._document.rules if rule.layout])
         if found is None:
-            raise UnmatchedError(self._unmatched(name))
+            texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
+            near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
+            raise UnmatchedError(
+                f"no rule matches tensor {quoted(name)} (nearest patterns: "
+                f"{', '.join(map(quoted, near)) or 'none'}): "
+                'add a rule for it, or "*" = "..." to keep all others whole'
+            )
         rule = found[0]
         where = f"tensor {quoted(name)}, rule {quoted(rule.pattern.text)}"
         with located(where):
@@ -131,9 +161,24 @@ class Table:
         return best
 
     def _words(self, rule: Rule, num_dims: int | None) -> Words:
+        """The words of a rule; a number that is not known may be missing where it cuts nothing.
+
+        Without tp, ``tp*{head_dim} -`` is the same for every head_dim: two values tell.
+        """
         assert rule.layout is not None
-        words = self._filled(rule.layout)
-        self._check_factors(words)
+        names = rule.layout.names()
+        unknown = [name for name in sorted(names) if self._numbers.get(name) is None]
+        known = self._needed(names.difference(unknown))
+        words = parse(rule.layout.fill(known | dict.fromkeys(unknown, 1)))
+        if unknown:
+            other = parse(rule.layout.fill(known | dict.fromkeys(unknown, 2)))
+            cutting = {axis for axis in self._axes if self._mesh.axes[axis] > 1}
+            if keep_axes(words, cutting) != keep_axes(other, cutting):
+                self._needed(unknown)
+        for factor in self._document.factors:
+            # Whether a large axis is read as two depends on a number: it must be known.
+            if self._mesh.axes.get(factor.axis, 1) > 1 and factor.axis in all_axes(words):
+                self._needed([factor.at_most])
         if num_dims is not None and words.expand(num_dims) is None:
             raise RulesError(
                 f'layout "{words}" has {count(len(words.dims), "word")} and the tensor '
@@ -142,35 +187,18 @@ class Table:
             )
         return words
 
-    def _filled(self, layout: Template) -> Words:
-        """The words of a layout; a number that is not known may be missing where it cuts nothing.
-
-        Without tp, ``tp*{head_dim} -`` is the same for every head_dim: two values tell.
-        """
-        names = layout.names()
-        unknown = [name for name in sorted(names) if self._numbers.get(name) is None]
-        known = self._needed(names.difference(unknown))
-        words = parse(layout.fill(known | dict.fromkeys(unknown, 1)))
-        if unknown:
-            other = parse(layout.fill(known | dict.fromkeys(unknown, 2)))
-            cutting = {axis for axis in self._axes if self._mesh.axes[axis] > 1}
-            if keep_axes(words, cutting) != keep_axes(other, cutting):
-                raise RulesError(advice(self._document, unknown[0]))
-        return words
-
-    def _check_factors(self, words: Words) -> None:
-        """Whether a large axis is read as two depends on a number: it must be known."""
-        for factor in self._document.factors:
-            is_cut = self._mesh.axes.get(factor.axis, 1) > 1 and factor.axis in all_axes(words)
-            if is_cut and self._numbers.get(factor.at_most) is None:
-                raise RulesError(advice(self._document, factor.at_most))
-
     def _needed(self, names: Iterable[str]) -> dict[str, int]:
+        """Numbers by name; the first that is not known is an error that says where to give it."""
         numbers: dict[str, int] = {}
         for name in names:
             number = self._numbers.get(name)
             if number is None:
-                raise RulesError(advice(self._document, name))
+                counted = name in self._document.counts
+                raise RulesError(
+                    f"needs {name}, which is not known: give the model's config.json (beside the "
+                    f"checkpoint, or config=), {name}=..., or {name} under [model] of a rules file"
+                    f"{', or count it with rules.fit(names)' if counted else ''}"
+                )
             numbers[name] = number
         return numbers
 
@@ -185,28 +213,25 @@ class Table:
             used = place.names & set(starts)
             ordinals = {index: order.index(starts[index]) for index in sorted(used)}
             if place.axis in self._mesh.axes:
-                pick = itemgetter(*ordinals.values()) if ordinals else _nothing
+                pick = itemgetter(*ordinals.values()) if ordinals else lambda _: ()
                 spots.append(Spot(place, ordinals, pick))
         return tuple(spots)
 
     def _coords(self, spot: Spot, name: str, indices: Sequence[str]) -> tuple[int, ...]:
         """The coordinates of one tensor along one axis."""
+        axis, size = spot.place.axis, self._mesh.axes[spot.place.axis]
         own = {index: int(indices[k]) for index, k in spot.ordinals.items()}
-        with located(f"tensor {quoted(name)}, on {spot.place.axis}"):
-            at = spot.known[spot.pick(indices)] = self._evaluated(spot.place, own)
-        return at
-
-    def _evaluated(self, place: Place, own: Mapping[str, int]) -> tuple[int, ...]:
-        numbers = {**self._needed(place.names - set(own)), **own}
-        at = tuple(sorted({formula.value(numbers) for formula in place.at}))
-        axis, size = place.axis, self._mesh.axes[place.axis]
-        for value in (at[0], at[-1]):
-            if not 0 <= value < size:
-                given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
-                raise RulesError(
-                    f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
-                    f"{axis}=0 to {size - 1}: check these numbers"
-                )
+        with located(f"tensor {quoted(name)}, on {axis}"):
+            numbers = {**self._needed(spot.place.names - set(own)), **own}
+            at = tuple(sorted({formula.value(numbers) for formula in spot.place.at}))
+            for value in (at[0], at[-1]):
+                if not 0 <= value < size:
+                    given = ", ".join(f"{key}={numbers[key]}" for key in sorted(numbers))
+                    raise RulesError(
+                        f"{axis}={value} with {given or 'no numbers'}, and mesh {self._mesh} has "
+                        f"{axis}=0 to {size - 1}: check these numbers"
+                    )
+        spot.known[spot.pick(indices)] = at
         return at
 
     def _placed(self, entry: Entry, name: str, at: tuple[tuple[int, ...], ...]) -> Layout:
@@ -217,30 +242,121 @@ class Table:
         entry.layouts[at] = layout
         return layout
 
-    def _unmatched(self, name: str) -> str:
-        texts = [rule.pattern.text for rule in self._document.rules if rule.layout]
-        near = difflib.get_close_matches(name, texts, n=3, cutoff=0.3)
-        nearest = ", ".join(map(quoted, near)) or "none"
-        return (
-            f"no rule matches tensor {quoted(name)} (nearest patterns: {nearest}): "
-            'add a rule for it, or "*" = "..." to keep all others whole'
-        )
-
-
-def _nothing(_: Sequence[str]) -> object:
-    return ()
-
-
-def advice(document: Document, name: str) -> str:
-    """What to do about a number of the model that is not known."""
-    counted = ", or count it with rules.fit(names)" if name in document.counts else ""
-    return (
-        f"needs {name}, which is not known: give the model's config.json (beside the checkpoint, "
-        f"or config=), {name}=..., or {name} under [model] of a rules file{counted}"
-    )
-
 
 @sized_cache(16 << 20, lambda layout, *_: layout.num_bytes)
 def _shared(mesh: Mesh, text: str) -> Layout:
     """One Layout object for equal texts on equal meshes."""
     return Layout(mesh, text)
+
+
+def rule_axes(document: Document) -> set[str]:
+    """The axes that could cut or place some tensor of some model."""
+    named = set(document.fsdp)
+    for rule in document.rules:
+        named |= {place.axis for place in rule.on or ()}
+        named |= all_axes(parse(rule.layout.sample())) if rule.layout else set()
+    return named
+
+
+def check_axes(document: Document, mesh: Mesh, named: set[str]) -> None:
+    """Raise for an axis of a mesh that is not named and along which no replicas are asked for."""
+    for axis in document.requested:
+        if axis not in mesh.axes:
+            option = "fsdp" if axis in document.fsdp else "replicate"
+            raise RulesError(
+                f"{option} names axis {quoted(axis)} and mesh {mesh} has {' '.join(mesh.axes)}: "
+                "use one of these"
+            )
+    factored = {factor.axis for factor in document.factors if named.intersection(factor.into)}
+    for axis, size in mesh.axes.items():
+        if size > 1 and axis not in named | factored | {*document.replicate}:
+            near = difflib.get_close_matches(axis, document.axes, n=1)
+            advice = f"write {near[0]}" if near else "correct the mesh"
+            if axis in document.axes:
+                options = "--from-fsdp or --to-fsdp"
+                advice = f'cut dim 0 by it (--fsdp {axis}, in plan {options}, fsdp="{axis}")'
+            raise RulesError(
+                f"axis {quoted(axis)} of mesh {mesh} cuts no tensor, so that each of its {size} "
+                "ranks would hold a copy of everything; the rules know the axes "
+                f"{', '.join(document.axes) or '(none)'}: {advice}, or replicate on purpose "
+                f'(--replicate {axis}, replicate="{axis}")'
+            )
+
+
+def factored_axes(document: Document, mesh: Mesh, factored: Mesh) -> Iterator[str]:
+    """What a reader should know of axes that are read as two."""
+    for factor in document.factors:
+        if factor.axis in mesh.axes and factor.axis not in factored.axes:
+            first, second = factor.into
+            groups, copies = factored.axes[first], factored.axes[second]
+            yield (
+                f"{factor.axis}={mesh.axes[factor.axis]} is read as {first}={groups} "
+                f"{second}={copies}, because {factor.at_most} is {groups}: {copies} neighbours "
+                f"hold the same part of what is cut by {first} alone"
+            )
+
+
+def idle_ranks(layouts: Mapping[str, Layout], shapes: Mapping[str, Sequence[int]]) -> list[str]:
+    """Warnings about ranks that get none of the whole units, such as heads, of some tensors."""
+    found: dict[tuple[int, int, tuple[str, ...]], list[str]] = {}
+    known: dict[tuple[Layout, tuple[int, ...]], set[tuple[int, int, tuple[str, ...]]]] = {}
+    for name, layout in layouts.items():
+        key = layout, tuple(shapes[name])
+        if key not in known:
+            known[key] = set(_idle(*key))
+        for idle in known[key]:
+            found.setdefault(idle, []).append(name)
+    return [
+        f"warning: {idle} of {count} ranks along {', '.join(axes)} hold nothing of "
+        f"{and_more([quoted(names[0]), *names[1:]])}: there are "
+        "fewer whole heads (units of the layout) than ranks"
+        for (idle, count, axes), names in found.items()
+    ]
+
+
+def _idle(layout: Layout, shape: tuple[int, ...]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+    """For each dim: how many of how many ranks along which axes get none of its units."""
+    sizes = layout.mesh.axes
+    for length, cuts in zip(shape, layout.dims(shape), strict=True):
+        units = [cut for cut in cuts if isinstance(cut, Units) and cut.unit > 1]
+        axes = tuple(cut.axis for cut in units)
+        places = [*product(*(range(sizes[axis]) for axis in axes))]
+        coords = (dict(zip(axes, place, strict=True)) for place in places)
+        idle = sum(not held(tuple(units), length, sizes, at) for at in coords)
+        if idle and length:
+            yield idle, len(places), axes
+
+
+def keep_axes(words: Words, axes: Collection[str]) -> Words:
+    """The words without the axes a mesh lacks: along these there is only one rank."""
+    pending = tuple(axis for axis in words.reduce[1] if axis in axes) if words.reduce else ()
+    return replace(
+        words,
+        dims=tuple(_keep(cuts, axes) for cuts in words.dims),
+        on=tuple((axis, at) for axis, at in words.on if axis in axes),
+        reduce=(words.reduce[0], pending) if words.reduce and pending else None,
+        flat=_keep(words.flat, axes),
+    )
+
+
+def shard_first_dim(words: Words, axes: Iterable[str], *, num_dims: int | None) -> Words:
+    """Cut dim 0 of what every rank holds further, by each of these axes not in use yet."""
+    more = tuple(Chunk(axis) for axis in axes if axis not in all_axes(words))
+    if not more or words.flat or num_dims == 0:
+        return words
+    if words.rest == 0 and num_dims is not None:
+        words = replace(words, dims=words.expand(num_dims) or words.dims, rest=None)
+    if words.rest == 0:
+        return replace(words, dims=(more, *words.dims), rest=1)
+    return replace(words, dims=((*words.dims[0], *more), *words.dims[1:]))
+
+
+def _keep(cuts: Cuts, axes: Collection[str]) -> Cuts:
+    kept: list[Cut] = []
+    for cut in cuts:
+        if isinstance(cut, Packed):
+            segments = tuple(Segment(part.size, _keep(part.cuts, axes)) for part in cut.segments)
+            kept += [Packed(segments)] if any(part.cuts for part in segments) else []
+        elif cut.axis in axes:
+            kept.append(Chunk(cut.axis) if isinstance(cut, Units) and cut.unit == 1 else cut)
+    return tuple(kept)

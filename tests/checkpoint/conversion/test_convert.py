@@ -30,8 +30,7 @@ from reshard.errors import (
     TargetError,
 )
 from reshard.layout.box import Box
-from reshard.planning.names import join, stack, take
-from reshard.planning.names.tables import read_names
+from reshard.planning.names import join, read_names, stack, take
 from tests.checkpoint.converting import (
     Tensors,
     assert_equal,

@@ -22,9 +22,18 @@ from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec
-from reshard.planning.names import Feed, Join, Names, Source, Stacked, Take
-from reshard.planning.names.feeds import feeds_of
-from reshard.planning.names.templates import fill_in, placeholders, template_regex
+from reshard.planning.feeds import feeds_of
+from reshard.planning.names import (
+    Feed,
+    Join,
+    Names,
+    Source,
+    Stacked,
+    Take,
+    fill_in,
+    placeholders,
+    template_regex,
+)
 from reshard.rules.pattern import matching
 from reshard.text import count, quoted
 

@@ -38,8 +38,7 @@ from reshard.checkpoint.transfer.transfers import Transfer, source_tensors, tran
 from reshard.checkpoint.transfer.windows import Budget
 from reshard.checkpoint.workplace import Workplace, check_places
 from reshard.errors import CheckpointError, SizeError
-from reshard.planning.names import Feed, Names
-from reshard.planning.names.tables import names_of
+from reshard.planning.names import Feed, Names, names_of
 from reshard.text import parse_bytes, quoted
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from reshard.errors import CheckpointError, DamageError, ReshardError, Unsupport
 from reshard.layout.box import row_major
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.notation import Cuts, Cyclic, Packed, Ragged, axes_of
-from reshard.layout.pieces import Piece
+from reshard.layout.tiling import Piece
+from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.rules import Rules
 from reshard.text import quoted
 

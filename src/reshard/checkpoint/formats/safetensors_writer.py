@@ -23,7 +23,7 @@ from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
 from reshard.layout.box import Box, row_major
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.pieces import Piece
+from reshard.layout.tiling import Piece
 from reshard.text import quoted
 
 __all__ = ["full", "ranks", "sharded"]

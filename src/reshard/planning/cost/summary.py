@@ -1,21 +1,176 @@
-"""The figures of a whole plan: bytes, messages, memory, the busiest rank, and seconds."""
+"""What a plan costs: bytes and messages of ranks, memory, the busiest link, and seconds.
+
+Bytes are added up by rank, without listing the pairs of ranks of rows that go to whole lines; so
+they are between groups of ranks. ``messages`` counts messages.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from reshard.layout.columns import Ints, numbered
+from reshard.layout.columns import Ints, distinct, numbered
+from reshard.planning.cells.listed import Home
+from reshard.planning.cells.transfers import AnyRows, Fan, HostFan
+from reshard.planning.cost.messages import Stream, messages_of, pairs_of
 from reshard.planning.cost.topology import Link, Topology
-from reshard.planning.cost.traffic import Traffic
 from reshard.planning.flows import Flow
 from reshard.planning.hosts import HostFlow
-from reshard.planning.rounds import Schedule
+from reshard.planning.rounds import Schedule, Slot
 
-__all__ = ["Summary", "needs_of", "summarize"]
+__all__ = ["Summary", "Traffic", "needs_of", "summarize"]
+
+
+class Traffic:
+    """Bytes and messages of a plan; those of links too, if the hosts of ranks are known."""
+
+    def __init__(
+        self, flows: Sequence[Flow], slots: Sequence[Slot], world: Ints, home: Home | None = None
+    ) -> None:
+        self.world = world
+        self._counts_up = bool(len(world)) and int(world[-1]) == len(world) - 1
+        self._ends = list(zip(flows, slots, strict=True))
+        self.first_hand, self.passed_on, self.received = np.zeros((3, len(world)), dtype=np.int64)
+        self.links = np.zeros((2, 2, 2, len(world) if home else 0), dtype=np.int64)
+        """With a topology: inside hosts and between them, sent and received, bytes and messages."""
+        self.hosts: Ints = home(world) if home else world
+        """The host of each rank; without a topology each rank is one."""
+        self.messages = 0
+        """All that goes from one rank to another in one round is one message."""
+        for times, pairs, sends in messages_of(self._counted(), self.hosts, self._places):
+            self.messages += times * (len(pairs) + (sends.total if sends else 0))
+            if home is not None:
+                ends = np.divmod(pairs, max(len(world), 1))
+                self._add_links(1, ends, np.full(len(pairs), times))
+            if home is not None and sends is not None:
+                self.links[1, 0, 1, sends.senders] += sends.sent * times
+                self.links[1, 1, 1] += sends.received * times
+
+    def _counted(self) -> Iterator[Stream]:
+        """All rows, as their bytes are counted."""
+        for stream in self._streams():
+            self._count(stream)
+            yield stream
+
+    def _streams(self) -> Iterator[Stream]:
+        for flow, slot in self._ends:
+            for rows in self._rows_of(flow):
+                some = np.flatnonzero(rows.served)
+                if 0 < len(some) < len(rows.rows) and not isinstance(rows, HostFan):
+                    rows = rows.take(some)
+                if len(some):
+                    yield Stream(flow, slot, rows)
+
+    def _rows_of(self, flow: Flow) -> Iterator[AnyRows]:
+        """Rows, each inside hosts or between them: addends are passed on without knowing hosts."""
+        known = isinstance(flow, HostFlow) or not self.links.size
+        return flow.streams() if known else flow.everything()
+
+    def _places(self, ranks: Ints) -> Ints:
+        # Ranks are nearly always 0 to n - 1; to look them up took a tenth of a summary.
+        return ranks if self._counts_up else self.world.searchsorted(ranks)
+
+    def _sum(self, *ends: tuple[Ints, Ints]) -> Ints:
+        """The bytes of each rank, given ranks and bytes."""
+        size = len(self.world)
+        totals = [np.bincount(self._places(ranks), amounts, size) for ranks, amounts in ends]
+        total: Ints = sum(totals[1:], totals[0]).astype(np.int64)
+        return total
+
+    def _count(self, stream: Stream) -> None:
+        rows, ends, num_bytes = stream.rows, stream.ends, stream.num_bytes
+        if isinstance(ends, Fan):
+            sent, received = self._sum(*ends.sent(num_bytes)), self._sum(*ends.received(num_bytes))
+            if self.links.size:
+                self.links[1, :, 0] += np.stack([sent, received])
+        else:
+            source, destination, amounts = ends.summed(num_bytes)
+            sent, received = self._sum((source, amounts)), self._sum((destination, amounts))
+            if self.links.size:
+                self._add_links(0, (self._places(source), self._places(destination)), amounts)
+        self.received += received
+        if rows.hop or rows.again:
+            self.passed_on += sent
+            return
+        first = self._sum((rows.source, num_bytes)) if isinstance(ends, Fan) else sent
+        self.first_hand += first
+        self.passed_on += sent - first
+
+    def _add_links(self, what: int, ends: tuple[Ints, Ints], amounts: Ints) -> None:
+        """Count bytes (0) or messages (1) between places of ranks."""
+        away = self.hosts[ends[0]] != self.hosts[ends[1]]
+        for between, side in product((0, 1), (0, 1)):
+            some = np.flatnonzero(away == between)
+            added = np.bincount(ends[side][some], amounts[some], len(self.world))
+            self.links[between, side, what] += added.astype(np.int64)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that travel between ranks."""
+        return int(self.received.sum())
+
+    def between(self, sources: Ints, destinations: Ints) -> tuple[Ints, Ints]:
+        """All bytes between groups of ranks, and those from source tensors.
+
+        Given the group of each rank of the plan as a sender, and its group as a receiver.
+        """
+        size = int(destinations.max(initial=-1)) + 1
+        found = np.zeros((2, int(sources.max(initial=-1)) + 1, size), dtype=np.int64)
+        for stream in self._streams():
+            if isinstance(stream.ends, Fan):
+                added = self._by_groups(stream.ends, stream.num_bytes, sources, destinations)
+            else:
+                source, destination, num_bytes = stream.ends.summed(stream.num_bytes)
+                pairs = (
+                    sources[self._places(source)] * size + destinations[self._places(destination)]
+                )
+                added = np.bincount(pairs, num_bytes, found[0].size).reshape(found[0].shape)
+            found[: 1 + (stream.rows.hop == 0)] += added.astype(np.int64)
+        return found[0], found[1]
+
+    def _by_groups(self, fan: Fan, num_bytes: Ints, sources: Ints, destinations: Ints) -> Ints:
+        """Bytes of rows that go to whole lines, between groups of ranks."""
+        size, num = int(destinations.max()) + 1, int(sources.max()) + 1
+        rows, at = fan.rows, self._places(fan.rows.source)
+        gets, has = (
+            np.bincount(
+                lines.line_of * size + destinations[self._places(lines.members)],
+                minlength=len(lines.counts) * size,
+            ).reshape(-1, size)
+            for lines in (fan.wanting, fan.held)
+        )
+        times = gets[rows.line] - has[fan.kind]
+        row, rank = fan.left_out
+        times[row, destinations[self._places(rank)]] -= 1
+        found = np.zeros((num, size), dtype=np.int64)
+        np.add.at(found, sources[at], times * num_bytes[:, None])
+        return found
+
+    @cached_property
+    def _ends_of_pairs(self) -> tuple[Ints, Ints]:
+        """Every pair of ranks that exchange anything: as many as there are, so not for thousands
+        of ranks that all pass on to each other."""
+        keys = np.zeros(0, dtype=np.int64)
+        for stream in self._streams():
+            pairs, _ = pairs_of(stream.ends, len(self.world), self._places)
+            keys = distinct(np.concatenate([keys, pairs]))
+        source, destination = np.divmod(keys, max(len(self.world), 1))
+        return self.world[source], self.world[destination]
+
+    @property
+    def source(self) -> Ints:
+        """The sender of every pair of ranks that exchange anything."""
+        return self._ends_of_pairs[0]
+
+    @property
+    def destination(self) -> Ints:
+        """The receiver of every pair of ranks that exchange anything."""
+        return self._ends_of_pairs[1]
 
 
 @dataclass(frozen=True, slots=True)

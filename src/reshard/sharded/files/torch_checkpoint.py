@@ -27,8 +27,8 @@ from reshard.errors import ArgumentError, OperationError
 from reshard.layout.box import Box, row_major
 from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.notation import Packed
-from reshard.layout.pieces import Piece
+from reshard.layout.tiling import Piece
+from reshard.layout.words import Packed
 from reshard.sharded.content import Content, ContentTensor, per_layout
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import box_view, piece_view

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from reshard.errors import ReshardError
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.notation.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
+from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, Units, ZigZag
 from reshard.show.matrix import traffic_matrix
 from reshard.show.page.colours import Colours
 from reshard.show.page.document import Move, render_fragment

@@ -29,8 +29,8 @@ from reshard.errors import LayoutError
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout, check_shape
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.notation import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
 from reshard.layout.tiling import held, length_of
+from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
 from reshard.tensors.kinds import this_rank
 
 __all__ = [

@@ -1,6 +1,18 @@
-"""Renamed and joined tensors as a table, the same in TOML and in JSON.
+"""Where the elements of a destination tensor come from, when names or shapes differ.
 
-In TOML it is a file of its own (``--names``) or the table ``[names]`` of a rules file:
+    names = {
+        "layers.{i}.qkv.weight": join("layers.{i}.q.weight", "layers.{i}.k.weight", dim=0),
+        "layers.{i}.qkv.bias":   join(dim=0, source="layers.{i}.{part}.bias", q=512, k=128, v=128),
+        "layers.{i}.experts":    stack("layers.{i}.expert.{e}", dim=0),
+        "embed.weight":          take("tok_embeddings.weight", pad={0: 128512}),
+        "head.weight":           "lm_head.weight",
+    }
+
+A key names destination tensors; ``{i}`` stands for digits and means the same in the source. Names
+without an entry come from the source tensor of the same name. One source may feed several names.
+
+The same mapping is a table in TOML, in a file of its own (``--names``) or as ``[names]`` of a rules
+file, and in JSON as the ``"names"`` of a saved plan:
 
 "layers.{i}.qkv.weight" = { join = ["layers.{i}.q.weight", "layers.{i}.k.weight"], dim = 0 }
 "layers.{i}.qkv.bias"   = { join = "layers.{i}.{part}.bias", rows = { q = 512, k = 128 } }
@@ -8,24 +20,168 @@ In TOML it is a file of its own (``--names``) or the table ``[names]`` of a rule
 "embed.weight"          = { take = "tok_embeddings.weight", pad = { 0 = 128512 } }
 "head.weight"           = "lm_head.weight"
 
-In JSON it is the ``"names"`` of a saved plan.
+>>> template_regex("layers.{i}.w{i}").fullmatch("layers.12.w12").groupdict()
+{'i': '12'}
+>>> fill_in("h.{i}.{j}", {"i": "12"}), placeholders("h.{i}.{j}")
+('h.12.{j}', ('i', 'j'))
 """
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
-from reshard.errors import FormatError, ReshardError
-from reshard.planning.names.sources import Join, Names, Source, Stacked, Take, stack, take
+from reshard.errors import FormatError, PlanError, ReshardError
 from reshard.text import quoted
 
-__all__ = ["names_of", "parse_names", "read_names", "table_of"]
+__all__ = [
+    "Feed",
+    "Join",
+    "Names",
+    "Segments",
+    "Source",
+    "Stacked",
+    "Take",
+    "fill_in",
+    "join",
+    "names_of",
+    "parse_names",
+    "placeholders",
+    "read_names",
+    "stack",
+    "table_of",
+    "take",
+    "template_regex",
+]
 
 MAX_FILE = 1 << 24
 MAX_NUMBER = (1 << 63) - 1
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """One source tensor, or a part of it, perhaps padded."""
+
+    name: str
+    crop: tuple[tuple[int, tuple[int, int]], ...] = ()
+    """Dims of which only start to stop is taken."""
+    index: tuple[tuple[int, int], ...] = ()
+    """Dims of which one index is taken; the destination lacks these dims."""
+    pad: tuple[tuple[int, int], ...] = ()
+    """Dims that are longer in the destination, filled with zeros at the end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Join:
+    """Several sources one after the other along a dim, or interleaved in groups of rows."""
+
+    names: tuple[str, ...]
+    dim: int
+    rows: tuple[int, ...] | None = None
+    """How many rows of each source make one group, if the sources are interleaved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Equal sources stacked along a new dim."""
+
+    names: tuple[str, ...]
+    dim: int
+
+
+Source: TypeAlias = str | Take | Join | Stacked
+"""What take, join and stack return: a dict of several of them is then one that `plan` takes."""
+Names: TypeAlias = Mapping[str, Source]
+
+
+def take(
+    name: str,
+    *,
+    crop: Mapping[int, tuple[int, int]] | None = None,
+    index: Mapping[int, int] | None = None,
+    pad: Mapping[int, int] | None = None,
+) -> Source:
+    """A source tensor, cropped, indexed or padded on its way.
+
+    >>> take("embed", pad={0: 128512})
+    Take(name='embed', crop=(), index=(), pad=((0, 128512),))
+    """
+    crops = tuple(sorted((dim, (lo, hi)) for dim, (lo, hi) in (crop or {}).items()))
+    return Take(name, crops, _items(index), _items(pad))
+
+
+def _items(mapping: Mapping[int, int] | None) -> tuple[tuple[int, int], ...]:
+    return tuple(sorted((mapping or {}).items()))
+
+
+def join(*names: str, dim: int = 0, source: str = "{part}", **rows: int) -> Source:
+    """Sources joined along a dim, or interleaved in groups of so many rows of each.
+
+    >>> join("q", "k", dim=0)
+    Join(names=('q', 'k'), dim=0, rows=None)
+    >>> join(dim=0, source="layers.0.{part}", q=512, k=128)
+    Join(names=('layers.0.q', 'layers.0.k'), dim=0, rows=(512, 128))
+    """
+    if bool(names) == bool(rows):
+        raise PlanError("join takes names, or parts with rows such as q=512, k=128: give one kind")
+    if names:
+        return Join(names, dim)
+    if any(not isinstance(count, int) or count < 1 for count in rows.values()):
+        raise PlanError(f"join got rows {rows}: each part of a group has at least 1 row")
+    return Join(tuple(source.replace("{part}", part) for part in rows), dim, tuple(rows.values()))
+
+
+def stack(*names: str, dim: int = 0) -> Source:
+    """Equal sources stacked along a new dim; one name with a free ``{e}`` counts from 0."""
+    return Stacked(names, dim)
+
+
+Segments: TypeAlias = tuple[tuple[int, int, int], ...]
+"""Runs of one dim: where each starts in the source, where in the destination, how long it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """One source tensor that provides a part of a destination tensor.
+
+    Both are seen with the same dims: where one side lacks a dim, a dim of size 1 is inserted.
+    """
+
+    name: str
+    moves: tuple[Segments, ...] = ()
+    """The runs of each dim; none at all where the tensor moves as it is."""
+    have_insert: tuple[int, ...] = ()
+    want_insert: tuple[int, ...] = ()
+
+
+def placeholders(template: str) -> tuple[str, ...]:
+    """The names in braces, in order; one that appears twice is listed twice."""
+    return tuple(_PLACEHOLDER.findall(template))
+
+
+def fill_in(template: str, values: Mapping[str, str]) -> str:
+    """The template with values for some placeholders."""
+    return _PLACEHOLDER.sub(lambda found: values.get(found[1], found[0]), template)
+
+
+@lru_cache(maxsize=4096)
+def template_regex(template: str) -> re.Pattern[str]:
+    """A regular expression that captures the digits; a repeated placeholder repeats its digits."""
+    seen: set[str] = set()
+    parts = []
+    for at, text in enumerate(_PLACEHOLDER.split(template)):
+        if at % 2 == 0:
+            parts.append(re.escape(text))
+        else:
+            parts.append(rf"(?P={text})" if text in seen else rf"(?P<{text}>\d+)")
+            seen.add(text)
+    return re.compile("".join(parts))
 
 
 def read_names(path: str) -> dict[str, Source]:

@@ -14,7 +14,7 @@ from reshard.errors import NamesError, PlanError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout
 from reshard.layout.spec import TensorSpec
-from reshard.planning.names.sources import (
+from reshard.planning.names import (
     Feed,
     Join,
     Names,
@@ -22,8 +22,10 @@ from reshard.planning.names.sources import (
     Source,
     Stacked,
     Take,
+    fill_in,
+    placeholders,
+    template_regex,
 )
-from reshard.planning.names.templates import fill_in, placeholders, template_regex
 from reshard.text import and_more, quoted
 
 __all__ = ["check_keys", "feeds_of", "missing_names"]

@@ -1,4 +1,29 @@
-"""The parser of the layout notation: one method per line of the grammar."""
+"""The layout notation: text such as ``(tp dp) - | on pp=2`` to words, and back.
+
+A layout text is one word per tensor dim, then suffixes. The parser has one method per line of the
+grammar and knows neither meshes nor shapes; `Layout` gives the words their meaning.
+
+    layout   = dims { "|" suffix }               suffixes in this order, each at most once:
+    suffix   = "on" at { at }                      at = axis "=" ints
+             | op axis { axis }                    op = "sum" | "avg" | "max" | "min" | "prod"
+             | "flat" cuts
+             | "without" ranks                     ranks = range { "," range }
+    dims     = word { word }
+    word     = "-" | "..." | cuts
+    cuts     = cut | "(" cut { cut } ")"
+    cut      = axis [ "*" int | ":" int | "[" ints "]" | "~" ]
+             | cuts "{" ints "}"
+             | "{" segment { "," segment } "}"
+    segment  = int [ "-" | cuts ]
+    ints     = int { "," int }
+    axis     = letter { letter | digit | "_" }
+
+    >>> words = parse("(tp*128 dp) - | on pp=2")
+    >>> words.dims[0]
+    (Units('tp', 128), Chunk('dp'))
+    >>> str(words)
+    '(tp*128 dp) - | on pp=2'
+"""
 
 from __future__ import annotations
 
@@ -8,7 +33,7 @@ from typing import NoReturn, TypeVar
 
 from reshard.errors import NotationError
 from reshard.layout.mesh import RESERVED, parse_ranks
-from reshard.layout.notation.words import (
+from reshard.layout.words import (
     OPS,
     Chunk,
     Cut,
