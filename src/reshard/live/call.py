@@ -41,7 +41,7 @@ from reshard.live.inputs.bound import (
 from reshard.live.inputs.finish import Donation, fill_zeros
 from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.cause import CallAheadError, Cause
+from reshard.live.session.control import CallAheadError, Cause
 from reshard.live.session.session import Session, Ticket
 from reshard.live.transport.base import Exchange, Transport
 from reshard.live.transport.gloo import GlooTransport

@@ -18,7 +18,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import struct
-from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
@@ -26,7 +25,7 @@ from reshard.errors import LiveError, ReshardError
 from reshard.layout.mesh import format_ranks
 from reshard.live.failure.cleanup import fail_and_close, with_ticket
 from reshard.live.failure.watch import Watch
-from reshard.live.session.cause import Cause
+from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Session, Ticket, session_of
 from reshard.live.session.shared_memory import SharedBuffer
@@ -58,68 +57,58 @@ def gather_bytes(
     return with_ticket(group, None, gather)
 
 
-@dataclass(slots=True)
 class _Gather:
     """One call on one rank, from its number to its result."""
 
-    ticket: Ticket
-    session: Session
-    timeout: float
-    what: str
-    limit: int
     watch: Watch | None = None
-    _buffers: list[SharedBuffer] = field(default_factory=list)
-    """The buffer with this rank's bytes."""
-    _ok: bool = False
+    _ok = False
+
+    def __init__(
+        self, ticket: Ticket, session: Session, timeout: float, what: str, limit: int
+    ) -> None:
+        self.ticket, self.session, self.timeout = ticket, session, timeout
+        self.what, self.limit = what, limit
+        self._buffers: list[SharedBuffer] = []
+        """The buffer with this rank's bytes."""
 
     def run(self, data: bytes) -> dict[int, bytes] | None:
-        self.ticket.undo = self._close
+        ticket, session = self.ticket, self.session
+        ticket.undo = self._close
         found = None
         try:
-            connections = self.session.connections or self.session.connect(
-                self.ticket, self.timeout, self.what
-            )
+            connections = session.connections
+            if connections is None:
+                connections = session.connect(ticket, self.timeout, self.what)
             if not connections.spans_hosts:
-                watch = self._watch(connections)
-                self._send(watch, data)
-                found = self._receive(watch, data)
+                found = self._exchange(connections, data)
                 self._ok = True
         except ReshardError as error:
             fail_and_close(self.watch, error, self._close)
         self._close()
         return found
 
-    def _watch(self, connections: Connections) -> Watch:
-        ticket = self.ticket
+    def _exchange(self, connections: Connections, data: bytes) -> dict[int, bytes]:
+        """Send this rank's bytes in a buffer, wait for all Hellos, and read what they name."""
+        ticket, session, peers = self.ticket, self.session, connections.peers
         watch = self.watch = ticket.watch = Watch(
-            self.session, connections, ticket.number, DIGEST, timeout=self.timeout, what=self.what
+            session, connections, ticket.number, DIGEST, timeout=self.timeout, what=self.what
         )
         watch.status = lambda: f"on rank {connections.rank}: its own part is sent"
         check_earlier_calls(watch)
-        return watch
-
-    def _send(self, watch: Watch, data: bytes) -> None:
-        """Put this rank's bytes into a buffer, and send it to the others."""
         frame = _LENGTH.pack(len(data)) + data
-        buffer = watch.connections.buffers.take(len(frame))
+        buffer = connections.buffers.take(len(frame))
         self._buffers.append(buffer)
         ctypes.memmove(buffer.address, frame, len(frame))
-        hello = watch.hello(eager=1, buffer=buffer.number)
-        for peer in watch.connections.peers:
+        hello, hellos = watch.hello(eager=1, buffer=buffer.number), watch.inbox.hellos
+        for peer in peers:
             watch.mailbox.send(peer, hello, buffer.fd_for(peer))
-
-    def _receive(self, watch: Watch, data: bytes) -> dict[int, bytes]:
-        """Wait for the Hellos of all ranks, and read what came with them."""
-        peers, hellos = watch.connections.peers, watch.inbox.hellos
 
         def missing() -> list[int]:
             self._check_calls(watch)
             return [peer for peer in peers if peer not in hellos]
 
         watch.wait(missing, lambda peer: "its part")
-        return {
-            rank: self._read(watch, rank) if rank in peers else data for rank in self.session.ranks
-        }
+        return {rank: self._read(watch, rank) if rank in peers else data for rank in session.ranks}
 
     def _check_calls(self, watch: Watch) -> None:
         """Fail if a rank is in a move, or in a call with a tag."""

@@ -10,7 +10,7 @@ import pytest
 
 import reshard as rs
 from reshard.live.failure.watch import Watch
-from reshard.live.session.cause import Cause
+from reshard.live.session.control import Cause
 from reshard.live.session.mailbox import Inbox
 from reshard.live.session.wait_graph import Wait
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from reshard.errors import DisagreementError, LiveError, MoveTimeoutError, PeerLostError
-from reshard.live.session.cause import MAX_CHARACTERS, Cause
-from reshard.live.session.control import MAX_TEXT
+from reshard.live.session.control import MAX_CHARACTERS, Cause
+from reshard.live.session.mailbox import MAX_TEXT
 
 
 @pytest.mark.parametrize("error", [PeerLostError, MoveTimeoutError, DisagreementError, LiveError])

@@ -9,8 +9,8 @@ import time
 import pytest
 
 from reshard.errors import MoveTimeoutError
-from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting, encode
-from reshard.live.session.mailbox import Mailbox
+from reshard.live.session.control import Abort, Alive, Hello, Ready, Retired, Waiting
+from reshard.live.session.mailbox import Mailbox, encode
 from reshard.live.session.shared_memory import BufferPool, SharedBuffer
 
 DIGEST = b"d" * 16

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 
 from reshard.layout.mesh import format_ranks
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, Watch
-from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes, describe_code
+from reshard.live.session.control import CallAheadError, Cause, Tag, compare_codes, describe_code
 from reshard.live.session.store import Store, poll_until
 from reshard.planning.plans import Plan
 from reshard.text import format_bytes
@@ -28,24 +28,16 @@ __all__ = [
 
 STORE_PAUSE = 0.02
 """The longest pause between two looks at the store for keys of other ranks."""
-
 MAX_DETAIL = 64 << 20
 """Bytes that a description may decompress to: a peer may be broken."""
-
 DETAIL_SECONDS = 1.0
 """How long to wait for the descriptions of other ranks, once signatures are known to differ."""
-
 DIFFER_EVERY = 0.2
 """Seconds between two checks whether another rank has found a difference."""
-
 MAX_NAMED = 3
 """Tensors that an error names."""
-
 GRAD_CODES = {None: 0, False: 1, True: 2}
 """The field ``grad`` of a Hello: whether the source requires gradients, if the rank knows."""
-
-Descriptions = Mapping[int, Mapping[str, Mapping[str, str]]]
-"""By rank, its tensors and its settings, each as names and texts."""
 
 
 def meet(
@@ -63,7 +55,7 @@ def meet(
     client, rank = watch.connections.client, watch.connections.rank
     keys = {one: f"{name}/{one}" for one in watch.connections.ranks}
     names = list(keys.values())
-    client.request(lambda store: store.set(keys[rank], value))
+    client.set(keys[rank], value)
     left: Collection[int] = keys.keys() - {rank}
     looked = time.monotonic()
 
@@ -88,15 +80,10 @@ def forget(watch: Watch, name: str, keys: Sequence[str]) -> None:
     """
     connections = watch.connections
     if connections.rank != connections.leader:
-        connections.client.request(lambda store: store.set(_done_key(name, connections.rank), "1"))
+        connections.client.set(f"{name}/done/{connections.rank}", "1")
         return
     done = meet(watch, f"{name}/done", lambda peer: f"it to have read what {watch.what} is")
     connections.client.request(lambda store: [store.delete_key(key) for key in (*keys, *done)])
-
-
-def _done_key(name: str, rank: int) -> str:
-    """The key that says that a rank does not need the keys of a name any more."""
-    return f"{name}/done/{rank}"
 
 
 def barrier(watch: Watch, name: str) -> None:
@@ -119,9 +106,7 @@ class Signature:
     tag: Tag | None = None
 
     def to_json(self) -> str:
-        """Encode the signature."""
-        shared = [self.plan.digest, dict(self.options)]
-        code = 0 if self.tag is None else self.tag.code
+        shared, code = [self.plan.digest, dict(self.options)], self.tag.code if self.tag else 0
         return json.dumps([*shared, self.devices, self.grad, code], sort_keys=True)
 
 
@@ -129,7 +114,7 @@ def compare(watch: Watch, signature: Signature) -> dict[int, str]:
     """Compare the signatures of all ranks; returns where each rank has its tensors."""
     client = watch.connections.client
     watch.compared = True
-    client.request(lambda store: store.set(_key(watch, "comparing"), watch.digest.hex()))
+    client.set(_key(watch, "comparing"), watch.digest.hex())
     first = f'"{next(iter(signature.plan.want))}"' if signature.plan.want else "nothing"
     looked = time.monotonic()
 
@@ -194,16 +179,14 @@ def _check_tags(watch: Watch, codes: Mapping[int, int]) -> None:
     orders = [compare_codes(mine, code) for code in others.values()]
     codes = {**others, watch.connections.rank: mine}
     first = min(codes.values())
-    parts = ", ".join(f"rank {rank} is in {_call_with(codes[rank])}" for rank in sorted(codes))
+    names = {code: f"the call with {describe_code(code)}" for code in codes.values()}
+    names[0] = "a call without a tag"
+    parts = ", ".join(f"rank {rank} is in {names[code]}" for rank, code in sorted(codes.items()))
     text = f"ranks are in different calls: {parts}; one of them has left out a call"
     cause = Cause("disagree", text, first if None not in orders else 0)
     if set(orders) == {1}:
         raise CallAheadError(watch.post(cause))
     watch.fail(cause)
-
-
-def _call_with(code: int) -> str:
-    return f"the call with {describe_code(code)}" if code else "a call without a tag"
 
 
 def _check_grad(watch: Watch, grads: Mapping[int, int]) -> None:
@@ -224,11 +207,12 @@ def join_comparison(watch: Watch, signature: Signature) -> None:
     was late for it.
     """
     client, rank = watch.connections.client, watch.connections.rank
-    if client.check([_key(watch, "differ")]):
+    # With a short limit: a rank whose Hellos are all there must not wait for a silent store.
+    if client.get(_key(watch, "differ")) is not None:
         _raise_disagreement(watch, signature)
-    if watch.compared or not client.check([_key(watch, "comparing")]):
+    compared = None if watch.compared else client.get(_key(watch, "comparing"))
+    if compared is None:
         return
-    compared = client.request(lambda store: store.get(_key(watch, "comparing")))
     if compared.decode() != watch.digest.hex():
         _raise_disagreement(watch, signature)
     watch.compared = True
@@ -236,7 +220,7 @@ def join_comparison(watch: Watch, signature: Signature) -> None:
 
     def join(store: Store) -> None:
         store.set(f"{name}/{rank}", signature.to_json())
-        store.set(_done_key(name, rank), "1")
+        store.set(f"{name}/done/{rank}", "1")
 
     client.request(join)
 
@@ -295,7 +279,7 @@ def _read_detail(value: bytes) -> dict[str, dict[str, str]]:
         return {"tensors": {}, "settings": {"description": "cannot be read"}}
 
 
-def _difference(details: Descriptions) -> str:
+def _difference(details: Mapping[int, Mapping[str, Mapping[str, str]]]) -> str:
     """Name the tensors that differ between ranks, or else the settings."""
     for part in ("tensors", "settings"):
         differing = []

@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError, ReshardError
 from reshard.live.failure.watch import Watch
-from reshard.live.session.cause import CallAheadError, Cause
+from reshard.live.session.control import CallAheadError, Cause
 from reshard.live.session.session import (
     Session,
     Ticket,
@@ -206,7 +206,8 @@ def _leave_in_child() -> None:
     _thread.clear()
     open_tickets.clear()
     for connections in all_connections():
-        connections.mailbox.close_in_child()
+        for link in connections.mailbox.sockets.values():
+            link.close()  # without locks, whose holders do not exist here
 
 
 os.register_at_fork(after_in_child=_leave_in_child)

@@ -15,8 +15,15 @@ from typing import Any, NoReturn
 
 from reshard.errors import PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.cause import CallAheadError, Cause, Tag, compare_codes
-from reshard.live.session.control import Abort, Alive, Hello
+from reshard.live.session.control import (
+    Abort,
+    Alive,
+    CallAheadError,
+    Cause,
+    Hello,
+    Tag,
+    compare_codes,
+)
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Session
 from reshard.live.session.store import REQUEST_SECONDS, Store
@@ -26,17 +33,11 @@ __all__ = ["FIRST_PAUSE", "LOOK_EVERY", "PAUSE_GROWTH", "Watch", "abort_key"]
 
 POST_AFTER = 1.0
 """Seconds of waiting after which a rank posts which peer it waits for."""
-
-LOOK_EVERY = 0.25
-FIRST_PAUSE = 0.0002
-PAUSE_GROWTH = 1.2
-
+LOOK_EVERY, FIRST_PAUSE, PAUSE_GROWTH = 0.25, 0.0002, 1.2
 HEARTBEAT_EVERY = 1.0
 """Seconds of work after which a rank sends a heartbeat; sooner where the timeout is short."""
-
 IN_FLIGHT_SECONDS = 0.5
 """How long messages over the network may take that a rank has sent before it exited."""
-
 WRITER_SECONDS = 1.0
 """How long to wait for a peer that was about to write into our memory when a call failed."""
 
@@ -133,7 +134,9 @@ class Watch:
             mailbox.step(min(pause, self._impatient_after))
             pause = min(pause * PAUSE_GROWTH, longest)
         if self.handshaking:
-            self._check_flags()
+            for rank, peer in self.connections.peers.items():
+                if peer.flags.has_failed(self.call):  # its Abort may still be unread
+                    self.fail_because_of(rank, "its part")
         if inbox.abort is not None or self.failed:
             self._check_aborted()
         if self._graph is not None:
@@ -214,8 +217,7 @@ class Watch:
             self.mailbox.send(peer, Alive(self.call))
         if len(connections.peers) + 1 < len(connections.ranks):
             with contextlib.suppress(PeerLostError):
-                key = f"alive/{connections.rank}"
-                connections.client.request(lambda store: store.set(key, str(now)), REQUEST_SECONDS)
+                connections.client.set(f"alive/{connections.rank}", str(now), REQUEST_SECONDS)
         self.mailbox.step(0.0)
         self.check()
 
@@ -292,14 +294,19 @@ class Watch:
 
     def check_lost(self, left: Collection[int], what: What) -> None:
         """Fail if one of these peers is lost; ``what`` says what this rank waits for."""
-        gone = sorted(peer for peer in set(left) & self.mailbox.lost if self._is_gone(peer))
-        torn = sorted(set(left) & set(self.broken))
-        if gone:
+        now, lost = time.monotonic(), set(left) & self.mailbox.lost
+        for peer in lost & self.by_network:
+            # Messages over the network may come after the news of its exit.
+            if now - self._left_at.setdefault(peer, now) <= IN_FLIGHT_SECONDS:
+                lost.discard(peer)
+        torn = set(left) & self.broken.keys()
+        if lost:
+            peer, how = min(lost), "its process ended"
             self._look_for_cause(now=True)
-            self._fail_without(gone[0], "its process ended", what)
-        if torn and self.cut_by is not None:
-            self.fail(self.cut_by.of_earlier_call())
-        if torn:
+        elif torn:
+            peer, how = min(torn), self.broken[min(torn)]
+            if self.cut_by is not None:
+                self.fail(self.cut_by.of_earlier_call())
             time.sleep(LOOK_EVERY)  # the rank that cut the connection may be about to post why
             self._look_for_cause(now=True)
             for call in range(max(self.call - 3, 0), self.call):
@@ -307,19 +314,8 @@ class Watch:
                 cause = self._posted(call)
                 if cause is not None and call > self.connections.last_failed:
                     self.fail(cause.of_earlier_call())
-            self._fail_without(torn[0], self.broken[torn[0]], what)
-
-    def _is_gone(self, peer: int) -> bool:
-        """Whether no more messages come from a rank that has exited.
-
-        Messages over the network may come after the news of its exit.
-        """
-        if peer not in self.by_network:
-            return True
-        now = time.monotonic()
-        return now - self._left_at.setdefault(peer, now) > IN_FLIGHT_SECONDS
-
-    def _fail_without(self, peer: int, how: str, what: What) -> NoReturn:
+        else:
+            return
         waits = f"rank {self.connections.rank} waits for {what(peer)}"
         self.fail(Cause("lost", f"rank {peer} is gone ({how}) and {waits}"))
 
@@ -344,8 +340,8 @@ class Watch:
             return
         self._looked = time.monotonic()
         posted = self._posted(self.call)
-        with contextlib.suppress(PeerLostError):
-            if self.suspect is not None:
+        if self.suspect is not None and not self.connections.client.is_stuck:
+            with contextlib.suppress(PeerLostError):
                 self.suspect()
         if posted is not None:
             self._raise(posted)
@@ -354,16 +350,9 @@ class Watch:
 
     def finish_handshake(self) -> None:
         """All peers have called: from now on they only wait for each other's parts."""
-        self.handshaking = False
-        self.suspect = None
+        self.handshaking, self.suspect = False, None
         if self._graph is not None:
             self._graph.close()
-
-    def _check_flags(self) -> None:
-        """Fail if a rank of this host has given up the call: its Abort may still be unread."""
-        for rank, peer in self.connections.peers.items():
-            if peer.flags.has_failed(self.call):
-                self.fail_because_of(rank, "its part")
 
     def _check_passed(self, left: Collection[int]) -> None:
         """Fail if a peer has finished this call without having sent us a Hello.
@@ -374,28 +363,24 @@ class Watch:
         for peer in set(left) - self.by_network:
             if finished.get(peer, 0) > self.call and peer not in hellos:
                 self._check_aborted()
-                if self._graph is not None:
-                    # The peer may have given up a deadlock of which this rank is a part.
-                    self._fail_deadlocked(self._graph.verdict())
+                # The peer may have given up a deadlock of which this rank is a part.
+                deadlock = None if self._graph is None else self._graph.verdict()
                 text = (
                     f"rank {peer} has made call {self.call} of ranks {format_ranks(ranks)} without "
                     f"an exchange, and rank {self.connections.rank} waits for it to begin "
                     f"{self.what}: give all ranks the same move"
                 )
-                self.fail(Cause("disagree", text))
+                self.fail(deadlock or Cause("disagree", text))
 
     def _check_other_sessions(self, left: Collection[int]) -> None:
         """Fail if ranks gave up this call before they were connected, or wait in other sessions."""
-        graph = self.waits
+        graph, cause = self.waits, None
         if graph.is_due and self.call != self.connections.first_call:
             refused = graph.outcome()
-            if refused is not None:
-                self.fail(Cause.from_json(refused))
-        self._fail_deadlocked(graph.find_deadlock(left))
-
-    def _fail_deadlocked(self, deadlock: str | None) -> None:
-        if deadlock is not None and self._graph is not None:
-            self.fail(Cause("disagree", deadlock, calls=self._graph.given_up))
+            cause = None if refused is None else Cause.from_json(refused)
+        cause = cause or graph.find_deadlock(left)
+        if cause is not None:
+            self.fail(cause)
 
     def close(self) -> None:
         """End the call; from now on the watch refers to no tensors."""

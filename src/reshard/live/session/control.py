@@ -1,30 +1,32 @@
-"""Control messages: what ranks send each other about a call besides its data.
+"""What ranks tell each other about a call besides its data: messages, causes of failures, tags.
 
-    message  sent when the sender                     the receiver
-    -------  --------------------                     ------------
-    Hello    has entered the call                     waits for one of every peer: the handshake
-    Ready    has made its message of a round ready    reads it, or finds it in its tensors
-    Released has read a message                       reuses the memory of that message
-    Abort    knows that the call has failed           raises the same cause
-    Alive    is in the middle of long work            does not time out
-    Waiting  has waited for a peer for a while        finds the rank that holds up all others
-    Retired  frees a shared buffer                    unmaps it
-
-Every message names its call, so that data of two calls never meet. The first 16 bytes are the same
-for all kinds, the rest depends on the kind; a text may follow. ``docs/protocol.md`` shows the
-sequence of a move.
+Every message names its call, so that data of two calls never meet. ``docs/protocol.md`` says when
+each kind is sent and shows the sequence of a move. A cause says why a call failed, and all ranks of
+the call raise it. A tag, such as the number of the training step, is a name that the user gives to
+a call: it shows that a rank has left out a call, because the ranks of one call then have different
+tags.
 """
 
 from __future__ import annotations
 
-import struct
-from typing import Any, NamedTuple, cast
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from reshard.live.session.cause import MAX_CHARACTERS, MAX_RANKS
+from reshard import errors
+from reshard.errors import (
+    DisagreementError,
+    LiveError,
+    MoveTimeoutError,
+    PeerLostError,
+    ReshardError,
+    TensorError,
+)
 
 __all__ = [
-    "MAX_MESSAGE", "Abort", "Alive", "Control", "Hello", "Ready", "Released", "Retired", "Waiting",
-    "decode", "encode",
+    "MAX_CHARACTERS", "MAX_RANKS", "Abort", "Alive", "CallAheadError", "Calls", "Cause", "Control",
+    "Hello", "Ready", "Released", "Retired", "Tag", "Waiting", "compare_codes", "describe_code",
 ]  # fmt: skip
 
 
@@ -102,51 +104,142 @@ class Retired(NamedTuple):
 
 Control = Hello | Ready | Released | Abort | Alive | Waiting | Retired
 
-_MAGIC = b"rsh4"
-_FIELDS: dict[type, str] = {
-    Hello: "Q16sQQQQQQQQQQ",
-    Ready: "QQQQ",
-    Released: "QQ",
-    Retired: "QQ",
-    Alive: "Q",
-    Abort: "Q",
-    Waiting: "Q",
+MAX_CHARACTERS = 2000
+"""A longer text is truncated, so that a cause fits into a message."""
+MAX_RANKS = 256
+"""Ranks, counted with repetition, of the sessions whose calls a cause names. Above that it names no
+calls: a rank skips those calls when it finds the deadlock itself."""
+
+Calls = tuple[tuple[tuple[int, ...], int], ...]
+"""Calls by the ranks of their sessions, and their numbers there."""
+
+_ERRORS: dict[str, type[LiveError]] = {
+    "lost": PeerLostError,
+    "late": MoveTimeoutError,
+    "disagree": DisagreementError,
+    "tensor": TensorError,
 }
-"""The fields of each kind in their order; some have a text as their last field."""
-_HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
-_PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
-_KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
-_WITH_TEXT: set[type] = {Abort, Waiting}
-
-MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
-"""Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
-
-MAX_MESSAGE = _PACKED[Hello].size + MAX_TEXT
-"""No message is longer."""
 
 
-def encode(message: Control) -> bytes:
-    """Encode a message as bytes.
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a call failed: all ranks of the call raise it."""
 
-    >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
-    Ready(call=7, round=0, buffer=3, offset=4096)
+    kind: str
+    """``lost``, ``late``, ``disagree``, ``tensor``, ``error``, or the name of a `ReshardError`."""
+    text: str
+    tag: int = 0
+    """The code of the failed call's tag; 0 if it has none."""
+    calls: Calls = ()
+    """Calls of other sessions that failed for the same reason; ranks skip them."""
+
+    def to_json(self) -> str:
+        """The cause as it is posted and sent, bounded in size."""
+        text = self.text
+        if len(text) > MAX_CHARACTERS:
+            text = text[: MAX_CHARACTERS - 3] + "..."
+        data: dict[str, Any] = {"kind": self.kind, "text": text, "tag": self.tag}
+        if 0 < sum(len(ranks) for ranks, _ in self.calls) <= MAX_RANKS:
+            data["calls"] = self.calls
+        return json.dumps(data)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Cause:
+        """Read what ``to_json`` wrote; anything else becomes a cause that quotes it."""
+        try:
+            data = json.loads(text)
+            listed = data.get("calls", [])
+            calls = tuple((tuple(map(int, ranks)), int(call)) for ranks, call in listed)
+            return cls(str(data["kind"]), str(data["text"]), int(data.get("tag", 0)), calls)
+        except (ValueError, TypeError, KeyError, AttributeError, OverflowError):
+            return cls("error", f"a cause that cannot be read: {text[:200]!r}")
+
+    @classmethod
+    def of(cls, error: BaseException, rank: int) -> Cause:
+        """The cause for an exception on a rank."""
+        if isinstance(error, LiveError):
+            kinds = [kind for kind, known in _ERRORS.items() if type(error) is known]
+            return cls(kinds[0] if kinds else "error", str(error))
+        if isinstance(error, KeyboardInterrupt):
+            return cls("error", f"rank {rank} was interrupted")
+        if isinstance(error, ReshardError):
+            return cls(type(error).__name__, f"rank {rank} was given a wrong request: {error}")
+        return cls("error", f"rank {rank} failed with {error!r}")
+
+    def of_earlier_call(self) -> Cause:
+        """The cause of a later call that fails because of this one."""
+        earlier = "a move before it failed: "
+        return Cause(self.kind, earlier + self.text.removeprefix(earlier))
+
+    def error(self, status: str) -> ReshardError:
+        """The exception that a rank raises; ``status`` says how far the rank had come."""
+        tail = f" ({status})" if status else ""
+        kind = _ERRORS.get(self.kind) or getattr(errors, self.kind, None)
+        if not (isinstance(kind, type) and issubclass(kind, ReshardError)):
+            kind = LiveError
+        return kind(self.text + tail)
+
+
+class CallAheadError(Exception):
+    """This rank left out the call that failed and is already in a later one, which goes on."""
+
+    def __init__(self, cause: Cause) -> None:
+        super().__init__(cause.text)
+        self.cause = cause
+
+
+MAX_COUNT = 1 << 16
+MAX_NUMBER = 1 << 46
+MAX_TAG = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Tag:
+    """A user-given name of a call."""
+
+    text: str
+    """The tag in error messages."""
+    code: int
+    """The tag in control messages: equal for equal calls; for numbers, larger for later calls."""
+
+    @classmethod
+    def of(cls, tag: object, count: int) -> Tag:
+        """The tag of a call; ``count`` calls before it had the same tag."""
+        number = isinstance(tag, int) and not isinstance(tag, bool)
+        if isinstance(tag, str):
+            if len(tag) > MAX_TAG:
+                raise LiveError(f"tag= has {len(tag)} characters: {MAX_TAG} at most")
+            digest = hashlib.blake2b(tag.encode(), digest_size=8).digest()
+            value = int.from_bytes(digest, "big") % MAX_NUMBER
+        elif isinstance(tag, int) and number:
+            if not 0 <= tag < MAX_NUMBER:
+                raise LiveError(f"tag={tag}: a number is at least 0 and less than {MAX_NUMBER}")
+            value = tag
+        else:
+            raise LiveError(f"tag= is a {type(tag).__name__}: give a number or a short text")
+        code = (value * MAX_COUNT + min(count, MAX_COUNT - 1)) * 2 + int(number)
+        return cls(describe_code(code) if number else f'tag "{tag}"' + _nth(count), code)
+
+
+def describe_code(code: int) -> str:
+    """A tag in an error message of a rank that knows only its code."""
+    if not code:
+        return "no tag"
+    if not code & 1:
+        return "another tag"
+    tag, count = divmod(code >> 1, MAX_COUNT)
+    return f"tag {tag}" + _nth(count)
+
+
+def _nth(count: int) -> str:
+    return f", call {count + 1} with it" if count else ""
+
+
+def compare_codes(one: int, other: int) -> int | None:
+    """1 if the call with the first code is the later one, -1 if it is the earlier one.
+
+    None where that is unknown: only tags that are numbers have an order.
     """
-    kind = type(message)
-    if kind in _WITH_TEXT:
-        *numbers, text = message
-        return _PACKED[kind].pack(_HEADS[kind], *numbers) + text[:MAX_TEXT]  # type: ignore[index]
-    return _PACKED[kind].pack(_HEADS[kind], *message)
-
-
-def decode(data: bytes) -> Control | None:
-    """Decode a message; None for bytes that ``encode`` did not write."""
-    found = _KINDS.get(data[:8])
-    if found is None:
+    if not (one & 1 and other & 1):
         return None
-    kind, form = found
-    size, message = form.size, cast(Any, kind)
-    if len(data) == size and kind not in _WITH_TEXT:
-        return cast(Control, tuple.__new__(message, form.unpack(data)))
-    if kind not in _WITH_TEXT or not size <= len(data) <= MAX_MESSAGE:
-        return None
-    return cast(Control, message(*form.unpack_from(data), data[size:]))
+    return (one > other) - (one < other)

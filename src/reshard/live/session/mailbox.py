@@ -16,11 +16,12 @@ import time
 from array import array
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 from reshard.errors import LiveError, MoveTimeoutError
-from reshard.live.session import control
 from reshard.live.session.control import (
+    MAX_CHARACTERS,
+    MAX_RANKS,
     Abort,
     Alive,
     Control,
@@ -33,9 +34,31 @@ from reshard.live.session.control import (
 from reshard.live.session.shared_memory import SharedBuffer
 from reshard.live.session.threads import OwnedLock
 
-__all__ = ["MAX_AHEAD", "Inbox", "Mailbox"]
+__all__ = ["MAX_AHEAD", "MAX_TEXT", "Inbox", "Mailbox", "decode", "encode"]
 
-_SIZE, _FD_BYTES = (control.MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
+_MAGIC = b"rsh4"
+_FIELDS: dict[type, str] = {
+    Hello: "Q16sQQQQQQQQQQ",
+    Ready: "QQQQ",
+    Released: "QQ",
+    Retired: "QQ",
+    Alive: "Q",
+    Abort: "Q",
+    Waiting: "Q",
+}
+"""The fields of each kind in their order; some have a text as their last field."""
+_HEADS = {kind: struct.pack("<4sI", _MAGIC, n) for n, kind in enumerate(_FIELDS, 1)}
+_PACKED = {kind: struct.Struct("<8s" + fields) for kind, fields in _FIELDS.items()}
+_KINDS = {head: (kind, struct.Struct("<8x" + _FIELDS[kind])) for kind, head in _HEADS.items()}
+_WITH_TEXT: set[type] = {Abort, Waiting}
+
+MAX_TEXT = 6 * MAX_CHARACTERS + 16 * MAX_RANKS + 256
+"""Bytes of text in a message: a cause, in which JSON may take 6 bytes per character."""
+
+MAX_MESSAGE = _PACKED[Hello].size + MAX_TEXT
+"""No message is longer."""
+
+_SIZE, _FD_BYTES = (MAX_MESSAGE + 1,), (socket.CMSG_LEN(4 * struct.calcsize("i")),)
 """Arguments of recvmsg, as `map` takes them: one byte more than the longest message."""
 
 MAX_AHEAD = 1024
@@ -44,6 +67,33 @@ MAX_AHEAD = 1024
 DISPENSABLE = {Abort, Alive, Retired, Waiting}
 """Messages that a peer can do without: flags and the store tell it of an abort too, and a buffer
 that it does not unmap costs only memory."""
+
+
+def encode(message: Control) -> bytes:
+    """Encode a message as bytes.
+
+    >>> decode(encode(Ready(7, 0, buffer=3, offset=4096)))
+    Ready(call=7, round=0, buffer=3, offset=4096)
+    """
+    kind = type(message)
+    if kind in _WITH_TEXT:
+        *numbers, text = message
+        return _PACKED[kind].pack(_HEADS[kind], *numbers) + text[:MAX_TEXT]  # type: ignore[index]
+    return _PACKED[kind].pack(_HEADS[kind], *message)
+
+
+def decode(data: bytes) -> Control | None:
+    """Decode a message; None for bytes that ``encode`` did not write."""
+    found = _KINDS.get(data[:8])
+    if found is None:
+        return None
+    kind, form = found
+    size, message = form.size, cast(Any, kind)
+    if len(data) == size and kind not in _WITH_TEXT:
+        return cast(Control, tuple.__new__(message, form.unpack(data)))
+    if kind not in _WITH_TEXT or not size <= len(data) <= MAX_MESSAGE:
+        return None
+    return cast(Control, message(*form.unpack_from(data), data[size:]))
 
 
 class Inbox:
@@ -167,7 +217,7 @@ class Mailbox:
         A peer that is stopped, or makes no calls, reads nothing. Messages that it can do without
         are dropped then; for the others it has as long as for everything else in a call.
         """
-        data, end = control.encode(message), 0.0
+        data, end = encode(message), 0.0
         while peer not in self.lost:
             try:
                 if fd is None:
@@ -242,7 +292,6 @@ class Mailbox:
         peer = self._peers[fd]
         if event & select.POLLNVAL:
             self._lose(peer)
-            return
         if peer in self.lost:
             return
         # One message each time: a receive without a message costs as much as one with, and the
@@ -274,7 +323,7 @@ class Mailbox:
                     os.close(fd)
 
     def _file(self, peer: int, data: bytes, fds: list[int]) -> None:
-        message: Any = control.decode(data)
+        message: Any = decode(data)
         if message is None or message.call > self._next_call + MAX_AHEAD:
             self._lose(peer)
             return
@@ -287,7 +336,12 @@ class Mailbox:
             return
         if kind is Hello and message.finished > self.finished_by.get(peer, 0):
             self.finished_by[peer] = message.finished
-        inbox = self._inboxes.get(message.call) or self._open_early(message.call)
+        inbox, call = self._inboxes.get(message.call), message.call
+        if inbox is None:
+            with self._lock:
+                if call >= self.num_finished and call not in self._over:
+                    # The call is not over: it has not begun here.
+                    inbox = self._inboxes.setdefault(call, Inbox())
         if inbox is not None:
             buffer = self.buffers.get((peer, number)) if number else None
             if buffer is not None:
@@ -295,13 +349,6 @@ class Mailbox:
             inbox.put(peer, message)
         elif kind is Waiting:
             self.waiting[peer] = message.text
-
-    def _open_early(self, call: int) -> Inbox | None:
-        """The inbox of a call that has not begun here; None if the call is over."""
-        with self._lock:
-            if call < self.num_finished or call in self._over:
-                return None
-            return self._inboxes.setdefault(call, Inbox())
 
     def _map(self, peer: int, number: int, fds: list[int]) -> bool:
         """Map the shared buffer that came with a message; whether that was possible.
@@ -323,11 +370,6 @@ class Mailbox:
         with contextlib.suppress(KeyError, OSError, ValueError):
             self._poll.unregister(self.sockets[peer])
         self.sockets[peer].close()
-
-    def close_in_child(self) -> None:
-        """Close the sockets in a forked process, where holders of locks do not exist."""
-        for link in self.sockets.values():
-            link.close()
 
     def shut(self) -> None:
         """Close every socket and unmap every buffer."""

@@ -17,14 +17,13 @@ import contextlib
 import json
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar, cast
 
-from reshard.errors import DisagreementError, MoveTimeoutError, PeerLostError, ReshardError
+from reshard.errors import MoveTimeoutError, PeerLostError, ReshardError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.cause import Calls, Cause
-from reshard.live.session.control import Retired
+from reshard.live.session.control import Calls, Cause, Retired
 from reshard.live.session.listener import (
     HostPeer,
     Listener,
@@ -83,7 +82,6 @@ class Connections:
     ranks: tuple[int, ...]
     store: TCPStore
     client: StoreClient
-    """Makes requests to the store."""
     hosts: dict[int, str]
     """The host identity of each rank."""
     flags: AbortFlags
@@ -174,6 +172,7 @@ class Rendezvous:
     def __init__(self, session: Member, number: int, timeout: float, what: str) -> None:
         self.session, self.number, self.timeout, self.what = session, number, timeout, what
         self.rank, self.ranks = session.rank, session.ranks
+        self._status = f"on rank {self.rank}: no round begun"
         self.store = GroupStore(session.group_store, session.rank, timeout, what)
         self.leader = self.ranks[0]
         self.candidate: Connections | None = None
@@ -238,10 +237,6 @@ class Rendezvous:
             self._client.close()
         self.store.close()
 
-    @property
-    def _status(self) -> str:
-        return f"on rank {self.rank}: no round begun"
-
     def _connect(self) -> Connections:
         listener, members = self.listener, self._await_all()
         hosts = {rank: str(member["host"]) for rank, member in members.items()}
@@ -286,7 +281,7 @@ class Rendezvous:
     def _await_all(self) -> dict[int, dict[str, Any]]:
         """Wait for the announcements of all ranks; a rank of this host that exits is noticed."""
         self._announce()
-        members: dict[int, dict[str, Any]] = {}
+        here, members = host_identity(), dict[int, dict[str, Any]]()
         for in_time in poll_until(self.timeout):
             left = [rank for rank in self.ranks if rank not in members]
             keys = {rank: self._key(f"member/{rank}") for rank in left}
@@ -304,8 +299,11 @@ class Rendezvous:
                     self._waits.observe()
                 deadlock = self._waits.find_deadlock(absent)
                 if deadlock is not None:
-                    raise DisagreementError(deadlock)
-                self.listener.check_alive(_names_here(members, self.rank))
+                    raise deadlock.error("")
+                near = [rank for rank, one in members.items() if one["host"] == here]
+                self.listener.check_alive(
+                    {rank: members[rank]["socket"] for rank in near if rank != self.rank}
+                )
                 self._looked = time.monotonic()
         return members
 
@@ -338,8 +336,18 @@ class Rendezvous:
 
     def _conclude(self, candidate: Connections) -> None:
         """Count this rank as connected, and wait for the outcome."""
+
+        def count(store: Store) -> None:
+            if int(store.add(self._key("done"), 1)) == len(self.ranks):
+                decide(store, self._key("outcome"), CONNECTED)
+
+        def forget(store: Store) -> None:
+            # Not the steps: another rank may be about to read them.
+            for name in ("done", *(f"member/{rank}" for rank in self.ranks)):
+                store.delete_key(self._key(name))
+
         self._reach(4)
-        self.store.request(self._count)
+        self.store.request(count)
         for in_time in poll_until(self.timeout):
             if self._check_outcome():
                 break
@@ -350,17 +358,7 @@ class Rendezvous:
                 raise MoveTimeoutError(self._stalled(self.ranks))
         if self.rank == self.leader:
             with contextlib.suppress(PeerLostError, StoreGoneError):  # connected all the same
-                self.store.request(self._forget, min(REQUEST_SECONDS, self.timeout / 2))
-
-    def _count(self, store: Store) -> None:
-        if int(store.add(self._key("done"), 1)) == len(self.ranks):
-            decide(store, self._key("outcome"), CONNECTED)
-
-    def _forget(self, store: Store) -> None:
-        # Not the steps: another rank may be about to read them.
-        for rank in self.ranks:
-            store.delete_key(self._key(f"member/{rank}"))
-        store.delete_key(self._key("done"))
+                self.store.request(forget, min(REQUEST_SECONDS, self.timeout / 2))
 
     def _check_outcome(self) -> bool:
         """Whether the session is connected; raises why not, once that is decided."""
@@ -370,10 +368,3 @@ class Rendezvous:
         if outcome.decode() == CONNECTED:
             return True
         raise Cause.from_json(outcome).error("")
-
-
-def _names_here(members: Mapping[int, Mapping[str, Any]], rank: int) -> dict[int, str]:
-    """The socket names of the other ranks of this host that have announced themselves."""
-    here = host_identity()
-    near = [other for other, one in members.items() if other != rank and one["host"] == here]
-    return {other: str(members[other]["socket"]) for other in near}

@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.cause import Calls, Cause, Tag
+from reshard.live.session.control import Calls, Cause, Tag
 from reshard.live.session.mailbox import MAX_AHEAD
 from reshard.live.session.rendezvous import CONNECTED, Connections, Rendezvous, decide
-from reshard.live.session.store import Store, own_connection, undecided
+from reshard.live.session.store import Store, UndecidedError, own_connection
 from reshard.live.session.threads import OwnedLock, Worker
 from reshard.text import count, log
 
@@ -211,7 +211,7 @@ class Session:
         while self.connections is None and (earlier := self._calls_before(ticket)):
             is_late = time.monotonic() - began > timeout
             if is_late and any(one.abandoned for one in earlier):
-                raise undecided(self.rank, timeout, what)
+                raise UndecidedError(self.rank, timeout, what)
             time.sleep(TURN_PAUSE)
         if self.connections is None:
             rendezvous = self._rendezvous = Rendezvous(self, ticket.number, timeout, what)

@@ -1,14 +1,14 @@
 """The store of a session, and that of the caller's process group.
 
-In its own store the ranks of a session compare plans and post why a call failed. The lowest rank
-serves it. The caller's group only carries its address, so a failure of the store cannot break that
-group. A store whose host is unreachable neither answers nor fails, so worker threads make all
-requests.
+In its own store, which the lowest rank serves, the ranks of a session compare plans and post why a
+call failed. The caller's group only carries its address, so its failure cannot break that group.
 
 In the store of the caller's group the ranks of a session find each other. Torch serves it in one
-process of the job, or in the launcher. A request to a process that is stopped (SIGSTOP) is neither
-answered nor refused, so all requests have a time limit. What becomes of a request that was not
-answered is open: the process may go on later. That is an `UndecidedError`.
+process of the job, or in the launcher.
+
+A store whose host is unreachable, or whose process is stopped (SIGSTOP), neither answers nor fails,
+so worker threads make all requests, and callers wait for them with a time limit. What becomes of a
+request that was not answered is open, because the process may go on later: an `UndecidedError`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from reshard.live.session.threads import Task, Worker
 __all__ = [
     "REQUEST_SECONDS", "GroupStore", "PrefixStore", "Store", "StoreClient", "StoreGoneError",
     "TCPStore", "UndecidedError", "Work", "clone_of", "connect_store", "own_connection",
-    "poll_until", "serve_store", "undecided", "values_in",
+    "poll_until", "serve_store",
 ]  # fmt: skip
 
 REQUEST_SECONDS = 1.0
@@ -41,19 +41,15 @@ REQUEST_SECONDS = 1.0
 
 END_SECONDS = 1.0
 SECOND_LOOK = 0.2
-
 CONNECT_SECONDS = 10.0
 """How long a store may take to accept a connection."""
 CONNECT_AGAIN = 0.1
-
 LOOK_AFTER = 0.5
 """Seconds after which a rank that cannot connect looks whether the store is still served."""
 
 MAX_LEFT = 4
 """Connections that a client replaces while none of them answers."""
-
 SIOCGIFADDR = 0x8915
-
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """The environment variable by which torchrun says that it serves the store itself."""
 
@@ -64,12 +60,6 @@ def clone_of(store: Store) -> Store:
     """Another connection to the same store."""
     clone: Store = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
     return clone
-
-
-def values_in(store: Store, keys: Mapping[int, str]) -> dict[int, bytes]:
-    """The values of those keys that are in a store."""
-    whole = store.check(list(keys.values()))
-    return {at: store.get(key) for at, key in keys.items() if whole or store.check([key])}
 
 
 def poll_until(seconds: float) -> Iterator[bool]:
@@ -85,19 +75,12 @@ def poll_until(seconds: float) -> Iterator[bool]:
 
 
 class StoreClient:
-    """One connection to a store, used by a thread of its own.
-
-    A store whose host is unreachable neither answers nor fails: a request would block for as long
-    as TCP does. So a worker makes the requests, and callers wait for it with a timeout. Several
-    calls share the client, so requests are short.
-    """
+    """One connection to a store, used by a worker; several calls share it: requests are short."""
 
     max_seconds = 15.0
 
     def __init__(self, store: Store, leader: int, seconds: float) -> None:
-        self._store = store
-        self._leader = leader
-        self.seconds = seconds
+        self._store, self._leader, self.seconds = store, leader, seconds
         """How long the store may take to answer; at most `max_seconds`."""
         self._stuck: Task[Any] | None = None
         """A request that has timed out."""
@@ -149,15 +132,24 @@ class StoreClient:
         """Whether all keys are in the store."""
         return bool(self.request(lambda store: store.check(keys)))
 
-    def values(self, keys: Mapping[int, str]) -> dict[int, bytes]:
+    def set(self, key: str, value: str, seconds: float | None = None) -> None:
+        """Write a value."""
+        self.request(lambda store: store.set(key, value), seconds)
+
+    def values(self, keys: Mapping[int, str], seconds: float | None = None) -> dict[int, bytes]:
         """The values of those keys that are in the store."""
-        return self.request(partial(values_in, keys=keys))
+
+        def read(store: Store) -> dict[int, bytes]:
+            if store.check(list(keys.values())):
+                return {at: store.get(key) for at, key in keys.items()}
+            some = keys.items() if len(keys) > 1 else ()
+            return {at: store.get(key) for at, key in some if store.check([key])}
+
+        return self.request(read, seconds)
 
     def get(self, key: str) -> bytes | None:
         """The value of a key, or None; only for keys that no rank deletes."""
-        return self.request(
-            lambda store: store.get(key) if store.check([key]) else None, REQUEST_SECONDS
-        )
+        return self.values({0: key}, REQUEST_SECONDS).get(0)
 
     @property
     def is_stuck(self) -> bool:
@@ -246,22 +238,14 @@ def connect_store(
 
 
 def _connected_store(host: str, port: int, seconds: float) -> TCPStore:
-    # torch takes up to three times its timeout, and logs pages about it.
-    _probe(host, port, seconds)
-    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds / 3))
-    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
-    return store
-
-
-def _probe(host: str, port: int, seconds: float) -> None:
-    """Raise an OSError unless a connection to an IPv4 address can be made.
-
-    ``socket.create_connection`` would first import the codec of host names, which takes longer
-    than the connection.
-    """
+    # torch takes up to three times its timeout, and logs pages about it, so a probe comes first.
+    # socket.create_connection would import the codec of host names, which takes longer.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.settimeout(seconds)
         probe.connect((host, port))
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=seconds / 3))
+    store.set_timeout(timedelta(seconds=CONNECT_SECONDS))
+    return store
 
 
 def _addresses() -> list[str]:
@@ -290,24 +274,21 @@ def _datagram_socket() -> socket.socket:
 class UndecidedError(Exception):
     """The store does not answer, so it is open whether the session is connected."""
 
-    def __init__(self, error: MoveTimeoutError) -> None:
-        super().__init__(str(error))
-        self.error = error
+    def __init__(self, rank: int, seconds: float, what: str) -> None:
+        """The call of a rank has waited this long for the store, before ``what``."""
+        launched = os.environ.get(AGENT_STORE) == "True"
+        by = "the launcher" if launched else "usually rank 0 of the job"
+        self.error = MoveTimeoutError(
+            f"the process that serves the store of the process group, {by}, has not answered for "
+            f"{seconds:g} s: ranks find each other there before {what}; if stopped, let it go on; "
+            f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
+        )
         """What the user's call raises."""
+        super().__init__(str(self.error))
 
 
 class StoreGoneError(Exception):
     """The process that serves the store has ended."""
-
-
-def undecided(rank: int, seconds: float, what: str) -> UndecidedError:
-    """The error of a call that has waited this long for the store."""
-    by = "the launcher" if os.environ.get(AGENT_STORE) == "True" else "usually rank 0 of the job"
-    return UndecidedError(MoveTimeoutError(
-        f"the process that serves the store of the process group, {by}, has not answered for "
-        f"{seconds:g} s: ranks find each other there before {what}; if stopped, let it go on; "
-        f"if it is only slow, give a longer timeout= (on rank {rank}: no round begun)"
-    ))  # fmt: skip
 
 
 def own_connection(store: Store) -> Store:
@@ -339,17 +320,12 @@ class GroupStore(StoreClient):
         super().__init__(store, rank, seconds)
         self._own, self._rank, self._what = None, rank, what
 
-    def set(self, key: str, value: str) -> None:
-        """Write a value."""
-        self.request(lambda store: store.set(key, value))
-
     def close(self) -> None:
         """End the worker; a thread that still waits in this rendezvous fails at once."""
         self._end = self._end or "this rank has given up"
         super().close()
 
     def finish(self, task: Task[T], seconds: float | None = None) -> T:
-        """Wait for the answer to a request."""
         # torch tries to connect for as long as it may, also to a process that has ended.
         if self._own is None and not task.wait(LOOK_AFTER) and is_refused(self._store):
             self._end = "is gone (it refuses connections)"
@@ -364,7 +340,7 @@ class GroupStore(StoreClient):
     def _silent(self, seconds: float) -> Exception:
         if seconds < self.seconds:
             return PeerLostError("the store of the process group is slow")  # the caller goes on
-        return undecided(self._rank, seconds, self._what)
+        return UndecidedError(self._rank, seconds, self._what)
 
     def _lost(self, reason: str) -> Exception:
         return StoreGoneError(reason)

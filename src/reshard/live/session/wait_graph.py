@@ -20,38 +20,29 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from reshard.errors import PeerLostError
 from reshard.layout.mesh import format_ranks
-from reshard.live.session.cause import Calls
-from reshard.live.session.control import Waiting
+from reshard.live.session.control import Calls, Cause, Waiting
 from reshard.live.session.mailbox import Inbox, Mailbox
-from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient, values_in
+from reshard.live.session.store import REQUEST_SECONDS, Store, StoreClient
 
 __all__ = ["Member", "Wait", "WaitGraph"]
 
 LOOK_AFTER, LOOK_EVERY = 0.4, 0.25
-
 PREFIX = "reshard/waits"
 """Of the keys in the store of the caller's group, which all sessions share."""
-
 SLOTS = 64
 """Calls in flight that may post in a session's store: few keys, used again by later calls."""
-
 MAX_AWAITED = 256
 """Peers in a record that one message carries."""
-
 POST_EVERY = 0.5
 """Seconds after which a rank that still waits posts its record again."""
-
 OLD_AFTER = 6 * POST_EVERY
 """Seconds without a new record after which a rank no longer counts as one that waits."""
-
-T = TypeVar("T")
 
 _observing: set[int] = set()
 """The calls of this process that wait for other ranks to call, by identity."""
@@ -99,7 +90,6 @@ class Wait:
             return None
 
     def to_json(self) -> str:
-        """Encode the record."""
         return json.dumps(asdict(self))
 
     def repeats(self, earlier: Wait | None) -> bool:
@@ -122,8 +112,7 @@ class WaitGraph:
         self._inbox, self._timeout = Inbox(), 0.0
         self._posted: frozenset[int] = frozenset()
         """The peers in this rank's record in the session."""
-        self._posted_at = 0.0
-        self._num_posted = 0
+        self._posted_at, self._num_posted = 0.0, 0
         self._seen: dict[int, tuple[tuple[int, int], float]] = {}
         """Call and number of the last record of each peer, and when this rank first saw it."""
         self._circle_since = 0.0
@@ -157,13 +146,12 @@ class WaitGraph:
         self._posted, self._posted_at = awaited, now
         self._num_posted += 1
         self._post(self._own_record(peers, what).to_json())
-        with contextlib.suppress(PeerLostError):
+        with contextlib.suppress(PeerLostError):  # how old these are counts from now on
             self._has_beaten(peers[0])
             self.record_of(peers[0])
 
     def _own_record(self, peers: Sequence[int], what: str) -> Wait:
-        met = peers[0] in self._inbox.hellos
-        awaited = tuple(peers[:MAX_AWAITED])
+        met, awaited = peers[0] in self._inbox.hellos, tuple(peers[:MAX_AWAITED])
         return Wait((), self.call, awaited, what, met, beat=self._num_posted)
 
     def withdraw(self) -> None:
@@ -175,12 +163,9 @@ class WaitGraph:
     def _post(self, text: str) -> None:
         for peer in self._mailbox.sockets:
             self._mailbox.send(peer, Waiting(self.call, text.encode()))
-        key = self._key(self._session.rank, self.call)
+        key = f"wait/{self.call % SLOTS}/{self._session.rank}"
         with contextlib.suppress(PeerLostError):
-            self._session_client.request(lambda store: store.set(key, text), REQUEST_SECONDS)
-
-    def _key(self, rank: int, call: int) -> str:
-        return f"wait/{call % SLOTS}/{rank}"
+            self._session_client.set(key, text, REQUEST_SECONDS)
 
     def record_of(self, rank: int) -> Wait | None:
         """The record that another rank has posted, if any; None if it is old."""
@@ -196,7 +181,7 @@ class WaitGraph:
 
     def _posted_in(self, call: int, rank: int) -> Wait | None:
         if rank not in self._mailbox.sockets:
-            text = self._session_client.get(self._key(rank, call))
+            text = self._session_client.get(f"wait/{call % SLOTS}/{rank}")
         else:
             waiting = self._inbox.waiting if call == self.call else self._mailbox.waiting
             text = waiting.get(rank)
@@ -274,12 +259,11 @@ class WaitGraph:
         now = time.monotonic()
         return now - self._began > LOOK_AFTER and now - self._looked > LOOK_EVERY
 
-    def observe(self) -> WaitGraph:
+    def observe(self) -> None:
         """This rank begins to wait for others to call."""
         _observing.add(id(self))
-        return self
 
-    def find_deadlock(self, awaited: Collection[int]) -> str | None:
+    def find_deadlock(self, awaited: Collection[int]) -> Cause | None:
         """Describe the deadlock that this rank is part of; None if there is none."""
         if not self.is_due:
             return None
@@ -290,26 +274,24 @@ class WaitGraph:
             self._beat += 1
             more = (tuple(sorted(awaited)), self._what, False, self._token, self._beat)
             record = Wait(self._session.ranks, self.call, *more).to_json()
-            self._request(lambda store: store.set(f"{PREFIX}/record/{self._session.rank}", record))
+            key = f"{PREFIX}/record/{self._session.rank}"
+            self._group_client().set(key, record, REQUEST_SECONDS)
             return self._read_verdict() or self._judge()
         return None
 
     def outcome(self) -> bytes | None:
         """How the rendezvous of this call has ended, if it was one."""
-        key = self._session.key(self.call, "outcome")
         with contextlib.suppress(PeerLostError):
-            return self._request(lambda store: store.get(key) if store.check([key]) else None)
+            return self._group_client().get(self._session.key(self.call, "outcome"))
         return None
 
-    def verdict(self) -> str | None:
+    def verdict(self) -> Cause | None:
         """The deadlock that another rank has found and posted for this one."""
-        if self._client is None:
-            return None
         with contextlib.suppress(PeerLostError):
-            return self._read_verdict()
+            return None if self._client is None else self._read_verdict()
         return None
 
-    def _judge(self) -> str | None:
+    def _judge(self) -> Cause | None:
         """Look for a cycle; the rank that finds it posts a verdict for all ranks in it."""
         before, records = self._records, self._collect()
         self._records = records
@@ -328,20 +310,19 @@ class WaitGraph:
                 if (wait.ranks, wait.call) in doomed:
                     store.set(f"{PREFIX}/verdict/{wait.token}", verdict)
 
-        self._request(post)
+        self._group_client().request(post, REQUEST_SECONDS)
         return self._read_verdict()
 
-    def _read_verdict(self) -> str | None:
-        key = f"{PREFIX}/verdict/{self._token}"
-        text = self._request(lambda store: store.get(key) if store.check([key]) else None)
+    def _read_verdict(self) -> Cause | None:
+        text = self._group_client().get(f"{PREFIX}/verdict/{self._token}")
         if text is None:
             return None
         try:
             data = json.loads(text)
             self.given_up = tuple((tuple(ranks), int(call)) for ranks, call in data["calls"])
-            return str(data["text"])
+            return Cause("disagree", str(data["text"]), calls=self.given_up)
         except (ValueError, TypeError, KeyError):
-            return "ranks were given different moves and wait for each other"
+            return Cause("disagree", "ranks were given different moves and wait for each other")
 
     def _collect(self) -> dict[int, Wait]:
         """The records of this session's ranks, of the sessions of those ranks, and so on."""
@@ -350,18 +331,18 @@ class WaitGraph:
         while left:
             asked |= left
             keys = {rank: f"{PREFIX}/record/{rank}" for rank in left}
-            texts = self._request(partial(values_in, keys=keys))
+            texts = self._group_client().values(keys, REQUEST_SECONDS)
             read = {rank: Wait.read(text) for rank, text in texts.items()}
             new = {rank: wait for rank, wait in read.items() if wait is not None}
             records |= new
             left = {rank for wait in new.values() for rank in wait.ranks} - asked
         return records
 
-    def _request(self, action: Callable[[Store], T]) -> T:
+    def _group_client(self) -> StoreClient:
         if self._client is None:
             store = self._session.group_store
             self._client = StoreClient(store, self._session.ranks[0], REQUEST_SECONDS)
-        return self._client.request(action, REQUEST_SECONDS)
+        return self._client
 
     def close(self) -> None:
         """Stop observing: the other ranks have called, or this rank has given up."""
@@ -369,8 +350,9 @@ class WaitGraph:
         client = self._client
         if client is not None:
             with contextlib.suppress(Exception):  # without the store nobody reads the record
-                self._request(lambda store: store.set(f"{PREFIX}/record/{self._session.rank}", ""))
-                self._request(lambda store: store.delete_key(f"{PREFIX}/verdict/{self._token}"))
+                client.set(f"{PREFIX}/record/{self._session.rank}", "", REQUEST_SECONDS)
+                verdict = f"{PREFIX}/verdict/{self._token}"
+                client.request(lambda store: store.delete_key(verdict), REQUEST_SECONDS)
             self._client = None
             if self._owns_client:
                 client.close()

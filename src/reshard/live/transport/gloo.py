@@ -20,8 +20,8 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GLOO, Message
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.cause import Cause
-from reshard.live.session.control import Hello, Ready, decode, encode
+from reshard.live.session.control import Cause, Hello, Ready
+from reshard.live.session.mailbox import decode, encode
 from reshard.live.transport.base import Copies, Transport, compile_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from reshard.errors import PeerLostError
 from reshard.live.failure.agreement import forget, meet
 from reshard.live.failure.watch import Watch, abort_key
-from reshard.live.session.cause import Cause
+from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.store import PrefixStore, Store, Work, clone_of
 from reshard.live.session.threads import OwnedLock, Task, Worker

@@ -28,8 +28,7 @@ from reshard.live.copy.gpu import TensorTable
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.cause import Cause
-from reshard.live.session.control import Hello, Ready, Released
+from reshard.live.session.control import Cause, Hello, Ready, Released
 from reshard.live.session.session import Ticket
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals, Signals
 from reshard.live.transport.base import Transport

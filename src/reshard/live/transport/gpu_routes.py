@@ -24,7 +24,7 @@ from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import GPU, all_on_gpus
 from reshard.live.inputs.request import GPU_TRANSPORTS
-from reshard.live.session.cause import Cause
+from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.transport.gpu_memory import GpuMemory, has_gpu
 from reshard.planning.plans import Plan

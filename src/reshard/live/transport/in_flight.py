@@ -15,7 +15,7 @@ from typing import Protocol
 
 from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
-from reshard.live.session.cause import Cause
+from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.threads import Worker
 

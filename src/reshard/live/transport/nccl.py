@@ -35,8 +35,7 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import NCCL, Message
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.cause import Cause
-from reshard.live.session.control import Ready
+from reshard.live.session.control import Cause, Ready
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.session import Ticket
 from reshard.live.session.store import PrefixStore, clone_of
