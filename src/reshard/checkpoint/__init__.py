@@ -5,6 +5,7 @@
     >>> print(report)                                            # doctest: +SKIP
 
     catalog, piece_table  what a checkpoint holds: tensors, and where their boxes are in files
+    output         the plan of an output: its files, and the place of every box
     storage, remote, output_files  files: read by byte ranges, behind an address, written durably
     integrity/     checksums, digests and CRCs
     formats/       readers and writers, by format

@@ -30,7 +30,6 @@ from typing import Any
 import fsspec
 
 from reshard import Mesh, Rules
-from reshard.checkpoint.formats.distcp import object_texts
 from reshard.checkpoint.formats.reader import open_storage, survey_catalog
 from reshard.checkpoint.formats.safetensors_header import (
     KEY,
@@ -39,6 +38,7 @@ from reshard.checkpoint.formats.safetensors_header import (
     OwnTensor,
     build_header,
 )
+from reshard.checkpoint.formats.torch_tensors import object_texts
 from reshard.checkpoint.inspection import inspect
 from reshard.errors import DamageError, ReshardError
 

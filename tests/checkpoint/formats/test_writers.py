@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from reshard.checkpoint.formats.output import Wanted
+from reshard.checkpoint.formats.distcp_writer import TensorArchive, distcp, pickled
 from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
-from reshard.checkpoint.formats.torch.archive_writer import BIG, TensorArchive, pickled
-from reshard.checkpoint.formats.torch.distcp_writer import distcp
+from reshard.checkpoint.formats.torch_archive import BIG
+from reshard.checkpoint.output import Wanted
 from reshard.errors import CheckpointError, CoverageError, LayoutError, TargetError
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh

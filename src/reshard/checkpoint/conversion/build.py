@@ -11,7 +11,6 @@ import numpy as np
 
 from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.plan import ConversionPlan, Request, Stamp
-from reshard.checkpoint.formats.output import Literal
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import (
     SIDECAR,
@@ -24,6 +23,7 @@ from reshard.checkpoint.integrity.checksums import (
     sum_of,
 )
 from reshard.checkpoint.journal import Journal, read_journals
+from reshard.checkpoint.output import Literal
 from reshard.checkpoint.output_files import OutputFiles, replace_file
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from reshard.checkpoint.conversion.names import Outline
-from reshard.checkpoint.formats.output import Wanted
 from reshard.checkpoint.formats.reader import as_mesh, as_rules
+from reshard.checkpoint.output import Wanted
 from reshard.checkpoint.storage import Storage
 from reshard.dtypes import canonical_dtype, check_cast, is_float
 from reshard.errors import DtypeError, LayoutError, ReshardError, RulesError

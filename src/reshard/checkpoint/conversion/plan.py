@@ -21,11 +21,11 @@ from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.conversion.layouts import LayoutRequest, notes_of, wanted_of
 from reshard.checkpoint.conversion.names import Outline, feeds_for, left_over, outlines_of
 from reshard.checkpoint.formats.checks import is_distcp
-from reshard.checkpoint.formats.output import Output, Wanted, count_tensor_files
 from reshard.checkpoint.formats.reader import config_of
 from reshard.checkpoint.formats.safetensors_writer import full, ranks, sharded
 from reshard.checkpoint.integrity.checksums import SIDECAR
 from reshard.checkpoint.journal import ALONE, Team
+from reshard.checkpoint.output import Output, Wanted, count_tensor_files
 from reshard.checkpoint.remote import RemoteTarget
 from reshard.checkpoint.storage import (
     COMMITTED,
@@ -275,7 +275,7 @@ def _output(
         return _distcp(wanted, catalog)
     texts: Mapping[str, str] = {}
     if catalog.objects:
-        from reshard.checkpoint.formats.distcp import object_texts
+        from reshard.checkpoint.formats.torch_tensors import object_texts
 
         texts = object_texts(storage, catalog)
     metadata = {**catalog.metadata, **texts}
@@ -293,7 +293,7 @@ def _output(
 
 def _distcp(wanted: Mapping[str, Wanted], catalog: Catalog) -> Output:
     """The files of a .distcp; it has no place for metadata that are strings."""
-    from reshard.checkpoint.formats.torch.distcp_writer import distcp
+    from reshard.checkpoint.formats.distcp_writer import distcp
 
     extras = {
         key: {name: one for name, one in extra.items() if name in wanted}

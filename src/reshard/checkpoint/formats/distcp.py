@@ -1,5 +1,9 @@
 """Folders of ``torch.distributed.checkpoint``: one ``.metadata``, or one for each rank.
 
+``.metadata`` lists every tensor with its boxes, and for each box the range of a ``.distcp`` file
+that is one ``torch.save`` archive. Objects of unknown classes, such as Megatron's plans, become
+records that are not interpreted.
+
 With ``use_collectives=False`` each rank writes a ``__3.metadata`` that describes only its local
 tensors. Where the ranks have different names, all of them together are one checkpoint; where they
 share names, rules give the layouts.
@@ -8,27 +12,74 @@ share names, rules give the layouts.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from operator import add, gt
 from typing import TYPE_CHECKING
 
-from reshard.checkpoint.catalog import Catalog, StoredObject
-from reshard.checkpoint.formats.checks import RANK_METADATA, Findings
-from reshard.checkpoint.formats.torch.archive import archive_crcs, read_archives
-from reshard.checkpoint.formats.torch.distcp_metadata import METADATA, read_metadata
-from reshard.checkpoint.formats.torch.tensors import allow_tensors
-from reshard.checkpoint.formats.torch.unpickler import Visits, as_json, is_plain, unpickle
-from reshard.checkpoint.storage import Range, Storage, StoredFile
-from reshard.errors import CheckpointError, DamageError
+from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, StoredTensor
+from reshard.checkpoint.formats.checks import (
+    RANK_METADATA,
+    Findings,
+    checked_shape,
+    is_distcp,
+    shown,
+    whole_numbers,
+)
+from reshard.checkpoint.formats.torch_archive import Archive, read_archives
+from reshard.checkpoint.formats.torch_tensors import (
+    View,
+    Visits,
+    allow_tensors,
+    dtype_of,
+    is_plain,
+    is_tensor,
+    view_of,
+)
+from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
+from reshard.checkpoint.storage import Range, Storage, StoredFile, check_path
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.layout.box import Box
 from reshard.text import quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["object_texts", "read_distcp_folder"]
+__all__ = ["read_distcp_folder"]
 
+METADATA = ".metadata"
+MAX_METADATA = 1 << 29
+MAX_PICKLE = 1 << 16
+"""Bytes of the pickle of one tensor, which has a few hundred, and of its archive's directory."""
+BATCH = 1024
+"""Archives that are read together."""
+CHUNK_BYTES = 16
+"""The least bytes of metadata per chunk, unless tensors share a list of chunks."""
+MAX_PATH = 1 << 12
+MAX_KEYS = 64
+"""Length of the path to an entry of a nested state dict."""
+KNOWN_PICKLES = 1 << 12
+"""Pickles that are kept, because archives of one shape have the same."""
+EXTRAS = ("mcore_data",)
+"""Attributes of the metadata that other programs write and read."""
+
+_METADATA = "torch.distributed.checkpoint.metadata."
 _DATA = re.compile(r"__(\d{1,9})_\d{1,9}\.distcp\Z")
+
+Placed = Mapping[tuple[str, tuple[int, ...] | None], Range]
+"""The range of a file that is the archive of a box, by tensor and start of the box."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunk:
+    """A box of a tensor, and the range of a file that is its archive."""
+
+    tensor: str
+    dtype: str
+    box: Box
+    range: Range
 
 
 def read_distcp_folder(
@@ -40,9 +91,18 @@ def read_distcp_folder(
 ) -> Catalog:
     """The catalog of a folder with a ``.metadata``, or with one for each rank."""
     ranks = _metadata_of_ranks(storage, listed, findings)
-    _check_needed(storage.root, bool(ranks), rules, mesh)
+    if ranks and rules is None and mesh is not None:
+        raise CheckpointError(
+            f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
+        )
+    if not ranks and (rules is not None or mesh is not None):
+        given = "rules" if rules is not None else f"mesh {mesh}"
+        raise CheckpointError(
+            f"{storage.root} is a .distcp folder, which records the layout of its tensors: leave "
+            f"out {given}"
+        )
     paths = [*ranks.values()] or [METADATA]
-    catalogs = [read_metadata(storage, listed, path, findings) for path in paths]
+    catalogs = [_read_metadata(storage, listed, path, findings) for path in paths]
     catalog = _joined(catalogs)
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
@@ -51,20 +111,13 @@ def read_distcp_folder(
         catalog = join_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
     elif len(catalogs) > 1:
         _check_names_apart(storage.root, catalogs, [*ranks])
-    named = {file.path for file in catalog.files}
-    return replace(catalog, others=_others(listed, named, paths, findings))
-
-
-def _check_needed(root: str, is_of_ranks: bool, rules: Rules | None, mesh: Mesh | None) -> None:
-    """Refuse rules or a mesh that would have no effect."""
-    if is_of_ranks and rules is None and mesh is not None:
-        raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
-    if not is_of_ranks and (rules is not None or mesh is not None):
-        given = "rules" if rules is not None else f"mesh {mesh}"
-        raise CheckpointError(
-            f"{root} is a .distcp folder, which records the layout of its tensors: leave out "
-            f"{given}"
-        )
+    # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
+    used = {*paths, *(file.path for file in catalog.files)}
+    others = tuple(file for file in listed if file.path not in used)
+    stale = [file.path for file in others if is_distcp(file.path)]
+    if stale:
+        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
+    return replace(catalog, others=tuple(file for file in others if not is_distcp(file.path)))
 
 
 def _metadata_of_ranks(
@@ -89,28 +142,22 @@ def _joined(catalogs: Sequence[Catalog]) -> Catalog:
         return catalogs[0]
     joined = Catalog(catalogs[0].root, catalogs[0].format, (), {})
     for one in catalogs:
-        moved = _renumbered(one, len(joined.files))
+        first = len(joined.files)
+        tensors = {
+            name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
+            for name, t in one.tensors.items()
+        }
+        objects = {name: replace(o, file=o.file + first) for name, o in one.objects.items()}
         joined = replace(
             joined,
-            files=(*joined.files, *moved.files),
-            tensors={**moved.tensors, **joined.tensors},
-            objects={**moved.objects, **joined.objects},
-            nesting={**moved.nesting, **joined.nesting},
-            extras={**moved.extras, **joined.extras},
-            crcs=(*joined.crcs, *moved.crcs),
+            files=(*joined.files, *one.files),
+            tensors={**tensors, **joined.tensors},
+            objects={**objects, **joined.objects},
+            nesting={**one.nesting, **joined.nesting},
+            extras={**one.extras, **joined.extras},
+            crcs=(*joined.crcs, *(crc._replace(file=crc.file + first) for crc in one.crcs)),
         )
     return joined
-
-
-def _renumbered(catalog: Catalog, first: int) -> Catalog:
-    """The same catalog, with its files numbered from ``first``."""
-    tensors = {
-        name: replace(t, pieces=tuple(replace(p, file=p.file + first) for p in t.pieces))
-        for name, t in catalog.tensors.items()
-    }
-    objects = {name: replace(o, file=o.file + first) for name, o in catalog.objects.items()}
-    crcs = tuple(crc._replace(file=crc.file + first) for crc in catalog.crcs)
-    return replace(catalog, tensors=tensors, objects=objects, crcs=crcs)
 
 
 def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[int]) -> None:
@@ -127,67 +174,239 @@ def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[i
             home[name] = rank
 
 
-def _others(
-    listed: Sequence[StoredFile],
-    named: Collection[str],
-    metadata: Collection[str],
-    findings: Findings,
-) -> tuple[StoredFile, ...]:
-    """Other files of the folder, without those that an earlier save on more ranks left."""
-    rest = [file for file in listed if file.path not in metadata and file.path not in named]
-    stale = [file.path for file in rest if _is_stale(file.path)]
-    if stale:
-        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
-    return tuple(file for file in rest if not _is_stale(file.path))
+def _read_metadata(
+    storage: Storage, listed: Sequence[StoredFile], path: str, findings: Findings
+) -> Catalog:
+    """The catalog that a ``.metadata`` describes, without the other files of the folder."""
+    where, size = storage.where(path), storage.size(path)
+    if size > MAX_METADATA:
+        raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")
+    metadata = unpickle(storage.read(path, 0, size), allow_tensors, where)
+    # The class may be a subclass of torch's, as Megatron's is.
+    described = metadata.field("state_dict_metadata") if isinstance(metadata, Record) else None
+    if not isinstance(described, dict):
+        raise UnsupportedError(
+            f"{where} is a pickle of something else than the metadata of a checkpoint"
+        )
+    placed = _placed(metadata.field("storage_data"), where)
+    sizes = {file.path: file.size for file in listed}
+    shared = _check_ranges(storage.root, placed.values(), sizes, findings)
+    named = {path for path, _, _ in placed.values()}
+    files = tuple(file for file in listed if file.path in named)
+    numbers = {file.path: number for number, file in enumerate(files)}
+    tensors: dict[str, StoredTensor] = {}
+    objects: dict[str, StoredObject] = {}
+    chunks: list[_Chunk] = []
+    count, most = 0, size // CHUNK_BYTES
+    for name, entry in described.items():
+        with findings.noting():
+            found = _entry(name, entry, placed, where)
+            if isinstance(found, StoredTensor):
+                tensors[name] = found
+                own = entry.field("chunks")
+                own = own if isinstance(own, list) else []
+                count += len(own)
+                if count > most:
+                    raise UnsupportedError(
+                        f"{where}: up to {quoted(name)} its tensors have {count} chunks, and so "
+                        f"many bytes have at most {most}: many share one list"
+                    )
+                chunks += _chunks(found, own, placed, f"{where}: {quoted(name)}")
+            elif found[0] in numbers:
+                objects[name] = StoredObject(name, numbers[found[0]], *found[1:])
+    for name, _ in placed:
+        if name not in tensors and name not in objects and not findings.any:
+            findings.found(f"{where}: {quoted(name)} is stored and not described")
+    fitting = [c for c in chunks if c.range[1] + c.range[2] <= sizes.get(c.range[0], -1)]
+    readable = [chunk for chunk in fitting if chunk.range not in shared]
+    pieces, crcs = _pieces(storage, readable, numbers, findings)
+    return Catalog(
+        storage.root,
+        "distcp",
+        files,
+        {name: replace(t, pieces=tuple(pieces.get(name, ()))) for name, t in tensors.items()},
+        objects,
+        nesting=_paths(metadata.field("planner_data")),
+        extras=_extras(metadata, most, where, findings),
+        crcs=tuple(crcs),
+    )
 
 
-def _is_stale(path: str) -> bool:
-    return path.endswith(".distcp") or RANK_METADATA.match(path) is not None
+def _extras(metadata: Record, most: int, where: str, findings: Findings) -> Mapping[str, object]:
+    """Attributes of other programs, where they are plain values."""
+    extras, visits = {}, Visits(most + MAX_KEYS)
+    for name in EXTRAS:
+        value = metadata.field(name)
+        if isinstance(value, dict) and is_plain(value, visits):
+            extras[name] = value
+        elif value is not None:
+            findings.note(f"{where}: {name} is not of plain values and is left out")
+    return extras
 
 
-MAX_OBJECT = 1 << 16
-"""Bytes of an object that is read; larger ones are copied unread."""
+def _placed(storage_data: object, where: str) -> Placed:
+    if not isinstance(storage_data, dict):
+        raise DamageError(f"{where}: its storage_data is no dict")
+    placed: dict[tuple[str, tuple[int, ...] | None], Range] = {}
+    for index, info in storage_data.items():
+        name = index.field("fqn") if isinstance(index, Record) else None
+        if not isinstance(name, str) or not isinstance(info, Record):
+            raise DamageError(f"{where}: an entry of storage_data is not about a tensor")
+        start = index.field("offset")
+        start = start if start is None else checked_shape(start, f"{where}: {quoted(name)}")
+        if (name, start) in placed:
+            raise DamageError(f"{where}: {quoted(name)} at {start} is stored twice")
+        placed[name, start] = _range(info, f"{where}: {quoted(name)}")
+    return placed
 
-OBJECTS = 1024
+
+def _range(info: Record, where: str) -> Range:
+    path, offset, length = (info.field(name) for name in ("relative_path", "offset", "length"))
+    if not isinstance(path, str) or whole_numbers((offset, length)) is None:
+        raise DamageError(f"{where} is stored in no range of a file")
+    if len(path) > MAX_PATH:
+        raise UnsupportedError(
+            f"{where}: a path of {len(path)} characters, at most {MAX_PATH} are read"
+        )
+    if info.field("transform_descriptors"):
+        raise UnsupportedError(f"{where} is stored compressed or transformed: not supported")
+    return check_path(path), offset, length
 
 
-def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
-    """The objects of a ``.distcp`` that are plain values, as JSON.
+def _check_ranges(
+    root: str, ranges: Iterable[Range], sizes: Mapping[str, int], findings: Findings
+) -> set[Range]:
+    """Note ranges outside of their files, and ranges that overlap; returns the latter.
 
-    Formats such as safetensors hold strings only, so they keep a step or a learning rate as text.
+    A range that thousands of entries share would be read as often.
     """
-    small = [entry for entry in catalog.objects.values() if entry.size <= MAX_OBJECT]
-    texts: dict[str, str] = {}
-    for first in range(0, len(small), OBJECTS):
-        texts |= _texts(storage, catalog, small[first : first + OBJECTS])
-    return texts
+    shared: set[Range] = set()
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for path, offset, length in ranges:
+        by_file.setdefault(path, []).append((offset, offset + length))
+    for path, spans in sorted(by_file.items()):
+        spans.sort()
+        end = max(stop for _, stop in spans)
+        if path not in sizes:
+            findings.found(
+                f"{root}/{path} is missing: {METADATA} puts {len(spans)} entries there, {end} bytes"
+            )
+        elif end > sizes[path]:
+            lost = sum(stop > sizes[path] for _, stop in spans)
+            findings.found(
+                f"{root}/{path} has {sizes[path]} bytes and {METADATA} expects {end}: it is "
+                f"truncated, {lost} of {len(spans)} entries are lost"
+            )
+        pairs = [pair for pair in pairwise(spans) if pair[1][0] < pair[0][1]]
+        shared |= {(path, start, stop - start) for pair in pairs for start, stop in pair}
+        if pairs:
+            (_, stop), (start, _) = pairs[0]
+            more = f" ({len(pairs)} such pairs)" if len(pairs) > 1 else ""
+            findings.found(f"{root}/{path}: two entries share bytes {start} to {stop}{more}")
+    return shared
 
 
-def _texts(storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]) -> dict[str, str]:
-    """The texts of a batch of objects; one by one if an archive among them cannot be read."""
-    ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in entries]
-    texts: dict[str, str] = {}
+def _entry(name: object, entry: object, placed: Placed, where: str) -> StoredTensor | Range:
+    """A tensor without its pieces, or the range of a file that is an object."""
+    if not isinstance(name, str) or not isinstance(entry, Record):
+        raise DamageError(f"{where}: an entry {shown(name)} is no tensor and no object")
+    where = f"{where}: {quoted(name)}"
+    if entry.kind == f"{_METADATA}BytesStorageMetadata":
+        if (name, None) not in placed:
+            raise DamageError(f"{where} is stored in no file")
+        return placed[name, None]
+    if entry.kind != f"{_METADATA}TensorStorageMetadata":
+        raise UnsupportedError(f"{where} is a {entry.kind}, which is not read")
+    properties = entry.field("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    fields = state if isinstance(state, tuple) else ()
+    dtype = state.get("dtype") if isinstance(state, dict) else next(iter(fields), None)
+    return StoredTensor(name, checked_shape(entry.field("size"), where), dtype_of(dtype, where), ())
+
+
+def _chunks(
+    tensor: StoredTensor, chunks: Sequence[object], placed: Placed, where: str
+) -> Iterator[_Chunk]:
+    """The distinct chunks of a tensor; empty ones of several ranks are listed repeatedly."""
+    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    for chunk in chunks:
+        if not isinstance(chunk, Record):
+            raise DamageError(f"{where} has a malformed chunk")
+        start = checked_shape(chunk.field("offsets"), where)
+        shape = checked_shape(chunk.field("sizes"), where)
+        stop = tuple(map(add, start, shape))
+        if not len(start) == len(shape) == len(tensor.shape) or any(map(gt, stop, tensor.shape)):
+            raise DamageError(
+                f"{where} has a chunk at {start} of shape {shape}, outside of {tensor.shape}"
+            )
+        if (tensor.name, start) not in placed:
+            raise DamageError(f"{where}: its chunk at {start} is stored in no file")
+        if (start, stop) not in seen:
+            seen.add((start, stop))
+            yield _Chunk(tensor.name, tensor.dtype, Box(start, stop), placed[tensor.name, start])
+
+
+def _pieces(
+    storage: Storage, chunks: Sequence[_Chunk], numbers: Mapping[str, int], findings: Findings
+) -> tuple[dict[str, list[StoredPiece]], list[Crc]]:
+    """The pieces of every tensor, read archive by archive in the order of the files."""
+    pieces: dict[str, list[StoredPiece]] = {}
+    crcs: list[Crc] = []
+    views: dict[bytes, View] = {}
+    order = sorted(chunks, key=lambda chunk: chunk.range)
+    for first in range(0, len(order), BATCH):
+        batch = order[first : first + BATCH]
+        for chunk, archive in zip(batch, _archives(storage, batch, findings), strict=True):
+            with findings.noting():
+                if archive is not None:
+                    file = numbers[chunk.range[0]]
+                    piece = _piece(chunk, archive, file, views)
+                    pieces.setdefault(chunk.tensor, []).append(piece)
+                    crcs += archive.crcs(file)
+    for held in pieces.values():
+        held.sort(key=lambda piece: piece.box)
+    return pieces, crcs
+
+
+def _archives(
+    storage: Storage, batch: Sequence[_Chunk], findings: Findings
+) -> Sequence[Archive | None]:
+    """The archives of a batch; one by one if one of them is damaged."""
     try:
-        archives = read_archives(storage, ranges, MAX_OBJECT)
-        for entry, archive in zip(entries, archives, strict=True):
-            value = unpickle(archive.pickle, allow_tensors, archive.where)
-            text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
-            if text is not None:
-                texts[entry.name] = text
-    except CheckpointError as error:
-        if len(entries) == 1:
-            if isinstance(error, DamageError) and _is_archive(storage, ranges[0]):
-                raise
-            return {}  # not a plain value
-        for entry in entries:
-            texts |= _texts(storage, catalog, [entry])
-    return texts
+        return read_archives(storage, [chunk.range for chunk in batch], MAX_PICKLE)
+    except (DamageError, UnsupportedError) as error:
+        if len(batch) == 1:
+            note = findings.found if isinstance(error, DamageError) else findings.refuse
+            note(f"{error}; it holds {batch[0].box} of {quoted(batch[0].tensor)}")
+            return [None]
+    return [_archives(storage, [chunk], findings)[0] for chunk in batch]
 
 
-def _is_archive(storage: Storage, place: Range) -> bool:
-    """Whether a range of a file is an archive of ``torch.save``; no member is read."""
-    try:
-        archive_crcs(storage, place, 0)
-    except CheckpointError:
-        return False
-    return True
+def _piece(chunk: _Chunk, archive: Archive, file: int, views: dict[bytes, View]) -> StoredPiece:
+    where = f"{archive.where}: {quoted(chunk.tensor)}"
+    view = views.get(archive.pickle)
+    if view is None:  # archives of one shape have the same pickle
+        record = unpickle(archive.pickle, allow_tensors, where)
+        if not is_tensor(record):
+            raise DamageError(f"{where} is no tensor")
+        view = view_of(record, where)
+        if len(views) < KNOWN_PICKLES:
+            views[archive.pickle] = view
+    local = view.within(archive, where)
+    if (local.shape, local.dtype) != (chunk.box.shape, chunk.dtype):
+        raise DamageError(
+            f"{where} is {local.shape} of {local.dtype} and {METADATA} says {chunk.box.shape} of "
+            f"{chunk.dtype}"
+        )
+    return StoredPiece(chunk.box, file, local.offset, local.strides)
+
+
+def _paths(planner_data: object) -> dict[str, tuple[str | int, ...]]:
+    """The path of each entry in the nested state dict."""
+    paths = {}
+    for name, path in planner_data.items() if isinstance(planner_data, dict) else ():
+        if not isinstance(name, str) or not isinstance(path, tuple) or len(path) > MAX_KEYS:
+            continue
+        if all(type(part) in (str, int) for part in path):
+            paths[name] = path
+    return paths

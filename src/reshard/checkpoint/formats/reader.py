@@ -235,7 +235,7 @@ def _read(
             f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
         )
     if kind == "torch":
-        from reshard.checkpoint.formats.torch.state_dict import read_torch
+        from reshard.checkpoint.formats.torch_state_dict import read_torch
 
         return read_torch(storage, listed, files, findings)
     catalog = _read_safetensors(storage, listed, files, findings, mesh)

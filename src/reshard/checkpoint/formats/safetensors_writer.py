@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
-from reshard.checkpoint.formats.output import Literal, Output, OutputTensor, Wanted, owned_boxes
 from reshard.checkpoint.formats.safetensors_header import (
     KEY,
     SHARDING,
@@ -17,6 +16,7 @@ from reshard.checkpoint.formats.safetensors_header import (
     build_header,
     offsets_text,
 )
+from reshard.checkpoint.output import Literal, Output, OutputTensor, Wanted, owned_boxes
 from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import itemsize

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 from reshard.checkpoint.catalog import StoredObject
-from reshard.checkpoint.formats.output import Wanted, count_tensor_files
+from reshard.checkpoint.formats.distcp_writer import distcp
 from reshard.checkpoint.formats.safetensors_writer import sharded
-from reshard.checkpoint.formats.torch.distcp_writer import distcp
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, ChunkSum, Recorder
 from reshard.checkpoint.live.entries import Entries, RankBoxes, entries_of
@@ -36,6 +35,7 @@ from reshard.checkpoint.live.write_shares import (
     owners_of,
     writers_of,
 )
+from reshard.checkpoint.output import Wanted, count_tensor_files
 from reshard.checkpoint.output_files import OutputFiles, replace_file
 from reshard.checkpoint.workplace import Workplace
 from reshard.errors import CheckpointError, DisagreementError, TargetError, UnfinishedError

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from reshard.checkpoint.formats.output import Output, Owned, Wanted, owned_boxes
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
+from reshard.checkpoint.output import Output, Owned, Wanted, owned_boxes
 from reshard.checkpoint.output_files import OutputFiles
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.transfer.copying import sums_of

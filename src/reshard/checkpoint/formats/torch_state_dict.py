@@ -14,21 +14,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import Findings, missing_parts, rank_of, shown, whole_numbers
-from reshard.checkpoint.formats.torch.archive import Archive, read_archives
-from reshard.checkpoint.formats.torch.tensors import (
+from reshard.checkpoint.formats.torch_archive import Archive, read_archives
+from reshard.checkpoint.formats.torch_tensors import (
     LocalTensor,
+    Visits,
     allow_tensors,
+    as_json,
+    is_plain,
     is_tensor,
-    tensor_of,
+    view_of,
 )
-from reshard.checkpoint.formats.torch.unpickler import Record, Visits, as_json, is_plain, unpickle
+from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
 from reshard.checkpoint.storage import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
@@ -146,7 +149,13 @@ def read_torch(
     findings: Findings,
 ) -> Catalog:
     """The catalog of files that hold whole tensors: ``pytorch_model.bin``, ``model.pt``."""
-    files = _choose_files(storage.root, named)
+    ranks = {rank_of(file.path, None) for file in named} - {None}
+    if len(ranks) > 1:
+        raise CheckpointError(
+            f"{storage.root} holds files of {len(ranks)} ranks ({named[0].path} is one) that do "
+            "not record their layout: give --rules and --mesh"
+        )
+    files = tuple(file for file in named if file.path.startswith("pytorch_model")) or tuple(named)
     check_no_zero_files(storage.root, files)
     for path in missing_parts(files) if not storage.is_file else ():
         findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
@@ -172,17 +181,6 @@ def read_torch(
     return Catalog(storage.root, "torch", files, tensors, others=others, **fields)
 
 
-def _choose_files(root: str, files: Sequence[StoredFile]) -> tuple[StoredFile, ...]:
-    ranks = {rank_of(file.path, None) for file in files} - {None}
-    if len(ranks) > 1:
-        raise CheckpointError(
-            f"{root} holds files of {len(ranks)} ranks ({files[0].path} is one) that do not "
-            "record their layout: give --rules and --mesh"
-        )
-    usual = [file for file in files if file.path.startswith("pytorch_model")]
-    return tuple(usual or files)
-
-
 def read_torch_file(
     storage: Storage, file: StoredFile, findings: Findings, number: int = 0
 ) -> Content:
@@ -195,13 +193,20 @@ def read_torch_file(
     most_text, num_text = FREE_TEXT + TEXT * len(archive.pickle), 0
     for path, leaf in _leaves(value, visits, archive.where):
         name = _name(path, archive.where)
-        _check_new(content, name, archive.where)
+        if name in content.nesting:
+            raise UnsupportedError(
+                f"{archive.where}: two entries are called {quoted(name)}, one of them nested: "
+                "rename one of them and save again"
+            )
         content.nesting[name] = path
         if is_tensor(leaf):
             with findings.noting():
-                content.tensors[name] = tensor_of(leaf, archive, _at(archive.where, name))
+                where = f"{archive.where}: tensor {quoted(name)}"
+                content.tensors[name] = view_of(leaf, where).within(archive, where)
         elif is_plain(leaf, visits):
-            _add_value(content, name, leaf)
+            content.values[name] = leaf
+            if (text := as_json(leaf)) is not None:
+                content.texts[name] = text
         else:
             content.left_out.append(name)
         if visits.left < 0:
@@ -220,17 +225,16 @@ def read_torch_file(
 def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
     """All but the tensors of files, as fields of a catalog; the first file wins."""
     values: dict[str, Any] = {}
-    texts: dict[str, str] = {}
-    nesting: dict[str, Path] = {}
+    texts: dict[str, Any] = {}
+    nesting: dict[str, Any] = {}
     left_out: dict[str, None] = {}
     crcs: list[Crc] = []
-    for content in contents:
-        new = content.values.keys() - values.keys()
-        values |= {name: content.values[name] for name in content.values if name in new}
-        texts |= {name: text for name, text in content.texts.items() if name not in texts}
-        nesting |= {name: path for name, path in content.nesting.items() if name not in nesting}
-        left_out |= dict.fromkeys(content.left_out)
-        crcs += content.crcs
+    for one in contents:
+        merged = (values, one.values), (texts, one.texts), (nesting, one.nesting)
+        for known, new in merged:
+            known |= {name: value for name, value in new.items() if name not in known}
+        left_out |= dict.fromkeys(one.left_out)
+        crcs += one.crcs
     return {
         "metadata": texts,
         "values": values,
@@ -238,13 +242,6 @@ def catalog_fields(contents: Iterable[Content]) -> dict[str, Any]:
         "left_out": tuple(left_out),
         "crcs": tuple(crcs),
     }
-
-
-def _add_value(content: Content, name: str, value: Any) -> None:
-    content.values[name] = value
-    text = as_json(value)
-    if text is not None:
-        content.texts[name] = text
 
 
 def _note_left_out(content: Content, archive: Archive, findings: Findings) -> None:
@@ -280,18 +277,6 @@ def _check_views(content: Content, archive: Archive) -> None:
         )
 
 
-def _check_new(content: Content, name: str, where: str) -> None:
-    if name in content.nesting:
-        raise UnsupportedError(
-            f"{where}: two entries are called {quoted(name)}, one of them nested: rename one of "
-            "them and save again"
-        )
-
-
-def _at(where: str, name: str) -> str:
-    return f"{where}: tensor {quoted(name)}"
-
-
 def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]]:
     """All tensors and other entries, each with the keys that lead to it.
 
@@ -301,15 +286,23 @@ def _leaves(value: Any, visits: Visits, where: str) -> Iterator[tuple[Path, Any]
     seen: Counter[int] = Counter()
     while pending:
         path, found = pending.pop()
-        entries = _entries(found)
-        if entries is None or (path and _is_one_entry(found, visits)):
+        is_default = isinstance(found, Record) and found.kind == "collections.defaultdict"
+        entries = found.items if is_default else found
+        is_one = not isinstance(entries, dict | list | tuple)
+        if is_one or (path and _is_one_entry(found, visits)):
             yield path, found
             continue
         seen[id(found)] += bool(entries)
         visits.left -= len(entries)
         if len(path) > MAX_NESTING or visits.left < 0 or seen[id(found)] > MAX_SHARED:
             raise _endless(where)
-        pending += [((*path, key), child) for key, child in reversed([*_children(found)])]
+        if isinstance(found, list | tuple):
+            children = [((*path, at), child) for at, child in enumerate(found)]
+        else:
+            pairs = entries.items() if isinstance(entries, dict) else entries
+            pairs = [pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2]
+            children = [((*path, _key(key)), child) for key, child in pairs]
+        pending += reversed(children)
 
 
 def _endless(where: str) -> UnsupportedError:
@@ -337,27 +330,7 @@ def _is_one_entry(value: Any, visits: Visits) -> bool:
     return True
 
 
-def _entries(value: Any) -> Sized | None:
-    """The entries of a dict or a list; None for a value that is a single entry."""
-    if isinstance(value, Record) and value.kind == "collections.defaultdict":
-        return value.items
-    return value if isinstance(value, dict | list | tuple) else None
-
-
-def _children(value: Any) -> Iterator[tuple[str | int, Any]]:
-    """The entries of a dict or a list, each with its key."""
-    if isinstance(value, list | tuple):
-        yield from enumerate(value)
-        return
-    pairs = value.items if isinstance(value, Record) else value.items()
-    yield from ((_key(pair[0]), pair[1]) for pair in pairs if _is_pair(pair))
-
-
 def _key(key: Any) -> str:
     if isinstance(key, bytes):
         return str(key[:80])[:80]
     return str(key) if isinstance(key, str | int) else shown(key)[:80]
-
-
-def _is_pair(pair: object) -> bool:
-    return isinstance(pair, tuple) and len(pair) == 2

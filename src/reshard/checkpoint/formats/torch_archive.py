@@ -1,11 +1,15 @@
-"""Reads the zip archives of ``torch.save``: the pickle, and the places of the storages.
+"""The zip archives of ``torch.save``, read and written.
 
-    archive/data.pkl      a pickle in which tensors refer to storages by number
-    archive/data/0        the bytes of a storage, uncompressed
-    central directory     names, sizes and places of all members, at the end
+    archive/data.pkl            a pickle in which tensors refer to storages by number
+    archive/.format_version     1
+    archive/.storage_alignment  64
+    archive/byteorder           little
+    archive/data/0              the bytes of a storage, uncompressed, at a multiple of 64 bytes
+    archive/version             3
+    central directory           names, sizes and places of all members
 
-Only the directory, the pickle and the header of each storage are read. A ``.distcp`` file is a
-sequence of such archives, so an archive is a range of a file.
+A reader reads only the directory, the pickle and the header of each storage. A ``.distcp`` file is
+a sequence of such archives, so an archive is a range of a file.
 """
 
 from __future__ import annotations
@@ -22,18 +26,20 @@ from reshard.checkpoint.storage import Range, Storage
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Archive", "Member", "archive_crcs", "read_archives"]
+__all__ = ["ALIGNMENT", "Archive", "ArchiveWriter", "Member", "archive_crcs", "read_archives"]
 
 HEAD, TAIL = 1024, 1024
 """Bytes of both ends of an archive that are read first; enough for one tensor."""
 MAX_PICKLE = 1 << 28
+ALIGNMENT = 64
+BIG = 0xFFFFFFFF
+"""Stands in a 32-bit field whose number is in the 64-bit extra field."""
+UTF8, ZIP64, PADDING = 0x0800, 1, 0x4246
 _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _END = struct.Struct("<4sHHHHIIH")
 _END64 = struct.Struct("<4sQHHIIQQQQ")
 _LOCATOR = struct.Struct("<4sIQI")
-_FULL = 0xFFFFFFFF
-"""Stands in a 32-bit field whose number is in the extra field."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +60,13 @@ class Archive:
     storages: Mapping[str, Member]
 
     def crcs(self, file: int) -> list[Crc]:
-        """The CRC-32 of each storage; 0 in the file means that none was computed."""
-        members = self.storages.values()
-        return [Crc(file, m.offset, m.size, m.crc) for m in members if m.crc and m.size]
+        """The CRC-32 of each storage."""
+        return _crcs(self.storages, file)
+
+
+def _crcs(members: Mapping[str, Member], file: int) -> list[Crc]:
+    """The CRC-32 of each member; 0 in the file means that none was computed."""
+    return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
 
 
 @dataclass(slots=True)
@@ -87,40 +97,39 @@ def read_archives(
 
     Pickles and directories of more than ``largest`` bytes are refused: many are in memory at once.
     """
-    zips = [_Zip(_where(storage, found), found, largest) for found in ranges]
-    members = _all_members(storage, zips)
+    zips, members = _read_zips(storage, ranges, largest)
     return [_archive(storage, found, some) for found, some in zip(zips, members, strict=True)]
 
 
 def archive_crcs(storage: Storage, found: Range, file: int) -> list[Crc]:
     """The CRC-32 of every member of one archive; no member is read."""
-    [members] = _all_members(storage, [_Zip(_where(storage, found), found, MAX_PICKLE)])
-    return [Crc(file, m.offset, m.size, m.crc) for m in members.values() if m.crc and m.size]
+    _, [members] = _read_zips(storage, [found], MAX_PICKLE)
+    return _crcs(members, file)
 
 
-def _all_members(storage: Storage, zips: list[_Zip]) -> list[dict[str, Member]]:
-    """The storages, pickle and byte order of each archive, by name."""
+def _read_zips(
+    storage: Storage, ranges: Sequence[Range], largest: int
+) -> tuple[list[_Zip], list[dict[str, Member]]]:
+    """The archives in these ranges, and the storages, pickle and byte order of each, by name."""
+    zips = []
+    for path, offset, length in ranges:
+        whole = offset == 0 and length == storage.size(path)
+        where = storage.where(path)
+        where = where if whole else f"{where}: bytes {offset} to {offset + length}"
+        zips.append(_Zip(where, (path, offset, length), largest))
     _read_ends(storage, zips)
-    directories = [_directory(found, *_end_of(found)) for found in zips]
-    content = _read_wanted(storage, zips, directories)
+    content = _read_wanted(storage, zips, [_directory(found) for found in zips])
     tables: list[list[_Listed]] = []
     known: dict[bytes, tuple[list[_Listed], int]] = {}  # tensors of one shape share a directory
     for found, data in zip(zips, content, strict=True):
         if data not in known:
-            members = _members(found, data)
+            members = _listed(found, data)
             known[data] = _wanted_members(found, members), _end_apart(found, members)
         table, end = known[data]
         if end > found.range[2]:
             raise DamageError(f"{found.where}: its members end at byte {end} of {found.range[2]}")
         tables.append(table)
-    return _located(storage, zips, tables)
-
-
-def _where(storage: Storage, found: Range) -> str:
-    path, offset, length = found
-    whole = offset == 0 and length == storage.size(path)
-    text = storage.where(path)
-    return text if whole else f"{text}: bytes {offset} to {offset + length}"
+    return zips, _located(storage, zips, tables)
 
 
 def _read_ends(storage: Storage, zips: Sequence[_Zip]) -> None:
@@ -166,28 +175,19 @@ def _no_zip(where: str, head: bytes) -> CheckpointError:
     )
 
 
-def _end_of(found: _Zip) -> tuple[int, int, int]:
-    """The start, length and number of members of the directory."""
+def _directory(found: _Zip) -> tuple[int, int]:
+    """The start and length of the directory, which must be inside the archive."""
     at = found.tail.rfind(b"PK\x05\x06")
     if at < 0 or at + _END.size != len(found.tail):
         raise DamageError(f"{found.where}: the directory at its end is missing: it is truncated")
     _, _, _, _, count, length, start, _ = _END.unpack_from(found.tail, at)
     locator = at - _LOCATOR.size
     if locator >= 0 and found.tail[locator : locator + 4] == b"PK\x06\x07":
-        return _end64_of(found, _LOCATOR.unpack_from(found.tail, locator)[2])
-    return start, length, count
-
-
-def _end64_of(found: _Zip, at: int) -> tuple[int, int, int]:
-    data = found.known(at, _END64.size) if at < found.range[2] else None
-    if data is None or data[:4] != b"PK\x06\x06":
-        raise DamageError(f"{found.where}: its zip64 directory is not at byte {at}")
-    *_, count, length, start = _END64.unpack(data)
-    return start, length, count
-
-
-def _directory(found: _Zip, start: int, length: int, count: int) -> tuple[int, int]:
-    """Check that the directory is inside the archive; returns its start and length."""
+        at = _LOCATOR.unpack_from(found.tail, locator)[2]
+        data = found.known(at, _END64.size) if at < found.range[2] else None
+        if data is None or data[:4] != b"PK\x06\x06":
+            raise DamageError(f"{found.where}: its zip64 directory is not at byte {at}")
+        *_, count, length, start = _END64.unpack(data)
     fits = start + length <= found.range[2] and length <= found.largest
     if not fits or length < count * _CENTRAL.size:
         raise DamageError(
@@ -225,7 +225,8 @@ class _Listed(NamedTuple):
     is_packed: bool
 
 
-def _members(found: _Zip, data: bytes) -> list[_Listed]:
+def _listed(found: _Zip, data: bytes) -> list[_Listed]:
+    """The members in a directory."""
     members, at = [], 0
     while at + _CENTRAL.size <= len(data):
         row = _CENTRAL.unpack_from(data, at)
@@ -236,7 +237,7 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
         extra_end = name_end + row[11]
         name = data[at + _CENTRAL.size : name_end].decode("utf-8", "replace")
         header = row[16]
-        if _FULL in (size, packed, header):
+        if BIG in (size, packed, header):
             size, packed, header = _wide(data[name_end:extra_end], size, packed, header)
         is_packed = bool(method or flags & 1)
         if packed != size and not is_packed:
@@ -250,20 +251,20 @@ def _members(found: _Zip, data: bytes) -> list[_Listed]:
     return members
 
 
-def _wide(extra: bytes, size: int, packed: int, header: int) -> tuple[int, int, int]:
-    """The 64-bit numbers of the extra field, in the order of the fields that did not fit."""
+def _wide(extra: bytes, *numbers: int) -> list[int]:
+    """The numbers, with those of the extra field, in this order, for the ones that did not fit."""
     at, wide = 0, b""
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)
-        if kind == 1:
+        if kind == ZIP64:
             wide = extra[at + 4 : at + 4 + length]
         at += 4 + length
-    numbers = []
-    for number in (size, packed, header):
-        if number == _FULL and len(wide) >= 8:
+    found = []
+    for number in numbers:
+        if number == BIG and len(wide) >= 8:
             number, wide = int.from_bytes(wide[:8], "little"), wide[8:]
-        numbers.append(number)
-    return numbers[0], numbers[1], numbers[2]
+        found.append(number)
+    return found
 
 
 def _end_apart(found: _Zip, members: list[_Listed]) -> int:
@@ -274,21 +275,6 @@ def _end_apart(found: _Zip, members: list[_Listed]) -> int:
             raise DamageError(f"{found.where}: members {quoted(before)} and {quoted(name)} overlap")
         end, before = header + _LOCAL.size + size, name
     return end
-
-
-def _located(
-    storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]
-) -> list[dict[str, Member]]:
-    """The place of each member, which depends on the length of the header before it."""
-    wanted = [(found, m) for found, table in zip(zips, tables, strict=True) for m in table]
-    headers = _read_wanted(
-        storage, [one for one, _ in wanted], [(m.header, _LOCAL.size) for _, m in wanted]
-    )
-    places = (
-        _member(found, listed, header)
-        for (found, listed), header in zip(wanted, headers, strict=True)
-    )
-    return [{listed.name: next(places) for listed in table} for table in tables]
 
 
 def _wanted_members(found: _Zip, table: list[_Listed]) -> list[_Listed]:
@@ -318,14 +304,28 @@ def _wanted_members(found: _Zip, table: list[_Listed]) -> list[_Listed]:
     return wanted
 
 
-def _member(found: _Zip, member: _Listed, header: bytes) -> Member:
-    fields = _LOCAL.unpack(header)
-    start = member.header + _LOCAL.size + fields[9] + fields[10]
-    if fields[0] != b"PK\x03\x04" or start + member.size > found.range[2]:
-        raise DamageError(
-            f"{found.where}: there is no member {quoted(member.name)} at byte {member.header}"
-        )
-    return Member(found.range[1] + start, member.size, member.crc)
+def _located(
+    storage: Storage, zips: list[_Zip], tables: list[list[_Listed]]
+) -> list[dict[str, Member]]:
+    """The place of each member, which depends on the length of the header before it."""
+    wanted = [(number, member) for number, table in enumerate(tables) for member in table]
+    headers = _read_wanted(
+        storage,
+        [zips[number] for number, _ in wanted],
+        [(m.header, _LOCAL.size) for _, m in wanted],
+    )
+    located: list[dict[str, Member]] = [{} for _ in zips]
+    for (number, member), header in zip(wanted, headers, strict=True):
+        fields = _LOCAL.unpack(header)
+        start = member.header + _LOCAL.size + fields[9] + fields[10]
+        _, offset, size = zips[number].range
+        if fields[0] != b"PK\x03\x04" or start + member.size > size:
+            raise DamageError(
+                f"{zips[number].where}: there is no member {quoted(member.name)} at byte "
+                f"{member.header}"
+            )
+        located[number][member.name] = Member(offset + start, member.size, member.crc)
+    return located
 
 
 def _archive(storage: Storage, found: _Zip, members: Mapping[str, Member]) -> Archive:
@@ -360,3 +360,53 @@ def _content(storage: Storage, found: _Zip, member: Member) -> bytes:
             "restore the file from a copy"
         )
     return data
+
+
+class ArchiveWriter:
+    """The bytes of an archive, which begins with a pickle."""
+
+    def __init__(self, pickle: bytes) -> None:
+        self.out = bytearray()
+        self.skipped = 0
+        """Bytes of the tensor, which are not in ``out``."""
+        self._directory = bytearray()
+        self._count = 0
+        self.add("data.pkl", pickle)
+        self.add(".format_version", b"1")
+        self.add(".storage_alignment", str(ALIGNMENT).encode())
+        self.add("byteorder", b"little")
+
+    def add(self, name: str, data: bytes) -> None:
+        """Add a member."""
+        self.add_header(name, len(data), crc32(data))
+        self.out += data
+
+    def add_header(self, name: str, size: int, crc: int) -> None:
+        """Add the header of a member, padded so that its bytes are aligned, and list the member."""
+        path = f"archive/{name}".encode()
+        at, shown = len(self.out) + self.skipped, min(size, BIG)
+        extra = struct.pack("<HHQQ", ZIP64, 16, size, size) if size >= BIG else b""
+        pad = -(at + _LOCAL.size + len(path) + len(extra) + 4) % ALIGNMENT
+        extra += struct.pack("<HH", PADDING, pad) + b"Z" * pad
+        self.out += _LOCAL.pack(
+            b"PK\x03\x04", 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra)
+        )
+        self.out += path + extra
+        big = [value for value in (size, size, at) if value >= BIG]
+        extra = struct.pack(f"<HH{len(big)}Q", ZIP64, 8 * len(big), *big) if big else b""
+        self._directory += _CENTRAL.pack(
+            b"PK\x01\x02", 0, 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra),
+            0, 0, 0, 0, min(at, BIG),
+        )  # fmt: skip
+        self._directory += path + extra
+        self._count += 1
+
+    def finish(self) -> None:
+        """Add the last member, the central directory, and the records that locate it."""
+        self.add("version", b"3\n")
+        at, size, count = len(self.out) + self.skipped, len(self._directory), self._count
+        self.out += self._directory
+        if at >= BIG:
+            self.out += _END64.pack(b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, size, at)
+            self.out += _LOCATOR.pack(b"PK\x06\x07", 0, at + size, 1)
+        self.out += _END.pack(b"PK\x05\x06", 0, 0, count, count, size, min(at, BIG), 0)

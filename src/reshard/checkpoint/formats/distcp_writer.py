@@ -1,18 +1,13 @@
-"""The zip archives that ``torch.save`` writes: of a tensor, without its bytes; or of a plain value.
+"""Plans a ``.distcp`` folder as ``torch.distributed.checkpoint`` writes it, without torch.
 
-    archive/data.pkl            how to build the tensor from its storage
-    archive/.format_version     1
-    archive/.storage_alignment  64
-    archive/byteorder           little
-    archive/data/0              the elements, uncompressed, at a multiple of 64 bytes
-    archive/version             3
-    the central directory
+Every box is a ``torch.save`` archive in the file of the rank that writes it. ``.metadata`` is a
+pickle with the place of every box.
 
 >>> archive = TensorArchive.of("float32", (2, 3))
 >>> archive.data_offset % 64, archive.data_size, len(archive.head) + archive.data_size
 (0, 24, 536)
 
-The pickle names classes and functions without importing them. A value is plain data, or one of the
+The pickles name classes and functions without importing them. A value is plain data, or one of the
 ways in which a pickle refers to objects: a global name, a call, an object with a state, a
 persistent id.
 
@@ -26,21 +21,30 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from math import prod
 from typing import Any, NamedTuple
-from zlib import crc32
 
-from reshard.checkpoint.formats.torch.tensors import STORAGE_DTYPES
-from reshard.checkpoint.formats.torch.unpickler import Global
+from reshard.checkpoint.catalog import StoredObject, StoredPiece
+from reshard.checkpoint.formats.torch_archive import ALIGNMENT, ArchiveWriter
+from reshard.checkpoint.formats.torch_tensors import STORAGE_DTYPES
+from reshard.checkpoint.formats.torch_unpickler import Global
+from reshard.checkpoint.output import (
+    Literal,
+    ObjectCopy,
+    Output,
+    OutputTensor,
+    Wanted,
+    owned_boxes,
+)
+from reshard.checkpoint.piece_table import Pieces
+from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import itemsize
-from reshard.layout.box import row_major
+from reshard.layout.box import Box, row_major
 
-__all__ = [
-    "ALIGNMENT", "Call", "Fields", "Instance", "Pairs", "Persistent", "Shared", "TensorArchive",
-    "pickled", "value_archive",
-]  # fmt: skip
+__all__ = ["distcp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,11 +257,6 @@ _WRITERS: dict[type, Callable[[_Writer, Any], None]] = {
 }
 
 
-ALIGNMENT = 64
-UTF8 = 0x0800
-BIG = 0xFFFFFFFF
-"""Stands in a 32-bit field whose number is in the 64-bit extra field."""
-ZIP64, PADDING = 1, 0x4246
 STORAGES = {dtype: name for name, dtype in STORAGE_DTYPES.items()}
 
 
@@ -280,97 +279,169 @@ class TensorArchive:
         return len(self.head) + self.data_size + len(self.tail)
 
     @classmethod
-    def of(cls, dtype: str, shape: Sequence[int]) -> TensorArchive:
-        """The archive of a contiguous tensor."""
+    def of(cls, dtype: str, shape: tuple[int, ...]) -> TensorArchive:
+        """The archive of a contiguous tensor, whose pickle builds it from its storage."""
         size = prod(shape) * itemsize(dtype)
-        members = _Members(_tensor(dtype, tuple(shape)))
-        members.add_header("data/0", size, crc=0)
-        head = bytes(members.out)
-        members.skipped = size
-        members.finish()
-        return cls(head, size, bytes(members.out[len(head) :]))
+        kind, count, version = Global("torch.storage", "UntypedStorage"), size, 3
+        if dtype in STORAGES:  # other dtypes have a storage of bytes
+            kind, count, version = Global("torch", STORAGES[dtype]), prod(shape), 2
+        storage = Persistent(("storage", kind, "0", "cpu", count))
+        hooks = Call(Global("collections", "OrderedDict"), ())
+        arguments: tuple[Any, ...] = (storage, 0, shape, row_major(shape), False, hooks)
+        arguments += (Global("torch", dtype),) if version == 3 else ()
+        rebuild = Global("torch._utils", f"_rebuild_tensor_v{version}")
+        archive = ArchiveWriter(pickled(Call(rebuild, arguments)))
+        archive.add_header("data/0", size, crc=0)
+        head = bytes(archive.out)
+        archive.skipped = size
+        archive.finish()
+        return cls(head, size, bytes(archive.out[len(head) :]))
 
 
 def value_archive(value: Any) -> bytes:
     """The archive that ``torch.save`` writes for a plain value."""
-    members = _Members(value)
-    members.finish()
-    return bytes(members.out)
+    archive = ArchiveWriter(pickled(value))
+    archive.finish()
+    return bytes(archive.out)
 
 
-def _tensor(dtype: str, shape: tuple[int, ...]) -> Call:
-    """The pickled call that builds the tensor from its storage."""
-    strides = row_major(shape)
-    count = prod(shape)
-    hooks = Call(Global("collections", "OrderedDict"), ())
-    known = dtype in STORAGES  # other dtypes have a storage of bytes
-    kind = Global("torch", STORAGES[dtype]) if known else Global("torch.storage", "UntypedStorage")
-    length = count if known else count * itemsize(dtype)
-    storage = Persistent(("storage", kind, "0", "cpu", length))
-    arguments = (storage, 0, shape, strides, False, hooks)
-    if known:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, Global("torch", dtype)))
+Path = tuple[str | int, ...]
+"""The path to an entry of a nested state dict."""
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_TENSOR = Global(_METADATA, "TensorStorageMetadata")
+_CHUNK = Global(_METADATA, "ChunkStorageMetadata")
+_INDEX = Global(_METADATA, "MetadataIndex")
+_PLACE = Global("torch.distributed.checkpoint.filesystem", "_StorageInfo")
+_SIZE = Global("torch", "Size")
+_INDEX_NAMES = ("fqn", "offset", "index")
+_PLACE_NAMES = ("relative_path", "offset", "length")
+_FORMAT = Call(Global(_METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+_BYTES = Instance(Global(_METADATA, "BytesStorageMetadata"))
+_STRIDED = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
 
 
-class _Members:
-    """The members of an archive, which begins with the pickle of a value."""
+class _Plan:
+    """The files of the ranks, filled so far, and what ``.metadata`` says of them."""
 
-    def __init__(self, value: Any) -> None:
-        self.out = bytearray()
-        self.skipped = 0
-        """Bytes of the tensor, which are not in ``out``."""
-        self._directory = bytearray()
-        self._count = 0
-        self.add("data.pkl", pickled(value))
-        self.add(".format_version", b"1")
-        self.add(".storage_alignment", str(ALIGNMENT).encode())
-        self.add("byteorder", b"little")
+    def __init__(self, names: Mapping[int, str]) -> None:
+        self.names = names
+        self.literals: list[Literal] = []
+        self.numbers: dict[int, int] = {}
+        self.sizes: list[int] = []
+        self.states: dict[str, Any] = {}
+        self.places = Pairs([])
 
-    def add(self, name: str, data: bytes) -> None:
-        """Add a member."""
-        self.add_header(name, len(data), crc32(data))
-        self.out += data
+    def add(
+        self, rank: int, size: int, name: str, start: Shared | None = None, chunk: int | None = None
+    ) -> tuple[int, int, int]:
+        """Append an entry to a rank's file: the file, the offset, and the padding before it."""
+        if rank not in self.numbers:
+            self.numbers[rank] = len(self.sizes)
+            self.sizes.append(0)
+        file = self.numbers[rank]
+        skipped = -self.sizes[file] % ALIGNMENT
+        offset = self.sizes[file] + skipped
+        self.sizes[file] = offset + size
+        index = Instance(_INDEX, Fields(_INDEX_NAMES, (name, start, chunk)))
+        place = Instance(_PLACE, Fields(_PLACE_NAMES, (self.names[rank], offset, size)))
+        self.places.items.append((index, place))
+        return file, offset, skipped
 
-    def add_header(self, name: str, size: int, crc: int) -> None:
-        """Add the header of a member, padded so that its bytes are aligned."""
-        path = f"archive/{name}".encode()
-        at = len(self.out) + self.skipped
-        shown, extra = (
-            (BIG, struct.pack("<HHQQ", ZIP64, 16, size, size)) if size >= BIG else (size, b"")
-        )
-        begin = at + 30 + len(path) + len(extra) + 4
-        pad = -begin % ALIGNMENT
-        extra += struct.pack("<HH", PADDING, pad) + b"Z" * pad
-        common = struct.pack(
-            "<HHHHHIIIHH", 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra)
-        )
-        self.out += b"PK\x03\x04" + common + path + extra
-        self._list(path, size, crc, at)
+    def add_bytes(self, name: str, size: int, data: bytes = b"") -> tuple[int, int]:
+        """Append an entry that is no tensor to the first file: the file and the offset."""
+        file, offset, skipped = self.add(next(iter(self.numbers), 0), size, name)
+        if skipped or data:
+            self.literals.append(Literal(file, offset - skipped, bytes(skipped) + data))
+        self.states[name] = _BYTES
+        return file, offset
 
-    def _list(self, path: bytes, size: int, crc: int, at: int) -> None:
-        """Add a member to the central directory."""
-        big = [value for value in (size, size, at) if value >= BIG]
-        extra = struct.pack(f"<HH{len(big)}Q", ZIP64, 8 * len(big), *big) if big else b""
-        shown, where = min(size, BIG), min(at, BIG)
-        self._directory += b"PK\x01\x02" + struct.pack(
-            "<HHHHHHIIIHHHHHII",
-            0, 0, UTF8, 0, 0, 0, crc, shown, shown, len(path), len(extra), 0, 0, 0, 0, where,
-        )  # fmt: skip
-        self._directory += path + extra
-        self._count += 1
 
-    def finish(self) -> None:
-        """Add the last member, the central directory, and the records that locate it."""
-        self.add("version", b"3\n")
-        at, size, count = len(self.out) + self.skipped, len(self._directory), self._count
-        self.out += self._directory
-        if at >= BIG:
-            end = at + size
-            self.out += b"PK\x06\x06" + struct.pack(
-                "<QHHIIQQQQ", 44, 45, 45, 0, 0, count, count, size, at
-            )
-            self.out += b"PK\x06\x07" + struct.pack("<IQI", 0, end, 1)
-        self.out += b"PK\x05\x06" + struct.pack(
-            "<HHHHIIH", 0, 0, count, count, size, min(at, BIG), 0
-        )
+def distcp(
+    tensors: Mapping[str, Wanted],
+    objects: Sequence[StoredObject] = (),
+    nesting: Mapping[str, Path] | None = None,
+    values: Mapping[str, Any] | None = None,
+    extras: Mapping[str, Any] | None = None,
+) -> Output:
+    """The files of the ranks, and the ``.metadata`` that finds everything in them."""
+    layouts = {wanted.layout for wanted in tensors.values() if wanted.layout is not None}
+    ranks = {0}.union(*(layout.ranks for layout in layouts))
+    plan, outputs = _Plan({rank: f"__{rank}_0.distcp" for rank in ranks}), dict[str, OutputTensor]()
+    for number, (name, wanted) in enumerate(tensors.items()):
+        pieces, chunks = list[StoredPiece](), list[Shared]()
+        around: list[tuple[bytes, bytes]] = []
+        for start, stop, rank in owned_boxes(name, wanted, number):
+            planned = _planned(wanted.dtype, start, stop)
+            file, offset, skipped = plan.add(rank, planned.size, name, planned.start, len(chunks))
+            around.append((planned.head(skipped), planned.tail))
+            at = offset + planned.data_offset
+            pieces.append(StoredPiece(planned.box, file, at, planned.strides))
+            chunks.append(planned.chunk)
+        size = itemsize(wanted.dtype)
+        placed = Pieces(len(wanted.shape), size, tuple(pieces), tuple(around))
+        outputs[name] = OutputTensor(name, wanted.shape, wanted.dtype, placed)
+        described = (_properties(wanted.dtype), _size(wanted.shape), chunks)
+        plan.states[name] = Instance(_TENSOR, Fields(("properties", "size", "chunks"), described))
+    copies = [ObjectCopy(one, *plan.add_bytes(one.name, one.size)) for one in objects]
+    for name, value in (values or {}).items():
+        data = value_archive(value)
+        plan.add_bytes(name, len(data), data)
+    files = [StoredFile(plan.names[rank], plan.sizes[at]) for rank, at in plan.numbers.items()]
+    paths = nesting or {}
+    state = {
+        "state_dict_metadata": plan.states,
+        "planner_data": {name: paths.get(name, (name,)) for name in plan.states},
+        "storage_data": plan.places,
+        "storage_meta": None,
+        "version": "1.0.0",
+        **(extras or {}),
+    }
+    metadata = pickled(Instance(Global(_METADATA, "Metadata"), state))
+    literals = (*plan.literals, Literal(len(files), 0, metadata))
+    return Output((*files, StoredFile(".metadata", len(metadata))), outputs, literals, (*copies,))
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """A box as it is written, the same for thousands of tensors."""
+
+    box: Box
+    strides: tuple[int, ...]
+    chunk: Shared
+    start: Shared
+    size: int
+    """Bytes of the archive."""
+    data_offset: int
+    tail: bytes
+    heads: dict[int, bytes]
+
+    def head(self, skipped: int) -> bytes:
+        """The bytes before the elements, with padding of this length before them."""
+        known = self.heads.get(skipped)
+        if known is None:
+            known = self.heads[skipped] = bytes(skipped) + self.heads[0]
+        return known
+
+
+@lru_cache(maxsize=4096)
+def _planned(dtype: str, start: tuple[int, ...], stop: tuple[int, ...]) -> _Planned:
+    box = Box(start, stop)
+    shape = box.shape
+    archive = TensorArchive.of(dtype, shape)
+    chunk = Fields(("offsets", "sizes"), (_size(start), _size(shape)))
+    return _Planned(
+        box, row_major(shape), Shared(Instance(_CHUNK, chunk)), _size(start),
+        archive.size, archive.data_offset, archive.tail, {0: archive.head},
+    )  # fmt: skip
+
+
+@cache
+def _properties(dtype: str) -> Shared:
+    state = (Global("torch", dtype), _STRIDED, False, _FORMAT, False)
+    return Shared(Instance(Global(_METADATA, "TensorProperties"), state))
+
+
+@lru_cache(maxsize=1 << 16)
+def _size(values: tuple[int, ...]) -> Shared:
+    return Shared(Call(_SIZE, (values,)))

@@ -12,21 +12,11 @@ proportional to the size of the input.
 >>> unpickle(pickle.dumps(datetime.date(2026, 1, 2)), allow_none, "a.pkl")
 Traceback (most recent call last):
 reshard.errors.UnsupportedError: a.pkl: names datetime.date, which is not read: nothing was run
-
-Plain values are numbers, strings, bytes, and lists, tuples and dicts of them. Values that nest
-without end, or that refer to one list in thousands of places, are not plain: each visit of a value
-is counted, so that its text and its pickle are bounded by the size of the file.
-
->>> is_plain([0.9, (1, None)], Visits(100)), is_plain([object()], Visits(100))
-(True, False)
->>> as_json((0.9, 0.999)), as_json(b"raw")
-('[0.9, 0.999]', None)
 """
 
 from __future__ import annotations
 
 import io
-import json
 import pickle
 import struct
 from collections.abc import Callable
@@ -36,7 +26,7 @@ from typing import Any, NoReturn
 from reshard.errors import DamageError, UnsupportedError
 from reshard.text import quoted
 
-__all__ = ["Global", "Record", "Visits", "allow_none", "as_json", "is_plain", "unpickle"]
+__all__ = ["Global", "Record", "allow_none", "unpickle"]
 
 MAX_NAME = 1 << 10
 """Characters of the name of a module, and of a name in it."""
@@ -111,11 +101,11 @@ def unpickle(data: bytes, allowed: Allowed, where: str) -> Any:
         return reader.load()
     except (IndexError, struct.error):
         reader.fail("the pickle is truncated")
-    except (KeyError, TypeError, AttributeError, OverflowError, pickle.UnpicklingError):
-        reader.fail("the pickle is malformed")
-    except ValueError as error:
-        if isinstance(error, DamageError | UnsupportedError):
-            raise
+    except (DamageError, UnsupportedError):
+        raise
+    except (
+        KeyError, TypeError, AttributeError, OverflowError, ValueError, pickle.UnpicklingError,
+    ):  # fmt: skip
         reader.fail("the pickle is malformed")
     except MemoryError:
         reader.refuse("the pickle takes more memory than there is")
@@ -147,13 +137,11 @@ class _Unpickler(pickle._Unpickler):
         except _Stop as stop:
             return stop.value
 
-    def fail(self, why: str) -> NoReturn:
-        at = self._file.tell()
-        raise DamageError(f"{self._where}: byte {at} of {self._size}: {why}")
+    def fail(self, why: str, kind: type[Exception] = DamageError) -> NoReturn:
+        raise kind(f"{self._where}: byte {self._file.tell()} of {self._size}: {why}")
 
     def refuse(self, why: str) -> NoReturn:
-        at = self._file.tell()
-        raise UnsupportedError(f"{self._where}: byte {at} of {self._size}: {why}")
+        self.fail(why, UnsupportedError)
 
     def spend(self, count: int) -> None:
         """Count elements that are visited or copied although the input has them only once."""
@@ -187,15 +175,9 @@ class _Unpickler(pickle._Unpickler):
     def persistent_load(self, pid: Any) -> Record:
         return Record(None, (pid,))
 
-    def load_frame(self) -> None:
-        self.read(8)
-
     def load_setitem(self) -> None:
         value = self.stack.pop()
         self._set_items([self.stack.pop(), value])
-
-    def load_setitems(self) -> None:
-        self._set_items(self.pop_mark())
 
     def load_dict(self) -> None:
         pairs = self.pop_mark()
@@ -292,10 +274,10 @@ _ALIASES = {
     pickle.BYTEARRAY8: pickle.BINBYTES8,
 }
 """Sets are read as lists, whose elements need no hash; a bytearray, allocated first, as bytes."""
-_OWN: dict[bytes, Callable[[_Unpickler], None]] = {
-    pickle.FRAME: _Unpickler.load_frame,
+_OWN: dict[bytes, Callable[[_Unpickler], Any]] = {
+    pickle.FRAME: lambda reader: reader.read(8),
     pickle.SETITEM: _Unpickler.load_setitem,
-    pickle.SETITEMS: _Unpickler.load_setitems,
+    pickle.SETITEMS: lambda reader: reader._set_items(reader.pop_mark()),
     pickle.DICT: _Unpickler.load_dict,
     pickle.REDUCE: _Unpickler.load_reduce,
     pickle.NEWOBJ: _Unpickler.load_reduce,
@@ -303,62 +285,11 @@ _OWN: dict[bytes, Callable[[_Unpickler], None]] = {
     pickle.BUILD: _Unpickler.load_build,
 }
 
-
-def _steps() -> list[Callable[[Any], None]]:
-    """What carries out each of the 256 instructions."""
-    inherited: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
-    steps: list[Callable[[Any], None]] = [_Unpickler.load_other] * 256
-    for code in _INHERITED:
-        steps[code] = inherited[code]
-    for alias, known in _ALIASES.items():
-        steps[alias[0]] = inherited[known[0]]
-    for own, step in _OWN.items():
-        steps[own[0]] = step
-    return steps
-
-
-_STEPS = _steps()
-
-
-MAX_DEPTH = 32
-MAX_TEXT = 1 << 20
-"""Characters and bytes of all strings of one value."""
-
-_PLAIN = (str, bytes, int, float, type(None))  # bool is an int
-
-
-class Visits:
-    """The number of values that may still be visited."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, left: int) -> None:
-        self.left = left
-
-
-def is_plain(value: Any, visits: Visits) -> bool:
-    """Whether a value is plain and within the limits of one value."""
-    pending, text = [(value, 0)], 0
-    while pending:
-        found, depth = pending.pop()
-        visits.left -= 1
-        if isinstance(found, str | bytes):
-            text += len(found)
-        elif isinstance(found, list | tuple | dict):
-            inside = [*found, *found.values()] if isinstance(found, dict) else found
-            if depth >= MAX_DEPTH or len(inside) > visits.left:
-                return False
-            pending += [(one, depth + 1) for one in inside]
-        elif not isinstance(found, _PLAIN):
-            return False
-        if text > MAX_TEXT or visits.left < 0:
-            return False
-    return True
-
-
-def as_json(value: Any) -> str | None:
-    """A plain value as JSON; None if JSON cannot represent it, as with bytes or infinity."""
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError):
-        return None
+_LIBRARY: dict[int, Callable[[Any], None]] = dict(pickle._Unpickler.dispatch)
+_KNOWN: dict[int, Callable[[Any], None]] = {
+    **{code: _LIBRARY[code] for code in _INHERITED},
+    **{alias[0]: _LIBRARY[known[0]] for alias, known in _ALIASES.items()},
+    **{code[0]: step for code, step in _OWN.items()},
+}
+_STEPS = [_KNOWN.get(code, _Unpickler.load_other) for code in range(256)]
+"""What carries out each of the 256 instructions."""

@@ -1,24 +1,38 @@
-"""Tensors in the pickle of a ``torch.save`` archive: their dtype, shape, strides and bytes."""
+"""Tensors and plain values in the pickles of ``torch.save`` archives.
+
+A tensor has a dtype, a shape, strides, and the bytes of a storage. Plain values are numbers,
+strings, bytes, and lists, tuples and dicts of them. Values that nest without end, or that refer to
+one list in thousands of places, are not plain: each visit of a value is counted, so that its text
+and its pickle are bounded by the size of the file.
+
+>>> is_plain([0.9, (1, None)], Visits(100)), is_plain([object()], Visits(100))
+(True, False)
+>>> as_json((0.9, 0.999)), as_json(b"raw")
+('[0.9, 0.999]', None)
+"""
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from reshard.checkpoint.catalog import Catalog, StoredObject
 from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
-from reshard.checkpoint.formats.torch.archive import Archive
-from reshard.checkpoint.formats.torch.unpickler import Global, Record
+from reshard.checkpoint.formats.torch_archive import Archive, archive_crcs, read_archives
+from reshard.checkpoint.formats.torch_unpickler import Global, Record, unpickle
+from reshard.checkpoint.storage import Storage
 from reshard.dtypes import ITEMSIZE, itemsize
-from reshard.errors import DamageError, UnsupportedError
+from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES", "LocalTensor", "View", "allow_tensors", "dtype_of", "is_tensor", "tensor_of",
-    "view_of",
+    "STORAGE_DTYPES", "LocalTensor", "View", "Visits", "allow_tensors", "as_json", "dtype_of",
+    "is_plain", "is_tensor", "object_texts", "view_of",
 ]  # fmt: skip
 
 STORAGE_DTYPES = {
@@ -81,7 +95,7 @@ def allow_tensors(module: str, name: str) -> bool:
 
 
 def is_tensor(value: object) -> bool:
-    """Whether a record is a tensor, also of a kind that ``tensor_of`` refuses."""
+    """Whether a record is a tensor, also of a kind that ``view_of`` refuses."""
     return isinstance(value, Record) and value.kind.startswith(_TENSORS)
 
 
@@ -109,14 +123,15 @@ class View:
 
     def within(self, archive: Archive, where: str) -> LocalTensor:
         """The tensor in an archive whose pickle has this record."""
-        offset = _place(archive, self.storage, self.length, where)
-        offset += self.start * itemsize(self.dtype)
+        member = archive.storages.get(self.storage)
+        if member is None and self.length:
+            raise DamageError(f"{where}: the archive has no storage {self.storage}")
+        if member is not None and member.size != self.length:
+            raise DamageError(
+                f"{where}: storage {self.storage} has {member.size} bytes instead of {self.length}"
+            )
+        offset = (member.offset if member else 0) + self.start * itemsize(self.dtype)
         return LocalTensor(self.dtype, self.shape, self.strides, offset, self.storage)
-
-
-def tensor_of(record: Record, archive: Archive, where: str) -> LocalTensor:
-    """The tensor that a record describes, checked against the archive."""
-    return view_of(record, where).within(archive, where)
 
 
 def view_of(record: Record, where: str) -> View:
@@ -130,7 +145,12 @@ def view_of(record: Record, where: str) -> View:
             dtype = dtype_of(kind, where)
         case _:
             raise UnsupportedError(f"{where}: a tensor made by {record.kind} is not supported")
-    _check_plain(extra, where)
+    flags = extra[0] if extra else None
+    if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
+        raise UnsupportedError(  # its bytes are not its values
+            f"{where}: a lazily conjugated or negated tensor is not supported: "
+            "save x.resolve_conj().resolve_neg()"
+        )
     key, dtype, length = _storage(storage, dtype, where)
     shape = checked_shape(size, where)
     fits = isinstance(stride, list | tuple) and len(stride) == len(shape)
@@ -138,8 +158,17 @@ def view_of(record: Record, where: str) -> View:
     if strides is None or type(start) is not int or start < 0:
         raise DamageError(f"{where}: strides {shown(stride)} do not fit the shape {shape}")
     start, strides = _used(shape, start, strides)
-    _check_inside(shape, strides, start, length // itemsize(dtype), where)
-    _check_size(prod(shape) * itemsize(dtype), length, where)
+    last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+    count, size = length // itemsize(dtype), prod(shape) * itemsize(dtype)
+    if last >= count and size:
+        raise DamageError(
+            f"{where}: its last element is number {last} of a storage of {count} elements"
+        )
+    if size > max(SMALL, EXPANDED * length):
+        raise UnsupportedError(
+            f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
+            f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
+        )
     return View(dtype, shape, strides, start, key, length)
 
 
@@ -171,16 +200,6 @@ def _plain(record: Record, where: str) -> Record:
     raise DamageError(f"{where}: a tensor wrapped without end")
 
 
-def _check_plain(extra: list[Any], where: str) -> None:
-    """Refuse a tensor that is conjugated or negated when used: its bytes are not its values."""
-    flags = extra[0] if extra else None
-    if isinstance(flags, Mapping) and (len(flags) > MAX_ARGS or any(flags.values())):
-        raise UnsupportedError(
-            f"{where}: a lazily conjugated or negated tensor is not supported: "
-            "save x.resolve_conj().resolve_neg()"
-        )
-
-
 def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int]:
     """The member of a storage, the dtype of its elements, and its size in bytes."""
     match storage:
@@ -200,32 +219,86 @@ def _storage(storage: Any, dtype: str | None, where: str) -> tuple[str, str, int
     return key, dtype or own, count * itemsize(own)
 
 
-def _place(archive: Archive, key: str, length: int, where: str) -> int:
-    member = archive.storages.get(key)
-    if member is None:
-        if length == 0:
-            return 0
-        raise DamageError(f"{where}: the archive has no storage {key}")
-    if member.size != length:
-        raise DamageError(f"{where}: storage {key} has {member.size} bytes instead of {length}")
-    return member.offset
+MAX_DEPTH = 32
+MAX_TEXT = 1 << 20
+"""Characters and bytes of all strings of one value."""
+
+_PLAIN = (str, bytes, int, float, type(None))  # bool is an int
 
 
-def _check_inside(
-    shape: tuple[int, ...], strides: tuple[int, ...], start: int, count: int, where: str
-) -> None:
-    if 0 in shape:
-        return
-    last = start + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if last >= count:
-        raise DamageError(
-            f"{where}: its last element is number {last} of a storage of {count} elements"
-        )
+class Visits:
+    """The number of values that may still be visited."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, left: int) -> None:
+        self.left = left
 
 
-def _check_size(size: int, length: int, where: str) -> None:
-    if size > max(SMALL, EXPANDED * length):
-        raise UnsupportedError(
-            f"{where} has {format_bytes(size)} and its storage {format_bytes(length)}: it is "
-            f"expanded by more than {EXPANDED} times, which is not read: save it before expand()"
-        )
+def is_plain(value: Any, visits: Visits) -> bool:
+    """Whether a value is plain and within the limits of one value."""
+    pending, text = [(value, 0)], 0
+    while pending:
+        found, depth = pending.pop()
+        visits.left -= 1
+        if isinstance(found, str | bytes):
+            text += len(found)
+        elif isinstance(found, list | tuple | dict):
+            inside = [*found, *found.values()] if isinstance(found, dict) else found
+            if depth >= MAX_DEPTH or len(inside) > visits.left:
+                return False
+            pending += [(one, depth + 1) for one in inside]
+        elif not isinstance(found, _PLAIN):
+            return False
+        if text > MAX_TEXT or visits.left < 0:
+            return False
+    return True
+
+
+def as_json(value: Any) -> str | None:
+    """A plain value as JSON; None if JSON cannot represent it, as with bytes or infinity."""
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return None
+
+
+MAX_OBJECT = 1 << 16
+"""Bytes of an object that is read; larger ones are copied unread."""
+OBJECTS = 1024
+
+
+def object_texts(storage: Storage, catalog: Catalog) -> Mapping[str, str]:
+    """The objects of a ``.distcp`` that are plain values, as JSON.
+
+    Formats such as safetensors hold strings only, so they keep a step or a learning rate as text.
+    """
+    small = [entry for entry in catalog.objects.values() if entry.size <= MAX_OBJECT]
+    texts: dict[str, str] = {}
+    for first in range(0, len(small), OBJECTS):
+        texts |= _texts(storage, catalog, small[first : first + OBJECTS])
+    return texts
+
+
+def _texts(storage: Storage, catalog: Catalog, entries: Sequence[StoredObject]) -> dict[str, str]:
+    """The texts of a batch of objects; one by one if an archive among them cannot be read."""
+    ranges = [(catalog.files[entry.file].path, entry.offset, entry.size) for entry in entries]
+    texts: dict[str, str] = {}
+    try:
+        archives = read_archives(storage, ranges, MAX_OBJECT)
+        for entry, archive in zip(entries, archives, strict=True):
+            value = unpickle(archive.pickle, allow_tensors, archive.where)
+            text = as_json(value) if is_plain(value, Visits(len(archive.pickle))) else None
+            if text is not None:
+                texts[entry.name] = text
+    except CheckpointError as error:
+        if len(entries) > 1:
+            for entry in entries:
+                texts |= _texts(storage, catalog, [entry])
+        elif isinstance(error, DamageError):
+            try:
+                archive_crcs(storage, ranges[0], 0)
+            except CheckpointError:
+                return {}  # no archive of torch.save, so not a plain value
+            raise
+    return texts
