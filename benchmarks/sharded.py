@@ -73,7 +73,7 @@ def reshard_case(side: int, what: str, want: ChunkShardingSpec) -> Case:
         # Its reshard changes the tensor, so that each time needs a new one.
         fresh = theirs.init_from_local_shards(shards, side, side)
         began = time.perf_counter()
-        fresh.resharded(target)
+        fresh.reshard(target)
         return time.perf_counter() - began
 
     moved = rs.move(local, *layouts, shape=(side, side))

@@ -30,7 +30,7 @@ with needing_torch("reshard.compat"):
         check_disjoint,
         check_tensor,
     )
-    from reshard.sharded.specs.base import layout_of_shards
+    from reshard.sharded.specs import layout_of_shards
     from reshard.sharded.tensor import ShardedTensor
 
 __all__ = ["MODULES"]

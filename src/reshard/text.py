@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 from reshard.errors import SizeError
 
 __all__ = [
-    "align", "and_more", "count", "format_bytes", "format_shape", "log", "name_list",
+    "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log", "name_list",
     "parse_bytes", "quoted", "shorten",
 ]  # fmt: skip
 
@@ -119,6 +119,16 @@ def shorten(text: str, most: int) -> str:
         return text
     tail = (most - 3) // 3
     return f"{text[: most - 3 - tail]}...{text[-tail:]}"
+
+
+def first_line(error: object) -> str:
+    """The beginning of the text of an error; its type if it has no text.
+
+    >>> first_line(ValueError("two lines\nof text")), first_line(KeyError())
+    ('two lines', 'KeyError')
+    """
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__
 
 
 def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:

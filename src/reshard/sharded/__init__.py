@@ -8,17 +8,19 @@ st.reshard(ChunkShardingSpec(1, spec.placements))
 
 The names of ``torch.distributed._shard`` and more; docs/sharded.md says what is better.
 
-api           functions that make sharded tensors
-optim         ShardedOptimizer
-tensor        the class ShardedTensor
-local_shards  contents from shards that the ranks already have
-ops/          operations of torch on sharded tensors
-files/        sharded tensors in files and state dicts
-move/         contents moved to other layouts, and the same operations with gradients
-specs/        how a tensor is split into shards, and which rank holds each
-content       the layout of a sharded tensor and the parts of this rank
-metadata      one shard, its metadata, the properties of all shards, and checks of lists of shards
-groups        process groups, RPC workers and references
+api        functions that make sharded tensors, and those of torch's reshard module
+optim      ShardedOptimizer
+tensor     the class ShardedTensor
+ops/       operations of torch on sharded tensors
+files/     sharded tensors in files and state dicts
+autograd   moves and conversions that autograd follows
+move       contents moved to other layouts
+create     contents from specs, and from shards that the ranks already have
+splits     specs that split a tensor into parts, and the spec that lists shards
+specs      ShardingSpec, the base class of specs, and the spec of a layout
+content    the layout of a sharded tensor and the parts of this rank
+metadata   one shard, its metadata, the properties of all shards, and checks of lists of shards
+groups     process groups, RPC workers and references
 """
 
 from reshard.errors import needing_torch
@@ -28,10 +30,13 @@ with needing_torch("reshard.sharded"):
 
 from reshard.sharded.api import (
     ShardMismatchError,
+    build_reshard_metadata,
     empty,
     full,
+    get_idx_from_placements,
     init_from_local_shards,
     ones,
+    plan_reshard,
     rand,
     randn,
     reshard_local_shard,
@@ -49,11 +54,6 @@ from reshard.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from reshard.sharded.move.resharding import (
-    build_reshard_metadata,
-    get_idx_from_placements,
-    plan_reshard,
-)
 from reshard.sharded.ops.functions import (
     allclose,
     custom_sharded_op_impl,
@@ -61,18 +61,20 @@ from reshard.sharded.ops.functions import (
     equal,
 )
 from reshard.sharded.optim import ShardedOptimizer, lay_out_state, named_params_with_sharded_tensor
-from reshard.sharded.specs.base import DevicePlacementSpec, PlacementSpec, ShardingSpec
-from reshard.sharded.specs.grids import (
+from reshard.sharded.specs import (
+    DevicePlacementSpec,
+    LayoutShardingSpec,
+    PlacementSpec,
+    ShardingSpec,
+)
+from reshard.sharded.splits import (
     ChunkShardingSpec,
+    EnumerableShardingSpec,
     GridShardingSpec,
     RaggedShardingSpec,
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
-)
-from reshard.sharded.specs.listed import (
-    EnumerableShardingSpec,
-    LayoutShardingSpec,
     infer_sharding_spec,
 )
 from reshard.sharded.tensor import ShardedTensor

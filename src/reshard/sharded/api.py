@@ -1,4 +1,4 @@
-"""Functions that make sharded tensors: factories, sharding of plain tensors, local shards.
+"""Functions that make sharded tensors, and those of torch's ``reshard`` module.
 
 To shard plain tensors, ranks first compare what they were given, all tensors together, with one
 small exchange; then all tensors move along one plan.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
-from typing import Literal, Unpack, cast, get_args
+from typing import Literal, Unpack, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -17,14 +17,14 @@ import torch.distributed as dist
 from reshard.dtypes import canonical_dtype
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.layout.spec import TensorSpec
-from reshard.planning.plans import plan
+from reshard.planning.plans import ONE, Plan, plan
+from reshard.sharded.autograd import from_local
 from reshard.sharded.content import Content, ContentTensor
+from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, members
-from reshard.sharded.metadata import Shard, ShardMetadata, TensorProperties
-from reshard.sharded.move.autograd import from_local
-from reshard.sharded.move.engine import local_part, split_parts
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import content_for
+from reshard.sharded.metadata import Placement, Shard, ShardMetadata, TensorProperties
+from reshard.sharded.move import local_part, split_parts
+from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import Options, ShardedTensor, Size, filled_tensor, tensor_of
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
@@ -32,11 +32,14 @@ from reshard.tensors.local import whole_on
 
 __all__ = [
     "ShardMismatchError",
+    "build_reshard_metadata",
     "digest",
     "empty",
     "full",
+    "get_idx_from_placements",
     "init_from_local_shards",
     "ones",
+    "plan_reshard",
     "rand",
     "randn",
     "reshard_local_shard",
@@ -64,46 +67,31 @@ def _content_for(name: str, tensor: torch.Tensor, spec: ShardingSpec, group: Gro
     return content_for(spec, tensor.shape, TensorProperties(tensor.dtype, tensor.layout), group)
 
 
-def _source(src_rank: object, ranks: tuple[int, ...]) -> int:
-    if isinstance(src_rank, int) and 0 <= src_rank < len(ranks):
-        return src_rank
-    raise ArgumentError(
-        f"src_rank={src_rank!r} is no rank of a group of {len(ranks)}: give 0 to {len(ranks) - 1}"
-    )
-
-
 Fingerprint = dict[str, int | str | None]
+"""What a rank was given, in a form that ranks can compare."""
 
 
-def _fingerprint(
+def _compare(
     tensors: Mapping[str, torch.Tensor],
     contents: Mapping[str, Content],
     src_rank: object,
+    group: Group,
     problem: Exception | None,
-) -> Fingerprint:
-    """What this rank was given, in a form that ranks can compare."""
-    if problem is not None:
-        return {"source": repr(src_rank), "kind": type(problem).__name__, "problem": str(problem)}
-    kinds = [
-        (name, content.shape, str(content.dtype), tensors[name].requires_grad)
-        for name, content in contents.items()
-    ]
-    shards = [repr(content.stated or content.layout) for content in contents.values()]
-    return {
-        "source": repr(src_rank),
-        "kind": None,
-        "tensors": digest(repr(kinds)),
-        "specs": digest("".join(shards)),
-    }
-
-
-def _compare(own: Fingerprint, group: Group, problem: Exception | None) -> None:
+) -> None:
     """Raise on every rank alike if ranks were not given the same."""
+    own: Fingerprint = {"source": repr(src_rank), "kind": None}
+    if problem is not None:
+        own |= {"kind": type(problem).__name__, "problem": str(problem)}
+    else:
+        kinds = [
+            (name, content.shape, str(content.dtype), tensors[name].requires_grad)
+            for name, content in contents.items()
+        ]
+        shards = [repr(content.stated or content.layout) for content in contents.values()]
+        own |= {"tensors": digest(repr(kinds)), "specs": digest("".join(shards))}
     found: dict[int, Fingerprint] = Agreement(group, "sharding tensors").gather(own)
-    sources = [one["source"] for one in found.values()]
-    _check_equal(
-        found, "source", f"src_rank of the other ranks: they are [{', '.join(map(str, sources))}]"
-    )
+    sources = ", ".join(str(one["source"]) for one in found.values())
+    _check_equal(found, "source", f"src_rank of the other ranks: they are [{sources}]")
     if len({one["kind"] for one in found.values()}) > 1:
         refusing = [rank for rank, one in found.items() if one["kind"] is not None]
         raise ShardMismatchError(
@@ -159,18 +147,12 @@ def _move(
 
 def _with_local(content: Content, local: torch.Tensor | None, source: torch.Tensor) -> Content:
     """The content with its parts, in memory that is not the source's."""
-    parts = () if local is None else split_parts(local, content.layout)
     memory = source.untyped_storage().data_ptr()
-    shared = [part.untyped_storage().data_ptr() == memory for part in parts]
-    return content.with_parts(
-        [
-            (part.clone() if is_shared else part).to(content.device)
-            for part, is_shared in zip(parts, shared, strict=True)
-        ]
-    )
-
-
-ONE = "tensor"
+    parts = []
+    for part in () if local is None else split_parts(local, content.layout):
+        is_shared = part.untyped_storage().data_ptr() == memory
+        parts.append((part.clone() if is_shared else part).to(content.device))
+    return content.with_parts(parts)
 
 
 def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
@@ -244,13 +226,19 @@ def shard_tensors(
     ranks = members(process_group)
     scatter = scatter and src_rank is not None
     contents: dict[str, Content] = {}
-    problem = None
+    owners, problem = ranks, None
     try:
         if check not in get_args(Check):
             raise ArgumentError(
                 f'check="{check}" is no way to compare ranks: give one of {get_args(Check)}'
             )
-        owners = (ranks[_source(src_rank, ranks)],) if scatter else ranks
+        if scatter:
+            if not isinstance(src_rank, int) or not 0 <= src_rank < len(ranks):
+                raise ArgumentError(
+                    f"src_rank={src_rank!r} is no rank of a group of {len(ranks)}: give 0 to "
+                    f"{len(ranks) - 1}"
+                )
+            owners = (ranks[src_rank],)
         contents = {
             name: _content_for(name, tensor, specs[name], process_group)
             for name, tensor in tensors.items()
@@ -259,7 +247,7 @@ def shard_tensors(
         problem = error
     if scatter and check != "none" and len(ranks) > 1:
         # Also with a problem: the other ranks would otherwise wait for this one.
-        _compare(_fingerprint(tensors, contents, src_rank, problem), process_group, problem)
+        _compare(tensors, contents, src_rank, process_group, problem)
     if problem is not None:
         raise problem
     local = _move(tensors, contents, owners, process_group)
@@ -314,3 +302,70 @@ def reshuffle_local_shard(
 ) -> tuple[list[Shard], list[ShardMetadata]]:
     """The same for specs that split the same dim; both use the same planner."""
     return reshard_local_shard(local_shard, st_size, sharding_spec, resharding_spec, pg)
+
+
+class PlacementsError(ArgumentError, RuntimeError):
+    """A rank is not among placements."""
+
+
+def build_reshard_metadata(
+    st_size: Sequence[int],
+    sharding_spec: ShardingSpec,
+    group_or_world: Group | int = None,
+    *,
+    world_size: int | None = None,
+) -> tuple[tuple[ShardMetadata, ...], tuple[int, ...]]:
+    """The metadata of all shards of a spec in rank order, and those ranks.
+
+    >>> from reshard.sharded import ChunkShardingSpec
+    >>> spec = ChunkShardingSpec(0, ["rank:1/cpu", "rank:0/cpu"])
+    >>> shards, ranks = build_reshard_metadata([4, 6], spec, 2)
+    >>> [shard.shard_offsets for shard in shards], ranks
+    ([(2, 0), (0, 0)], (0, 1))
+    """
+    shards = sharding_spec.build_metadata(torch.Size(st_size), TensorProperties()).shards_metadata
+    ordered = tuple(sorted(shards, key=lambda shard: -1 if shard.rank is None else shard.rank))
+    ranks = tuple(-1 if shard.rank is None else shard.rank for shard in ordered)
+    group_or_world = group_or_world if world_size is None else world_size
+    known = range(group_or_world) if isinstance(group_or_world, int) else members(group_or_world)
+    for rank in ranks:
+        if rank not in known:
+            raise PlacementsError(f"rank {rank} of the spec is not among {list(known)}")
+    return ordered, ranks
+
+
+@overload
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: Literal[False] = False
+) -> int: ...
+
+
+@overload
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: bool
+) -> tuple[int, ...] | int: ...
+
+
+def get_idx_from_placements(
+    placements: Sequence[Placement | str], current_rank: int, *, all: bool = False
+) -> tuple[int, ...] | int:
+    """The index of a rank among placements: the first one, or with ``all`` a tuple of all.
+
+    >>> get_idx_from_placements(["rank:3/cpu", "rank:1/cpu"], 1)
+    1
+    """
+    read = [Placement(place) if isinstance(place, str) else place for place in placements]
+    indices = [index for index, place in enumerate(read) if place.rank() == current_rank]
+    if not indices and not all:
+        raise PlacementsError(
+            f"rank {current_rank} is not among the placements {[str(place) for place in read]}"
+        )
+    return tuple(indices) if all else indices[0]
+
+
+def plan_reshard(
+    src: ShardingSpec, dst: ShardingSpec, size: Sequence[int], dtype: torch.dtype = torch.float32
+) -> Plan:
+    """The plan of a reshard, without communication: it can be printed, proven and simulated."""
+    shape = tuple(size)
+    return plan(src.layout(shape), dst.layout(shape), shape=shape, dtype=str(dtype))

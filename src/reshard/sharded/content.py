@@ -140,12 +140,13 @@ class Content:
         """The metadata of all shards on all ranks; replicas are listed once per rank."""
         if self.stated is not None:
             return self.stated
-        return tuple(shard for rank in self.layout.ranks for shard in self._shards_of(rank))
-
-    def _shards_of(self, rank: int) -> list[ShardMetadata]:
-        place = f"rank:{rank}/{_device_on(rank, self.device)}"
-        boxes = [piece.box for piece in self.layout.pieces(rank, self.shape)]
-        return [ShardMetadata(box.start, box.shape, place) for box in boxes]
+        return tuple(
+            ShardMetadata(
+                piece.box.start, piece.box.shape, f"rank:{rank}/{_device_on(rank, self.device)}"
+            )
+            for rank in self.layout.ranks
+            for piece in self.layout.pieces(rank, self.shape)
+        )
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -154,20 +155,15 @@ class Content:
         own = [shard for shard in self.shards_metadata if shard.rank == rank]
         if not dist.is_initialized() and len(self.parts) == len(self.shards_metadata):
             own = list(self.shards_metadata)  # without a group, all shards may be in this process
-        one_each = isinstance(self.layout, BoxLayout) or _is_one_shard(self.parts, own)
-        tensors = self.parts if one_each else self._piece_views()
+        tensors = self.parts
+        sizes = [shard.shard_sizes for shard in own]
+        if (
+            not isinstance(self.layout, BoxLayout)
+            and [tuple(one.shape) for one in tensors] != sizes
+        ):
+            pieces = self.layout.pieces(rank, self.shape) if tensors else ()
+            tensors = tuple(piece_view(tensors[0], piece) for piece in pieces)
         return tuple(Shard(tensor, one) for tensor, one in zip(tensors, own, strict=True))
-
-    def _piece_views(self) -> tuple[torch.Tensor, ...]:
-        if not self.parts:
-            return ()
-        pieces = self.layout.pieces(this_rank(), self.shape)
-        return tuple(piece_view(self.parts[0], piece) for piece in pieces)
-
-
-def _is_one_shard(parts: Sequence[torch.Tensor], shards: Sequence[ShardMetadata]) -> bool:
-    one = len(parts) == len(shards) == 1
-    return one and tuple(parts[0].shape) == shards[0].shard_sizes
 
 
 @dataclass(frozen=True, eq=False, slots=True)

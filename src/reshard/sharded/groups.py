@@ -25,7 +25,6 @@ __all__ = [
     "current_process_group",
     "default_device_of",
     "exchange_rrefs",
-    "gather_numbers",
     "is_outside",
     "is_running",
     "load_with_process_group",
@@ -118,16 +117,6 @@ def default_device_of(group: Group) -> torch.device:
     known = group or dist.group.WORLD
     assert known is not None
     return default_device(known)
-
-
-def gather_numbers(numbers: list[int], group: Group, device: torch.device) -> list[list[int]]:
-    """Equally many numbers from each rank, with one small collective."""
-    if not dist.is_initialized():
-        return [numbers]
-    own = torch.tensor(numbers, dtype=torch.int64, device=device)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
-    return [row.tolist() for row in rows]
 
 
 @contextmanager

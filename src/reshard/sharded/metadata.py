@@ -154,8 +154,9 @@ class Shard:
     metadata: ShardMetadata
 
     def __init__(self, tensor: torch.Tensor, metadata: ShardMetadata) -> None:
-        _check(tensor, metadata)
-        self._tensor, self.metadata = tensor, metadata
+        self.metadata = metadata
+        self.check(tensor)
+        self._tensor = tensor
 
     @classmethod
     def from_tensor_and_offsets(
@@ -172,11 +173,24 @@ class Shard:
 
     @tensor.setter
     def tensor(self, tensor: torch.Tensor) -> None:
-        _check(tensor, self.metadata)
-        self._assign(tensor)
-
-    def _assign(self, tensor: torch.Tensor) -> None:
+        self.check(tensor)
         self._tensor = tensor
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Refuse a tensor of another size or on another device than the metadata says."""
+        sizes, expected = tuple(tensor.size()), self.metadata.shard_sizes
+        if sizes != expected:
+            raise ArgumentError(
+                "Shard tensor size does not match with metadata.shard_lengths! Found shard tensor "
+                f"size {list(sizes)}, metadata.shard_lengths {list(expected)}: give the tensor of "
+                "this shard"
+            )
+        placement = self.metadata.placement
+        if placement is not None and placement.device() != tensor.device:
+            raise ArgumentError(
+                "Local shard tensor device does not match with local Shard's placement! Found "
+                f"{tensor.device} and {placement.device()}: move one to the other"
+            )
 
     def __deepcopy__(self, memo: dict[int, object]) -> Shard:
         values = self.tensor
@@ -188,21 +202,6 @@ class Shard:
 
     def __repr__(self) -> str:
         return f"Shard(tensor={self.tensor}, metadata={self.metadata})"
-
-
-def _check(tensor: torch.Tensor, metadata: ShardMetadata) -> None:
-    sizes, expected = tuple(tensor.size()), metadata.shard_sizes
-    if sizes != expected:
-        raise ArgumentError(
-            "Shard tensor size does not match with metadata.shard_lengths! Found shard tensor size "
-            f"{list(sizes)}, metadata.shard_lengths {list(expected)}: give the tensor of this shard"
-        )
-    placement = metadata.placement
-    if placement is not None and placement.device() != tensor.device:
-        raise ArgumentError(
-            "Local shard tensor device does not match with local Shard's placement! Found "
-            f"{tensor.device} and {placement.device()}: move one to the other"
-        )
 
 
 def check_disjoint(shards: Sequence[ShardMetadata]) -> None:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError
-from reshard.sharded.move.engine import move_like
+from reshard.sharded.move import move_like
 from reshard.sharded.tensor import ShardedTensor, tensor_of
 
 __all__ = ["ShardedOptimizer", "lay_out_state", "named_params_with_sharded_tensor"]

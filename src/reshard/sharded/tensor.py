@@ -21,7 +21,23 @@ import torch
 
 from reshard.errors import OperationError, StateError
 from reshard.layout.layout import Layout
+from reshard.sharded.autograd import (
+    OwnedShard,
+    gradient_hook,
+    to_layout,
+    to_layout_in_place,
+    to_local,
+    to_move_input,
+    to_whole,
+)
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
+from reshard.sharded.create import (
+    content_for,
+    from_local_shards,
+    from_local_tensor,
+    from_metadata,
+    size_of,
+)
 from reshard.sharded.files.pickles import reduce
 from reshard.sharded.files.state_dicts import install
 from reshard.sharded.files.torch_checkpoint import (
@@ -33,25 +49,12 @@ from reshard.sharded.files.torch_checkpoint import (
     write_items,
 )
 from reshard.sharded.groups import Group, check_rrefs, exchange_rrefs
-from reshard.sharded.local_shards import from_local_shards, from_local_tensor, from_metadata
 from reshard.sharded.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from reshard.sharded.move.autograd import (
-    OwnedShard,
-    gradient_hook,
-    to_layout,
-    to_layout_in_place,
-    to_local,
-    to_move_input,
-    to_whole,
-)
-from reshard.sharded.move.engine import gather_to, move_like
-from reshard.sharded.move.resharding import check_in_place, reshard_target
-from reshard.sharded.ops.arguments import Args, Kwargs, Op
+from reshard.sharded.move import check_in_place, gather_to, move_like, reshard_target
 from reshard.sharded.ops.dispatch import dispatch
-from reshard.sharded.ops.dtensor import from_dtensor, to_dtensor
+from reshard.sharded.ops.dtensor import Args, Kwargs, Op, from_dtensor, to_dtensor
 from reshard.sharded.ops.functions import call
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import LayoutShardingSpec, content_for, size_of
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.tensors.kinds import this_rank
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from reshard.nn import ShardingPlan, shard_module
-from reshard.sharded.specs.grids import ChunkShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from tests.ranks.rank import pool_group
 

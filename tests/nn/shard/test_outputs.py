@@ -19,7 +19,7 @@ from reshard.nn.shard.outputs import (
     reshard_output,
 )
 from reshard.sharded.api import shard_tensor
-from reshard.sharded.specs.grids import ChunkShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

@@ -11,8 +11,8 @@ from torch import nn
 
 import reshard as rs
 from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
-from reshard.sharded.specs.grids import ChunkShardingSpec
-from reshard.sharded.specs.listed import LayoutShardingSpec
+from reshard.sharded.specs import LayoutShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec
 
 PLACES = [f"rank:{rank}/cpu" for rank in range(4)]
 ROWS, COLUMNS = ChunkShardingSpec(0, PLACES), ChunkShardingSpec(1, PLACES)

@@ -17,8 +17,8 @@ from reshard.nn import (
     shard_module,
     shard_parameter,
 )
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.grids import ChunkShardingSpec
+from reshard.sharded.specs import ShardingSpec
+from reshard.sharded.splits import ChunkShardingSpec
 from tests.nn.shard.models import COLUMNS, FOUR, ROWS, Model, assert_rows, shard, state_of
 from tests.ranks.pool import Pool
 from tests.ranks.rank import pool_group

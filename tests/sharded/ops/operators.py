@@ -42,7 +42,7 @@ from reshard.sharded import (
     ShardMetadata,
     shard_tensor,
 )
-from reshard.sharded.move import engine
+from reshard.sharded import move as engine
 from tests.ranks.outcome import RankError
 from tests.ranks.pool import Ranks
 from tests.ranks.rank import pool_group

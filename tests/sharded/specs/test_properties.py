@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from reshard.layout import coverage
 from reshard.sharded.metadata import ShardMetadata, TensorProperties
-from reshard.sharded.specs.grids import ChunkShardingSpec, GridShardingSpec
-from reshard.sharded.specs.listed import (
+from reshard.sharded.splits import (
+    ChunkShardingSpec,
     EnumerableShardingSpec,
+    GridShardingSpec,
     RaggedShardingSpec,
     infer_sharding_spec,
 )

@@ -20,17 +20,15 @@ from reshard.sharded.metadata import (
     ShardMetadata,
     TensorProperties,
 )
-from reshard.sharded.specs.base import DevicePlacementSpec, PlacementSpec, ShardingSpec
-from reshard.sharded.specs.grids import (
+from reshard.sharded.specs import DevicePlacementSpec, PlacementSpec, ShardingSpec
+from reshard.sharded.splits import (
     ChunkShardingSpec,
+    EnumerableShardingSpec,
     GridShardingSpec,
+    RaggedShardingSpec,
     get_chunk_sharding_params,
     get_chunked_dim_size,
     get_split_size,
-)
-from reshard.sharded.specs.listed import (
-    EnumerableShardingSpec,
-    RaggedShardingSpec,
     infer_sharding_spec,
 )
 

@@ -31,7 +31,7 @@ from reshard.nn.shard.plan import (
     warn_unmatched,
 )
 from reshard.sharded.api import digest, shard_tensors
-from reshard.sharded.specs.base import ShardingSpec
+from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.agreement import Agreement
 

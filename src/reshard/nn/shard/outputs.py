@@ -16,8 +16,7 @@ from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import LayoutShardingSpec
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 

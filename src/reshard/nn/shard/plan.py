@@ -24,8 +24,7 @@ from torch import nn
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, ReshardError, StateError
 from reshard.layout.layout import Layout
 from reshard.nn.shard.paths import find_module, find_slot, is_below, is_pattern, matching
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import LayoutShardingSpec
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 

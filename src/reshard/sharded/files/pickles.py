@@ -28,28 +28,26 @@ from reshard.errors import ArgumentError, OperationError, StateError
 from reshard.layout.box import Box
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
+from reshard.sharded.create import content_of_shards
 from reshard.sharded.groups import Group, check_members, current_process_group, is_outside, members
 from reshard.sharded.metadata import ShardMetadata, check_disjoint, check_tensor
-from reshard.sharded.specs.base import layout_of_shards
-from reshard.sharded.specs.listed import content_of_shards, infer_sharding_spec
+from reshard.sharded.specs import layout_of_shards
+from reshard.sharded.splits import infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view
-from reshard.text import quoted
+from reshard.text import first_line, quoted
 
 __all__ = [
-    "boxes_of",
-    "from_other_ranks",
     "load_files",
     "rebuild_sharded_tensor",
     "reduce",
-    "restore_flags",
     "written_for_all",
 ]
 
 State = dict[str, Any]
 
-from_other_ranks: ContextVar[bool] = ContextVar("from_other_ranks", default=False)
+_from_other_ranks: ContextVar[bool] = ContextVar("_from_other_ranks", default=False)
 """Whether shards that other ranks have saved may be loaded, to be joined afterwards."""
 
 written_for_all: ContextVar[bool] = ContextVar("written_for_all", default=False)
@@ -60,7 +58,14 @@ def reduce(tensor: ContentTensor) -> tuple[Any, tuple[Any, ...]]:
     """The function and the arguments that pickle writes."""
     content = tensor._content
     if written_for_all.get():
-        _check_is_whole(content)
+        pieces = content.layout.pieces(this_rank(), content.shape)
+        own, wanted = sum(piece.box.size for piece in pieces), prod(content.shape)
+        if own != wanted:
+            raise OperationError(
+                f'a ShardedTensor of layout "{content.layout}" and shape {list(content.shape)} is '
+                f"in a tuple or an object, of which one rank writes its pickle: {own} of {wanted} "
+                "elements; put the tensor into a dict or a list, which torch looks into"
+            )
     state: State = {
         "shape": list(content.shape),
         "dtype": str(content.dtype).removeprefix("torch."),
@@ -72,7 +77,11 @@ def reduce(tensor: ContentTensor) -> tuple[Any, tuple[Any, ...]]:
         "rank": this_rank(),
         **_place(content.group),
     }
-    parts = [_unshared(part.detach()) for part in content.parts]
+    # Parts with memory of their own: torch saves the whole storage of a view.
+    parts = [
+        part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
+        for part in (one.detach() for one in content.parts)
+    ]
     return rebuild_sharded_tensor, (parts, state)
 
 
@@ -84,23 +93,6 @@ def _place(group: Group) -> dict[str, int]:
     return {"local_rank": known.index(this_rank()), "world_size": len(known)}
 
 
-def _check_is_whole(content: Content) -> None:
-    """Refuse to write the shards of this rank as if they were the whole tensor."""
-    pieces = content.layout.pieces(this_rank(), content.shape)
-    own, wanted = sum(piece.box.size for piece in pieces), prod(content.shape)
-    if own != wanted:
-        raise OperationError(
-            f'a ShardedTensor of layout "{content.layout}" and shape {list(content.shape)} is '
-            f"in a tuple or an object, of which one rank writes its pickle: {own} of {wanted} "
-            "elements; put the tensor into a dict or a list, which torch looks into"
-        )
-
-
-def _unshared(part: torch.Tensor) -> torch.Tensor:
-    """A part with memory of its own: torch saves the whole storage of a view."""
-    return part if part.untyped_storage().nbytes() == part.nbytes else part.clone()
-
-
 def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTensor:
     """Rebuild a ShardedTensor that was saved, in the current process group."""
     if not dist.is_initialized():
@@ -109,7 +101,7 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
             "torch.distributed.init_process_group"
         )
     group = current_process_group()
-    own = not from_other_ranks.get()
+    own = not _from_other_ranks.get()
     if own:
         _check_place(state, group)
     shape, shards = tuple(state["shape"]), tuple(ShardMetadata(*row) for row in state["shards"])
@@ -126,12 +118,12 @@ def rebuild_sharded_tensor(parts: list[torch.Tensor], state: State) -> ContentTe
     spec = infer_sharding_spec(shards) if shards else None
     content = Content(layout, shape, dtype, tuple(parts), device, group, spec, shards or None)  # type: ignore[arg-type]
     _check_parts(content, state["rank"])
-    tensor = restore_flags(wrap(content), state["requires_grad"], state["parameter"])
+    tensor = _restore_flags(wrap(content), state["requires_grad"], state["parameter"])
     tensor._saved_rank = state["rank"]
     return tensor
 
 
-def restore_flags(tensor: ContentTensor, requires_grad: bool, parameter: bool) -> ContentTensor:
+def _restore_flags(tensor: ContentTensor, requires_grad: bool, parameter: bool) -> ContentTensor:
     """The tensor with ``requires_grad``, or as a parameter, as it was saved."""
     if requires_grad:
         tensor.requires_grad_()
@@ -140,7 +132,7 @@ def restore_flags(tensor: ContentTensor, requires_grad: bool, parameter: bool) -
     return tensor
 
 
-def boxes_of(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
+def _boxes_of(content: Content, rank: int) -> list[tuple[Box, torch.Tensor]]:
     """The boxes that a rank has of a tensor, and their values in the parts that it saved."""
     layout, parts = content.layout, content.parts
     if isinstance(layout, BoxLayout):
@@ -170,17 +162,17 @@ def _check_place(state: State, group: Group) -> None:
 
 def _check_parts(content: Content, rank: int) -> None:
     """Refuse parts that the layout does not give to the rank that saved them."""
-    layout = content.layout
+    layout, parts = content.layout, content.parts
     if layout.reduce is not None:
         raise ArgumentError(
             f'the layout "{layout}" has a pending {layout.reduce[0]}: add it up first'
         )
     wanted = list(part_shapes(layout, rank, content.shape))
-    shapes = [tuple(part.shape) for part in content.parts]
+    shapes = [tuple(part.shape) for part in parts]
     if shapes != wanted:
         raise ArgumentError(f"rank {rank} has saved parts {shapes} and its layout has {wanted}")
-    if any(part.dtype != content.dtype for part in content.parts):
-        kinds = sorted({str(part.dtype) for part in content.parts})
+    if any(part.dtype != content.dtype for part in parts):
+        kinds = sorted({str(part.dtype) for part in parts})
         raise ArgumentError(f"rank {rank} has saved parts of {kinds} as {content.dtype}")
 
 
@@ -204,12 +196,8 @@ class File:
     state: Mapping[str, Any]
     entries: dict[Key, Any]
     """All values in it that are no dicts and no lists."""
-
-    @property
-    def sharded(self) -> dict[str, ContentTensor]:
-        """Its sharded tensors, by name."""
-        pairs = self.entries.items()
-        return {_name(key): one for key, one in pairs if isinstance(one, ContentTensor)}
+    sharded: dict[str, ContentTensor]
+    """Its sharded tensors, by name."""
 
 
 def load_files(
@@ -239,11 +227,9 @@ def load_files(
 
     rows_by_rank = Agreement(group, "loading files", error=ArgumentError).run(read)
     by_file = {
-        int(index): (rank, rows)
-        for rank, own in rows_by_rank.items()
-        for index, rows in own.items()
+        int(index): (rank, own[index]) for rank, own in rows_by_rank.items() for index in own
     }
-    rows = [by_file[index] for index in sorted(by_file)]
+    rows = [by_file[index] for index in range(len(paths))]
     joined: dict[int, ContentTensor] = {}
     for name, tensor in files[0].sharded.items():
         # A tied tensor has several names and stays one.
@@ -255,21 +241,18 @@ def load_files(
 
 
 def _read(path: Path, weights_only: bool, map_location: Any) -> File:
-    token = from_other_ranks.set(True)
+    token = _from_other_ranks.set(True)
     try:
         state = torch.load(path, map_location=map_location, weights_only=weights_only)
     except Exception as error:
-        raise _wrong(path, f"cannot be read: {_first_line(error)}") from error
+        raise _wrong(path, f"cannot be read: {first_line(error)}") from error
     finally:
-        from_other_ranks.reset(token)
+        _from_other_ranks.reset(token)
     if not isinstance(state, Mapping):
         raise _wrong(path, f"holds a {type(state).__name__}, not a state dict")
-    return File(path, state, dict(_entries(state, ())))
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__
+    entries = dict(_entries(state, ()))
+    sharded = {_name(key): one for key, one in entries.items() if isinstance(one, ContentTensor)}
+    return File(path, state, entries, sharded)
 
 
 def _wrong(path: Path, why: str) -> ArgumentError:
@@ -297,9 +280,7 @@ def _check_plain(first: File, other: File) -> None:
         names = sorted(map(_name, differing))[:4]
         raise _wrong(other.path, f"differs from {quoted(fspath(first.path))} in {names}")
     for key, one in first.entries.items():
-        two = other.entries[key]
-        kinds = isinstance(one, ContentTensor), isinstance(two, ContentTensor)
-        if kinds[0] != kinds[1] or not _are_equal(one, two):
+        if not _are_equal(one, other.entries[key]):
             raise _wrong(
                 other.path,
                 f"has another {quoted(_name(key))} than {quoted(fspath(first.path))}: entries "
@@ -308,8 +289,8 @@ def _check_plain(first: File, other: File) -> None:
 
 
 def _are_equal(one: Any, two: Any) -> bool:
-    if isinstance(one, ContentTensor):
-        return True
+    if isinstance(one, ContentTensor) or isinstance(two, ContentTensor):
+        return isinstance(one, ContentTensor) and isinstance(two, ContentTensor)
     if isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor):
         same = one.shape == two.shape and one.dtype == two.dtype
         return same and bool(torch.equal(one.nan_to_num(), two.nan_to_num()))
@@ -321,7 +302,7 @@ def _rows(file: File) -> dict[str, Row]:
     rows = {}
     for name, tensor in file.sharded.items():
         content = tensor._content
-        boxes = boxes_of(content, tensor._saved_rank)
+        boxes = _boxes_of(content, tensor._saved_rank)
         rows[name] = {
             "kind": [list(content.shape), str(content.dtype), tensor.requires_grad],
             "boxes": [[list(box.start), list(box.shape)] for box, _ in boxes],
@@ -349,14 +330,14 @@ def _join(
         check_tensor(shards, size)
     except ArgumentError as error:
         raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
-    pieces = [piece for one in own for piece in boxes_of(one._content, one._saved_rank)]
+    pieces = [piece for one in own for piece in _boxes_of(one._content, one._saved_rank)]
     by_box = {(box.start, box.shape): part for box, part in reversed(pieces)}
     wanted = [(one.shard_offsets, one.shard_sizes) for one in shards if one.rank == this_rank()]
     parts = [by_box[one] for one in wanted]
     dtype = getattr(torch, dtype.removeprefix("torch."))
     content = content_of_shards(shards, size, dtype, parts, group)
     is_parameter = any(isinstance(one, torch.nn.Parameter) for one in own)
-    return restore_flags(wrap(content), requires_grad, is_parameter)
+    return _restore_flags(wrap(content), requires_grad, is_parameter)
 
 
 def _metadata(name: str, rows: list[tuple[int, dict[str, Row]]]) -> tuple[ShardMetadata, ...]:

@@ -20,7 +20,7 @@ from reshard.errors import DisagreementError, OperationError, TensorError
 from reshard.sharded.content import Content, ContentTensor, wrap
 from reshard.sharded.files.pickles import written_for_all
 from reshard.sharded.groups import members
-from reshard.sharded.move.engine import gather_on, local_part, split_parts
+from reshard.sharded.move import gather_on, local_part, split_parts
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
@@ -112,22 +112,19 @@ def _check_same_names(wanted: Mapping[str, Content]) -> None:
     """
     groups = {members(content.group): content.group for content in wanted.values()}
     for ranks, group in sorted(groups.items(), key=lambda pair: pair[0]):
-        names = [name for name, one in wanted.items() if members(one.group) == ranks]
-        if len(ranks) > 1:
-            gathered = Agreement(group, LOADING).gather(sorted(names))
-            _check_equal({rank: set(own) for rank, own in gathered.items()})
-
-
-def _check_equal(gathered: Mapping[int, set[str]]) -> None:
-    (first, names), *others = sorted(gathered.items())
-    for rank, own in others:
-        if own != names:
-            name = min(own ^ names)
-            has, lacks = (first, rank) if name in names else (rank, first)
-            raise DisagreementError(
-                f"rank {has} has {quoted(name)} in its full state dict and rank {lacks} has not: "
-                "give the same to all ranks, or to rank 0 with broadcast_from_rank0=True"
-            )
+        if len(ranks) == 1:
+            continue
+        own = sorted(name for name, one in wanted.items() if members(one.group) == ranks)
+        gathered = Agreement(group, LOADING).gather(own)
+        (first, names), *others = sorted((rank, set(one)) for rank, one in gathered.items())
+        for rank, other in others:
+            if other != names:
+                name = min(other ^ names)
+                has, lacks = (first, rank) if name in names else (rank, first)
+                raise DisagreementError(
+                    f"rank {has} has {quoted(name)} in its full state dict and rank {lacks} has "
+                    "not: give the same to all ranks, or to rank 0 with broadcast_from_rank0=True"
+                )
 
 
 def _broadcasting(original: Function) -> Function:
@@ -172,28 +169,28 @@ def _contents(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
 
 
 def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:
-    """Replace the whole tensors that torch has stored by sharded ones."""
-    for name, content in wanted.items():
+    """Replace the whole tensors that torch has stored by this rank's parts of them."""
+    for name, like in wanted.items():
         full: Any = local.get(name)
-        if type(full) in (torch.Tensor, nn.Parameter):
-            local[name] = wrap(_own_parts(name, full.detach(), content))
-
-
-def _own_parts(name: str, whole: torch.Tensor, like: Content) -> Content:
-    """This rank's parts of a whole tensor; nothing is communicated."""
-    if tuple(whole.shape) != like.shape:
-        raise TensorError(
-            f"{quoted(name)} has shape {list(whole.shape)} in the state dict and the ShardedTensor "
-            f"has {list(like.shape)}: load the state dict of a model of the same sizes"
-        )
-    if like.layout.reduce is not None:
-        raise OperationError(
-            f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, of "
-            "which a sum is pending: reshard it first"
-        )
-    if like.layout.holds(this_rank()) is None:
-        return like.of_kind(whole.dtype, whole.device)
-    return like.with_parts(split_parts(local_part(whole, like.layout), like.layout))
+        if type(full) not in (torch.Tensor, nn.Parameter):
+            continue
+        if tuple(full.shape) != like.shape:
+            raise TensorError(
+                f"{quoted(name)} has shape {list(full.shape)} in the state dict and the "
+                f"ShardedTensor has {list(like.shape)}: load the state dict of a model of the same "
+                "sizes"
+            )
+        if like.layout.reduce is not None:
+            raise OperationError(
+                f"{quoted(name)} is loaded into a ShardedTensor of layout {quoted(like.layout)}, "
+                "of which a sum is pending: reshard it first"
+            )
+        if like.layout.holds(this_rank()) is None:
+            content = like.of_kind(full.dtype, full.device)
+        else:
+            part = local_part(full.detach(), like.layout)
+            content = like.with_parts(split_parts(part, like.layout))
+        local[name] = wrap(content)
 
 
 def state_dict_hook(

@@ -76,7 +76,8 @@ def write_items(name: str, tensor: ContentTensor) -> list[WriteItem]:
     _check_saved(name, content)
     size, common = torch.Size(content.shape), TensorProperties.create_from_tensor(tensor)
     # A tensor without elements is written too, as one chunk: its name must not be missing.
-    boxes = [chunk.box for chunk in _chunks(content).values()] or _empty(content)
+    empty = [Box.whole(content.shape)] if 0 in content.shape else []
+    boxes = [chunk.box for chunk in _chunks(content).values()] or empty
     return [
         WriteItem(
             MetadataIndex(name, torch.Size(box.start)),
@@ -155,30 +156,25 @@ class ChunkAttribute:
 
 def _check_saved(name: str, content: Content) -> None:
     """Refuse tensors without values of their own, or without all of them."""
-    _check_values(f"saving {quoted(name)}", content)
+    what = f"saving {quoted(name)}"
+    _check_values(what, content)
     for part in content.parts:
         if part.is_meta or part.is_conj() or part.is_neg():
             kind = "on the meta device" if part.is_meta else "a lazy conjugate or negative"
-            raise _refused(
-                f"saving {quoted(name)}",
-                content,
-                f"it is {kind}; give a tensor with memory of its own, such as a clone()",
-            )
-    available, wanted = _num_written(content), prod(content.shape)
-    if available != wanted:
-        raise _refused(
-            f"saving {quoted(name)}",
-            content,
-            f"its shards have {available} of {wanted} elements, and the others would be missing; "
-            "reshard the tensor so that every element is on some rank of a process group",
-        )
-
-
-def _num_written(content: Content) -> int:
-    """The number of different elements on all ranks; without a process group on this one."""
+            why = f"it is {kind}; give a tensor with memory of its own, such as a clone()"
+            raise _refused(what, content, why)
     if dist.is_initialized():
-        return _num_elements(content.layout, content.shape)
-    return sum(chunk.box.size for chunk in _chunks(content).values())
+        available = _num_elements(content.layout, content.shape)
+    else:  # the elements of this process
+        available = sum(chunk.box.size for chunk in _chunks(content).values())
+    if available != prod(content.shape):
+        raise _refused(
+            what,
+            content,
+            f"its shards have {available} of {prod(content.shape)} elements, and the others would "
+            "be missing; reshard the tensor so that every element is on some rank of a process "
+            "group",
+        )
 
 
 def _check_values(what: str, content: Content) -> None:
@@ -198,10 +194,6 @@ def _refused(what: str, content: Content, why: str) -> OperationError:
     )
 
 
-def _empty(content: Content) -> list[Box]:
-    return [Box.whole(content.shape)] if 0 in content.shape else []
-
-
 def _chunks(content: Content) -> Mapping[tuple[int, ...], Chunk]:
     """The chunks of this rank by offsets, which differ between the chunks of a tensor."""
     return _chunks_on(content.layout, content.shape, this_rank())
@@ -211,32 +203,25 @@ def _chunks(content: Content) -> Mapping[tuple[int, ...], Chunk]:
 def _chunks_on(
     layout: Layout, shape: tuple[int, ...], rank: int
 ) -> Mapping[tuple[int, ...], Chunk]:
-    pieces = {piece.box: (part, piece) for part, piece in _pieces(layout, shape, rank)}
-    boxes = pieces if _is_only_flat(layout) else _boxes_on(listed_of(layout, shape), rank)
+    if isinstance(layout, BoxLayout):
+        parts = enumerate(layout.boxes.get(rank, ()))
+        pieces = {
+            box: (part, Piece(box, 0, row_major(box.shape))) for part, box in parts if box.size
+        }
+    else:
+        pieces = {piece.box: (0, piece) for piece in layout.pieces(rank, shape)}
+    flat = layout.words.flat
+    # Ranges of a flattened tensor are equal or disjoint. Listing the boxes of all ranks would take
+    # long then: there is no table of them.
+    is_only_flat = (
+        flat and not any(layout.words.dims) and not any(isinstance(cut, Packed) for cut in flat)
+    )
     chunks = {}
-    for box in boxes:
+    for box in pieces if is_only_flat else _boxes_on(listed_of(layout, shape), rank):
         # Boxes of other ranks split those of this one only if they overlap without being equal.
         outer = box if box in pieces else next(one for one in pieces if box in one)
         chunks[box.start] = Chunk(box, *pieces[outer])
     return chunks
-
-
-def _pieces(layout: Layout, shape: tuple[int, ...], rank: int) -> Iterator[tuple[int, Piece]]:
-    """The pieces of a rank, each with the number of the part that contains it."""
-    if isinstance(layout, BoxLayout):
-        boxes = enumerate(layout.boxes.get(rank, ()))
-        return ((part, Piece(box, 0, row_major(box.shape))) for part, box in boxes if box.size)
-    return ((0, piece) for piece in layout.pieces(rank, shape))
-
-
-def _is_only_flat(layout: Layout) -> bool:
-    """Whether ranks have ranges of a flattened tensor, which are equal or disjoint.
-
-    Listing the boxes of all ranks would take long then: there is no table of them.
-    """
-    cuts = layout.words.flat
-    packed = any(isinstance(cut, Packed) for cut in cuts)
-    return bool(cuts) and not packed and not any(layout.words.dims)
 
 
 def _boxes_on(listed: Listed, rank: int) -> Iterator[Box]:

@@ -21,20 +21,20 @@ from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
-from reshard.sharded.groups import Group
-from reshard.sharded.move.engine import all_agree, copy_into, move_to, replicated_content, whole
-from reshard.sharded.ops.arguments import (
+from reshard.sharded.move import all_agree, copy_into, move_to, replicated_content, whole
+from reshard.sharded.ops.dtensor import (
     Args,
     Kwargs,
     Op,
     Value,
     each_value,
     first_content,
+    map_arguments,
     map_values,
+    run_in_dtensor,
     unsupported,
     written,
 )
-from reshard.sharded.ops.dtensor import run_in_dtensor
 from reshard.sharded.ops.elementwise import (
     as_plain,
     is_elementwise,
@@ -47,7 +47,7 @@ from reshard.sharded.ops.elementwise import (
 )
 from reshard.tensors.kinds import this_rank
 
-__all__ = ["dispatch", "needs_whole", "run_whole", "write_whole"]
+__all__ = ["dispatch"]
 
 aten = torch.ops.aten
 
@@ -64,57 +64,48 @@ KEEPS_CONJUGATES = {
 """Operations during which DTensor conjugates nothing."""
 
 
-def run_whole(func: Op, args: Args, kwargs: Kwargs) -> Value:
-    """Run an operation with whole tensors; every rank has the whole result."""
-    group = first_content(args, kwargs).group
-    named = {name: map_values(as_plain, value) for name, value in kwargs.items()}
-    results = func(*map_values(as_plain, tuple(args)), **named)
-    return map_values(lambda value: _replicated(value, group), results)
+LAZY = [getattr(torch._C.DispatchKey, name) for name in ("Conjugate", "Negative", "ZeroTensor")]
+"""The keys that resolve lazy tensors; torch excludes them while it runs our operations."""
 
 
-def _replicated(value: Value, group: Group) -> Value:
-    return replicated_content(value, group) if isinstance(value, torch.Tensor) else value
+def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Value:
+    """Run an operation with whole tensors; every rank has the whole result.
 
-
-def write_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Value:
-    """Run an operation that writes, on whole copies, and write the results into the shards."""
+    An operation that writes gets whole copies, which are then written into the shards.
+    """
     group = first_content(args, kwargs).group
     contents = [one for one in targets if isinstance(one, Content)]
-    copies = {id(one): _whole_copy(one) for one in contents}
+    copies = {}
+    for one in contents:
+        full = whole(one)
+        assert full is not None
+        copies[id(one)] = full.clone()
 
     def lend(value: Value) -> Value:
         return copies[id(value)] if id(value) in copies else as_plain(value)
 
-    named = {name: map_values(lend, value) for name, value in kwargs.items()}
-    results = func(*map_values(lend, tuple(args)), **named)
+    positional, named = map_arguments(lend, args, kwargs)
+    results = func(*positional, **named)
     for one in contents:
-        _write(func, one, copies[id(one)])
+        result = copies[id(one)]
+        if tuple(result.shape) != one.shape:
+            raise OperationError(
+                f"the operation {func} is not supported for ShardedTensor: it would change the "
+                f"shape {list(one.shape)} to {list(result.shape)}; use the one that makes a new "
+                "tensor"
+            )
+        copy_into(one, replicated_content(result, one.group))
     owners = {id(copies[id(one)]): one for one in contents}
 
     def result_of(value: Value) -> Value:
-        if any(value is one for one in targets):
+        if not isinstance(value, torch.Tensor) or any(value is one for one in targets):
             return value
-        return owners[id(value)] if id(value) in owners else _replicated(value, group)
+        return owners[id(value)] if id(value) in owners else replicated_content(value, group)
 
     return map_values(result_of, results)
 
 
-def _whole_copy(content: Content) -> torch.Tensor:
-    full = whole(content)
-    assert full is not None
-    return full.clone()
-
-
-def _write(func: Op, target: Content, result: torch.Tensor) -> None:
-    if tuple(result.shape) != target.shape:
-        raise OperationError(
-            f"the operation {func} is not supported for ShardedTensor: it would change the shape "
-            f"{list(target.shape)} to {list(result.shape)}; use the one that makes a new tensor"
-        )
-    copy_into(target, replicated_content(result, target.group))
-
-
-def needs_whole(func: Op, args: Args) -> bool:
+def _needs_whole(func: Op, args: Args) -> bool:
     """Whether the result size depends on values, or DTensor's rule is wrong for the operation."""
     packet = func.overloadpacket
     if packet is aten.index:
@@ -124,7 +115,12 @@ def needs_whole(func: Op, args: Args) -> bool:
     elif torch.Tag.dynamic_output_shape in func.tags or packet in NEVER:
         return True
     if packet in BY_INDEX:
-        return _has_short_index(args)
+        # Whether the index is smaller than the tensor in a dim that DTensor shards like the tensor.
+        tensor, dim, index = args[:3]
+        kept = [at for at in range(tensor.ndim) if at != dim % max(tensor.ndim, 1)]
+        sources = [one for one in args[3:4] if isinstance(one, torch.Tensor | Content)]
+        shapes = [one.shape for one in (index, *sources)]
+        return any(shape[at] != tensor.shape[at] for shape in shapes for at in kept if shape)
     if packet in CONVOLUTIONS:
         count = CONVOLUTIONS[packet]
         batches, weights = args[:count], args[count : count + 2]
@@ -133,20 +129,7 @@ def needs_whole(func: Op, args: Args) -> bool:
         )
     if func.is_view or packet in KEEPS_CONJUGATES or torch.Tag.reduction in func.tags:
         return False
-    return _has_complex(args)
-
-
-def _has_short_index(args: Args) -> bool:
-    """Whether the index is smaller than the tensor in a dim that DTensor shards like the tensor."""
-    tensor, dim, index = args[:3]
-    kept = [at for at in range(tensor.ndim) if at != dim % max(tensor.ndim, 1)]
-    sources = [one for one in args[3:4] if isinstance(one, torch.Tensor | Content)]
-    shapes = [one.shape for one in (index, *sources)]
-    return any(shape[at] != tensor.shape[at] for shape in shapes for at in kept if shape)
-
-
-def _has_complex(args: Args) -> bool:
-    """Whether DTensor may decompose an operation, and lose the conjugate flag of a tensor."""
+    # DTensor may decompose an operation, and lose the conjugate flag of a tensor.
     tensors = (one for one in each_value(args) if isinstance(one, torch.Tensor | Content))
     return any(one.dtype.is_complex for one in tensors)
 
@@ -165,12 +148,6 @@ def _is_sharded_only_in(dim: int | None, value: Value) -> bool:
 @per_layout
 def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
     return tuple(piece.box for rank in layout.ranks for piece in layout.pieces(rank, shape))
-
-
-aten = torch.ops.aten
-
-LAZY = [getattr(torch._C.DispatchKey, name) for name in ("Conjugate", "Negative", "ZeroTensor")]
-"""The keys that resolve lazy tensors; torch excludes them while it runs our operations."""
 
 
 def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
@@ -192,8 +169,8 @@ def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
 
     included = torch._C._SetExcludeDispatchKeyGuard
     with included(LAZY[0], False), included(LAZY[1], False), included(LAZY[2], False):
-        lowered = {name: map_values(content_of, value) for name, value in kwargs.items()}
-        result = run(func, map_values(content_of, tuple(args)), lowered)
+        contents, named = map_arguments(content_of, args, kwargs)
+        result = run(func, contents, named)
         if torch.Tag.nondeterministic_seeded in func.tags:
             _agree_on_random(result)
     result = map_values(tensor_of, result)
@@ -218,10 +195,8 @@ def run(func: Op, args: Args, kwargs: Kwargs) -> Value:
     if is_on_lists(func):
         return run_on_lists(func, args, kwargs, run)
     targets = written(func, args, kwargs)
-    if targets:
-        return write_whole(func, args, kwargs, targets)
-    if needs_whole(func, args):
-        return run_whole(func, args, kwargs)
+    if targets or _needs_whole(func, args):
+        return _run_whole(func, args, kwargs, targets)
     return run_in_dtensor(func, args, kwargs)
 
 
@@ -239,7 +214,7 @@ def _check_written(func: Op, targets: list[Value]) -> None:
     for target in targets:
         if not isinstance(target, ContentTensor):
             continue
-        content, why = target._content, None
+        why = None
         if target._is_view_copy:
             why = (
                 ": it writes into a view whose elements came from other ranks, and the tensor "
@@ -248,7 +223,7 @@ def _check_written(func: Op, targets: list[Value]) -> None:
         elif torch.Tag.inplace_view in func.tags:
             why = ": it changes the shape in place; use the one that makes a new tensor"
         if why is not None:
-            raise unsupported(func, content.layout, content.shape, why)
+            raise unsupported(func, target._content, why)
 
 
 def _mark_copies(base: ContentTensor, result: Value) -> None:

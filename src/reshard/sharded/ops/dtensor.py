@@ -1,15 +1,16 @@
 """Operations that mix elements of several ranks, done by DTensor: products, norms, reductions.
 
 Every content becomes a DTensor of the same memory, a plain tensor is taken to be the same on all
-ranks, and the DTensor that the operation returns becomes a content again.
+ranks, and the DTensor that the operation returns becomes a content again. The functions on
+arguments of operations, which all ways to run one use, are here too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -21,31 +22,32 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
 from reshard.planning.adjoint import unreduced
-from reshard.sharded.content import (
-    Content,
-    ContentTensor,
-    per_layout,
-    strides_like,
-    wrap,
-)
+from reshard.sharded.autograd import Context, lay_out_gradient, to_layout
+from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
 from reshard.sharded.groups import Group, members
-from reshard.sharded.move.autograd import Context, lay_out_gradient, to_layout
-from reshard.sharded.move.engine import move_to
-from reshard.sharded.ops.arguments import (
-    Args,
-    Kwargs,
-    Op,
-    Value,
-    first_content,
-    map_values,
-    unsupported,
-)
+from reshard.sharded.move import move_to
 from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
 from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
+from reshard.text import first_line
 
-__all__ = ["fits_dtensor", "from_dtensor", "run_in_dtensor", "to_dtensor"]
+__all__ = [
+    "Args",
+    "Kwargs",
+    "Op",
+    "Value",
+    "each_value",
+    "first_content",
+    "fits_dtensor",
+    "from_dtensor",
+    "map_arguments",
+    "map_values",
+    "run_in_dtensor",
+    "to_dtensor",
+    "unsupported",
+    "written",
+]
 
 aten = torch.ops.aten
 
@@ -63,6 +65,61 @@ WORKS_WITHOUT_ELEMENTS = {
     aten.t, aten.transpose, aten.permute, aten.unsqueeze, aten.squeeze, aten.expand,
 }  # fmt: skip
 """Operations that a rank without elements runs like the others; others may raise there."""
+
+Op = torch._ops.OpOverload
+Value = Any
+"""One argument or result of an operation, or a list of them."""
+Args = Sequence[Value]
+Kwargs = dict[str, Value]
+
+
+def map_values(function: Callable[[Value], Value], values: Value) -> Value:
+    """Values with a function applied to each, inside lists and tuples as well."""
+    if isinstance(values, list | tuple):
+        mapped = [map_values(function, value) for value in values]
+        return tuple(mapped) if isinstance(values, tuple) else mapped
+    return function(values)
+
+
+def map_arguments(
+    function: Callable[[Value], Value], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Arguments with a function applied to each value."""
+    named = {name: map_values(function, value) for name, value in kwargs.items()}
+    return map_values(function, tuple(args)), named
+
+
+def each_value(args: Iterable[Value]) -> Iterator[Value]:
+    """All values of arguments, those in lists as well."""
+    for value in args:
+        if isinstance(value, list | tuple):
+            yield from each_value(value)
+        else:
+            yield value
+
+
+def first_content(args: Args, kwargs: Kwargs) -> Content:
+    """The content of the first sharded tensor among arguments."""
+    values = each_value((*args, *kwargs.values()))
+    return next(value for value in values if isinstance(value, Content))
+
+
+def written(func: Op, args: Args, kwargs: Kwargs) -> list[Value]:
+    """The arguments that an operation writes to."""
+    return [
+        args[index] if index < len(args) else kwargs.get(argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def unsupported(func: object, content: Content, why: str) -> OperationError:
+    """The error for an operation that is not supported, with the reason and what to do instead."""
+    return OperationError(
+        f'the operation {func} is not supported for ShardedTensor of layout "{content.layout}" and '
+        f"shape {list(content.shape)}{why}"
+    )
+
 
 _meshes: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
 
@@ -90,11 +147,11 @@ def _dtensor_from(content: Content, mesh: DeviceMesh) -> DTensor:
             "a ChunkShardingSpec with one placement per rank of its group, in order"
         )
     local = content.local
-    shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
-    if local is not None and tuple(local.shape) != shape:
-        # The same elements: several parts, or none of a tensor that could be split in other dims.
-        local = local.reshape(shape) if prod(shape) else local.new_empty(shape)
     if local is not None:
+        shape = _local_shape(content.layout, mesh, placements, content.shape, this_rank())
+        if tuple(local.shape) != shape:
+            # The same elements: several parts, or none of a tensor that could be split otherwise.
+            local = local.reshape(shape) if prod(shape) else local.new_empty(shape)
         local = _with_dim_order(local, content.stride)
     return dtensor_of(
         local, mesh, placements, content.shape, stride=content.stride, dtype=content.dtype
@@ -126,11 +183,7 @@ def _with_dim_order(local: torch.Tensor, stride: tuple[int, ...]) -> torch.Tenso
     return ordered.copy_(local)
 
 
-@per_layout
-def _placements(
-    layout: Layout, mesh: DeviceMesh, shape: tuple[int, ...]
-) -> tuple[Placement, ...] | None:
-    return placements_of(layout, mesh, shape)
+_placements = per_layout(placements_of)
 
 
 def fits_dtensor(content: Content) -> bool:
@@ -140,25 +193,25 @@ def fits_dtensor(content: Content) -> bool:
 
 def _content_of(tensor: DTensor, group: Group) -> Content:
     """The content of a DTensor."""
-    tensor = _without_special_sums(tensor)
-    local, layout = dtensor_local(tensor), dtensor_layout(tensor)
-    parts = () if local is None else (local,)
-    shape, mesh = tuple(tensor.shape), tensor.device_mesh
-    device = torch.device(mesh.device_type) if local is None else local.device
-    stride = tuple(tensor.stride())
-    return Content(
-        layout, shape, tensor.dtype, parts, device, group, mesh=mesh, stated_stride=stride
-    )
-
-
-def _without_special_sums(tensor: DTensor) -> DTensor:
-    """The tensor without placements that only DTensor knows: of masked lookups, of norms."""
+    # Without placements that only DTensor knows: of masked lookups, of norms.
     known = (Shard, Replicate, _StridedShard)
     kept = [
         one if isinstance(one, known) or type(one) is Partial else Replicate()
         for one in tensor.placements
     ]
-    return tensor if kept == list(tensor.placements) else tensor.redistribute(placements=kept)
+    if kept != list(tensor.placements):
+        tensor = tensor.redistribute(placements=kept)
+    local, mesh = dtensor_local(tensor), tensor.device_mesh
+    return Content(
+        dtensor_layout(tensor),
+        tuple(tensor.shape),
+        tensor.dtype,
+        () if local is None else (local,),
+        torch.device(mesh.device_type) if local is None else local.device,
+        group,
+        mesh=mesh,
+        stated_stride=tuple(tensor.stride()),
+    )
 
 
 def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
@@ -183,25 +236,24 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         for dtensor, content in sources:
             if value is dtensor:
                 return content
-        return _reduced(_content_of(value, first.group))
+        result = _content_of(value, first.group)
+        if result.layout.reduce is None:
+            return result
+        # The sum is done once, in the order of ranks and before anything rounds it; otherwise each
+        # operation that uses the tensor would do it again.
+        return move_to(result, unreduced(result.layout))
 
     try:
-        positional = map_values(lend, tuple(_normalized_dims(func, args)))
-        named = {name: map_values(lend, value) for name, value in kwargs.items()}
+        positional, named = map_arguments(lend, _normalized_dims(func, args), kwargs)
         return map_values(result_of, func(*positional, **named))
     except LiveError:
         raise
     except (ReshardError, NotImplementedError, RuntimeError, AssertionError) as error:
         why = (
-            f" ({_first_line(error)}): reshard the tensor so that DTensor has it, or take "
+            f" ({first_line(error)}): reshard the tensor so that DTensor has it, or take "
             "full_tensor() or local_tensor()"
         )
-        raise unsupported(func, first.layout, first.shape, why) from error
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0][:300] if text else type(error).__name__
+        raise unsupported(func, first, why) from error
 
 
 def _normalized_dims(func: Op, args: Args) -> Args:
@@ -251,31 +303,6 @@ def _has_empty_rank(layout: Layout, shape: tuple[int, ...], ranks: Sequence[int]
     )
 
 
-def _reduced(content: Content) -> Content:
-    """The content without a pending sum.
-
-    The sum is done once, in the order of ranks and before anything rounds it; otherwise each
-    operation that uses the tensor would do it again.
-    """
-    if content.layout.reduce is None:
-        return content
-    return move_to(content, unreduced(content.layout))
-
-
-def to_dtensor(tensor: ContentTensor, device_mesh: DeviceMesh | None = None) -> DTensor:
-    """The same memory as a DTensor; gradients flow back."""
-    dtensor: DTensor = _to_dtensor(tensor, device_mesh)
-    return dtensor
-
-
-def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
-    """The ShardedTensor with the memory of a DTensor; gradients flow back."""
-    if group is None and tensor.device_mesh.ndim == 1:
-        group = tensor.device_mesh.get_group()
-    sharded: ContentTensor = _from_dtensor(tensor, group)
-    return sharded
-
-
 class DTensorContext(Context, Protocol):
     """What the functions below save for backward."""
 
@@ -313,5 +340,13 @@ class _FromDTensor(torch.autograd.Function):
         return to_dtensor(to_layout(gradient, target), ctx.mesh), None
 
 
-_to_dtensor: Callable[..., Value] = _ToDTensor.apply
-_from_dtensor: Callable[..., Value] = _FromDTensor.apply
+to_dtensor: Callable[[ContentTensor, DeviceMesh | None], DTensor] = _ToDTensor.apply
+"""The same memory as a DTensor; gradients flow back."""
+_from_dtensor: Callable[[DTensor, Group], ContentTensor] = _FromDTensor.apply
+
+
+def from_dtensor(tensor: DTensor, group: Group = None) -> ContentTensor:
+    """The ShardedTensor with the memory of a DTensor; gradients flow back."""
+    if group is None and tensor.device_mesh.ndim == 1:
+        group = tensor.device_mesh.get_group()
+    return _from_dtensor(tensor, group)

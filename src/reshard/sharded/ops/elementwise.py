@@ -5,6 +5,7 @@ Operations on lists are those of optimizers: one call with the parts of all tens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -14,7 +15,7 @@ import torch.distributed as dist
 
 from reshard.layout.layout import BoxLayout
 from reshard.sharded.content import Content
-from reshard.sharded.move.engine import (
+from reshard.sharded.move import (
     box_slices,
     copy_into,
     local_part,
@@ -23,8 +24,7 @@ from reshard.sharded.move.engine import (
     split_parts,
     whole,
 )
-from reshard.sharded.ops.arguments import Args, Kwargs, Op, Run, Value, named_arguments, written
-from reshard.sharded.ops.dtensor import run_in_dtensor
+from reshard.sharded.ops.dtensor import Args, Kwargs, Op, Value, run_in_dtensor, written
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
@@ -32,7 +32,6 @@ __all__ = [
     "is_elementwise",
     "is_loss",
     "is_on_lists",
-    "parts_like",
     "result_strides",
     "run_elementwise",
     "run_loss",
@@ -61,6 +60,14 @@ LOSS_GRADIENTS = {
 }  # fmt: skip
 NONE, MEAN = 0, 1
 """Numbers of torch for the reduction of a loss; 2 is the sum."""
+PREFIXES = ("_foreach", "_amp_foreach", "_fused_ada", "_fused_sgd")
+"""The prefixes of the names of operations on lists of tensors."""
+REDUCTIONS: dict[object, Op] = {
+    aten._foreach_norm: aten.linalg_vector_norm.default,
+    aten._foreach_max: aten.max.default,
+}
+"""Operations on lists that reduce each tensor, and the reduction of one tensor."""
+Run = Callable[[Op, Args, Kwargs], Value]
 
 
 @cache
@@ -81,8 +88,8 @@ def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     like = targets[0] if targets else _widest(values)
     if like is None or like.layout.reduce or (like.mesh and not _have_one_shape(values, like)):
         return run_in_dtensor(func, args, kwargs)
-    operands = [parts_like(value, like) for value in args]
-    named = {name: parts_like(value, like) for name, value in kwargs.items()}
+    operands = [_parts_like(value, like) for value in args]
+    named = {name: _parts_like(value, like) for name, value in kwargs.items()}
     results = [
         func(
             *(_of_part(operand, number) for operand in operands),
@@ -135,7 +142,7 @@ def _join(like: Content, results: list[Value]) -> Value:
     return like.of_kind(results[0].dtype, results[0].device)
 
 
-def parts_like(value: Value, like: Content) -> Value:
+def _parts_like(value: Value, like: Content) -> Value:
     """An operand for the parts of a content: a tuple with one for each, or the same for all.
 
     A rank without parts gets a tensor without elements: results then have the same dtype there.
@@ -180,7 +187,9 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
 
     With its reduction, each rank would average over its own elements only.
     """
-    named = named_arguments(func, args, kwargs)
+    schema = func._schema.arguments
+    named: Kwargs = {one.name: one.default_value for one in schema if one.has_default_value()}
+    named |= {one.name: value for one, value in zip(schema, args, strict=False)} | kwargs
     reduction = named["reduction"]
     named["reduction"] = NONE
     if func.overloadpacket in LOSS_GRADIENTS and reduction == MEAN:
@@ -190,24 +199,12 @@ def run_loss(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
         named["grad_output"] = (
             incoming / count if is_plain else run(aten.div.Scalar, (incoming, count), {})
         )
-    schema = func._schema.arguments
     by_place = [named[one.name] for one in schema if not one.kwarg_only]
     by_name = {one.name: named[one.name] for one in schema if one.kwarg_only}
     each = run_elementwise(func, by_place, by_name)
     if func.overloadpacket in LOSS_GRADIENTS or reduction == NONE:
         return each
     return run(aten.mean.default if reduction == MEAN else aten.sum.default, (each,), {})
-
-
-aten = torch.ops.aten
-
-PREFIXES = ("_foreach", "_amp_foreach", "_fused_ada", "_fused_sgd")
-"""The prefixes of the names of operations on lists of tensors."""
-REDUCTIONS: dict[object, Op] = {
-    aten._foreach_norm: aten.linalg_vector_norm.default,
-    aten._foreach_max: aten.max.default,
-}
-"""Operations on lists that reduce each tensor, and the reduction of one tensor."""
 
 
 def is_on_lists(func: Op) -> bool:
@@ -221,20 +218,22 @@ def run_on_lists(func: Op, args: Args, kwargs: Kwargs, run: Run) -> Value:
         return _unscale(func, *args, **kwargs)
     reduction = REDUCTIONS.get(func.overloadpacket)
     if reduction is not None:
-        return [_reduce(reduction, one, args[1:], kwargs, run) for one in args[0]]
+        return [
+            run(reduction, (one, *args[1:]), kwargs)
+            if isinstance(one, Content)
+            else reduction(one, *args[1:], **kwargs)
+            for one in args[0]
+        ]
     likes = [one if isinstance(one, Content) else None for one in args[0]]
     named = {name: _column(value, likes) for name, value in kwargs.items()}
     columns = [_column(value, likes) for value in args]
     # torch refuses empty lists; a rank without parts has nothing to compute.
     results = func(*columns, **named) if columns[0] else []
     _write_back(func, args, likes, columns)
-    return None if not func._schema.returns else _regroup(results, likes)
-
-
-def _reduce(reduction: Op, one: Value, rest: Args, kwargs: Kwargs, run: Run) -> Value:
-    if isinstance(one, Content):
-        return run(reduction, (one, *rest), kwargs)
-    return reduction(one, *rest, **kwargs)
+    if not func._schema.returns:
+        return None
+    groups = zip(likes, _by_tensor(results, likes), strict=True)
+    return [parts[0] if like is None else like.with_parts(parts) for like, parts in groups]
 
 
 def _unscale(func: Op, tensors: Args, found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
@@ -275,7 +274,7 @@ def _column(value: Value, likes: list[Content | None]) -> Value:
 def _operands(value: Value, like: Content | None) -> list[Value]:
     if like is None:
         return [as_plain(value)]
-    parts = parts_like(value, like)  # on all ranks: others may need parts of this one
+    parts = _parts_like(value, like)  # on all ranks: others may need parts of this one
     if not like.parts:
         return []
     return list(parts) if isinstance(parts, tuple) else [parts] * len(like.parts)
@@ -289,8 +288,3 @@ def _by_tensor(column: Value, likes: list[Content | None]) -> list[list[Value]]:
         groups.append(rest[:count])
         rest = rest[count:]
     return groups
-
-
-def _regroup(results: Value, likes: list[Content | None]) -> list[Value]:
-    groups = zip(likes, _by_tensor(results, likes), strict=True)
-    return [parts[0] if like is None else like.with_parts(parts) for like, parts in groups]

@@ -17,16 +17,15 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from reshard.errors import ArgumentTypeError, OperationError
 from reshard.layout.layout import BoxLayout
+from reshard.sharded.autograd import from_local, gradient_hook, replicated, to_local, to_whole
 from reshard.sharded.content import Content, ContentTensor
 from reshard.sharded.groups import members
-from reshard.sharded.move.autograd import from_local, gradient_hook, replicated, to_local, to_whole
-from reshard.sharded.move.engine import all_agree
-from reshard.sharded.ops.arguments import Args, Kwargs
+from reshard.sharded.move import all_agree
+from reshard.sharded.ops.dtensor import Args, Kwargs
 from reshard.sharded.ops.lookup import call_on_inputs
 
 __all__ = [
     "allclose",
-    "attend",
     "call",
     "custom_sharded_op_impl",
     "custom_sharding_spec_op",
@@ -37,7 +36,7 @@ HEADS = 1
 """The dim of heads; tensors are (batch, heads, sequence, head dim)."""
 
 
-def attend(
+def _attend(
     func: Callable[..., Any],
     query: torch.Tensor,
     key: torch.Tensor,
@@ -47,44 +46,34 @@ def attend(
     **kwargs: object,
 ) -> Any:
     """Attention head by head if ranks hold whole heads; else in steps that DTensor knows."""
-    tensors = (query, key, value)
-    contents = [one._content if isinstance(one, ContentTensor) else None for one in tensors]
-    if _have_whole_heads(contents) and _is_for_all_heads(attn_mask):
-        locals_ = (to_local(one) for one in (query, key, value))  # type: ignore[arg-type]
-        local = func(*locals_, attn_mask, *args, **kwargs)
-        first = contents[0]
-        assert first is not None
+    tensors = [one for one in (query, key, value) if isinstance(one, ContentTensor)]
+    # Whether a mask is the same for all heads, and on all ranks.
+    is_for_all = attn_mask is None or (
+        not isinstance(attn_mask, ContentTensor)
+        and not attn_mask.requires_grad
+        and (attn_mask.ndim < 3 or attn_mask.shape[-3] == 1)
+    )
+    if is_for_all and len(tensors) == 3 and _have_whole_heads([one._content for one in tensors]):
+        local = func(*map(to_local, tensors), attn_mask, *args, **kwargs)
+        first = tensors[0]._content
         return from_local(local, first.sized((*first.shape[:-1], local.shape[-1])))
     with sdpa_kernel(SDPBackend.MATH), torch._C.DisableTorchFunctionSubclass():
         return func(query, key, value, attn_mask, *args, **kwargs)
 
 
-def _have_whole_heads(contents: list[Content | None]) -> bool:
+def _have_whole_heads(contents: list[Content]) -> bool:
     """Whether all three tensors have the same layout, which shards nothing but the heads."""
-    first = contents[0]
-    if first is None or any(one is None or one.ndim != 4 for one in contents):
-        return False
-    layout = first.layout
-    if isinstance(layout, BoxLayout) or layout.reduce:
+    first, layout = contents[0], contents[0].layout
+    if any(one.ndim != 4 for one in contents) or isinstance(layout, BoxLayout) or layout.reduce:
         return False
     if set(layout.ranks) != set(members(first.group)):
         return False
-    cuts = layout.dims(first.shape)
-    if any(cuts[dim] for dim in range(len(cuts)) if dim != HEADS):
+    if any(cut for dim, cut in enumerate(layout.dims(first.shape)) if dim != HEADS):
         return False
     # With uneven shards, a rank's query heads need not be those of its key heads.
     return all(
-        one is not None and one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0
-        for one in contents
+        one.layout == layout and one.shape[HEADS] % len(layout.ranks) == 0 for one in contents
     )
-
-
-def _is_for_all_heads(mask: torch.Tensor | None) -> bool:
-    """Whether a mask is the same for all heads, and on all ranks."""
-    if mask is None:
-        return True
-    plain = not isinstance(mask, ContentTensor) and not mask.requires_grad
-    return plain and (mask.ndim < 3 or mask.shape[-3] == 1)
 
 
 Function = Callable[..., Any]
@@ -138,7 +127,8 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args)  # an attribute: read a dozen times in every operation
     if _for_all or _for_spec:
-        content = next(one._content for one in _leaves(args, kwargs) if _is_sharded(one))
+        leaves = tree_flatten((args, kwargs))[0]
+        content = next(one._content for one in leaves if isinstance(one, ContentTensor))
         own = _for_spec.get(type(content.spec), {}).get(func) or _for_all.get(func)
         if own is not None:
             return own(types, args, kwargs, content.group)
@@ -148,7 +138,7 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
         return _set_data(*args)
     if func is F.scaled_dot_product_attention:
         args, kwargs = _with_replicas(args, kwargs)
-        return attend(func, *args, **kwargs)
+        return _attend(func, *args, **kwargs)
     if func in TAKES_INPUTS:
         return call_on_inputs(func, args, kwargs, lambda args, kwargs: _call(func, args, kwargs))
     return _call(func, args, kwargs)
@@ -157,7 +147,9 @@ def call(func: Function, types: object, args: Args, kwargs: Kwargs) -> Any:
 def _call(func: Function, args: Args, kwargs: Kwargs) -> Any:
     """Call a function below ``__torch_function__``."""
     if _writes_plain(func, args, kwargs):
-        args, kwargs = tree_map(_whole, (args, kwargs))
+        args, kwargs = tree_map(
+            lambda one: to_whole(one) if isinstance(one, ContentTensor) else one, (args, kwargs)
+        )
     elif torch.is_grad_enabled() and func not in OF_AUTOGRAD:
         args, kwargs = _with_replicas(args, kwargs)
     # ``requires_grad_`` of a ShardedTensor also registers the hook that lays out gradients.
@@ -221,38 +213,23 @@ def _writes_plain(func: Function, args: Args, kwargs: Kwargs) -> bool:
     return isinstance(target, torch.Tensor) and not isinstance(target, ContentTensor)
 
 
-def _whole(value: Any) -> Any:
-    return to_whole(value) if isinstance(value, ContentTensor) else value
-
-
 def _with_replicas(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Arguments with plain tensors that require gradients as sharded ones, whole on every rank.
 
     Their gradients are then plain tensors, summed over what all ranks contribute.
     """
-    if not kwargs and not any(_may_hold_plain(arg) for arg in args):
+    # A quick check: most calls have sharded tensors and numbers only.
+    simple = ContentTensor | int | float | str | torch.dtype | None
+    if not kwargs and all(isinstance(arg, simple) for arg in args):
         return args, kwargs
     leaves, tree = tree_flatten((args, kwargs))
-    sharded = [leaf for leaf in leaves if _is_sharded(leaf)]
+    sharded = [leaf for leaf in leaves if isinstance(leaf, ContentTensor)]
     if not sharded or not any(map(_needs_gradient, leaves)):
         return args, kwargs
     group = sharded[0]._content.group
     leaves = [replicated(leaf, group) if _needs_gradient(leaf) else leaf for leaf in leaves]
     replaced: tuple[Args, Kwargs] = tree_unflatten(leaves, tree)
     return replaced
-
-
-def _leaves(args: Args, kwargs: Kwargs) -> list[Any]:
-    return tree_flatten((args, kwargs))[0]
-
-
-def _is_sharded(value: object) -> bool:
-    return isinstance(value, ContentTensor)
-
-
-def _may_hold_plain(arg: object) -> bool:
-    """A quick check: most calls have sharded tensors and numbers only."""
-    return not isinstance(arg, ContentTensor | int | float | str | torch.dtype | None)
 
 
 def _needs_gradient(leaf: object) -> bool:

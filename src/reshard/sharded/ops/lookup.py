@@ -24,13 +24,13 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from reshard.errors import OperationError
+from reshard.sharded.autograd import Context, lay_out_gradient, replicated, to_whole
 from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
-from reshard.sharded.groups import gather_numbers, members
-from reshard.sharded.move.autograd import Context, lay_out_gradient, replicated, to_whole
-from reshard.sharded.ops.arguments import Args, Kwargs
-from reshard.sharded.ops.dtensor import fits_dtensor
+from reshard.sharded.groups import members
+from reshard.sharded.ops.dtensor import Args, Kwargs, fits_dtensor
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import materialize, this_rank
+from reshard.text import first_line
 
 __all__ = ["call_on_inputs"]
 
@@ -41,7 +41,9 @@ def call_on_inputs(
     func: Function, args: Args, kwargs: Kwargs, call: Callable[[Args, Kwargs], Any]
 ) -> Any:
     """Call one of these functions; ``call`` calls it with inputs that are equal on all ranks."""
-    named = _named_arguments(func, args, kwargs)
+    bound = _signature(func).bind(*args, **kwargs)
+    bound.apply_defaults()
+    named = dict(bound.arguments)
     weight, inputs = named.get("weight"), named.get("input")
     if not isinstance(weight, ContentTensor) or weight._content.layout.reduce is not None:
         return call(args, kwargs)
@@ -49,23 +51,23 @@ def call_on_inputs(
         return call(args, kwargs)
     if not isinstance(inputs, torch.Tensor) or inputs.is_meta or torch.compiler.is_compiling():
         return call(args, kwargs)  # there are no values to compare
-    lookup = _Lookup(func, {name: _plain(name, one) for name, one in named.items()}, weight)
-    needed = lookup.compare_inputs()
-    if needed.differ:
-        return lookup.on_rows(needed)
+    for name, value in named.items():
+        if name not in ("weight", "bias") and isinstance(value, ContentTensor):
+            named[name] = to_whole(value)
+    lookup = _Lookup(func, named, weight)
+    differ, rows = lookup.compare_inputs()
+    if differ:
+        return lookup.on_rows(rows, differ)
     if func is F.linear or (func is F.embedding and lookup.suits_dtensor):
         return call(args, kwargs)
-    return replicated(lookup.on_rows(needed), weight._content.group)
+    return replicated(lookup.on_rows(rows, differ), weight._content.group)
 
 
-@dataclass(frozen=True)
-class _Needed:
-    """The rows of a weight that the ranks need."""
-
-    differ: bool
-    """Whether the inputs of ranks differ."""
-    rows: torch.Tensor
-    """The rows that any rank needs, each once, in rising order."""
+@cache
+def _signature(func: Function) -> inspect.Signature:
+    if func is F.linear:  # a builtin, which has no signature
+        return inspect.signature(lambda input, weight, bias=None: None)
+    return inspect.signature(func)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,17 +79,16 @@ class _Lookup:
     weight: ContentTensor
 
     @property
-    def is_lookup(self) -> bool:
-        return self.func is not F.linear
-
-    @property
     def suits_dtensor(self) -> bool:
         """Whether DTensor can look up rows in a weight of this layout."""
         plain = not any(self.named[name] for name in ("max_norm", "scale_grad_by_freq", "sparse"))
         return plain and fits_dtensor(self.weight._content)
 
-    def compare_inputs(self) -> _Needed:
-        """Whether the inputs of ranks differ, and the rows they need; all ranks raise, or none."""
+    def compare_inputs(self) -> tuple[bool, torch.Tensor]:
+        """Whether the inputs of ranks differ, and the rows that any rank needs; all raise, or none.
+
+        Each row is there once, in rising order.
+        """
         content, problem, rows = self.weight._content, None, torch.empty(0, dtype=torch.int64)
         try:
             rows = self._checked_rows()
@@ -96,15 +97,22 @@ class _Lookup:
         common = repr([self.named.get(name) for name in ("max_norm", "norm_type")])
         options = int.from_bytes(blake2b(common.encode(), digest_size=7).digest(), "big")
         own = [self._hash(), options, int(problem is not None), len(rows)]
-        columns = [*zip(*gather_numbers(own, content.group, content.device), strict=True)]
-        hashes, all_options, failures, counts = columns
+        numbers = _gathered(torch.tensor(own, device=content.device), content)
+        hashes, all_options, failures, counts = zip(*(one.tolist() for one in numbers), strict=True)
         if any(failures):
-            self._raise_on_all(problem)
+            agreement = Agreement(content.group, self.func.__name__)
+            texts = agreement.gather(None if problem is None else str(problem))
+            rank, text = next(one for one in texts.items() if one[1] is not None)
+            raise self._refusal(f"on rank {rank}: {first_line(text)}") from problem
         if len({*all_options}) > 1:
             raise self._refusal("ranks have different max_norm or norm_type: give all the same")
         if len({*hashes}) == 1:
-            return _Needed(False, rows)
-        return _Needed(True, _all_rows(rows, counts, content))
+            return False, rows
+        padded = torch.zeros(max(counts), dtype=torch.int64, device=content.device)
+        padded[: len(rows)] = rows
+        pairs = zip(_gathered(padded, content), counts, strict=True)
+        union: torch.Tensor = torch.unique(torch.cat([one[:count] for one, count in pairs]))
+        return True, union.to(rows.device)
 
     def _hash(self) -> int:
         """Hash the plain inputs to 56 bits."""
@@ -121,7 +129,7 @@ class _Lookup:
     def _checked_rows(self) -> torch.Tensor:
         """The rows that this rank needs; raises where the call would fail."""
         shape, dtype = tuple(self.weight.shape), self.weight.dtype
-        if not self.is_lookup:
+        if self.func is F.linear:
             bias = self.named["bias"]
             like = [torch.empty(shape, dtype=dtype, device="meta")]
             if bias is not None:
@@ -136,29 +144,22 @@ class _Lookup:
         self._look_up_in(torch.zeros(len(rows), 1, dtype=dtype, device=index.device), rows)
         return rows.to(torch.int64)
 
-    def _raise_on_all(self, problem: Exception | None) -> None:
-        agreement = Agreement(self.weight._content.group, self.func.__name__)
-        texts = agreement.gather(None if problem is None else str(problem))
-        rank, text = next(one for one in texts.items() if one[1] is not None)
-        raise self._refusal(f"on rank {rank}: {text.splitlines()[0][:300]}") from problem
-
     def _refusal(self, why: str) -> OperationError:
         return OperationError(
             f"{self.func.__name__} with a weight of shape {list(self.weight.shape)} and layout "
             f'"{self.weight._content.layout}" cannot be done on any rank: {why}'
         )
 
-    def on_rows(self, needed: _Needed) -> torch.Tensor:
+    def on_rows(self, rows: torch.Tensor, differ: bool) -> torch.Tensor:
         """The result for this rank's inputs, computed with the needed rows."""
-        if not self.is_lookup:
+        if self.func is F.linear:
             bias = self.named["bias"]
             if isinstance(bias, ContentTensor):
-                bias = rows_of(bias, None, needed.differ)
-            table = rows_of(self.weight, None, needed.differ)
-            return F.linear(self.named["input"], table, bias)
+                bias = rows_of(bias, None, differ)
+            return F.linear(self.named["input"], rows_of(self.weight, None, differ), bias)
         if self.named["max_norm"] is not None:
-            self._renormalize(needed.rows)
-        return self._look_up_in(rows_of(self.weight, needed.rows, needed.differ), needed.rows)
+            self._renormalize(rows)
+        return self._look_up_in(rows_of(self.weight, rows, differ), rows)
 
     def _renormalize(self, rows: torch.Tensor) -> None:
         """Scale down the rows that any rank looks up to ``max_norm``, as the functions do."""
@@ -190,44 +191,13 @@ class _Lookup:
         return int(at[0]) if len(at) else None
 
 
-@cache
-def _signature(func: Function) -> inspect.Signature:
-    if func is F.linear:  # a builtin, which has no signature
-        return inspect.signature(lambda input, weight, bias=None: None)
-    return inspect.signature(func)
-
-
-def _named_arguments(func: Function, args: Args, kwargs: Kwargs) -> Kwargs:
-    bound = _signature(func).bind(*args, **kwargs)
-    bound.apply_defaults()
-    return dict(bound.arguments)
-
-
-def _plain(name: str, value: Any) -> Any:
-    """A sharded input as a whole tensor; weights stay sharded."""
-    if name in ("weight", "bias") or not isinstance(value, ContentTensor):
-        return value
-    return to_whole(value)
-
-
-def _all_rows(rows: torch.Tensor, counts: tuple[int, ...], content: Content) -> torch.Tensor:
-    """The rows that any rank needs."""
-    padded = torch.zeros(max(counts), dtype=torch.int64, device=content.device)
-    padded[: len(rows)] = rows
-    gathered = [torch.empty_like(padded) for _ in counts]
-    dist.all_gather(gathered, padded, group=content.group)
-    needed = [one[:count] for one, count in zip(gathered, counts, strict=True)]
-    union: torch.Tensor = torch.unique(torch.cat(needed))
-    return union.to(rows.device)
-
-
-def rows_of(weight: ContentTensor, rows: torch.Tensor | None, differ: bool) -> torch.Tensor:
-    """Some rows of a sharded tensor on all ranks, or all of them; gradients flow back.
-
-    Gradients that ``differ`` between ranks are summed; otherwise they are taken to be the same.
-    """
-    table: torch.Tensor = _rows_of(weight, rows, differ)
-    return table
+def _gathered(own: torch.Tensor, content: Content) -> list[torch.Tensor]:
+    """A tensor of every rank, all of one size, with one small collective."""
+    if not dist.is_initialized():
+        return [own]
+    gathered = [torch.empty_like(own) for _ in members(content.group)]
+    dist.all_gather(gathered, own, group=content.group)
+    return gathered
 
 
 class LookupContext(Context, Protocol):
@@ -280,7 +250,11 @@ class _GradientOf(torch.autograd.Function):
         return rows_of(laid_out, ctx.rows, ctx.differ), None, None, None
 
 
-_rows_of: Function = _RowsOf.apply
+rows_of: Callable[[ContentTensor, torch.Tensor | None, bool], torch.Tensor] = _RowsOf.apply
+"""Some rows of a sharded tensor on all ranks, or all of them; gradients flow back.
+
+Gradients that differ between ranks are summed; otherwise they are taken to be the same.
+"""
 _gradient_of: Function = _GradientOf.apply
 
 
@@ -290,8 +264,14 @@ def _fetched(content: Content, rows: torch.Tensor | None) -> torch.Tensor:
     table = torch.empty(count, *content.shape[1:], dtype=content.dtype, device=content.device)
     regions = _table_regions(content, rows)
     pairs = zip(content.shards, regions.get(this_rank(), []), strict=True)
-    own = [_rows_in_shard(one.tensor, one.metadata.shard_offsets[0], at, rows) for one, at in pairs]
-    flat = torch.cat([one.reshape(-1) for one in own]) if own else table.new_empty(0)
+    own = []
+    for shard, region in pairs:
+        values = shard.tensor
+        if rows is not None:
+            places = rows[region[0]].to(values.device) - shard.metadata.shard_offsets[0]
+            values = values.index_select(0, places)
+        own.append(values.reshape(-1))
+    flat = torch.cat(own) if own else table.new_empty(0)
     for rank, values in _exchange(content, flat, regions, table).items():
         begin = 0
         for region in regions.get(rank, []):
@@ -311,9 +291,7 @@ def _exchange(
     sizes = [sum(table[one].numel() for one in regions.get(rank, [])) for rank in ranks]
     padded = flat.new_zeros(max(sizes))
     padded[: len(flat)] = flat
-    own = padded.view(torch.uint8)
-    gathered = [torch.empty_like(own) for _ in ranks]
-    dist.all_gather(gathered, own, group=content.group)
+    gathered = _gathered(padded.view(torch.uint8), content)
     return {rank: one.view(flat.dtype) for rank, one in zip(ranks, gathered, strict=True)}
 
 
@@ -335,15 +313,6 @@ def _table_regions(content: Content, rows: torch.Tensor | None) -> Regions:
         region = (slice(start, stop), *(slice(one, one + size) for one, size in others))
         regions.setdefault(shard.rank, []).append(region)
     return regions
-
-
-def _rows_in_shard(
-    shard: torch.Tensor, offset: int, region: tuple[slice, ...], rows: torch.Tensor | None
-) -> torch.Tensor:
-    """The elements of a shard in some rows."""
-    if rows is None:
-        return shard
-    return shard.index_select(0, rows[region[0]].to(shard.device) - offset)
 
 
 def _put(content: Content, rows: torch.Tensor | None, table: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Specs that split the dims of a tensor into parts, one part per placement: chunks, sizes, grids.
+"""Specs that split a tensor into one part per placement: chunks, sizes, grids, and listed boxes.
 
 Chunks are those of ``torch.chunk``: all as long as the first, the last ones shorter or empty.
 
@@ -11,14 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, product
 from math import prod
 
 import numpy as np
 import torch
 
 from reshard.errors import ArgumentError
-from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.sharded.metadata import (
@@ -26,8 +25,10 @@ from reshard.sharded.metadata import (
     ShardedTensorMetadata,
     ShardMetadata,
     TensorProperties,
+    check_disjoint,
+    check_tensor,
 )
-from reshard.sharded.specs.base import (
+from reshard.sharded.specs import (
     AnyPlacement,
     ShardingSpec,
     check_dim,
@@ -39,66 +40,35 @@ from reshard.text import quoted
 
 __all__ = [
     "ChunkShardingSpec",
+    "EnumerableShardingSpec",
     "GridShardingSpec",
     "RaggedShardingSpec",
     "get_chunk_sharding_params",
     "get_chunked_dim_size",
     "get_split_size",
+    "infer_sharding_spec",
 ]
 
 Split = int | tuple[int, ...]
 """How a dim is split: into a number of chunks as ``torch.chunk`` does, or into these sizes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cells:
-    """The cells of a grid over the dims of a tensor, last dim fastest, one per placement."""
-
-    splits: tuple[Split, ...]
-    shape: tuple[int, ...]
-    placements: tuple[Placement, ...]
-
-    def metadata(self) -> tuple[ShardMetadata, ...]:
-        """The metadata of all cells, in the order of the placements."""
-        return tuple(
-            ShardMetadata(box.start, box.shape, placement)
-            for box, placement in zip(self._boxes(), self.placements, strict=True)
-        )
-
-    def layout(self) -> Layout:
-        """Words on a mesh of the placements' ranks; boxes if a rank has several cells."""
-        shards = [ShardMetadata((), (), placement) for placement in self.placements]
-        ranks = [shard.rank for shard in shards]
-        if None in ranks or len(set(ranks)) != len(ranks):
-            return layout_of_shards(self.shape, self.metadata())
-        return _words_layout(self.splits, tuple(rank for rank in ranks if rank is not None))
-
-    def _boxes(self) -> list[Box]:
-        starts: list[tuple[int, ...]] = [()]
-        stops: list[tuple[int, ...]] = [()]
-        for split, length in zip(self.splits, self.shape, strict=True):
-            ends = _ends(split, length)
-            starts = [(*start, low) for start in starts for low in ends[:-1]]
-            stops = [(*stop, high) for stop in stops for high in ends[1:]]
-        return [Box(start, stop) for start, stop in zip(starts, stops, strict=True)]
-
-
 @lru_cache(maxsize=128)  # factories use few specs, many times
 def _words_layout(splits: tuple[Split, ...], ranks: tuple[int, ...]) -> Layout:
     """The layout of cells on these ranks: dim ``i`` is split by the mesh axis ``d<i>``."""
-    axes = {f"d{dim}": _count(split) for dim, split in enumerate(splits) if _count(split) > 1}
-    words = [_word(f"d{dim}", split) for dim, split in enumerate(splits)]
+    axes, words = {}, []
+    for dim, split in enumerate(splits):
+        if _count(split) == 1:
+            words.append("-")
+            continue
+        axes[f"d{dim}"] = _count(split)
+        sizes = "" if isinstance(split, int) else f"[{','.join(map(str, split))}]"
+        words.append(f"d{dim}{sizes}")
     return Layout(Mesh(ranks=ranks, **(axes or {"d": 1})), " ".join(words) or "...")
 
 
 def _count(split: Split) -> int:
     return split if isinstance(split, int) else len(split)
-
-
-def _word(axis: str, split: Split) -> str:
-    if _count(split) == 1:
-        return "-"
-    return axis if isinstance(split, int) else f"{axis}[{','.join(map(str, split))}]"
 
 
 def _ends(split: Split, length: int) -> list[int]:
@@ -110,12 +80,15 @@ def _ends(split: Split, length: int) -> list[int]:
 
 
 class SplitSpec(ShardingSpec):
-    """Base class of the specs that split dims: metadata and layout follow from the cells."""
+    """Base class of specs that split dims into a grid: one cell per placement, last dim fastest.
+
+    Metadata and layout follow from how each dim is split.
+    """
 
     placements: tuple[Placement, ...]
 
-    def cells(self, shape: Sequence[int]) -> Cells:
-        """The cells of a tensor of this shape; raises if the splits do not fit it."""
+    def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        """How each dim of a tensor of this shape is split; raises if that does not fit it."""
         raise NotImplementedError
 
     def build_metadata(
@@ -123,11 +96,24 @@ class SplitSpec(ShardingSpec):
     ) -> ShardedTensorMetadata:
         """The metadata of all shards, in the order of the placements."""
         size = torch.Size(tensor_sizes)
-        return ShardedTensorMetadata(self.cells(size).metadata(), size, tensor_properties)
+        splits = zip(self.splits_of(size), size, strict=True)
+        ends = [_ends(split, length) for split, length in splits]
+        starts, stops = product(*(one[:-1] for one in ends)), product(*(one[1:] for one in ends))
+        shards = tuple(
+            ShardMetadata(start, [b - a for a, b in zip(start, stop, strict=True)], placement)
+            for start, stop, placement in zip(starts, stops, self.placements, strict=True)
+        )
+        return ShardedTensorMetadata(shards, size, tensor_properties)
 
     def layout(self, shape: Sequence[int]) -> Layout:
         """Words on a mesh of the placements' ranks; boxes if a rank has several shards."""
-        return self.cells(shape).layout()
+        splits = self.splits_of(shape)
+        placed = (ShardMetadata((), (), placement).rank for placement in self.placements)
+        ranks = tuple(rank for rank in placed if rank is not None)
+        if len(set(ranks)) == len(self.placements):
+            return _words_layout(splits, ranks)
+        metadata = self.build_metadata(torch.Size(shape), TensorProperties())
+        return layout_of_shards(shape, metadata.shards_metadata)
 
 
 @dataclass(unsafe_hash=True)
@@ -169,9 +155,9 @@ class ChunkShardingSpec(SplitSpec):
         dim = dim_of(self.dim, ndim)
         return self if dim == self.dim else ChunkShardingSpec(dim, self.placements)
 
-    def cells(self, shape: Sequence[int]) -> Cells:
-        """The chunks of a tensor of this shape."""
-        return _cells_along(self.dim, len(self.placements), shape, self.placements)
+    def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        """The dim into chunks, one per placement."""
+        return _split_one(self.dim, len(self.placements), shape)
 
     def __repr__(self) -> str:
         return f"ChunkShardingSpec({self.dim}, {list(map(str, self.placements))})"
@@ -194,7 +180,7 @@ class RaggedShardingSpec(SplitSpec):
     def __init__(self, dim: int, sizes: Iterable[int], placements: Iterable[AnyPlacement]) -> None:
         lengths, where = tuple(sizes), check_placements(placements)
         object.__setattr__(self, "dim", check_dim(dim))
-        object.__setattr__(self, "sizes", check_split(lengths, self.dim))
+        object.__setattr__(self, "sizes", _check_split(lengths, self.dim))
         object.__setattr__(self, "placements", where)
         if len(lengths) != len(where):
             raise ArgumentError(
@@ -207,9 +193,9 @@ class RaggedShardingSpec(SplitSpec):
         dim = dim_of(self.dim, ndim)
         return self if dim == self.dim else RaggedShardingSpec(dim, self.sizes, self.placements)
 
-    def cells(self, shape: Sequence[int]) -> Cells:
-        """The parts of a tensor of this shape."""
-        return _cells_along(self.dim, self.sizes, shape, self.placements)
+    def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        """The dim into parts of the given sizes."""
+        return _split_one(self.dim, self.sizes, shape)
 
     def __repr__(self) -> str:
         placements = list(map(str, self.placements))
@@ -235,7 +221,7 @@ class GridShardingSpec(SplitSpec):
     def __init__(
         self, splits: Iterable[int | Sequence[int]], placements: Iterable[AnyPlacement]
     ) -> None:
-        checked = tuple(check_split(split, dim) for dim, split in enumerate(splits))
+        checked = tuple(_check_split(split, dim) for dim, split in enumerate(splits))
         where = check_placements(placements)
         counts = [_count(split) for split in checked]
         if prod(counts) != len(where):
@@ -246,8 +232,8 @@ class GridShardingSpec(SplitSpec):
         object.__setattr__(self, "splits", checked)
         object.__setattr__(self, "placements", where)
 
-    def cells(self, shape: Sequence[int]) -> Cells:
-        """The cells of a tensor of this shape."""
+    def splits_of(self, shape: Sequence[int]) -> tuple[Split, ...]:
+        """The given splits, if they fit."""
         if len(self.splits) != len(shape):
             raise ArgumentError(
                 f"the grid cuts {len(self.splits)} dims and tensor size {list(shape)} has "
@@ -255,24 +241,21 @@ class GridShardingSpec(SplitSpec):
             )
         for dim, split in enumerate(self.splits):
             _check_sum(split, dim, shape)
-        return Cells(self.splits, tuple(shape), self.placements)
+        return self.splits
 
     def __repr__(self) -> str:
         splits = [split if isinstance(split, int) else list(split) for split in self.splits]
         return f"GridShardingSpec({splits}, {list(map(str, self.placements))})"
 
 
-def _cells_along(
-    dim: int, split: Split, shape: Sequence[int], placements: tuple[Placement, ...]
-) -> Cells:
-    """The cells of a tensor of which one dim is split."""
+def _split_one(dim: int, split: Split, shape: Sequence[int]) -> tuple[Split, ...]:
+    """The splits of a tensor of which one dim is split."""
     at = dim_of(dim, len(shape))
     _check_sum(split, at, shape)
-    splits = tuple(split if one == at else 1 for one in range(len(shape)))
-    return Cells(splits, tuple(shape), placements)
+    return tuple(split if one == at else 1 for one in range(len(shape)))
 
 
-def check_split(split: int | Sequence[int], dim: int) -> Split:
+def _check_split(split: int | Sequence[int], dim: int) -> Split:
     """The split of a dim, as a value that the caller cannot change."""
     if isinstance(split, int | np.integer):
         if split < 1 or isinstance(split, bool):
@@ -333,3 +316,87 @@ def get_chunk_sharding_params(
         )
     start, stop = _ends(len(spec.placements), sharding_dim_size)[held[0] :][:2]
     return start, stop - start
+
+
+@dataclass(frozen=True)
+class EnumerableShardingSpec(ShardingSpec):
+    """A list of all shards: any boxes that cover the tensor without overlap, on any ranks.
+
+    >>> top = ShardMetadata([0, 0], [2, 4], "rank:0/cpu")
+    >>> rest = ShardMetadata([2, 0], [3, 4], "rank:1/cpu")
+    >>> metadata = EnumerableShardingSpec([top, rest]).build_metadata((5, 4), TensorProperties())
+    >>> [f"{shard.box} on {shard.rank}" for shard in metadata.shards_metadata]
+    ['[0:2, 0:4] on 0', '[2:5, 0:4] on 1']
+    """
+
+    shards: tuple[ShardMetadata, ...]
+
+    def __init__(self, shards: Iterable[ShardMetadata]) -> None:
+        object.__setattr__(self, "shards", tuple(shards))
+        if not self.shards:
+            raise ArgumentError("Empty shard list provided: give at least 1 shard")
+        check_disjoint(self.shards)
+
+    @staticmethod
+    def from_sizes(
+        dim: int, sizes: Iterable[int], placements: Iterable[AnyPlacement]
+    ) -> RaggedShardingSpec:
+        """Consecutive parts of these sizes along a dim, for tensors of any size in other dims."""
+        return RaggedShardingSpec(dim, sizes, placements)
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The listed shards; raises if they do not cover a tensor of this size."""
+        check_tensor(self.shards, tensor_sizes)
+        return ShardedTensorMetadata(self.shards, tensor_sizes, tensor_properties)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The boxes of the shards by rank."""
+        check_tensor(self.shards, shape)
+        return layout_of_shards(shape, self.shards)
+
+
+def infer_sharding_spec(shards_metadata: Sequence[ShardMetadata]) -> ShardingSpec:
+    """The chunk spec with exactly these shards, or the spec that lists them.
+
+    The shards may come in any order: the placements of the chunk spec follow the offsets. If chunks
+    of several dims are the same shards, the spec has the first such dim.
+
+    >>> shards = [ShardMetadata([2], [2], "rank:0/cpu"), ShardMetadata([0], [2], "rank:1/cpu")]
+    >>> infer_sharding_spec(shards)
+    ChunkShardingSpec(0, ['rank:1/cpu', 'rank:0/cpu'])
+    """
+    listed = EnumerableShardingSpec(shards_metadata)
+    shards = listed.shards
+    dims = range(len(shards[0].shard_sizes))
+    split = [dim for dim in dims if any(shard.shard_offsets[dim] for shard in shards)]
+    for dim in (split or dims) if len(split) < 2 else ():
+        spec = _chunks_along(dim, shards)
+        if spec is not None:
+            return spec
+    return listed
+
+
+def _chunks_along(dim: int, shards: Sequence[ShardMetadata]) -> ChunkShardingSpec | None:
+    # Empty chunks all begin at the end of the dim; sorting keeps these in the given order.
+    rising = sorted(shards, key=lambda shard: shard.shard_offsets[dim])
+    placements = [shard.placement for shard in rising if shard.placement is not None]
+    if len(placements) != len(rising):
+        return None
+    stops = [shard.box.stop for shard in shards if not shard.is_empty]
+    stops = stops or [shard.box.stop for shard in shards]
+    size = torch.Size(map(max, zip(*stops, strict=True)))
+    spec = ChunkShardingSpec(dim, placements)
+    chunks = spec.build_metadata(size, TensorProperties()).shards_metadata
+    pairs = zip(chunks, rising, strict=True)
+    return spec if all(one == _clamped(other, dim, size[dim]) for one, other in pairs) else None
+
+
+def _clamped(shard: ShardMetadata, dim: int, length: int) -> ShardMetadata:
+    """The shard with offsets as ours: torch lets empty chunks begin beyond the end of the dim."""
+    if not shard.is_empty or shard.shard_offsets[dim] <= length:
+        return shard
+    offsets = list(shard.shard_offsets)
+    offsets[dim] = length
+    return ShardMetadata(offsets, shard.shard_sizes, shard.placement)

@@ -1,4 +1,4 @@
-"""ShardingSpec, the base class of all specs, and checks of placements and dims."""
+"""ShardingSpec, the base class of all specs, the spec of a layout, and checks of placements."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 __all__ = [
     "AnyPlacement",
     "DevicePlacementSpec",
+    "LayoutShardingSpec",
     "NoRankError",
     "PlacementSpec",
     "ShardingSpec",
@@ -116,28 +117,63 @@ class ShardingSpec(ABC):
         return api.shard_tensors(one, {"tensor": self}, src_rank, process_group)["tensor"]
 
 
+@dataclass(frozen=True)
+class LayoutShardingSpec(ShardingSpec):
+    """A layout in any words or boxes, on one device of each of its ranks.
+
+    >>> from reshard import Layout, Mesh
+    >>> spec = LayoutShardingSpec(Layout(Mesh(tp=2), "- tp"))
+    >>> spec.build_metadata(torch.Size([4, 6]), TensorProperties()).shards_metadata[1].shard_offsets
+    (0, 3)
+    """
+
+    stated: Layout
+    """The layout as it was given, for any shape that it fits."""
+    device: str = "cpu"
+
+    def __init__(self, layout: Layout, device: str = "cpu") -> None:
+        object.__setattr__(self, "stated", layout)
+        object.__setattr__(self, "device", device)
+
+    def layout(self, shape: Sequence[int]) -> Layout:
+        """The given layout; raises if it does not fit the shape."""
+        self.stated.dims(tuple(shape))
+        return self.stated
+
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """All boxes on all ranks; replicas are listed once for each rank that holds them."""
+        layout, shape = self.layout(tensor_sizes), tuple(tensor_sizes)
+        shards = tuple(
+            ShardMetadata(piece.box.start, piece.box.shape, f"rank:{rank}/{self.device}")
+            for rank in layout.ranks
+            for piece in layout.pieces(rank, shape)
+        )
+        return ShardedTensorMetadata(shards, tensor_sizes, tensor_properties)
+
+    def __repr__(self) -> str:
+        return f"LayoutShardingSpec({self.stated!r}, {self.device!r})"
+
+
 def layout_of_shards(shape: Sequence[int], shards: Iterable[ShardMetadata]) -> BoxLayout:
     """The boxes of shards by rank, in the order of the shards."""
     boxes: dict[int, list[Box]] = {}
     for shard in shards:
-        rank = shard.rank
-        if rank is None:
-            raise _no_rank(shard)
-        boxes.setdefault(rank, []).append(shard.box)
+        if shard.rank is not None:
+            boxes.setdefault(shard.rank, []).append(shard.box)
+            continue
+        worker = None if shard.placement is None else shard.placement.worker_name()
+        where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
+        if worker is None:
+            raise NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
+        if is_running():
+            raise NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
+        raise NoRankError(
+            f"RPC framework needs to be initialized for using worker names: {where}; call "
+            "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
+        )
     return Layout.from_boxes(shape, boxes)
-
-
-def _no_rank(shard: ShardMetadata) -> NoRankError:
-    worker = None if shard.placement is None else shard.placement.worker_name()
-    where = f"the shard at {list(shard.shard_offsets)} has placement {shard.placement}"
-    if worker is None:
-        return NoRankError(f"{where}, which names no rank: use placements such as rank:3/cpu")
-    if is_running():
-        return NoRankError(f"Invalid worker name: {worker}; {where}, and RPC has no such worker")
-    return NoRankError(
-        f"RPC framework needs to be initialized for using worker names: {where}; call "
-        "torch.distributed.rpc.init_rpc, or use placements such as rank:3/cpu"
-    )
 
 
 def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...]:
@@ -152,18 +188,13 @@ def check_placements(placements: Iterable[AnyPlacement]) -> tuple[Placement, ...
     listed = tuple(placements)
     if not listed:
         raise ArgumentError("placements is empty: give at least 1, one for each shard")
-    return tuple(map(_placement, range(len(listed)), listed))
-
-
-def _placement(index: int, given: AnyPlacement) -> Placement:
-    if isinstance(given, Placement):
-        return given
-    if isinstance(given, str | torch.device):
-        return Placement(given)
-    raise ArgumentError(
-        f"placement {index} is {given!r}, of type {type(given).__name__}: "
-        'give a text such as "rank:0/cpu"'
-    )
+    for index, given in enumerate(listed):
+        if not isinstance(given, Placement | str | torch.device):
+            raise ArgumentError(
+                f"placement {index} is {given!r}, of type {type(given).__name__}: "
+                'give a text such as "rank:0/cpu"'
+            )
+    return tuple(one if isinstance(one, Placement) else Placement(one) for one in listed)
 
 
 def check_dim(dim: object) -> int:

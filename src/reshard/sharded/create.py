@@ -1,16 +1,20 @@
-"""Contents from shards that the ranks already have: gathered, checked and joined."""
+"""Contents of this rank: from a spec, or from the shards that the ranks already have."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+from operator import index
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from reshard.errors import ArgumentError, ArgumentTypeError, StateError
+from reshard.layout.layout import Layout
+from reshard.live.inputs.bound import with_index
 from reshard.sharded.content import Content
-from reshard.sharded.groups import Group, check_rrefs
+from reshard.sharded.groups import Group, check_members, check_rrefs, default_device_of
 from reshard.sharded.metadata import (
     Shard,
     ShardedTensorMetadata,
@@ -19,18 +23,96 @@ from reshard.sharded.metadata import (
     check_disjoint,
     check_tensor,
 )
-from reshard.sharded.specs.base import ShardingSpec
-from reshard.sharded.specs.listed import content_for, content_of_shards, size_of
+from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec, layout_of_shards
+from reshard.sharded.splits import ChunkShardingSpec, infer_sharding_spec
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.kinds import this_rank
+from reshard.text import quoted
 
-__all__ = ["from_local_shards", "from_local_tensor", "from_metadata"]
+__all__ = [
+    "content_for",
+    "content_of_shards",
+    "from_local_shards",
+    "from_local_tensor",
+    "from_metadata",
+    "size_of",
+]
 
-COMMON = ("dtype", "requires_grad", "pin_memory", "ndim")
-"""The properties that the shards of all ranks must have in common."""
+
+def content_for(
+    spec: ShardingSpec, shape: Sequence[int], properties: TensorProperties, group: Group
+) -> Content:
+    """The content that a spec gives this rank of a tensor, without parts."""
+    if not isinstance(spec, ShardingSpec):
+        raise ArgumentTypeError(
+            f"sharding_spec is of type {type(spec).__name__}: give a ShardingSpec, such as "
+            'ChunkShardingSpec(0, ["rank:0/cpu"])'
+        )
+    properties.check()
+    size, shards = torch.Size(shape), None
+    layout = spec.layout(size)
+    if isinstance(spec, LayoutShardingSpec):
+        device = with_index(torch.device(spec.device))
+    else:
+        shards = tuple(spec.build_metadata(size, properties).shards_metadata)
+        device = _device_of(shards, group)
+    check_members(layout.ranks, group)
+    kept = copy(spec)  # its fields may be assigned, as those of torch's specs
+    return Content(layout, tuple(size), properties.dtype, (), device, group, kept, shards)
+
+
+def content_of_shards(
+    shards: tuple[ShardMetadata, ...],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    parts: Sequence[torch.Tensor],
+    group: Group,
+    spec: ShardingSpec | None = None,
+) -> Content:
+    """The content of a rank that has these parts of a tensor with these shards."""
+    layout: Layout = layout_of_shards(shape, shards)
+    inferred = infer_sharding_spec(shards) if spec is None else None
+    if not dist.is_initialized() and len(parts) == len(shards):
+        layout = Layout.from_boxes(shape, {this_rank(): [shard.box for shard in shards]})
+    elif isinstance(inferred, ChunkShardingSpec):
+        layout = inferred.layout(shape)
+    check_members(layout.ranks, group)
+    device = parts[0].device if parts else default_device_of(group)
+    return Content(
+        layout, tuple(shape), dtype, tuple(parts), device, group, spec or inferred, shards
+    )
+
+
+def _device_of(shards: Sequence[ShardMetadata], group: Group) -> torch.device:
+    """The device of this rank's shards; a rank without shards takes that of the others."""
+    rank = this_rank()
+    devices = {shard.rank: shard.placement.device() for shard in shards if shard.placement}
+    device = devices.get(rank) or next(iter(devices.values()), None)
+    if device is not None and (rank in devices or device.type == "cpu"):
+        return torch.device(device)
+    return default_device_of(group)
+
+
+def size_of(given: Sequence[int | Sequence[int]]) -> torch.Size:
+    """A size given as numbers, or as one list of them.
+
+    >>> size_of((3, 4)) == size_of(([3, 4],)) == torch.Size([3, 4])
+    True
+    """
+    listed = given[0] if len(given) == 1 and isinstance(given[0], Iterable) else given
+    try:
+        numbers = [index(number) for number in listed]  # type: ignore[arg-type]
+    except TypeError:
+        raise ArgumentTypeError(
+            f"size {quoted(listed)} should be whole numbers: give one per dim"
+        ) from None
+    if any(number < 0 for number in numbers):
+        raise ArgumentError(f"size {numbers} has a number below 0: give sizes >= 0")
+    return torch.Size(numbers)
+
 
 Description = dict[str, Any]
-"""The shards of a rank as JSON: their metadata, their kind, the global size."""
+"""The shards of a rank as JSON: their metadata, their common properties, the global size."""
 
 
 def from_local_shards(
@@ -70,14 +152,14 @@ def _describe(
     unknown = bool(global_size) and global_size[0] is None
     size = None if unknown else list(size_of(global_size))
     rows = [_row(shard) for shard in local_shards]
-    kinds = {_kind(shard.tensor) for shard in local_shards}
-    if len(kinds) > 1:
+    kinds = [_kind(shard.tensor) for shard in local_shards]
+    if any(kind != kinds[0] for kind in kinds):
+        found = sorted({tuple(kind.values()) for kind in kinds})
         raise ArgumentError(
-            f"the local shards of rank {this_rank()} differ in {', '.join(COMMON)}: "
-            f"{sorted(kinds)}; give shards of one kind"
+            f"the local shards of rank {this_rank()} differ in {', '.join(kinds[0])}: "
+            f"{found}; give shards of one kind"
         )
-    kind = dict(zip(COMMON, kinds.pop(), strict=True)) if kinds else None
-    return {"shards": rows, "kind": kind, "size": size}
+    return {"shards": rows, "kind": kinds[0] if kinds else None, "size": size}
 
 
 def _check_shard(shard: object) -> None:
@@ -94,15 +176,19 @@ def _row(shard: Shard) -> list[list[int] | str | None]:
             f"a local shard of rank {rank} has placement {metadata.placement}: give rank:{rank}, "
             "ranks count in the default group"
         )
-    if tensor.layout is not torch.strided:
-        TensorProperties(tensor.dtype, tensor.layout).check()
+    TensorProperties(tensor.dtype, tensor.layout).check()
     offsets, sizes, place = metadata.to_row()
     return [offsets, sizes, f"rank:{rank}/{tensor.device}" if place is None else place]
 
 
-def _kind(tensor: torch.Tensor) -> tuple[str, bool, bool, int]:
-    name = str(tensor.dtype).removeprefix("torch.")
-    return name, tensor.requires_grad, tensor.is_pinned(), tensor.ndim
+def _kind(tensor: torch.Tensor) -> dict[str, Any]:
+    """The properties that the shards of all ranks must have in common."""
+    return {
+        "dtype": str(tensor.dtype).removeprefix("torch."),
+        "requires_grad": tensor.requires_grad,
+        "pin_memory": tensor.is_pinned(),
+        "ndim": tensor.ndim,
+    }
 
 
 def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
@@ -114,8 +200,8 @@ def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
         )
     first, own = holders[0]
     for rank, other in holders[1:]:
-        for name in COMMON:
-            one, two = own["kind"][name], other["kind"][name]
+        for name, one in own["kind"].items():
+            two = other["kind"][name]
             if one != two:
                 raise ArgumentError(
                     f"ShardedTensor {name} property does not match from different ranks! Found "
@@ -136,13 +222,13 @@ def _common_kind(described: Mapping[int, Description]) -> dict[str, Any]:
 def _stacked(shards: Sequence[ShardMetadata]) -> tuple[list[ShardMetadata], list[int]]:
     """Shards one after the other along dim 0, and the size of their tensor."""
     stacked, start = [], 0
-    rests = [shard.shard_sizes[1:] for shard in shards]
-    rest = next((shard.shard_sizes[1:] for shard in shards if not shard.is_empty), None)
+    # Of the shards that have elements: an empty one may have any sizes.
+    rest = next((one for one in shards if not one.is_empty), shards[0]).shard_sizes[1:]
     for shard in shards:
         offsets = (start, *(0 for _ in shard.shard_sizes[1:]))
         stacked.append(ShardMetadata(offsets, shard.shard_sizes, shard.placement))
         start += shard.shard_sizes[0] if shard.shard_sizes else 0
-    return stacked, [start, *(rests[0] if rest is None else rest)]
+    return stacked, [start, *rest]
 
 
 def from_local_tensor(

@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
 from reshard.dtypes import canonical_dtype
-from reshard.errors import CoverageError, OperationError, TensorError
+from reshard.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    CoverageError,
+    OperationError,
+    TensorError,
+)
 from reshard.layout.box import Box
+from reshard.layout.columns import SizedCache
 from reshard.layout.coverage import missing_boxes
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.live import api
@@ -22,7 +30,10 @@ from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
 from reshard.planning.plans import ONE
 from reshard.sharded.content import Content, strides_like
+from reshard.sharded.create import content_for
 from reshard.sharded.groups import Group, is_outside, members
+from reshard.sharded.metadata import TensorProperties
+from reshard.sharded.specs import ShardingSpec
 from reshard.tensors.kinds import this_rank
 from reshard.tensors.local import piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
@@ -30,6 +41,7 @@ from reshard.tensors.tensor_move import move_between
 __all__ = [
     "all_agree",
     "box_slices",
+    "check_in_place",
     "copy_into",
     "gather_on",
     "gather_to",
@@ -37,6 +49,7 @@ __all__ = [
     "move_like",
     "move_to",
     "replicated_content",
+    "reshard_target",
     "split_parts",
     "whole",
 ]
@@ -82,20 +95,18 @@ def _moved_parts(content: Content, layout: Layout) -> tuple[torch.Tensor, ...]:
 
 def _moved(content: Content, want: Layout) -> torch.Tensor | None:
     """This rank's local tensor in another layout."""
-    kind = canonical_dtype(content.dtype)
-    have, shape, group = content.layout, content.shape, content.group
-    local = content.local
+    have, shape, local = content.layout, content.shape, content.local
     if not dist.is_initialized():
         return _moved_in_process(local, have, want, shape)
 
     def move(ticket: Ticket) -> torch.Tensor | None:
-        one = move_between(have, want, shape, kind)
+        one = move_between(have, want, shape, canonical_dtype(content.dtype))
         unmoved = one.unmoved(ticket, local)
         if unmoved is not None:
             return unmoved
         return one.call(ticket, local, None, content.device).run().get(ONE)
 
-    return with_ticket(group, lambda: {*have.ranks, *want.ranks}, move)
+    return with_ticket(content.group, lambda: {*have.ranks, *want.ranks}, move)
 
 
 def split_parts(local: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
@@ -146,10 +157,6 @@ def box_slices(box: Box) -> tuple[slice, ...]:
     return tuple(slice(*ends) for ends in zip(box.start, box.stop, strict=True))
 
 
-class MixedOperandError(OperationError, TypeError):
-    """A sharded tensor is compared with a tensor that is not sharded."""
-
-
 def gather_to(
     content: Content, dst: int, out: torch.Tensor | None, dtype: torch.dtype | None
 ) -> torch.Tensor | None:
@@ -160,13 +167,18 @@ def gather_to(
         _refuse(content, ranks[0], text)
     rank = ranks[dst]
     if this_rank() == rank and out is not None:
-        _check_out(content, rank, out)
+        if not isinstance(out, torch.Tensor):
+            _refuse(content, rank, f"out is of type {type(out).__name__}: give a tensor")
+        if tuple(out.shape) != content.shape:
+            given, wanted = list(out.shape), list(content.shape)
+            text = f"out has shape {given} and the tensor {wanted}: give room for the whole tensor"
+            _refuse(content, rank, text)
+    full = gather_on(content, [rank])
+    if full is None:
+        return None
     with torch.no_grad():
-        full = whole(content, [rank])
-        if this_rank() != rank or full is None:
-            return None
         full = full if dtype is None else full.to(dtype)
-        return _unshared(content, full) if out is None else out.copy_(full)
+        return full if out is None else out.copy_(full)
 
 
 def gather_on(content: Content, ranks: Sequence[int]) -> torch.Tensor | None:
@@ -175,23 +187,11 @@ def gather_on(content: Content, ranks: Sequence[int]) -> torch.Tensor | None:
         return None
     with torch.no_grad():
         full = whole(content, ranks)
-        return _unshared(content, full) if full is not None and this_rank() in ranks else None
-
-
-def _unshared(content: Content, full: torch.Tensor) -> torch.Tensor:
-    """The tensor itself, or a clone if it is the memory of a shard."""
-    memory = full.untyped_storage().data_ptr()
-    shared = any(part.untyped_storage().data_ptr() == memory for part in content.parts)
-    return full.clone() if shared else full
-
-
-def _check_out(content: Content, rank: int, out: object) -> None:
-    if not isinstance(out, torch.Tensor):
-        _refuse(content, rank, f"out is of type {type(out).__name__}: give a tensor")
-    if tuple(out.shape) != content.shape:
-        given, wanted = list(out.shape), list(content.shape)
-        text = f"out has shape {given} and the tensor {wanted}: give room for the whole tensor"
-        _refuse(content, rank, text)
+        if full is None or this_rank() not in ranks:
+            return None
+        memory = full.untyped_storage().data_ptr()
+        shared = any(part.untyped_storage().data_ptr() == memory for part in content.parts)
+        return full.clone() if shared else full
 
 
 def _refuse(content: Content, rank: int, text: str) -> NoReturn:
@@ -201,18 +201,20 @@ def _refuse(content: Content, rank: int, text: str) -> NoReturn:
     api.raise_on_all_ranks(move.plan, TensorError(text), content.group)
 
 
+class MixedOperandError(OperationError, TypeError):
+    """A sharded tensor is compared with a tensor that is not sharded."""
+
+
 def all_agree(
     one: object, other: object, same: Callable[[torch.Tensor, torch.Tensor], bool]
 ) -> bool:
     """Whether two contents have equal layouts and ``same`` holds for their parts on all ranks."""
-    for operand in (one, other):
-        if not isinstance(operand, Content):
-            raise MixedOperandError(
-                f"a ShardedTensor is compared with a {type(operand).__name__}: both must be "
-                "ShardedTensors; compare full_tensor() with a plain one"
-            )
-    assert isinstance(one, Content)
-    assert isinstance(other, Content)
+    if not isinstance(one, Content) or not isinstance(other, Content):
+        plain = other if isinstance(one, Content) else one
+        raise MixedOperandError(
+            f"a ShardedTensor is compared with a {type(plain).__name__}: both must be "
+            "ShardedTensors; compare full_tensor() with a plain one"
+        )
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if is_outside(one.group) or is_outside(other.group):
@@ -225,3 +227,48 @@ def all_agree(
     everywhere = torch.tensor([int(here)], device=one.device)
     dist.all_reduce(everywhere, dist.ReduceOp.MIN, group=one.group)
     return bool(everywhere.item())
+
+
+MAX_TARGET_BYTES, SHARD_BYTES = 16 << 20, 512
+"""Bytes of the targets that are kept per group, and about what the metadata of one shard takes."""
+
+Target = tuple[Content, ShardingSpec, tuple[object, ...]]
+_targets: WeakKeyDictionary[object, SizedCache[tuple[object, ...], Target]] = WeakKeyDictionary()
+"""The contents that specs give this rank, by group: training reshards to them in every step."""
+
+
+def reshard_target(content: Content, spec: ShardingSpec) -> Content | None:
+    """The content that a spec gives this rank, without parts; None if the tensor has it already."""
+    if not isinstance(spec, ShardingSpec):
+        raise ArgumentTypeError(
+            f"reshard needs a ShardingSpec, found {type(spec).__name__}: give a spec"
+        )
+    group = content.group or dist.group.WORLD or Content  # a key for a process without a group
+    known = _targets.setdefault(group, SizedCache(MAX_TARGET_BYTES))
+    # The fields of a spec may be assigned; they are other objects then.
+    fields = tuple(vars(spec).values())
+    key = (id(spec), *map(id, fields), content.shape, content.dtype)
+    entry = known.get(key)
+    if entry is None:
+        target = content_for(spec, content.shape, TensorProperties(content.dtype), content.group)
+        # Without the group: the value of a weak key must not refer to it. With the spec and its
+        # fields: while they live, no other object has their ids.
+        size = SHARD_BYTES * (1 + len(target.stated or ()))
+        entry = known.put(key, (replace(target, group=None), spec, fields), size)
+    target = replace(entry[0], group=content.group)
+    same = target.is_like(content) and target.shards_metadata == content.shards_metadata
+    return None if same else target
+
+
+def check_in_place(content: Content, target: Content, is_leaf: bool) -> None:
+    """Refuse to reshard in place what cannot be: a leaf that collects gradients, other devices."""
+    if is_leaf:
+        raise OperationError(
+            "reshard() changes a tensor in place, and this one is a leaf that collects gradients: "
+            "use resharded(), which gives a new tensor, or reshard it before requires_grad_()"
+        )
+    if target.device.type != content.device.type:
+        raise ArgumentError(
+            f"reshard() keeps a tensor on its devices, which are {content.device.type}, and the "
+            f"spec is for {target.device.type}: move it with to(), or use resharded()"
+        )

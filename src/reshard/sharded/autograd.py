@@ -1,0 +1,228 @@
+"""Moves and conversions between sharded and other tensors that autograd follows.
+
+A gradient of a ShardedTensor is a ShardedTensor, with a layout of its own. Ranks that hold the same
+plain tensor get the same gradient of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from reshard.errors import ArgumentError
+from reshard.planning.adjoint import unreduced
+from reshard.sharded.content import Content, ContentTensor, part_shapes, wrap
+from reshard.sharded.groups import Group
+from reshard.sharded.metadata import Shard
+from reshard.sharded.move import move_like, replicated_content, whole
+from reshard.tensors.kinds import this_rank
+
+__all__ = [
+    "Context",
+    "OwnedShard",
+    "from_local",
+    "gradient_hook",
+    "lay_out_gradient",
+    "replicated",
+    "to_layout",
+    "to_layout_in_place",
+    "to_local",
+    "to_move_input",
+    "to_whole",
+]
+
+
+class Context(Protocol):
+    """What the functions below save for backward."""
+
+    content: Content
+
+    def mark_dirty(self, *tensors: torch.Tensor) -> None:
+        """Tell autograd that an input was changed in place."""
+
+
+# Backward calls the same functions as forward, so that gradients of gradients work.
+
+
+class _ToLayout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, tensor: ContentTensor, target: Content) -> ContentTensor:
+        ctx.content = tensor._content.without_parts()
+        return wrap(move_like(tensor._content, target))
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[ContentTensor, None]:
+        return lay_out_gradient(ctx.content, gradients[0]), None
+
+
+class _ToLayoutInPlace(_ToLayout):
+    @staticmethod
+    def forward(ctx: Context, tensor: ContentTensor, target: Content) -> ContentTensor:
+        ctx.content = tensor._content.without_parts()
+        tensor._content = move_like(tensor._content, target)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+
+class _ToParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, tensor: ContentTensor) -> tuple[torch.Tensor, ...]:
+        content = tensor._content
+        ctx.content = content.without_parts()
+        if not content.parts:
+            return (torch.zeros(0, dtype=content.dtype, device=content.device),)
+        # Views: writing into them writes into the shards.
+        return tuple(part.detach() for part in content.parts)
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
+        # Clones: autograd may give the same gradient to others, and accumulate into each.
+        return _from_parts(ctx.content, *(one.clone() for one in gradients))
+
+
+class _FromParts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, content: Content, *parts: torch.Tensor) -> ContentTensor:
+        ctx.content = content.without_parts()
+        if not part_shapes(content.layout, this_rank(), content.shape):
+            return wrap(ctx.content)
+        return wrap(content.with_parts([part.detach() for part in parts]))
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return None, *_to_parts(lay_out_gradient(ctx.content, gradients[0]))
+
+
+class _ToWhole(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, tensor: ContentTensor) -> torch.Tensor:
+        ctx.content = tensor._content.without_parts()
+        full = whole(tensor._content)
+        assert full is not None
+        return full.clone() if full is tensor._content.local else full
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> ContentTensor:
+        return lay_out_gradient(ctx.content, gradients[0])
+
+
+class _Replicated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Context, tensor: torch.Tensor, group: Group) -> ContentTensor:
+        return wrap(replicated_content(tensor, group))
+
+    @staticmethod
+    def backward(ctx: Context, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        return to_whole(gradient) if isinstance(gradient, ContentTensor) else gradient, None
+
+
+to_layout: Callable[[ContentTensor, Content], ContentTensor] = _ToLayout.apply
+"""The same tensor in the layout of another content."""
+to_layout_in_place: Callable[[ContentTensor, Content], ContentTensor] = _ToLayoutInPlace.apply
+"""The tensor itself, moved to the layout of another content."""
+to_whole: Callable[[ContentTensor], torch.Tensor] = _ToWhole.apply
+"""The whole tensor on every rank; each has the same gradient of it."""
+replicated: Callable[[torch.Tensor, Group], ContentTensor] = _Replicated.apply
+"""The ShardedTensor of a plain tensor that is the same on all ranks of a group."""
+_to_parts: Callable[[ContentTensor], tuple[torch.Tensor, ...]] = _ToParts.apply
+"""This rank's parts; one empty tensor if it has none, so that it takes part in backward."""
+_from_parts: Callable[..., ContentTensor] = _FromParts.apply
+"""The ShardedTensor of a content with these parts."""
+
+
+def from_local(local: torch.Tensor, content: Content) -> ContentTensor:
+    """The ShardedTensor of which this rank has one part, with gradients back to that part."""
+    return _from_parts(content, local)
+
+
+def to_local(tensor: ContentTensor) -> torch.Tensor:
+    """This rank's only part; its gradient is the part of the gradient."""
+    (part,) = _to_parts(tensor) if tensor._content.parts else ()
+    return part
+
+
+def to_move_input(tensor: ContentTensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """This rank's local tensor for a move, with gradients, and a leaf if it has none.
+
+    A rank without parts gets an empty leaf, so that it takes part in backward.
+    """
+    content = tensor._content
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return content.local, None
+    parts = _to_parts(tensor)
+    if not content.parts:
+        return None, parts[0]
+    return parts[0] if len(parts) == 1 else torch.cat([part.reshape(-1) for part in parts]), None
+
+
+class OwnedShard(Shard):
+    """A shard of a sharded tensor of this rank.
+
+    It follows ``requires_grad_`` of its tensor, and a tensor that is assigned to it becomes that
+    part of the sharded tensor.
+    """
+
+    __slots__ = ("_number", "_owner", "_seen")
+
+    def __init__(self, owner: ContentTensor, number: int, shard: Shard) -> None:
+        super().__init__(shard.tensor, shard.metadata)
+        self._owner, self._number = owner, number
+        self._seen: tuple[Content, bool, torch.Tensor] | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The values: memory of the sharded tensor; gradients flow back."""
+        owner, seen = self._owner, self._seen
+        content, collects = owner._content, owner.requires_grad and torch.is_grad_enabled()
+        if seen is None or seen[0] is not content or seen[1] != collects:
+            source = replace(content, parts=_to_parts(owner)) if collects else content
+            seen = self._seen = (content, collects, source.shards[self._number].tensor)
+        return seen[2]
+
+    @tensor.setter
+    def tensor(self, tensor: torch.Tensor) -> None:
+        owner, number, content = self._owner, self._number, self._owner._content
+        self.check(tensor)
+        if tensor.dtype != content.dtype:
+            raise ArgumentError(
+                f"a shard of {tensor.dtype} is assigned to a ShardedTensor of {content.dtype}: "
+                "cast one to the other"
+            )
+        if len(content.parts) == len(content.shards):
+            parts = list(content.parts)
+            parts[number] = tensor.detach()
+            owner._content = replace(content, parts=tuple(parts))
+        else:  # several boxes in one part
+            with torch.no_grad():
+                content.shards[number].tensor.copy_(tensor)
+        if tensor.requires_grad and not owner.requires_grad:
+            owner.requires_grad_()
+
+
+def gradient_hook(
+    content: Content,
+) -> Callable[[torch.Tensor | None], torch.Tensor | None]:
+    """A hook that lays a gradient out like its tensor, so that optimizers need not move it."""
+    source = content.without_parts()
+
+    def lay_out(gradient: torch.Tensor | None) -> torch.Tensor | None:
+        if gradient is None:
+            return None  # an operation gave none
+        own = lay_out_gradient(source, gradient)
+        expanded = any(0 in part.stride() and part.numel() > 1 for part in own._content.parts)
+        # Autograd cannot accumulate into an expanded tensor.
+        return own.clone() if expanded else own
+
+    return lay_out
+
+
+def lay_out_gradient(source: Content, gradient: torch.Tensor) -> ContentTensor:
+    """Any gradient in the layout of the tensor that it belongs to."""
+    if not isinstance(gradient, ContentTensor):
+        gradient = replicated(gradient, source.group)
+    # Every addend of a pending sum has the gradient of the sum.
+    return to_layout(gradient, replace(source, layout=unreduced(source.layout)))
