@@ -1,16 +1,20 @@
-"""Text for people: sizes, quoted names, counts, lists cut short, aligned columns, the log."""
+"""Text for people: sizes, quoted names, counts, lists cut short, columns, reports, the log."""
 
 from __future__ import annotations
 
+import json
 import logging
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from importlib import import_module
+from typing import Any
 
 from reshard.errors import SizeError
 
 __all__ = [
-    "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log", "name_list",
-    "parse_bytes", "quoted", "shorten",
+    "Report", "align", "and_more", "count", "first_line", "format_bytes", "format_shape", "log",
+    "name_list", "parse_bytes", "quoted", "shorten",
 ]  # fmt: skip
 
 MAX_QUOTED = 160
@@ -145,3 +149,30 @@ def align(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[st
         ).rstrip()
         for row in rows
     ]
+
+
+class Report:
+    """What all reports on checkpoints have in common: plain data, JSON, a cell of a notebook."""
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return dict(_plain(self))
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        return json.dumps(self.to_dict())
+
+    def _repr_html_(self) -> str:
+        """The report as a cell of a notebook."""
+        return str(import_module("reshard.show.page.notebook").text_cell(str(self)))
+
+
+def _plain(value: object) -> Any:
+    """Dataclasses as dicts of their fields, and tuples as lists."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(one) for key, one in value.items()}
+    return [_plain(one) for one in value] if isinstance(value, tuple | list) else value

@@ -431,7 +431,7 @@ def test_the_files_of_the_demo_are_removed(tmp_path: Path, monkeypatch: pytest.M
         assert any(tmp_path.iterdir())
         raise KeyboardInterrupt
 
-    module = importlib.import_module("reshard.checkpoint.verification.soundness")
+    module = importlib.import_module("reshard.checkpoint.soundness")
     monkeypatch.setattr(module, "verify", interrupted)
     with pytest.raises(KeyboardInterrupt):
         demo._convert_files()

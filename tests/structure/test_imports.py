@@ -10,7 +10,7 @@ TORCH_FREE = [
     *("errors", "dtypes", "text", "layout.layout", "layout.boxlist", "layout.spec"),
     *("rules", "rules.models", "planning.plans", "simulation", "show", "cli"),
     *("checkpoint", "checkpoint.inspection", "checkpoint.formats.reader"),
-    *("checkpoint.conversion.stages", "checkpoint.verification.soundness"),
+    *("checkpoint.conversion.stages", "checkpoint.soundness"),
 ]
 MAX_CPU_SECONDS = 0.15
 

@@ -13,7 +13,8 @@
     conversion/    request, source, plan, build
     workplace, replacing, journal  a destination appears when it is complete; overwriting; resuming
     inspection     what a checkpoint holds, from its headers
-    verification/  is it sound, are two the same, where do they differ
+    soundness      is it sound, are two the same
+    differences    where and by how much two differ
     live/          load and save in a job
 
 Names load when first used, and only ``load`` and ``save``, which are for tensors in a job, load
@@ -28,6 +29,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard.checkpoint.conversion.stages import ConvertReport as ConvertReport
     from reshard.checkpoint.conversion.stages import convert as convert
+    from reshard.checkpoint.differences import DiffReport as DiffReport
+    from reshard.checkpoint.differences import TensorDiff as TensorDiff
+    from reshard.checkpoint.differences import diff as diff
     from reshard.checkpoint.inspection import InspectedTensor as InspectedTensor
     from reshard.checkpoint.inspection import Inspection as Inspection
     from reshard.checkpoint.inspection import inspect as inspect
@@ -35,27 +39,24 @@ if TYPE_CHECKING:  # type checkers and editors see here what `__getattr__` loads
     from reshard.checkpoint.live.loading import load as load
     from reshard.checkpoint.live.saving import SaveReport as SaveReport
     from reshard.checkpoint.live.saving import save as save
-    from reshard.checkpoint.verification.differences import DiffReport as DiffReport
-    from reshard.checkpoint.verification.differences import TensorDiff as TensorDiff
-    from reshard.checkpoint.verification.differences import diff as diff
-    from reshard.checkpoint.verification.soundness import VerifyReport as VerifyReport
-    from reshard.checkpoint.verification.soundness import verify as verify
+    from reshard.checkpoint.soundness import VerifyReport as VerifyReport
+    from reshard.checkpoint.soundness import verify as verify
 
 _HOMES = {
     "ConvertReport": "conversion.stages",
-    "DiffReport": "verification.differences",
+    "DiffReport": "differences",
     "InspectedTensor": "inspection",
     "Inspection": "inspection",
     "LoadReport": "live.loading",
     "SaveReport": "live.saving",
-    "TensorDiff": "verification.differences",
-    "VerifyReport": "verification.soundness",
+    "TensorDiff": "differences",
+    "VerifyReport": "soundness",
     "convert": "conversion.stages",
-    "diff": "verification.differences",
+    "diff": "differences",
     "inspect": "inspection",
     "load": "live.loading",
     "save": "live.saving",
-    "verify": "verification.soundness",
+    "verify": "soundness",
 }
 
 __all__ = [

@@ -17,29 +17,37 @@ recovered. Its axes are called x, y, z and so on; ``rep`` is an axis of replicas
 
 from __future__ import annotations
 
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
-from reshard.checkpoint.storage import Storage, StoredFile
+from reshard.checkpoint.storage import StoredFile
 from reshard.layout.box import Box
 from reshard.layout.coverage import grid_edges
 from reshard.show.name_patterns import named
-from reshard.text import align, and_more, count, format_bytes, format_shape, quoted, shorten
+from reshard.text import (
+    Report,
+    align,
+    and_more,
+    count,
+    format_bytes,
+    format_shape,
+    quoted,
+    shorten,
+)
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
     from reshard.rules import Rules
 
-__all__ = ["InspectedTensor", "Inspection", "inspect", "recovered", "table", "tree"]
+__all__ = ["InspectedTensor", "Inspection", "inspect", "recovered"]
 
 WHOLE = "whole"
 AXES = "xyzuvwabcdefghijklmnopqrst"
@@ -94,33 +102,6 @@ MAX_TREE = 2000
 _NUMBER = re.compile(r"(?<![^.])\d{1,9}(?![^.])")
 
 
-def table(report: Inspection) -> str:
-    """Everything on a page: tensors that differ only in numbers of their names share a line."""
-    lines = [_headline(report), ""]
-    groups: dict[tuple[object, ...], list[InspectedTensor]] = {}
-    for tensor in report.tensors:
-        pattern = _NUMBER.sub("#", tensor.name)
-        groups.setdefault((pattern, tensor.shape, tensor.dtype, tensor.layout), []).append(tensor)
-    rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "layout", "size")]
-    rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
-    lines += align(rows, right={4}) if report.tensors else []
-    if len(groups) > MAX_ROWS:
-        lines.append(f"and {len(groups) - MAX_ROWS} more kinds of tensors; --json lists all")
-    lines += [*_facts(report), *_findings(report)]
-    return "\n".join(lines)
-
-
-def tree(report: Inspection) -> str:
-    """The names as a tree, with the bytes and the number of tensors below each branch."""
-    top = _Branch()
-    for tensor in report.tensors:
-        top.add(tensor.name.split("."), tensor)
-    lines = [_headline(report), "", *_drawn(top, "")]
-    more = [f"and {len(lines) - MAX_TREE} more lines; --json lists all"]
-    lines = lines if len(lines) <= MAX_TREE else lines[:MAX_TREE] + more
-    return "\n".join([*lines, *_findings(report)])
-
-
 def _headline(report: Inspection) -> str:
     state = "damaged" if report.damage else "unsupported" if report.unsupported else "complete"
     return (
@@ -161,16 +142,10 @@ def _facts(report: Inspection) -> Iterator[str]:
 
 
 def _findings(report: Inspection) -> Iterator[str]:
-    lists = (
-        ("damage", report.damage),
-        ("unsupported", report.unsupported),
-        ("notes", report.notes),
-    )
-    for title, found in lists:
+    for title in ("damage", "unsupported", "notes"):
+        found: tuple[str, ...] = getattr(report, title)
         if found:
-            yield ""
-            yield title
-            yield from (f"  {_plain(line)}" for line in found[:MAX_LINES])
+            yield from ("", title, *(f"  {_plain(line)}" for line in found[:MAX_LINES]))
         if len(found) > MAX_LINES:
             yield f"  and {len(found) - MAX_LINES} more; --json lists all"
 
@@ -196,13 +171,14 @@ class _Branch:
         branch.num_tensors += 1
 
 
-def _drawn(top: _Branch, indent: str) -> Iterator[str]:
+def _drawn(top: _Branch) -> Iterator[str]:
     """The lines of a tree; without recursion, because names may be nested deeply."""
-    pending = [*reversed([(name, child, indent) for name, child in _folded(top)])]
+    pending = [("", top, -1)]
     while pending:
-        name, branch, indent = pending.pop()
-        yield f"{indent}{_plain(shorten(name, MAX_NAME))}  {_about(branch)}"
-        below = [(part, child, indent + "  ") for part, child in _folded(branch)]
+        name, branch, depth = pending.pop()
+        if depth >= 0:
+            yield f"{'  ' * depth}{_plain(shorten(name, MAX_NAME))}  {_about(branch)}"
+        below = [(part, child, depth + 1) for part, child in _folded(branch)]
         pending += reversed(below)
 
 
@@ -235,18 +211,6 @@ def _plain(text: str) -> str:
 VERSION = 1
 SHOWN_HOLES = 3
 
-Boxes = tuple[tuple[int, ...], tuple[Box, ...]]
-"""A shape and the boxes of its pieces."""
-
-
-@dataclass(frozen=True, slots=True)
-class Coverage:
-    """The layout that the boxes of a tensor follow, missing boxes, and boxes stored twice."""
-
-    layout: str
-    holes: tuple[Box, ...]
-    doubled: tuple[Box, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class InspectedTensor:
@@ -276,7 +240,7 @@ class Sidecar:
 
 
 @dataclass(frozen=True, slots=True)
-class Inspection:
+class Inspection(Report):
     """What a checkpoint holds, and its damage; printed, it is a table."""
 
     path: str
@@ -291,9 +255,9 @@ class Inspection:
     """None if the checkpoint has no checksums."""
     metadata: Mapping[str, str]
     damage: tuple[str, ...]
-    notes: tuple[str, ...]
-    unsupported: tuple[str, ...] = ()
+    unsupported: tuple[str, ...]
     """Parts that seem sound but are of a kind that is not supported."""
+    notes: tuple[str, ...]
 
     @property
     def num_tensors(self) -> int:
@@ -312,40 +276,34 @@ class Inspection:
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {
-            "version": VERSION,
-            "path": self.path,
-            "format": self.format,
-            "ok": self.ok,
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "tensors": [asdict(tensor) for tensor in self.tensors],
-            "objects": dict(self.objects),
-            "files": [asdict(file) for file in self.files],
-            "others": [asdict(file) for file in self.others],
-            "checksums": None if self.checksums is None else asdict(self.checksums),
-            "metadata": dict(self.metadata),
-            "damage": list(self.damage),
-            "unsupported": list(self.unsupported),
-            "notes": list(self.notes),
-        }
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(self.to_dict())
+        data = Report.to_dict(self)
+        figures = {"ok": self.ok, "num_tensors": self.num_tensors, "num_bytes": self.num_bytes}
+        first = {"version": VERSION, "path": data.pop("path"), "format": data.pop("format")}
+        return {**first, **figures, **data}
 
     def tree(self) -> str:
         """The tensors as a tree of their dotted names, with the bytes below each branch."""
-        return tree(self)
-
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
+        top = _Branch()
+        for tensor in self.tensors:
+            top.add(tensor.name.split("."), tensor)
+        lines = [_headline(self), "", *_drawn(top)]
+        if len(lines) > MAX_TREE:
+            lines[MAX_TREE:] = [f"and {len(lines) - MAX_TREE} more lines; --json lists all"]
+        return "\n".join([*lines, *_findings(self)])
 
     def __str__(self) -> str:
-        return table(self)
+        """Everything on a page; tensors that differ only in numbers of their names share a line."""
+        lines = [_headline(self), ""]
+        groups: dict[tuple[object, ...], list[InspectedTensor]] = {}
+        for one in self.tensors:
+            pattern = _NUMBER.sub("#", one.name)
+            groups.setdefault((pattern, one.shape, one.dtype, one.layout), []).append(one)
+        rows: list[tuple[str, ...]] = [("tensor", "shape", "dtype", "layout", "size")]
+        rows += [_row(group) for group in [*groups.values()][:MAX_ROWS]]
+        lines += align(rows, right={4}) if self.tensors else []
+        if len(groups) > MAX_ROWS:
+            lines.append(f"and {len(groups) - MAX_ROWS} more kinds of tensors; --json lists all")
+        return "\n".join([*lines, *_facts(self), *_findings(self)])
 
 
 def inspect(
@@ -359,66 +317,51 @@ def inspect(
     """
     with open_storage(path) as storage:
         catalog, findings = survey_catalog(storage, as_rules(rules, storage), as_mesh(mesh))
-        checksums = None
+        sidecar = None
         with findings.noting():
-            checksums = _sidecar(storage)
-    known: dict[Boxes, Coverage] = {}
-    tensors, damage = [], [*findings.damage]
-    for tensor in catalog.tensors.values():
-        boxes = tensor.shape, tuple(piece.box for piece in tensor.pieces)
-        coverage = known.get(boxes)
-        if coverage is None:  # the layers of a model have equal layouts
-            coverage = known[boxes] = Coverage(
-                recovered(*boxes), tensor.missing(), tensor.repeated()
-            )
-        tensors.append(_inspected(tensor, catalog, coverage))
-        damage += _missing(catalog, tensor, coverage.holes)
+            sums = load_checksums(storage)  # no file is compared with them
+            if sums is not None:
+                chunks = sum(len(file.ends) for file in sums.files.values())
+                sidecar = Sidecar(chunks, len(sums.digests))
+    damage = [*findings.damage]
+    tensors = tuple(_tensors(catalog, damage))
     return Inspection(
         catalog.root,
         catalog.format,
-        tuple(tensors),
+        tensors,
         {name: found.size for name, found in catalog.objects.items()},
         catalog.files,
         tuple(file for file in catalog.others if file.path != SIDECAR),
-        checksums,
+        sidecar,
         catalog.metadata,
         tuple(damage),
-        catalog.notes,
         tuple(findings.unsupported),
+        catalog.notes,
     )
 
 
-def _sidecar(storage: Storage) -> Sidecar | None:
-    """The size of the checksums; no file is compared with them."""
-    found = load_checksums(storage)
-    if found is None:
-        return None
-    return Sidecar(sum(len(file.ends) for file in found.files.values()), len(found.digests))
-
-
-def _inspected(tensor: StoredTensor, catalog: Catalog, coverage: Coverage) -> InspectedTensor:
-    layout = coverage.layout
-    if catalog.mesh is not None and tensor.name in catalog.layouts:
-        layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
-    return InspectedTensor(
-        tensor.name,
-        tensor.shape,
-        tensor.dtype,
-        tensor.num_bytes,
-        len(tensor.pieces),
-        layout,
-        complete=not coverage.holes,
-        replicated=bool(coverage.doubled),
-    )
-
-
-def _missing(catalog: Catalog, tensor: StoredTensor, holes: tuple[Box, ...]) -> Iterator[str]:
-    """One line about the missing boxes of a tensor, if there are any."""
-    if not holes:
-        return
-    shown = ", ".join(map(str, holes[:SHOWN_HOLES]))
-    more = f" and {len(holes) - SHOWN_HOLES} more" if len(holes) > SHOWN_HOLES else ""
-    yield (
-        f"{catalog.root}: no file holds {shown}{more} of tensor {quoted(tensor.name)} of shape "
-        f"{tensor.shape}: a shard is missing"
-    )
+def _tensors(catalog: Catalog, damage: list[str]) -> Iterator[InspectedTensor]:
+    """All tensors; adds a line for each that is not complete to ``damage``."""
+    known: dict[object, tuple[str, tuple[Box, ...], bool]] = {}
+    for tensor in catalog.tensors.values():
+        boxes = tensor.shape, tuple(piece.box for piece in tensor.pieces)
+        if boxes not in known:  # the layers of a model have equal layouts
+            known[boxes] = recovered(*boxes), tensor.missing(), bool(tensor.repeated())
+        layout, holes, is_replicated = known[boxes]
+        if catalog.mesh is not None and tensor.name in catalog.layouts:
+            layout = f"{catalog.mesh}: {catalog.layouts[tensor.name]}"
+        yield InspectedTensor(
+            tensor.name,
+            tensor.shape,
+            tensor.dtype,
+            tensor.num_bytes,
+            len(tensor.pieces),
+            layout,
+            complete=not holes,
+            replicated=is_replicated,
+        )
+        if holes:
+            damage.append(
+                f"{catalog.root}: no file holds {and_more(holes, SHOWN_HOLES)} of tensor "
+                f"{quoted(tensor.name)} of shape {tensor.shape}: a shard is missing"
+            )

@@ -28,7 +28,7 @@ def verify(names: str | None, **words: Any) -> int:
 
     Exit code 4 if nothing is known to be wrong and a part is of a kind that is not supported.
     """
-    from reshard.checkpoint.verification.soundness import verify as check
+    from reshard.checkpoint.soundness import verify as check
     from reshard.planning.names import read_names
 
     words["names"] = None if names is None else read_names(names)
@@ -46,6 +46,6 @@ def diff(**words: Any) -> int:
     \b
     reshard diff ckpt-1000 ckpt-2000    exit code 0 if equal, 1 if not
     """
-    from reshard.checkpoint.verification.differences import diff as compare
+    from reshard.checkpoint.differences import diff as compare
 
     return 0 if compare_and_report("diff", compare, words).equal else 1

@@ -291,7 +291,7 @@ def _convert_files() -> Converted:
     """Write a small model as four shards into a temporary folder, convert it to two, compare."""
     from reshard.checkpoint.conversion.stages import convert
     from reshard.checkpoint.inspection import inspect
-    from reshard.checkpoint.verification.soundness import verify
+    from reshard.checkpoint.soundness import verify
 
     with TemporaryDirectory(prefix="reshard-demo-") as folder:
         whole, four, two = (Path(folder) / name for name in ("ckpt", "ckpt-tp4", "ckpt-tp2"))

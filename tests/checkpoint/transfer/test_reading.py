@@ -17,9 +17,8 @@ from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.reader import open_storage
 from reshard.checkpoint.integrity.checksums import Checker, Checksums, Recorder
 from reshard.checkpoint.storage import StoredFile
-from reshard.checkpoint.transfer.source import Source, StoredReader
-from reshard.checkpoint.transfer.windows import Budget, Buffers, bits_differ, in_order
-from reshard.checkpoint.verification.examination import digests_of
+from reshard.checkpoint.transfer.examination import StoredReader, digests_of
+from reshard.checkpoint.transfer.windows import Budget, Buffers, Source, bits_differ, in_order
 from reshard.dtypes import ITEMSIZE, itemsize
 from reshard.errors import CoverageError, DamageError, MemoryCapError
 from reshard.layout.box import Box
@@ -92,7 +91,7 @@ def test_the_digest_does_not_depend_on_how_it_is_stored(data: st.DataObject) -> 
         with stored(array, dtype, boxes) as (source, tensor):
             budget = Budget(workers=2, window=window)
             problems: list[object] = []
-            found |= set(digests_of(source, [tensor], budget, lambda _: None, problems.append))
+            found |= digests_of(source, [tensor], budget, lambda _: None, problems.append).items()
             assert not problems
     assert len(found) == 1
 
@@ -116,7 +115,7 @@ def test_replicas_that_disagree_are_told(data: st.DataObject) -> None:
             plain = Source(source.storage, source.catalog, None, Checker(None, "ckpt"))
             problems: list = []
             budget = Budget(1, 100)
-            list(digests_of(plain, [tensor], budget, lambda _: None, problems.append))
+            digests_of(plain, [tensor], budget, lambda _: None, problems.append)
             assert len(problems) == is_changed
         assert problems[0].kind == "replicas"
         assert problems[0].tensor == "w"

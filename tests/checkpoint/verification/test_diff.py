@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from reshard.checkpoint import diff
-from reshard.checkpoint.verification.differences import between
+from reshard.checkpoint.differences import between
 from reshard.cli import run
 from reshard.errors import CheckpointError, DamageError
 from reshard.layout.box import Box
@@ -193,7 +193,7 @@ import sys
 def status(field):
     return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
-from reshard.checkpoint.verification.differences import diff
+from reshard.checkpoint.differences import diff
 import reshard.checkpoint.formats.safetensors_reader
 before = status("VmRSS")
 report = diff(*sys.argv[1:], memory="32MiB")

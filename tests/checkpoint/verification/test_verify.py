@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from reshard.checkpoint import convert
 from reshard.checkpoint.formats.reader import open_storage, read_catalog
 from reshard.checkpoint.integrity.checksums import SIDECAR
-from reshard.checkpoint.verification.soundness import VerifyReport, verify
+from reshard.checkpoint.soundness import VerifyReport, verify
 from reshard.cli import run
 from reshard.errors import CheckpointError, ReshardError
 from reshard.layout.box import Box
@@ -393,7 +393,7 @@ import sys
 def status(field):
     return int(next(line for line in open("/proc/self/status") if field in line).split()[1])
 import numpy, xxhash
-from reshard.checkpoint.verification.soundness import verify
+from reshard.checkpoint.soundness import verify
 import reshard.checkpoint.formats.safetensors_reader
 before = status("VmRSS")
 report = verify(*sys.argv[2:], memory=sys.argv[1])

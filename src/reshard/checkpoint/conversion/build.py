@@ -27,9 +27,8 @@ from reshard.checkpoint.output import Literal
 from reshard.checkpoint.output_files import OutputFiles, replace_file
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.copying import Copier, Done, copy_all, sums_of
-from reshard.checkpoint.transfer.source import Source
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer, chunks_of
-from reshard.checkpoint.transfer.windows import Budget, collector_paused
+from reshard.checkpoint.transfer.windows import Budget, Source, collector_paused
 from reshard.checkpoint.workplace import Workplace
 from reshard.errors import DamageError, TargetError, UnfinishedError
 from reshard.text import quoted
@@ -46,33 +45,33 @@ Ints = np.ndarray[Any, Any]
 
 def check_outside_tensors(storage: Storage, catalog: Catalog, sums: Checksums) -> None:
     """Raise DamageError if a file or tensor is missing, or a byte outside of tensors changed."""
-    present = {file.path: file.size for file in storage.list()}
-    if SIDECAR not in present:  # a single file was opened, not its folder
+    if all(file.path != SIDECAR for file in storage.list()):  # one file was opened, no folder
         return
     for name in sums.digests:
         if name not in catalog.tensors:
             raise DamageError(
                 f"{storage.root}: tensor {quoted(name)} was written and is in no file"
             )
-    for path, file in sums.files.items():
-        _check_size(storage, path, file.size, present.get(path))
+    for _, _, message in wrong_sizes(storage, sums):
+        raise DamageError(message)
     for some in _batches(_chunks(catalog, sums)):
         for (path, chunk), found in zip(some, _sums_of(storage, some), strict=True):
             if found != chunk.sum:
                 raise DamageError(damage(f"{storage.root}/{path}", chunk, found))
 
 
-def _check_size(storage: Storage, path: str, size: int, found: int | None) -> None:
-    if found is None:
-        raise DamageError(
-            f"{storage.root}/{path} is missing: it was written with {size} bytes; "
-            f"if it is not wanted, delete {SIDECAR}"
-        )
-    if found != size:
-        raise DamageError(
-            f"{storage.root}/{path} has {found} bytes and was written with {size}: "
-            "restore it from a copy"
-        )
+def wrong_sizes(storage: Storage, sums: Checksums) -> Iterator[tuple[str, int | None, str]]:
+    """Files that are missing or not as long as they were written: path, size, message."""
+    present = {file.path: file.size for file in storage.list()}
+    for path, file in sums.files.items():
+        found = present.get(path)
+        where = f"{storage.root}/{path}"
+        if found is None:
+            message = f"is missing: it was written with {file.size} bytes"
+            yield path, None, f"{where} {message}; if it is not wanted, delete {SIDECAR}"
+        elif found != file.size:
+            message = f"has {found} bytes and was written with {file.size}"
+            yield path, found, f"{where} {message}: restore it from a copy"
 
 
 def _chunks(catalog: Catalog, sums: Checksums) -> Iterator[tuple[str, ChunkSum]]:

@@ -24,7 +24,7 @@ from reshard.checkpoint.integrity.checksums import SIDECAR, load_checksums
 from reshard.checkpoint.journal import ALONE, Team
 from reshard.checkpoint.output_files import MAX_COPY, named
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.windows import Budget, buffer_bytes, collector_paused
+from reshard.checkpoint.transfer.windows import Budget, Buffers, collector_paused
 from reshard.checkpoint.workplace import Workplace, free_bytes
 from reshard.errors import (
     CheckpointError,
@@ -324,7 +324,7 @@ def worker_bytes(window: int, casts: bool) -> int:
     need.
     """
     own = window // 2 + min(window, 2 << 20) + min(window, MAX_COPY)
-    return buffer_bytes(window, casts) + window + own
+    return Buffers.size_of(window, casts) + window + own
 
 
 def _report(

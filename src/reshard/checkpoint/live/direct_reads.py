@@ -29,8 +29,7 @@ from reshard.checkpoint.live.entries import View, part_of
 from reshard.checkpoint.live.read_shares import ReadRequest, is_partition
 from reshard.checkpoint.piece_table import slabs
 from reshard.checkpoint.storage import LocalStorage, OpenFile
-from reshard.checkpoint.transfer.source import Source
-from reshard.checkpoint.transfer.windows import in_order
+from reshard.checkpoint.transfer.windows import Source, in_order
 from reshard.dtypes import itemsize
 from reshard.errors import DamageError
 from reshard.layout.box import Box

@@ -37,11 +37,10 @@ from reshard.checkpoint.live.shared_reads import (
     read_small,
 )
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.source import Source
-from reshard.checkpoint.transfer.transfers import SourceTensor, Transfer, source_of
+from reshard.checkpoint.transfer.transfers import Transfer
+from reshard.checkpoint.transfer.windows import Source
 from reshard.errors import CheckpointError, MemoryCapError, ReshardError
 from reshard.layout.spec import TensorSpec
-from reshard.planning.names import Feed
 from reshard.sharded.groups import Group
 from reshard.tensors.agreement import Agreement
 from reshard.tensors.exchanging import merge_specs, specs_from_texts, specs_to_text
@@ -243,9 +242,8 @@ def _request(
     Replicas are left out if they are not compared: a digest checks the chosen pieces better.
     """
     stored = summary.catalog.tensors[name]
-    source, replicas = source_of(name, stored.shape, [SourceTensor(stored, Feed(name))])
     is_compared = compare_replicas and name not in summary.digests
-    transfer = Transfer.of_read(stored, source, replicas if is_compared else None, spec.dtype)
+    transfer = Transfer.of_read(stored, spec.dtype, with_replicas=is_compared)
     is_whole = name in summary.digests or bool(summary.catalog.crcs)
     return ReadRequest(transfer, spec.layout, is_whole)
 

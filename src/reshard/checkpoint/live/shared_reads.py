@@ -25,10 +25,15 @@ from reshard.checkpoint.live.entries import Held, RankBoxes, View, part_of
 from reshard.checkpoint.live.read_shares import Batch, ReadRequest, Share
 from reshard.checkpoint.piece_table import PieceTable, slabs
 from reshard.checkpoint.transfer.packing import Pack, Packed
-from reshard.checkpoint.transfer.source import Source, SourceReads
-from reshard.checkpoint.transfer.transfers import Transfer
-from reshard.checkpoint.transfer.windows import Buffers, compare, fill, in_order, within
-from reshard.dtypes import itemsize
+from reshard.checkpoint.transfer.windows import (
+    Buffers,
+    Source,
+    SourceReads,
+    compare,
+    fill,
+    in_order,
+    within,
+)
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
 from reshard.layout.spec import TensorSpec
@@ -118,14 +123,10 @@ class ShareReader:
         transfer = self.requests[one.share.name].transfer
         place = _Place(part.reshape(-1).view(torch.uint8).numpy(), scratch)
         array = fill(transfer, box, place, self._reads)
-        if len(transfer.replicas):
-            self._compare(transfer, box, array, place)
+        if len(transfer.replicas):  # compared in parts that fit into the scratch buffer
+            for some in slabs(box, len(scratch) // array.itemsize):
+                compare(transfer, some, array[within(some, box)], place, self._reads)
         return array
-
-    def _compare(self, transfer: Transfer, box: Box, array: Array, place: _Place) -> None:
-        """Refuse replicas that differ, in parts that fit into the scratch buffer."""
-        for part in slabs(box, len(place.scratch) // array.itemsize):
-            compare(transfer, part, array[within(part, box)], place, self._reads)
 
 
 class CrcRecords:
@@ -192,12 +193,8 @@ def copy_small(
 
 def _pack(requests: Mapping[str, ReadRequest]) -> Pack:
     """The tensors as a pack, with a buffer of its own."""
-    tensors = []
-    for request in requests.values():
-        transfer = request.transfer
-        pieces = [*transfer.source.pieces()]
-        size = itemsize(transfer.have)
-        tensors.append(Packed(transfer.shape, size, transfer.source_bytes, pieces))
+    transfers = (request.transfer for request in requests.values())
+    tensors = [Packed.of(t.shape, t.have, [*t.source.pieces()]) for t in transfers]
     total = sum(tensor.num_bytes for tensor in tensors)
     return Pack.of(tensors, np.empty(total, dtype=np.uint8))
 

@@ -10,77 +10,41 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import groupby
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.integrity import digest
 from reshard.checkpoint.integrity.checksums import CHUNK, checksum
 from reshard.checkpoint.integrity.crcs import Part
-from reshard.checkpoint.output_files import OutputFiles
+from reshard.checkpoint.output_files import BLOCK, OutputFiles
 from reshard.checkpoint.piece_table import Pieces, PieceTable
-from reshard.checkpoint.storage import LocalStorage, Storage
+from reshard.checkpoint.storage import LocalStorage
 from reshard.checkpoint.transfer.packing import CELLS, Pack, Packed, Placed, joined_writes
-from reshard.checkpoint.transfer.source import Source, SourceReads
 from reshard.checkpoint.transfer.transfers import CopyChunk, Transfer
 from reshard.checkpoint.transfer.windows import (
+    Array,
     Buffers,
-    cast,
+    Source,
+    SourceReads,
     collector_paused,
     compare,
-    drain,
     fill,
     in_order,
-    lead_of,
+    shaped,
+    writable,
 )
 from reshard.dtypes import cast_into, itemsize
-from reshard.layout.box import Box
+from reshard.layout.box import Box, row_major
 from reshard.layout.coverage import overlapping_pairs
 
-__all__ = ["Copier", "Done", "copy_all", "sums_of"]
+__all__ = ["Copier", "Done", "Sum", "copy_all", "sums_of"]
 
 WORTH_A_CALL = 1 << 16
 """Runs that are shorter on average are copied faster through memory."""
 
-
-def zero_copy(
-    transfer: Transfer, window: Box, storage: Storage, catalog: Catalog, target: OutputFiles
-) -> int:
-    """Copy a window where both sides have it in long runs; 0 if that cannot be, else the bytes."""
-    usable = isinstance(storage, LocalStorage) and hasattr(os, "copy_file_range")
-    if not usable or transfer.have != transfer.want or transfer.is_padded:
-        return 0
-    source, drains = transfer.source.within(window), transfer.destination.within(window)
-    mine, others = overlapping_pairs(source.starts, source.stops, drains.starts, drains.stops)
-    starts = np.maximum(source.starts[mine], drains.starts[others])
-    stops = np.minimum(source.stops[mine], drains.stops[others])
-    reads, writes = source.clipped(mine, starts, stops), drains.clipped(others, starts, stops)
-    if not (reads.is_run.all() and writes.is_run.all()) or reads.num_bytes.mean() < WORTH_A_CALL:
-        return 0
-    assert isinstance(storage, LocalStorage)
-    for row in range(len(reads)):
-        path = catalog.files[int(reads.files[row])].path
-        with storage.using(path) as have, target.using(int(writes.files[row])) as want:
-            places = int(reads.offsets[row]), int(writes.offsets[row])
-            if not _copy(have.descriptor, want, places, int(reads.num_bytes[row])):
-                return 0
-    return int(reads.num_bytes.sum())
-
-
-def _copy(have: int, want: int, places: tuple[int, int], length: int) -> bool:
-    """Copy a run; False where the system does not do that between these files."""
-    source, target = places
-    while length:
-        try:
-            count = os.copy_file_range(have, want, length, source, target)
-        except OSError:
-            return False
-        if count == 0:
-            return False
-        source, target, length = source + count, target + count, length - count
-    return True
+Sum = tuple[int, int, int, str]
+"""File, start, stop and checksum of bytes that were written."""
 
 
 @dataclass(slots=True)
@@ -89,8 +53,7 @@ class Done:
 
     number: int
     num_bytes: int = 0
-    sums: list[tuple[int, int, int, str]] = field(default_factory=list)
-    """File, start, stop and checksum of everything that was written."""
+    sums: list[Sum] = field(default_factory=list)
     parts: dict[int, int] = field(default_factory=dict)
     """What the chunk adds to the digest value of each tensor, by number of the transfer."""
     crcs: list[Part] = field(default_factory=list)
@@ -126,8 +89,8 @@ class _Writes:
             self.done.sums += sums_of(file, offset, data)
 
 
-def sums_of(file: int, offset: int, data: memoryview) -> list[tuple[int, int, int, str]]:
-    """The checksums of bytes that are written to a file: file, start, stop, checksum."""
+def sums_of(file: int, offset: int, data: memoryview) -> list[Sum]:
+    """The checksums of bytes that are written to a file."""
     starts = range(0, len(data), CHUNK)
     parts = [(at, data[at : at + CHUNK]) for at in starts]
     return [
@@ -167,7 +130,7 @@ class Copier:
                 pack.append(which)
                 room -= size
             elif not self._zero_copied(transfer, window, done):
-                self._copy_window(which, transfer, window, buffers, reads, writes)
+                self._copy_window(which, window, buffers, reads, writes)
         if pack:
             self._copy_pack(pack, buffers, reads, writes)
         return done
@@ -178,7 +141,8 @@ class Copier:
     ) -> None:
         """Copy whole small tensors together."""
         transfers = [self.transfers[which] for which in numbers]
-        pack = Pack.of([_packed(t, t.have, t.stored) for t in transfers], buffers.window)
+        small = [Packed.of(t.shape, t.have, _pieces(t.stored).pieces) for t in transfers]
+        pack = Pack.of(small, buffers.window)
         pack.read(buffers.scratch, reads)
         if any(transfer.have != transfer.want for transfer in transfers):
             pack = _cast_pack(pack, transfers, buffers)
@@ -188,46 +152,111 @@ class Copier:
             writes.write(one.file, one.offset, memoryview(one.data))
 
     def _copy_window(
-        self,
-        which: int,
-        transfer: Transfer,
-        window: Box,
-        buffers: Buffers,
-        reads: SourceReads,
-        writes: _Writes,
+        self, which: int, window: Box, buffers: Buffers, reads: SourceReads, writes: _Writes
     ) -> None:
-        lead = lead_of(transfer, window)
+        transfer = self.transfers[which]
+        lead = _lead_of(transfer, window)
         casts = transfer.have != transfer.want
         array = fill(transfer, window, buffers, reads, 0 if casts else lead)
-        if self.compare_replicas and len(transfer.replicas):
+        if self.compare_replicas:
             compare(transfer, window, array, buffers, reads)
-        array = cast(transfer, window, array, buffers, lead)
+        if casts:
+            stored = array
+            array = shaped(buffers.cast[lead:], window, itemsize(transfer.want))
+            cast_into(stored, transfer.have, array, transfer.want)
         if self.checksums:
             value = digest.part(array, window, transfer.shape, transfer.want)
             parts = writes.done.parts
             parts[which] = (parts.get(which, 0) + value) % digest.MODULUS
-        drain(transfer, window, array, buffers, writes)
+        _drain(transfer, window, array, buffers, writes)
 
     def _zero_copied(self, transfer: Transfer, window: Box, done: Done) -> bool:
-        """Whether the kernel copied the window from file to file."""
-        if self.checksums or (self.compare_replicas and len(transfer.replicas)):
+        """Whether the kernel copied the window from file to file, in long runs on both sides."""
+        storage = self.source.storage
+        if (
+            self.checksums
+            or (self.compare_replicas and len(transfer.replicas))
+            or (transfer.have != transfer.want or transfer.is_padded)
+            or not (isinstance(storage, LocalStorage) and hasattr(os, "copy_file_range"))
+        ):
             return False
-        copied = zero_copy(transfer, window, self.source.storage, self.source.catalog, self.target)
-        if copied:
-            done.num_bytes += copied
-            self.source.count(copied)
+        source, drains = transfer.source.within(window), transfer.destination.within(window)
+        mine, others = overlapping_pairs(source.starts, source.stops, drains.starts, drains.stops)
+        starts = np.maximum(source.starts[mine], drains.starts[others])
+        stops = np.minimum(source.stops[mine], drains.stops[others])
+        reads, writes = source.clipped(mine, starts, stops), drains.clipped(others, starts, stops)
+        are_runs = reads.is_run.all() and writes.is_run.all()
+        if not are_runs or reads.num_bytes.mean() < WORTH_A_CALL:
+            return False
+        for row in range(len(reads)):
+            path = self.source.name(int(reads.files[row]))
+            with storage.using(path) as have, self.target.using(int(writes.files[row])) as want:
+                places = int(reads.offsets[row]), int(writes.offsets[row])
+                if not _copy_range(have.descriptor, want, places, int(reads.num_bytes[row])):
+                    return False
+        copied = int(reads.num_bytes.sum())
+        done.num_bytes += copied
+        self.source.count(copied)
         return copied > 0
 
 
-def _packed(transfer: Transfer, dtype: str, held: PieceTable | Pieces) -> Packed:
-    assert isinstance(held, Pieces)
-    width = itemsize(dtype)
-    return Packed(transfer.shape, width, prod(transfer.shape) * width, held.pieces)
+def _copy_range(have: int, want: int, places: tuple[int, int], length: int) -> bool:
+    """Copy a run in the kernel; False where the system does not do that between these files."""
+    source, target = places
+    while length:
+        try:
+            count = os.copy_file_range(have, want, length, source, target)
+        except OSError:
+            return False
+        if count == 0:
+            return False
+        source, target, length = source + count, target + count, length - count
+    return True
+
+
+def _lead_of(transfer: Transfer, window: Box) -> int:
+    """The offset in the buffer at which a window is aligned as in its file, for direct writes."""
+    parts = transfer.destination.within(window)
+    if not len(parts):
+        return 0
+    size = itemsize(transfer.want)
+    first = zip(parts.starts[0].tolist(), window.start, row_major(window.shape), strict=True)
+    place = sum((low - start) * stride for low, start, stride in first)
+    return _lead(int(parts.offsets[0]) - place * size, size)
+
+
+def _lead(offset: int, size: int) -> int:
+    """An offset within its block; 0 if elements would not be aligned to their size there."""
+    lead = offset % BLOCK
+    return lead if lead % size == 0 else 0
+
+
+def _drain(
+    transfer: Transfer, window: Box, array: Array, buffers: Buffers, writes: _Writes
+) -> None:
+    """Write a window to all output pieces that overlap it."""
+    for group in writable(transfer.destination.within(window), buffers.num_bytes):
+        views, extent = group.views(array, window), group.extent
+        if runs := group.runs(views):
+            for offset, memory in runs:
+                writes.write(extent.file, offset, memory)
+            continue
+        lead = _lead(extent.start, group.parts.itemsize)
+        filled = buffers.scratch[lead : lead + extent.num_bytes]
+        for view, part in zip(views, group.arrays(filled), strict=True):
+            part[...] = view
+        writes.write(extent.file, extent.start, filled.data)
+
+
+def _pieces(held: PieceTable | Pieces) -> Pieces:
+    assert isinstance(held, Pieces)  # as those of all tensors that are packed
+    return held
 
 
 def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> Pack:
     """The pack in the dtypes of the output."""
-    result = Pack.of([_packed(t, t.want, t.written) for t in transfers], buffers.cast)
+    small = [Packed.of(t.shape, t.want, _pieces(t.written).pieces) for t in transfers]
+    result = Pack.of(small, buffers.cast)
     kinds = groupby(range(len(transfers)), key=lambda n: (transfers[n].have, transfers[n].want))
     for (have, want), group in kinds:
         numbers = [*group]
@@ -245,24 +274,20 @@ def _cast_pack(pack: Pack, transfers: Sequence[Transfer], buffers: Buffers) -> P
 
 def _placed(pack: Pack, transfers: Sequence[Transfer]) -> Iterator[Placed]:
     """All writes of a pack in the order of the files: boxes, with the bytes around them."""
+    places = [_pieces(transfer.written) for transfer in transfers]
     order = [
         (piece.file, piece.offset, number, which)
-        for number, transfer in enumerate(transfers)
-        for which, piece in enumerate(_written(transfer).pieces)
+        for number, held in enumerate(places)
+        for which, piece in enumerate(held.pieces)
     ]
     for file, offset, number, which in sorted(order):
-        held = _written(transfers[number])
+        held = places[number]
         data = pack.bytes_of(number, held.pieces[which].box)
         if held.around:
             head, tail = held.around[which]
             yield Placed(file, offset - len(head), b"".join((head, data, tail)))
         else:
             yield Placed(file, offset, data)
-
-
-def _written(transfer: Transfer) -> Pieces:
-    assert isinstance(transfer.written, Pieces)
-    return transfer.written
 
 
 def copy_all(

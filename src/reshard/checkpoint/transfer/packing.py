@@ -14,12 +14,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+from math import prod
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from reshard.checkpoint.catalog import StoredPiece
 from reshard.checkpoint.integrity import digest
+from reshard.dtypes import itemsize
 from reshard.layout.box import Box, row_major
 
 __all__ = ["CELLS", "SMALL", "Pack", "Packed", "Placed", "Reads", "joined_writes", "tiles"]
@@ -58,6 +60,12 @@ class Packed(NamedTuple):
     itemsize: int
     num_bytes: int
     pieces: Sequence[StoredPiece]
+
+    @classmethod
+    def of(cls, shape: tuple[int, ...], dtype: str, pieces: Sequence[StoredPiece]) -> Packed:
+        """A small tensor of a checkpoint."""
+        width = itemsize(dtype)
+        return cls(shape, width, prod(shape) * width, pieces)
 
 
 class Placed(NamedTuple):

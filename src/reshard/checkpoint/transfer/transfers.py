@@ -17,7 +17,7 @@ Nothing here opens a file.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
@@ -30,7 +30,6 @@ from reshard.checkpoint.transfer.packing import SMALL, tiles
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, CoverageError, DamageError, PlanError
 from reshard.layout.box import Box
-from reshard.layout.columns import Ints
 from reshard.layout.coverage import missing_boxes, overlapping_pairs
 from reshard.planning.names import Feed
 from reshard.text import quoted
@@ -76,20 +75,15 @@ class Transfer:
     """Whether some elements have no source and are zero."""
 
     @classmethod
-    def of_read(
-        cls,
-        tensor: StoredTensor,
-        source: PieceTable,
-        replicas: PieceTable | None,
-        want: str,
-        is_padded: bool = False,
-    ) -> Transfer:
-        """A transfer that is only read, into memory."""
-        none = PieceTable.none(len(tensor.shape), itemsize(tensor.dtype))
-        return cls(
-            tensor.name, tensor.shape, tensor.dtype, want, source,
-            none if replicas is None else replicas, none, _whole(tensor.shape), is_padded,
-        )  # fmt: skip
+    def of_read(cls, tensor: StoredTensor, want: str, with_replicas: bool = True) -> Transfer:
+        """A stored tensor that is only read, into memory; CoverageError if a part is missing."""
+        name, shape, have = tensor.name, tensor.shape, tensor.dtype
+        none = PieceTable.none(len(shape), itemsize(have))
+        fed = [SourceTensor(tensor, Feed(name))]
+        source, replicas = source_of(name, shape, fed, tensor.zeros)
+        replicas = replicas if with_replicas else none
+        is_padded = bool(tensor.zeros)
+        return cls(name, shape, have, want, source, replicas, none, _whole(shape), is_padded)
 
     @property
     def source(self) -> PieceTable:
@@ -104,8 +98,6 @@ class Transfer:
     @property
     def source_bytes(self) -> int:
         """Bytes that are read, each element once."""
-        if isinstance(self.stored, Pieces):
-            return prod(self.shape) * itemsize(self.have)
         return _num_bytes(self.stored)
 
     @property
@@ -130,10 +122,6 @@ class Transfer:
         limit = max(num_bytes // max(itemsize(self.have), itemsize(self.want)), 1)
         return (window for region in self.regions for window in slabs(region, limit))
 
-    def size_of(self, window: Box) -> int:
-        """Bytes of a window in the output."""
-        return window.size * itemsize(self.want)
-
 
 def _num_bytes(held: PieceTable | Pieces) -> int:
     return held.num_bytes if isinstance(held, Pieces) else int(held.num_bytes.sum())
@@ -154,7 +142,7 @@ def chunks_of(transfers: Iterable[Transfer], num_bytes: int) -> Iterator[CopyChu
     number, windows, total = 0, list[tuple[int, Box]](), 0
     for which, transfer in enumerate(transfers):
         for window in transfer.windows(num_bytes):
-            size = transfer.size_of(window)
+            size = window.size * itemsize(transfer.want)
             if windows and total + size > num_bytes:
                 yield CopyChunk(number, tuple(windows), total)
                 number, windows, total = number + 1, [], 0
@@ -177,7 +165,8 @@ def transfer_of(
     if isinstance(destination, Pieces):
         # Boxes whose rows alternate in a file are written row by row.
         runs = all(piece.is_contiguous for piece in destination.pieces)
-        if runs and _is_small(shape, have, want, fed):
+        size = prod(shape) * max(itemsize(have), itemsize(want))
+        if runs and 0 < size <= SMALL and _is_plain(shape, fed):
             none = PieceTable.none(len(shape), itemsize(have))
             stored = Pieces(len(shape), itemsize(have), fed[0].tensor.pieces)
             return Transfer(name, shape, have, want, stored, none, destination, _whole(shape))
@@ -185,12 +174,6 @@ def transfer_of(
     source, replicas = source_of(name, shape, fed, zeros)
     regions = _regions(shape, source, destination)
     return Transfer(name, shape, have, want, source, replicas, destination, regions, bool(zeros))
-
-
-def _is_small(shape: tuple[int, ...], have: str, want: str, fed: Sequence[SourceTensor]) -> bool:
-    """Whether a tensor can be copied in a pack: it is small, and one stored tensor unchanged."""
-    size = prod(shape) * max(itemsize(have), itemsize(want))
-    return 0 < size <= SMALL and _is_plain(shape, fed)
 
 
 @lru_cache(maxsize=1024)
@@ -246,7 +229,7 @@ def _is_plain(shape: tuple[int, ...], fed: Sequence[SourceTensor]) -> bool:
 
 
 def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable, PieceTable]:
-    """Pieces that do not overlap, and the rest."""
+    """Pieces that do not overlap, and what they leave of the others."""
     if not (pieces.shapes > 0).all():
         pieces = pieces[np.flatnonzero(pieces.num_bytes > 0)]
     chosen, replicas = pieces, pieces[:0]
@@ -256,13 +239,7 @@ def _without_replicas(pieces: PieceTable, num_elements: int) -> tuple[PieceTable
     left, right = overlapping_pairs(chosen.starts, chosen.stops, chosen.starts, chosen.stops)
     if len(left) == len(chosen):
         return chosen, replicas
-    return _apart(chosen, left, right, replicas)
-
-
-def _apart(
-    chosen: PieceTable, left: Ints, right: Ints, replicas: PieceTable
-) -> tuple[PieceTable, PieceTable]:
-    """Split pieces that partly overlap: each keeps what no earlier one holds."""
+    # Pieces that partly overlap are split: each keeps what no earlier one holds.
     before: dict[int, list[int]] = {}
     for row, other in zip(left.tolist(), right.tolist(), strict=True):
         if other < row:
@@ -277,11 +254,11 @@ def _apart(
     return joined(kept), joined(doubled)
 
 
-def _rest(box: Box, covers: Sequence[Box]) -> tuple[Box, ...]:
+def _rest(box: Box, covers: Sequence[Box]) -> list[Box]:
     """What is left of a box, as disjoint boxes; raises if these are too many."""
-    rest: tuple[Box, ...] = (box,)
+    rest = [box]
     for cover in covers:
-        rest = tuple(part for left in rest for part in left - cover)
+        rest = [part for left in rest for part in left - cover]
         if len(rest) > MOST_PARTS:
             raise CheckpointError(
                 f"{box} is overlapped by {len(covers)} boxes so irregularly that more than "
@@ -299,24 +276,31 @@ def _placed(fed: SourceTensor) -> PieceTable:
     """The pieces of a source tensor in the coordinates of the output tensor."""
     tensor, feed = fed.tensor, fed.feed
     pieces = PieceTable.of(tensor.pieces, len(tensor.shape), itemsize(tensor.dtype))
-    _check_inside(tensor, pieces)
-    if not feed.moves:
-        return pieces
-    for dim in feed.have_insert:
-        pieces = _insert_dim(pieces, dim)
-    for dim, segments in enumerate(feed.moves):
-        pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
-    return _drop_dims(pieces, feed.want_insert)
-
-
-def _check_inside(tensor: StoredTensor, pieces: PieceTable) -> None:
-    shape = np.array(tensor.shape, dtype=np.int64)
-    outside = np.flatnonzero((pieces.stops > shape).any(axis=1))
+    outside = np.flatnonzero((pieces.stops > np.array(tensor.shape, np.int64)).any(axis=1))
     if len(outside):
         raise DamageError(
             f"tensor {quoted(tensor.name)} has shape {tensor.shape} and a piece at "
             f"{pieces.box(int(outside[0]))}: the files disagree about its shape"
         )
+    if not feed.moves:
+        return pieces
+    for dim in feed.have_insert:
+        pieces = replace(
+            pieces,
+            starts=np.insert(pieces.starts, dim, 0, axis=1),
+            stops=np.insert(pieces.stops, dim, 1, axis=1),
+            strides=np.insert(pieces.strides, dim, 0, axis=1),
+        )
+    for dim, segments in enumerate(feed.moves):
+        pieces = joined([_moved(pieces, dim, *segment) for segment in segments])
+    if not feed.want_insert:
+        return pieces
+    return replace(
+        pieces,
+        starts=np.delete(pieces.starts, feed.want_insert, axis=1),
+        stops=np.delete(pieces.stops, feed.want_insert, axis=1),
+        strides=np.delete(pieces.strides, feed.want_insert, axis=1),
+    )
 
 
 def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> PieceTable:
@@ -330,26 +314,6 @@ def _moved(pieces: PieceTable, dim: int, start: int, to: int, length: int) -> Pi
     shift = np.zeros(starts.shape[1], dtype=np.int64)
     shift[dim] = to - start
     return replace(part, starts=starts + shift, stops=stops + shift)
-
-
-def _insert_dim(pieces: PieceTable, dim: int) -> PieceTable:
-    return replace(
-        pieces,
-        starts=np.insert(pieces.starts, dim, 0, axis=1),
-        stops=np.insert(pieces.stops, dim, 1, axis=1),
-        strides=np.insert(pieces.strides, dim, 0, axis=1),
-    )
-
-
-def _drop_dims(pieces: PieceTable, dims: Sequence[int]) -> PieceTable:
-    if not dims:
-        return pieces
-    return replace(
-        pieces,
-        starts=np.delete(pieces.starts, dims, axis=1),
-        stops=np.delete(pieces.stops, dims, axis=1),
-        strides=np.delete(pieces.strides, dims, axis=1),
-    )
 
 
 def _regions(
@@ -389,5 +353,4 @@ def _splits_rows(table: PieceTable, shape: tuple[int, ...]) -> bool:
 
 def source_tensors(catalog: Catalog, feeds: Iterable[Feed]) -> tuple[SourceTensor, ...]:
     """The source tensors behind the feeds of an output tensor."""
-    tensors: Mapping[str, StoredTensor] = catalog.tensors
-    return tuple(SourceTensor(tensors[feed.name], feed) for feed in feeds)
+    return tuple(SourceTensor(catalog.tensors[feed.name], feed) for feed in feeds)

@@ -1,11 +1,10 @@
-"""One window of a tensor: read it from the source pieces, cast it, write it to the output pieces.
+"""Reads windows of tensors from a checkpoint, in worker threads that fit into a given memory.
 
-    source pieces  --read-->  buffer (the window, row-major)  --write-->  output pieces
+    source pieces  --read-->  buffer (the window, row-major)
 
-A part that is one run of bytes both in its file and in the buffer is read or written in place.
-Other parts go through a scratch buffer: files are accessed in long runs, only memory in short ones.
-
-Windows are read and written by worker threads, whose number and buffers fit into a given memory.
+A part that is one run of bytes both in its file and in the buffer is read in place. Other parts go
+through a scratch buffer: files are accessed in long runs, only memory in short ones. All bytes are
+compared with the checksums of the checkpoint as they are read.
 """
 
 from __future__ import annotations
@@ -15,32 +14,35 @@ import os
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 
+from reshard.checkpoint.catalog import Catalog
+from reshard.checkpoint.integrity.checksums import SIDECAR, Checker, Checksums, damage, sum_of
+from reshard.checkpoint.integrity.crcs import Crcs, Part, changed, crc_of, crcs_of
 from reshard.checkpoint.output_files import BLOCK, aligned
 from reshard.checkpoint.piece_table import Extent, PieceTable, extents
 from reshard.checkpoint.storage import Storage
 from reshard.checkpoint.transfer.packing import CELLS, Reads
 from reshard.checkpoint.transfer.transfers import Transfer
-from reshard.dtypes import cast_into, itemsize
+from reshard.dtypes import itemsize
 from reshard.errors import DamageError, MemoryCapError
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import Box
 from reshard.text import format_bytes, parse_bytes, quoted
 
 __all__ = [
-    "Budget", "Buffers", "Meter", "Replica", "Writes", "bits_differ", "buffer_bytes",
-    "collector_paused", "compare", "drain", "fill", "in_order", "lead_of", "readable",
-    "replicas_of", "within", "writable",
+    "Budget", "Buffers", "Meter", "Source", "SourceReads", "bits_differ", "collector_paused",
+    "compare", "fill", "in_order", "readable", "shaped", "unequal_replicas", "within", "writable",
 ]  # fmt: skip
 
 Task = TypeVar("Task")
 Result = TypeVar("Result")
+Array = np.ndarray[Any, Any]
 
 MOST_WORKERS = 4
 REMOTE_WORKERS = 16
@@ -50,6 +52,10 @@ SHARES = 8
 """A worker's share of the memory, in windows: two sides with a scratch buffer each, and what numpy
 allocates for temporary results."""
 
+GAP = 4096
+"""Gaps in a file of up to this many bytes are read and thrown away, which beats a second read."""
+DENSE = 0.8
+"""The share of a range that must be needed for the range to be read as one."""
 _lock = threading.Lock()
 _paused: list[bool] = []
 """One entry per thread inside `collector_paused`; the first says whether the collector was on."""
@@ -163,19 +169,96 @@ def collector_paused() -> Iterator[None]:
                 gc.enable()
 
 
-Array = np.ndarray[Any, Any]
+@dataclass(slots=True)
+class Source:
+    """The files of a checkpoint by number, with its checksums and a count of the bytes read."""
 
-GAP = 4096
-"""Gaps in a file of up to this many bytes are read and thrown away, which beats a second read."""
-DENSE = 0.8
-"""The share of a range that must be needed for the range to be read as one."""
+    storage: Storage
+    catalog: Catalog
+    checksums: Checksums | None = None
+    checker: Checker = field(default_factory=lambda: Checker(None, ""))
+    """Compares what is read with the checksums."""
+    crcs: Crcs | None = None
+    """The CRC-32 records of torch's files, for files that have no checksums of ours."""
+    num_bytes: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def of(cls, storage: Storage, catalog: Catalog, checksums: Checksums | None) -> Source:
+        """A source whose bytes are all compared with what is known of them."""
+        has_records = bool(catalog.crcs or catalog.objects)
+        crcs = Crcs(crcs_of(storage, catalog, checksums)) if has_records else None
+        return cls(storage, catalog, checksums, Checker(checksums, storage.root), crcs)
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+        self.fill(file, offset, buffer)
+        if self.crcs is not None:
+            self.crcs.add(self.crcs.parts(file, offset, buffer))
+
+    def fill(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer, without the CRC-32."""
+        path = self.name(file)
+        self.storage.read_into(path, offset, buffer)
+        self.checker.check(path, offset, buffer)
+        self.count(len(buffer))
+
+    def count(self, num_bytes: int) -> None:
+        """Add to the count of bytes read."""
+        with self._lock:
+            self.num_bytes += num_bytes
+
+    def name(self, file: int) -> str:
+        """The path of a file."""
+        return self.catalog.files[file].path
+
+    def check_crcs(self, which: Collection[int] | None = None) -> None:
+        """Raise DamageError if a CRC-32 record, of those read in part or of these, has changed.
+
+        Bytes of a record that were not read yet are read now.
+        """
+        for crc, now in self.crcs.values(self.unread, which) if self.crcs is not None else ():
+            if crc.value != now:
+                raise DamageError(changed(self.catalog, crc, now))
+
+    def unread(self, file: int, start: int, stop: int) -> int:
+        """The CRC-32 of bytes that were not read yet."""
+        self.count(stop - start)
+        return crc_of(self.storage, self.name(file), start, stop)
+
+    def digest_damage(self, transfer: Transfer, found: str, expected: str) -> DamageError:
+        """The error for a tensor whose digest is wrong; names the damaged chunk if there is one."""
+        files = self.checksums.files if self.checksums else {}
+        for number in sorted(set(transfer.source.files.tolist())):
+            path = self.name(number)
+            sums = files.get(path)
+            for chunk in map(sums.chunk, range(len(sums.ends))) if sums else ():
+                now = sum_of(self.storage, path, chunk.start, chunk.stop)
+                if now != chunk.sum:
+                    where = f"tensor {quoted(transfer.name)}: {self.storage.where(path)}"
+                    return DamageError(damage(where, chunk, now))
+        return DamageError(
+            f"tensor {quoted(transfer.name)} of {self.storage.root} has the digest {found} and its "
+            f"{SIDECAR} says {expected}: the files changed since they were written"
+        )
 
 
-class Writes(Protocol):
-    """Where windows are written to."""
+@dataclass(slots=True)
+class SourceReads:
+    """Reads a source and collects the CRC-32 of what is read, instead of adding it up."""
 
-    def write(self, file: int, offset: int, data: memoryview) -> None:
-        """Write bytes of a file of the output."""
+    source: Source
+    crcs: list[Part] = field(default_factory=list)
+
+    def read_into(self, file: int, offset: int, buffer: memoryview) -> None:
+        """Fill a buffer from a file."""
+        self.source.fill(file, offset, buffer)
+        if self.source.crcs is not None:
+            self.crcs += self.source.crcs.parts(file, offset, buffer)
+
+    def name(self, file: int) -> str:
+        """The path of a file."""
+        return self.source.name(file)
 
 
 class Buffers:
@@ -184,33 +267,16 @@ class Buffers:
     Each has a spare block, so that its content can have the same alignment as in the file.
     """
 
+    @staticmethod
+    def size_of(num_bytes: int, casts: bool) -> int:
+        """Bytes of all buffers, for windows of this size."""
+        return (num_bytes + 2 * BLOCK) * (3 if casts else 2)
+
     def __init__(self, num_bytes: int, casts: bool) -> None:
         self.num_bytes = num_bytes
         self.window = aligned(num_bytes + BLOCK)
         self.scratch = aligned(num_bytes + BLOCK)
         self.cast = aligned(num_bytes + BLOCK) if casts else self.window
-
-
-def buffer_bytes(num_bytes: int, casts: bool) -> int:
-    """Bytes of the buffers of one worker, for windows of this size."""
-    return (num_bytes + 2 * BLOCK) * (3 if casts else 2)
-
-
-def lead_of(transfer: Transfer, window: Box) -> int:
-    """The offset in the buffer at which a window is aligned as in its file, for direct writes."""
-    parts = transfer.destination.within(window)
-    if not len(parts):
-        return 0
-    size = itemsize(transfer.want)
-    first = zip(parts.starts[0].tolist(), window.start, row_major(window.shape), strict=True)
-    place = sum((low - start) * stride for low, start, stride in first)
-    return _lead(int(parts.offsets[0]) - place * size, size)
-
-
-def _lead(offset: int, size: int) -> int:
-    """An offset within its block; 0 if elements would not be aligned to their size there."""
-    lead = offset % BLOCK
-    return lead if lead % size == 0 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,82 +286,40 @@ class Group:
     parts: PieceTable
     extent: Extent
 
+    def views(self, array: Array, window: Box) -> list[Array]:
+        """The parts in the array of the window."""
+        rows = self.extent.rows
+        limits = zip(self.parts.starts[rows].tolist(), self.parts.stops[rows].tolist(), strict=True)
+        return [array[_index(low, high, window)] for low, high in limits]
 
-def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads, lead: int = 0) -> Array:
-    """Read a window into the buffer, ``lead`` bytes behind its start."""
-    array = _shaped(buffers.window[lead:], window, itemsize(transfer.have))
-    if transfer.is_padded:
-        array[...] = 0
-    for group in readable(transfer.source.within(window), buffers.num_bytes):
-        views = [(row, _view(array, window, group.parts, row)) for row in group.extent.rows]
-        if all(_is_direct(group.parts, row, view) for row, view in views):
-            for row, view in views:
-                reads.read_into(group.extent.file, int(group.parts.offsets[row]), _bytes(view))
-            continue
-        _read_extent(group, buffers.scratch, reads)
-        for row, view in views:
-            view[...] = _in_scratch(buffers.scratch, group, row)
-    return array
+    def runs(self, views: Iterable[Array]) -> list[tuple[int, memoryview]]:
+        """The offset in the file and the memory of each part; empty unless all are runs in both."""
+        found = []
+        for row, view in zip(self.extent.rows.tolist(), views, strict=True):
+            if not (self.parts.is_run[row] and view.flags.c_contiguous):
+                return []
+            found.append((int(self.parts.offsets[row]), view.reshape(-1).view(np.uint8).data))
+        return found
 
+    def arrays(self, data: Array) -> list[Array]:
+        """The parts as strided arrays in the bytes of the range."""
+        parts = self.parts
+        return [
+            np.ndarray(
+                tuple(parts.shapes[row].tolist()),
+                CELLS[parts.itemsize],
+                data.data,
+                int(parts.offsets[row]) - self.extent.start,
+                tuple(parts.strides[row].tolist()),
+            )
+            for row in self.extent.rows.tolist()
+        ]
 
-@dataclass(frozen=True, slots=True)
-class Replica:
-    """A box that is stored a second time, and its content there."""
-
-    box: Box
-    file: int
-    array: Array
-
-
-def replicas_of(
-    transfer: Transfer, window: Box, buffers: Buffers, reads: Reads
-) -> Iterator[Replica]:
-    """Read the other stored copies of parts of a window, one at a time."""
-    for group in readable(transfer.replicas.within(window), buffers.num_bytes):
-        _read_extent(group, buffers.scratch, reads)
-        for row in group.extent.rows.tolist():
-            array = _in_scratch(buffers.scratch, group, row)
-            yield Replica(group.parts.box(row), group.extent.file, array)
-
-
-def compare(transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads) -> None:
-    """Read the other stored copies of a window, and raise DamageError where they differ."""
-    for replica in replicas_of(transfer, window, buffers, reads):
-        apart = bits_differ(array[within(replica.box, window)], replica.array)
-        if apart.any():
-            raise _disagreement(transfer, replica, apart, reads)
-
-
-def bits_differ(left: Array, right: Array) -> Array:
-    """Which elements of two arrays differ in any bit."""
-    width = left.itemsize
-    word = f"u{min(width, 8)}"
-    apart = left[..., np.newaxis].view(word) != right[..., np.newaxis].view(word)
-    return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
-
-
-def cast(transfer: Transfer, window: Box, array: Array, buffers: Buffers, lead: int = 0) -> Array:
-    """The window in the dtype of the output, ``lead`` bytes behind the start of its buffer."""
-    if transfer.have == transfer.want:
-        return array
-    result = _shaped(buffers.cast[lead:], window, itemsize(transfer.want))
-    cast_into(array, transfer.have, result, transfer.want)
-    return result
-
-
-def drain(transfer: Transfer, window: Box, array: Array, buffers: Buffers, writes: Writes) -> None:
-    """Write a window to all output pieces that overlap it."""
-    for group in writable(transfer.destination.within(window), buffers.num_bytes):
-        views = [(row, _view(array, window, group.parts, row)) for row in group.extent.rows]
-        if all(_is_direct(group.parts, row, view) for row, view in views):
-            for row, view in views:
-                writes.write(group.extent.file, int(group.parts.offsets[row]), _bytes(view))
-            continue
-        lead = _lead(group.extent.start, group.parts.itemsize)
-        filled = buffers.scratch[lead : lead + group.extent.num_bytes]
-        for row, view in views:
-            _in_scratch(filled, group, row)[...] = view
-        writes.write(group.extent.file, group.extent.start, filled.data)
+    def read(self, scratch: Array, reads: Reads) -> list[Array]:
+        """Read the range, and return the parts in it."""
+        data = scratch[: self.extent.num_bytes]
+        reads.read_into(self.extent.file, self.extent.start, data.data)
+        return self.arrays(data)
 
 
 def readable(parts: PieceTable, limit: int) -> Iterator[Group]:
@@ -318,7 +342,61 @@ def _grouped(parts: PieceTable, limit: int, gap: int, share: float) -> Iterator[
         yield from (Group(runs, extent) for extent in extents(runs, gap, limit))
 
 
-def _shaped(buffer: Array, window: Box, size: int) -> Array:
+def fill(transfer: Transfer, window: Box, buffers: Buffers, reads: Reads, lead: int = 0) -> Array:
+    """Read a window into the buffer, ``lead`` bytes behind its start."""
+    array = shaped(buffers.window[lead:], window, itemsize(transfer.have))
+    if transfer.is_padded:
+        array[...] = 0
+    for group in readable(transfer.source.within(window), buffers.num_bytes):
+        views = group.views(array, window)
+        if runs := group.runs(views):
+            for offset, memory in runs:
+                reads.read_into(group.extent.file, offset, memory)
+        else:
+            for view, stored in zip(views, group.read(buffers.scratch, reads), strict=True):
+                view[...] = stored
+    return array
+
+
+def unequal_replicas(
+    transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads
+) -> Iterator[tuple[Box, int, Array]]:
+    """Read the other stored copies of a window: the box, file and elements of each that differs."""
+    if not len(transfer.replicas):
+        return
+    for group in readable(transfer.replicas.within(window), buffers.num_bytes):
+        views, copies = group.views(array, window), group.read(buffers.scratch, reads)
+        for view, copy, row in zip(views, copies, group.extent.rows, strict=True):
+            apart = bits_differ(view, copy)
+            if apart.any():
+                yield group.parts.box(row), group.extent.file, apart
+
+
+def compare(transfer: Transfer, window: Box, array: Array, buffers: Buffers, reads: Reads) -> None:
+    """Read the other stored copies of a window, and raise DamageError where they differ."""
+    for box, file, apart in unequal_replicas(transfer, window, array, buffers, reads):
+        at = np.argwhere(apart)
+        low = tuple(int(a) + b for a, b in zip(at.min(axis=0), box.start, strict=True))
+        high = tuple(int(a) + 1 + b for a, b in zip(at.max(axis=0), box.start, strict=True))
+        holder = transfer.source.within(Box(low, high))
+        one = reads.name(int(holder.files[0])) if len(holder) else "another file"
+        raise DamageError(
+            f"tensor {quoted(transfer.name)} {Box(low, high)}: {one} and {reads.name(file)} hold "
+            f"different values, and both should hold the same ({len(at)} elements differ): one of "
+            "them is damaged or from another step; --no-compare (compare_replicas=False) takes the "
+            "first"
+        )
+
+
+def bits_differ(left: Array, right: Array) -> Array:
+    """Which elements of two arrays differ in any bit."""
+    width = left.itemsize
+    word = f"u{min(width, 8)}"
+    apart = left[..., np.newaxis].view(word) != right[..., np.newaxis].view(word)
+    return np.asarray(apart.any(axis=-1) if width > 8 else apart[..., 0])
+
+
+def shaped(buffer: Array, window: Box, size: int) -> Array:
     """The first bytes of a buffer as the elements of a window."""
     flat: Array = buffer[: window.size * size].view(CELLS[size])
     return flat.reshape(window.shape)
@@ -326,55 +404,10 @@ def _shaped(buffer: Array, window: Box, size: int) -> Array:
 
 def within(box: Box, window: Box) -> Any:
     """The index of a box in the array of a window that contains it."""
-    limits = zip(box.start, box.stop, window.start, strict=True)
+    return _index(box.start, box.stop, window)
+
+
+def _index(start: Sequence[int], stop: Sequence[int], window: Box) -> Any:
+    limits = zip(start, stop, window.start, strict=True)
     # with "..." a 0-d part is an array too
     return (*(slice(low - at, high - at) for low, high, at in limits), ...)
-
-
-def _view(array: Array, window: Box, parts: PieceTable, row: int) -> Array:
-    """The part of a window that a row of a table describes."""
-    limits = zip(parts.starts[row].tolist(), parts.stops[row].tolist(), window.start, strict=True)
-    where: tuple[Any, ...] = tuple(slice(low - at, high - at) for low, high, at in limits)
-    view: Array = array[(*where, ...)]
-    return view
-
-
-def _is_direct(parts: PieceTable, row: int, view: Array) -> bool:
-    return bool(parts.is_run[row]) and view.flags.c_contiguous
-
-
-def _bytes(view: Array) -> memoryview:
-    return view.reshape(-1).view(np.uint8).data
-
-
-def _read_extent(group: Group, scratch: Array, reads: Reads) -> None:
-    extent = group.extent
-    reads.read_into(extent.file, extent.start, scratch[: extent.num_bytes].data)
-
-
-def _in_scratch(scratch: Array, group: Group, row: int) -> Array:
-    """A part, as a strided array in the bytes of its range."""
-    parts = group.parts
-    return np.ndarray(
-        tuple(parts.shapes[row].tolist()),
-        CELLS[parts.itemsize],
-        scratch.data,
-        int(parts.offsets[row]) - group.extent.start,
-        tuple(parts.strides[row].tolist()),
-    )
-
-
-def _disagreement(
-    transfer: Transfer, replica: Replica, differs: Array, reads: Reads
-) -> DamageError:
-    at = np.argwhere(differs)
-    low = tuple(int(a) + b for a, b in zip(at.min(axis=0), replica.box.start, strict=True))
-    high = tuple(int(a) + 1 + b for a, b in zip(at.max(axis=0), replica.box.start, strict=True))
-    where = Box(low, high)
-    holder = transfer.source.within(where)
-    one = reads.name(int(holder.files[0])) if len(holder) else "another file"
-    return DamageError(
-        f"tensor {quoted(transfer.name)} {where}: {one} and {reads.name(replica.file)} hold "
-        f"different values, and both should hold the same ({len(at)} elements differ): one of them "
-        "is damaged or from another step; --no-compare (compare_replicas=False) takes the first"
-    )

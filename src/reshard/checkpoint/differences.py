@@ -6,23 +6,30 @@ by how much. Entries that are not tensors are compared as bytes.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from reshard.checkpoint.catalog import StoredTensor
+from reshard.checkpoint.catalog import StoredObject, StoredTensor
 from reshard.checkpoint.integrity.checksums import sum_of
-from reshard.checkpoint.transfer.source import Source, StoredReader, opened
-from reshard.checkpoint.transfer.windows import Budget, Buffers, Meter, bits_differ, in_order
-from reshard.checkpoint.verification.examination import Problem, digests_of
+from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of, opened
+from reshard.checkpoint.transfer.windows import (
+    Array,
+    Budget,
+    Buffers,
+    Meter,
+    Source,
+    bits_differ,
+    in_order,
+)
 from reshard.dtypes import cast_into
 from reshard.errors import DamageError
 from reshard.layout.box import Box
-from reshard.text import count, quoted
+from reshard.text import Report, count, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -32,8 +39,6 @@ __all__ = [
     "DiffReport", "Difference", "TensorDiff", "between", "diff", "difference", "differing_objects",
     "is_number",
 ]  # fmt: skip
-
-Array = np.ndarray[Any, Any]
 
 BLOCK = 1 << 16
 """Elements that are converted to numbers at a time, as numbers take more memory."""
@@ -164,20 +169,18 @@ def differing_objects(left: Source, right: Source) -> Iterator[str]:
     If one side has none, nothing is compared: most formats cannot hold such entries.
     """
     mine, theirs = left.catalog.objects, right.catalog.objects
-    if not mine or not theirs:
-        return
-    for name in sorted({*mine, *theirs}):
-        if name not in mine or name not in theirs or not _same_object(left, right, name):
+    for name in sorted({*mine, *theirs}) if mine and theirs else ():
+        one, two = mine.get(name), theirs.get(name)
+        if (
+            one is None
+            or two is None
+            or one.size != two.size
+            or _object_sum(left, one) != _object_sum(right, two)
+        ):
             yield name
 
 
-def _same_object(left: Source, right: Source, name: str) -> bool:
-    one, two = left.catalog.objects[name], right.catalog.objects[name]
-    return one.size == two.size and _object_sum(left, name) == _object_sum(right, name)
-
-
-def _object_sum(side: Source, name: str) -> bytes:
-    entry = side.catalog.objects[name]
+def _object_sum(side: Source, entry: StoredObject) -> bytes:
     return sum_of(side.storage, side.name(entry.file), entry.offset, entry.offset + entry.size)
 
 
@@ -224,7 +227,7 @@ class TensorDiff:
 
 
 @dataclass(frozen=True, slots=True)
-class DiffReport:
+class DiffReport(Report):
     """The result of ``diff``."""
 
     checkpoints: tuple[str, str]
@@ -250,12 +253,6 @@ class DiffReport:
         """Whether both hold the same tensors, and at least one has another layout."""
         return self.equal and self.num_recut > 0
 
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
-
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -265,41 +262,29 @@ class DiffReport:
         for root, names in zip(self.checkpoints, self.only, strict=True):
             if names:
                 yield f"only in {root}: {len(names)}"
-                yield from _listed(tuple(map(_shown, names)))
+                yield from _listed(map(_shown, names))
         if self.changed:
             yield f"differ: {len(self.changed)}"
-            yield from _listed(tuple(map(str, self.changed)))
+            yield from _listed(map(str, self.changed))
         if self.objects:
             yield f"entries that are no tensors differ: {len(self.objects)}"
-            yield from _listed(tuple(map(_shown, self.objects)))
-        yield self._verdict()
-
-    def _verdict(self) -> str:
+            yield from _listed(map(_shown, self.objects))
         if self.recut:
-            return f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
-        if self.equal:
-            return f"same values, same layouts ({count(self.num_equal, 'tensor')})"
-        return f"not the same; {self.num_equal} tensors are equal"
-
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(self.to_dict())
+            yield f"same values, different layouts ({self.num_recut} of {self.num_equal} tensors)"
+        elif self.equal:
+            yield f"same values, same layouts ({count(self.num_equal, 'tensor')})"
+        else:
+            yield f"not the same; {self.num_equal} tensors are equal"
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {
-            "diff": FORMAT,
-            "equal": self.equal,
-            "recut": self.recut,
-            "checkpoints": list(self.checkpoints),
-            "formats": list(self.formats),
-            "num_files": list(self.num_files),
-            "only": [list(names) for names in self.only],
-            "changed": [_changed(each) for each in self.changed],
-            "num_equal": self.num_equal,
-            "num_recut": self.num_recut,
-            "objects": list(self.objects),
-        }
+        data = Report.to_dict(self)
+        for each in data["changed"]:
+            each["box"] = each["box"] and [*each["box"].values()]
+            # JSON has no infinity, and strict readers refuse what Python writes for it.
+            each["largest"] = "inf" if each["largest"] == inf else each["largest"]
+            each["places"] = [{"file": file, "byte": at} for file, at in each["places"]]
+        return {"diff": FORMAT, "equal": self.equal, "recut": self.recut, **data}
 
 
 def _shown(name: str) -> str:
@@ -307,26 +292,11 @@ def _shown(name: str) -> str:
     return quoted(name)[1:-1]
 
 
-def _listed(lines: tuple[str, ...]) -> Iterator[str]:
+def _listed(texts: Iterable[str]) -> Iterator[str]:
+    lines = [*texts]
     yield from (f"  {line}" for line in lines[:SHOWN])
     if len(lines) > SHOWN:
         yield f"  and {len(lines) - SHOWN} more; --json lists all"
-
-
-def _changed(each: TensorDiff) -> dict[str, Any]:
-    # JSON has no infinity, and strict readers refuse what Python writes for it.
-    largest = each.largest
-    finite = largest is None or abs(largest) != float("inf")
-    return {
-        "name": each.name,
-        "shapes": [list(shape) for shape in each.shapes],
-        "dtypes": list(each.dtypes),
-        "count": each.count,
-        "first": None if each.first is None else list(each.first),
-        "box": None if each.box is None else [list(each.box.start), list(each.box.stop)],
-        "largest": largest if finite else "inf",
-        "places": [{"file": file, "byte": at} for file, at in each.places],
-    }
 
 
 def diff(
@@ -352,18 +322,13 @@ def diff(
         meter = Meter(progress, 2 * sum(mine[name].num_bytes for name in comparable))
         digests = [_digests(side, comparable, budget, meter) for side in (left, right)]
         equal = {name for name in comparable if digests[0][name] == digests[1][name]}
-        changed = [
-            found
-            for name in both
-            if name not in equal
-            for found in _compared(left, right, name, budget)
-        ]
+        differ = [name for name in both if name not in equal]
         return DiffReport(
             checkpoints=(left.storage.root, right.storage.root),
             formats=(left.catalog.format, right.catalog.format),
             num_files=(len(left.catalog.files), len(right.catalog.files)),
             only=(_without(mine, theirs), _without(theirs, mine)),
-            changed=tuple(changed),
+            changed=tuple(_compared(left, right, name, budget) for name in differ),
             num_equal=len(equal),
             num_recut=sum(_boxes(mine[name]) != _boxes(theirs[name]) for name in equal),
             objects=tuple(differing_objects(left, right)),
@@ -384,34 +349,31 @@ def _boxes(tensor: StoredTensor) -> frozenset[Box]:
 
 def _digests(side: Source, names: list[str], budget: Budget, meter: Meter) -> dict[str, str]:
     """The digests of these tensors; raises DamageError."""
+
+    def tell(problem: Problem) -> None:
+        raise DamageError(problem.message)
+
     tensors = (side.catalog.tensors[name] for name in names)
-    found = dict(digests_of(side, tensors, budget, meter, _raise))
+    found = digests_of(side, tensors, budget, meter, tell)
     side.checker.finish(side.storage)
     side.check_crcs()
     return found
 
 
-def _raise(problem: Problem) -> None:
-    raise DamageError(problem.message)
-
-
-def _compared(left: Source, right: Source, name: str, budget: Budget) -> Iterator[TensorDiff]:
+def _compared(left: Source, right: Source, name: str, budget: Budget) -> TensorDiff:
     mine, theirs = left.catalog.tensors[name], right.catalog.tensors[name]
     shapes, dtypes = (mine.shape, theirs.shape), (mine.dtype, theirs.dtype)
     if mine.shape != theirs.shape or not (_alike(mine, theirs) or all(map(is_number, dtypes))):
-        yield TensorDiff(name, shapes, dtypes)
-        return
+        return TensorDiff(name, shapes, dtypes)
     readers = StoredReader(left, mine), StoredReader(right, theirs)
-    found: Difference | None = difference(*readers, budget)
-    if found is None and not _alike(mine, theirs):
-        yield TensorDiff(name, shapes, dtypes, 0)
-        return
-    if found is None:
+    found = difference(*readers, budget)
+    if found is not None:
+        places = tuple(reader.place(found.first) for reader in readers)
+        figures = found.count, found.first, found.box, found.largest
+        return TensorDiff(name, shapes, dtypes, *figures, places)
+    if _alike(mine, theirs):
         raise DamageError(
             f"tensor {quoted(name)} differed when it was read first and not again: "
             "is another process writing to it?"
         )
-    places = tuple(reader.place(found.first) for reader in readers)
-    yield TensorDiff(
-        name, shapes, dtypes, found.count, found.first, found.box, found.largest, places
-    )
+    return TensorDiff(name, shapes, dtypes, 0)

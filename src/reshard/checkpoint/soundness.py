@@ -10,26 +10,40 @@ compared byte by byte, if both have any.
 from __future__ import annotations
 
 import hashlib
-import json
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, Crc, StoredTensor
+from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.conversion.build import wrong_sizes
 from reshard.checkpoint.conversion.names import Outline, left_over, rename_tensors
+from reshard.checkpoint.differences import difference, differing_objects
 from reshard.checkpoint.formats.checks import Findings
 from reshard.checkpoint.formats.reader import as_mesh, as_rules, open_storage, survey_catalog
-from reshard.checkpoint.integrity.checksums import SIDECAR, Checksums, load_checksums
+from reshard.checkpoint.integrity.checksums import (
+    SIDECAR,
+    Checksums,
+    ChunkSum,
+    damage,
+    load_checksums,
+)
 from reshard.checkpoint.integrity.crcs import Crcs, changed, tensors_of
 from reshard.checkpoint.storage import Storage
-from reshard.checkpoint.transfer.source import Source, StoredReader
-from reshard.checkpoint.transfer.windows import Budget, Meter, collector_paused
-from reshard.checkpoint.verification.differences import Difference, difference, differing_objects
-from reshard.checkpoint.verification.examination import Examination, Problem, examine
+from reshard.checkpoint.transfer.examination import Problem, StoredReader, digests_of
+from reshard.checkpoint.transfer.packing import tiles
+from reshard.checkpoint.transfer.windows import (
+    Budget,
+    Meter,
+    Source,
+    collector_paused,
+    in_order,
+)
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, NamesError, ReshardError, UnsupportedError
-from reshard.text import count, format_bytes, quoted
+from reshard.text import Report, count, format_bytes, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
@@ -42,13 +56,15 @@ FORMAT = 1
 UNSUPPORTED = "unsupported"
 SHOWN = 20
 """Problems that are printed one by one."""
+MAX_PROBLEMS = 1000
+"""The most problems that are listed."""
 
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the total."""
 
 
 @dataclass(frozen=True, slots=True)
-class VerifyReport:
+class VerifyReport(Report):
     """The result of ``verify``; true if there is no problem."""
 
     checkpoints: tuple[str, ...]
@@ -77,12 +93,6 @@ class VerifyReport:
     def __bool__(self) -> bool:
         return self.ok
 
-    def _repr_html_(self) -> str:
-        """The report as a cell of a notebook."""
-        from reshard.show.page.notebook import text_cell
-
-        return text_cell(str(self))
-
     def __str__(self) -> str:
         return "\n".join(self._lines())
 
@@ -102,36 +112,12 @@ class VerifyReport:
             yield f"{format_bytes(self.checked_bytes)} of files were compared with their checksums"
         yield from self.notes
 
-    def to_json(self) -> str:
-        """The report as JSON text."""
-        return json.dumps(self.to_dict())
-
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data."""
-        return {
-            "verify": FORMAT,
-            "ok": self.ok,
-            "checkpoints": list(self.checkpoints),
-            "num_tensors": self.num_tensors,
-            "num_bytes": self.num_bytes,
-            "checked_bytes": self.checked_bytes,
-            "digest": self.digest,
-            "digests": dict(self.digests),
-            "problems": [_problem(problem) for problem in self.problems],
-            "notes": list(self.notes),
-        }
-
-
-def _problem(problem: Problem) -> dict[str, Any]:
-    box = problem.box
-    return {
-        "kind": problem.kind,
-        "message": problem.message,
-        "tensor": problem.tensor,
-        "file": problem.file,
-        "bytes": None if problem.bytes is None else list(problem.bytes),
-        "box": None if box is None else [list(box.start), list(box.stop)],
-    }
+        data = Report.to_dict(self)
+        for problem in data["problems"]:
+            problem["box"] = problem["box"] and [*problem["box"].values()]
+        return {"verify": FORMAT, "ok": self.ok, **data}
 
 
 def verify(
@@ -162,8 +148,14 @@ def verify(
         left = _Side(storage, rules, mesh)
         if b is None:
             left.examine(budget, Meter(progress, left.num_bytes))
-            _note_unchecked(left)
-            return _report([left], left.found.problems)
+            if left.source.checksums is None:
+                left.notes.append(
+                    "there are no checksums but the CRC-32 of torch.save: of tensors, not of other "
+                    "bytes"
+                    if left.source.crcs
+                    else "there are no checksums: a changed byte would not be detected"
+                )
+            return _report([left], left.problems)
         with open_storage(b) as other:
             budget = Budget.for_reading(memory, storage, other)
             right = _Side(other, b_rules, b_mesh)
@@ -171,20 +163,8 @@ def verify(
             meter = Meter(progress, left.num_bytes + right.num_bytes)
             left.examine(budget, meter)
             right.examine(budget, meter)
-            problems = [*left.found.problems, *right.found.problems]
-            problems += _differences(left, right, budget)
+            problems = [*left.problems, *right.problems, *_differences(left, right, budget)]
             return _report([left, right], problems)
-
-
-def _note_unchecked(side: _Side) -> None:
-    """Note that there are no checksums to compare with."""
-    if side.source.checksums is not None:
-        return
-    side.found.notes.append(
-        "there are no checksums but the CRC-32 of torch.save: of tensors, not of other bytes"
-        if side.source.crcs
-        else "there are no checksums: a changed byte would not be detected"
-    )
 
 
 class _Side:
@@ -193,22 +173,31 @@ class _Side:
     def __init__(
         self, storage: Storage, rules: Rules | str | None, mesh: Mesh | str | None
     ) -> None:
-        self.storage = storage
-        self.found = Examination()
+        self.storage, self.root = storage, storage.root
+        self.digests: dict[str, str] = {}
+        """The digest of each tensor that could be read."""
+        self.problems: list[Problem] = []
+        self.notes: list[str] = []
+        self.checked_bytes = 0
+        """Bytes of files that were compared with checksums."""
         checksums: Checksums | None = None
         try:
             checksums = load_checksums(storage)
-        except DamageError as error:
-            self.found.add(Problem("damage", str(error), file=SIDECAR))
-        except UnsupportedError as error:
-            self.found.add(Problem(UNSUPPORTED, str(error), file=SIDECAR))
+        except (DamageError, UnsupportedError) as error:
+            kind = "damage" if isinstance(error, DamageError) else UNSUPPORTED
+            self._add(Problem(kind, str(error), file=SIDECAR))
         catalog, findings = _survey(storage, rules, mesh, is_checked=checksums is not None)
         for line in findings.damage:
-            self.found.add(Problem("unreadable", line))
+            self._add(Problem("unreadable", line))
         for line in findings.unsupported:
-            self.found.add(Problem(UNSUPPORTED, line))
+            self._add(Problem(UNSUPPORTED, line))
         self.is_known = not findings.any
+        """Whether the catalog could be read completely."""
         self.source = Source.of(storage, catalog, checksums)
+
+    def _add(self, problem: Problem) -> None:
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
 
     def rename(self, names: Names, drop: Sequence[str]) -> None:
         """Rename the tensors; recorded digests are those of the old tensors and are not used."""
@@ -219,7 +208,7 @@ class _Side:
         rest = left_over(outlines, names, drop)
         if rest:
             more = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-            self.found.notes.append(f"no name takes {rest[0]}{more} of {self.storage.root}")
+            self.notes.append(f"no name takes {rest[0]}{more} of {self.root}")
         self.source = replace(
             self.source,
             catalog=rename_tensors(catalog, names, drop),
@@ -232,28 +221,126 @@ class _Side:
         return self.source.catalog.num_bytes
 
     def examine(self, budget: Budget, meter: Callable[[int], None]) -> None:
-        """Read all of the checkpoint."""
-        examine(self.source, budget, meter, self.found, is_known=self.is_known)
-        for crc, now in self._values():
-            self.found.checked_bytes += crc.size
+        """Read every tensor once and every file in full, and add all problems."""
+        damaged: list[tuple[str, ChunkSum, bytes]] = []
+        self.source.checker.report_to(lambda *chunk: damaged.append(chunk))
+        self.digests = digests_of(self.source, self._complete(), budget, meter, self._add)
+        if self.source.checksums is not None:
+            self._check_files(self.source.checksums, budget)
+            self._check_digests(self.source.checksums, damaged)
+        crcs = self.source.crcs or Crcs(())
+        for which in range(len(crcs)):
+            try:
+                [(crc, now)] = crcs.values(self.source.unread, [which])
+            except CheckpointError as error:
+                self._add(Problem("unreadable", str(error)))
+                continue
+            self.checked_bytes += crc.size
             if crc.value != now:
                 message = changed(self.source.catalog, crc, now)
                 names = tensors_of(self.source.catalog, crc)
                 where = self.source.name(crc.file), (crc.offset, crc.offset + crc.size)
-                self.found.add(Problem("damage", message, names[0] if names else None, *where))
+                self._add(Problem("damage", message, names[0] if names else None, *where))
 
-    def _values(self) -> Iterator[tuple[Crc, int]]:
-        """All CRC-32 records with their present value; what cannot be read is a problem."""
-        crcs = self.source.crcs or Crcs(())
-        for which in range(len(crcs)):
+    def _complete(self) -> Iterator[StoredTensor]:
+        """The tensors that are complete; the others become problems."""
+        for tensor in self.source.catalog.tensors.values():
+            if tiles(tensor.shape, tensor.pieces):
+                yield tensor
+                continue
             try:
-                yield from crcs.values(self.source.unread, [which])
+                # First, because it takes bounded time whatever the pieces are.
+                holes = tensor.missing()
             except CheckpointError as error:
-                self.found.add(Problem("unreadable", str(error)))
+                self._add(Problem("unreadable", f"{self.root}: {error}", tensor.name))
+                continue
+            if not holes:
+                yield tensor
+                continue
+            missing, total = sum(hole.size for hole in holes), prod(tensor.shape)
+            message = (
+                f"{self.root}: tensor {quoted(tensor.name)} of shape {tensor.shape}: no file "
+                f"holds {holes[0]}, {missing} of its {total} elements are missing: is a file of "
+                "the checkpoint missing?"
+            )
+            self._add(Problem("hole", message, tensor.name, box=holes[0]))
 
-    def reader(self, tensor: StoredTensor) -> StoredReader:
-        """A reader of one tensor."""
-        return StoredReader(self.source, tensor)
+    def _check_files(self, checksums: Checksums, budget: Budget) -> None:
+        """Compare the bytes of every file that were not read yet with its checksums."""
+        wrong = set[str]()
+        for path, found, message in wrong_sizes(self.storage, checksums):
+            wrong.add(path)
+            size = checksums.files[path].size
+            if found is not None:
+                where = min(found, size), max(found, size)
+                self._add(Problem("damage", message, file=path, bytes=where))
+            elif self._is_whole():
+                self._add(Problem("absent", message, file=path))
+
+        def work(path: str, _: None) -> CheckpointError | None:
+            try:
+                self.source.checker.finish_file(self.storage, path)
+            except CheckpointError as error:
+                return error
+            return None
+
+        right = [path for path in checksums.files if path not in wrong]
+        for path, error in in_order(work, right, budget.workers, lambda: None):
+            if error is not None:
+                self._add(Problem("unreadable", str(error), file=path))
+            self.checked_bytes += checksums.files[path].size
+
+    def _is_whole(self) -> bool:
+        """Whether a folder was opened; a single file has only parts of its tensors."""
+        return any(file.path == SIDECAR for file in self.storage.list())
+
+    def _check_digests(
+        self, checksums: Checksums, damaged: list[tuple[str, ChunkSum, bytes]]
+    ) -> None:
+        """Changed chunks, tensors whose digest changed although no chunk did, missing tensors."""
+        catalog, known = self.source.catalog, checksums.digests if self._is_whole() else {}
+        altered = {
+            name: (known[name], self.digests[name])
+            for name in catalog.tensors
+            if name in known and name in self.digests and known[name] != self.digests[name]
+        }
+        listed = sorted(damaged, key=lambda each: (each[0], each[1].start))[:MAX_PROBLEMS]
+        touched = _tensors_at(catalog, listed)
+        for (path, chunk, found), names in zip(listed, touched, strict=True):
+            sure = [name for name in names if name in altered] or names
+            where = ", ".join(map(quoted, sure[:3])) + (" and more" if len(sure) > 3 else "")
+            text = damage(f"{self.root}/{path}", chunk, found)
+            text += f" (tensor {where})" if sure else ""
+            name = sure[0] if sure else None
+            self._add(Problem("damage", text, name, path, (chunk.start, chunk.stop)))
+        if not self.is_known:
+            return
+        blamed = {problem.tensor for problem in self.problems}
+        for name, (was, now) in altered.items():
+            if name not in blamed:
+                words = f"has the digest {now} and was written with {was}"
+                self._add(Problem("values", f"{self.root}: tensor {quoted(name)} {words}", name))
+        for name in known:
+            if name not in catalog.tensors:
+                words = f"{self.root}: tensor {quoted(name)} was written and is in no file"
+                self._add(Problem("absent", words, name))
+
+
+def _tensors_at(catalog: Catalog, damaged: list[tuple[str, ChunkSum, bytes]]) -> list[list[str]]:
+    """The names of the tensors with bytes in each of these chunks, which are sorted."""
+    names: list[list[str]] = [[] for _ in damaged]
+    ends = [(path, chunk.stop) for path, chunk, _ in damaged]
+    hit = {path for path, _ in ends}
+    for tensor in catalog.tensors.values() if damaged else ():
+        for piece in tensor.pieces:
+            path = catalog.files[piece.file].path
+            start, stop = piece.span(tensor.dtype)
+            at = bisect_right(ends, (path, start)) if path in hit else len(ends)
+            while at < len(ends) and damaged[at][0] == path and damaged[at][1].start < stop:
+                if names[at][-1:] != [tensor.name]:
+                    names[at].append(tensor.name)
+                at += 1
+    return names
 
 
 def _survey(
@@ -279,8 +366,8 @@ def _differences(left: _Side, right: _Side, budget: Budget) -> Iterator[Problem]
     for here, there, tensors, others in ((left, right, mine, theirs), (right, left, theirs, mine)):
         for name in tensors:
             if name not in others and there.is_known:
-                words = f"tensor {quoted(name)} is in {here.storage.root} and not in "
-                yield Problem("absent", words + there.storage.root, name)
+                words = f"tensor {quoted(name)} is in {here.root} and not in {there.root}"
+                yield Problem("absent", words, name)
     for name, tensor in mine.items():
         if name in theirs:
             yield from _difference(left, right, tensor, theirs[name], budget)
@@ -293,68 +380,54 @@ def _object(left: _Side, right: _Side, name: str) -> Problem:
     """An entry that is not a tensor and differs, or that one side lacks."""
     for here, there in ((left, right), (right, left)):
         if name not in there.source.catalog.objects:
-            where = f"is in {here.storage.root} and not in {there.storage.root}"
+            where = f"is in {here.root} and not in {there.root}"
             return Problem("object", f"entry {quoted(name)} {where}")
     sizes = [side.source.catalog.objects[name].size for side in (left, right)]
-    where = f"{sizes[0]} bytes in {left.storage.root}, {sizes[1]} in {right.storage.root}"
+    where = f"{sizes[0]} bytes in {left.root}, {sizes[1]} in {right.root}"
     return Problem("object", f"entry {quoted(name)}, which is no tensor, differs: {where}")
 
 
 def _difference(
     left: _Side, right: _Side, mine: StoredTensor, theirs: StoredTensor, budget: Budget
 ) -> Iterator[Problem]:
+    """How two tensors of one name differ: in shape, dtype or elements, with the bytes of both."""
     name = mine.name
     if (mine.shape, mine.dtype) != (theirs.shape, theirs.dtype):
         kind = "shape" if mine.shape != theirs.shape else "dtype"
         ours, others = getattr(mine, kind), getattr(theirs, kind)
-        where = f"in {left.storage.root} and {others} in {right.storage.root}"
+        where = f"in {left.root} and {others} in {right.root}"
         yield Problem(kind, f"tensor {quoted(name)} has {kind} {ours} {where}", name)
         return
-    one, two = left.found.digests.get(name), right.found.digests.get(name)
+    one, two = left.digests.get(name), right.digests.get(name)
     if one is None or two is None or one == two:
         return  # what could not be read is a problem already
-    readers = left.reader(mine), right.reader(theirs)
+    readers = StoredReader(left.source, mine), StoredReader(right.source, theirs)
     found = difference(*readers, budget)
     if found is None:
         words = "differed when it was read first and not again: is another process writing to it?"
         yield Problem("values", f"tensor {quoted(name)} {words}", name)
-    else:
-        yield _located(*readers, found)
-
-
-def _located(left: StoredReader, right: StoredReader, found: Difference) -> Problem:
-    """Where two tensors differ: elements, and bytes of both sides."""
-    tensor = left.tensor
-    places = [reader.place(found.first) for reader in (left, right)]
-    files = [
-        f"{reader.source.storage.root}/{file} byte {offset}"
-        for reader, (file, offset) in zip((left, right), places, strict=True)
-    ]
-    total = tensor.num_bytes // itemsize(tensor.dtype)
+        return
+    (file, offset), (other, place) = (reader.place(found.first) for reader in readers)
     message = (
-        f"tensor {quoted(tensor.name)} differs in {found.count} of {total} elements, all within "
-        f"{found.box}, the first at {found.first}: {files[0]}, {files[1]}"
+        f"tensor {quoted(name)} differs in {found.count} of {prod(mine.shape)} elements, all "
+        f"within {found.box}, the first at {found.first}: {left.root}/{file} byte {offset}, "
+        f"{right.root}/{other} byte {place}"
     )
-    file, offset = places[0]
-    where = (offset, offset + itemsize(tensor.dtype))
-    return Problem("values", message, tensor.name, file, where, found.box)
+    where_in = offset, offset + itemsize(mine.dtype)
+    yield Problem("values", message, name, file, where_in, found.box)
 
 
 def _report(sides: list[_Side], problems: list[Problem]) -> VerifyReport:
     first = sides[0]
+    lines = "".join(f"{digest} {name}\n" for name, digest in sorted(first.digests.items()))
+    data = lines.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
     return VerifyReport(
-        checkpoints=tuple(side.storage.root for side in sides),
+        checkpoints=tuple(side.root for side in sides),
         num_tensors=len(first.source.catalog.tensors),
         num_bytes=first.num_bytes,
-        checked_bytes=sum(side.found.checked_bytes for side in sides),
-        digest=_digest_of_all(first.found.digests),
-        digests=first.found.digests,
+        checked_bytes=sum(side.checked_bytes for side in sides),
+        digest=hashlib.blake2b(data, digest_size=16).hexdigest(),
+        digests=first.digests,
         problems=tuple(problems),
-        notes=tuple(note for side in sides for note in side.found.notes),
+        notes=tuple(note for side in sides for note in side.notes),
     )
-
-
-def _digest_of_all(digests: Mapping[str, str]) -> str:
-    text = "".join(f"{digest} {name}\n" for name, digest in sorted(digests.items()))
-    data = text.encode("utf-8", "surrogatepass")  # a name in JSON may be anything
-    return hashlib.blake2b(data, digest_size=16).hexdigest()
