@@ -107,7 +107,7 @@ class StandInGroup:
 
 
 class StandInDriver:
-    """What `CudaDriver` does, with the memory of the host."""
+    """What `Driver` does, with the memory of the host."""
 
     refused: ClassVar[set[int]] = set()
     """Processes whose memory cannot be opened."""

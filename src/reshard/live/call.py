@@ -38,7 +38,7 @@ from reshard.live.inputs.bound import (
     device_of,
     placement_of,
 )
-from reshard.live.inputs.finish import Donation, fill_zeros
+from reshard.live.inputs.memory import Donation, fill_zeros
 from reshard.live.inputs.request import Options, bind, has_nccl, home_device
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import CallAheadError, Cause
@@ -153,7 +153,7 @@ class Call:
             self._shake_hands(watch, program, bound)
         exchange.run()
         if program.part.fills:
-            fill_zeros(program, bound)
+            fill_zeros(program, bound.tensors)
         if options.sync or options.atomic:
             self.wait_complete()
         return self._commit(bound) if options.atomic else bound.result
@@ -278,7 +278,7 @@ class Call:
         self, compiled: CompiledPlan, program: Program, bound: BoundTensors
     ) -> Callable[[Round], None]:
         """Frees donated sources and shows progress after every round."""
-        donation = Donation(program, bound) if self.options.donate else None
+        donation = Donation(program, bound.tensors) if self.options.donate else None
         if compiled.rank == compiled.ranks[0]:
             shown = self.options.progress
             self._progress = progress_of(shown, program.total, program.num_rounds)

@@ -15,13 +15,11 @@ import ctypes
 from collections.abc import Callable
 from ctypes import byref, c_char_p, c_int, c_size_t, c_uint, c_uint64, c_void_p
 from functools import cache
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
-__all__ = [
-    "HANDLE_BYTES", "Allocation", "CudaError", "Driver", "cuda_driver", "device_view", "stream_of",
-]  # fmt: skip
+__all__ = ["HANDLE_BYTES", "Allocation", "CudaError", "Driver", "cuda_driver", "stream_of"]
 
 HANDLE_BYTES = 64
 
@@ -54,64 +52,15 @@ class Allocation(NamedTuple):
     """Never given to another allocation of the process."""
 
 
-class Driver(Protocol):
-    """What a transport between GPUs needs of CUDA; tests have a stand-in."""
-
-    def is_usable(self) -> bool:
-        """Whether there is a GPU."""
-
-    def gpu_of(self, device: torch.device) -> str:
-        """A text that names the GPU of a device, on all processes alike."""
-
-    def allocation(self, address: int) -> Allocation:
-        """The allocation that an address is in."""
-
-    def number(self, address: int) -> int:
-        """The number of the allocation that an address is in; 0 if there is none."""
-
-    def export(self, base: int) -> bytes:
-        """A handle with which other processes open the allocation that begins here."""
-
-    def open(self, handle: bytes) -> int:
-        """Map an allocation of another process; returns its address in this one."""
-
-    def close(self, address: int) -> None:
-        """Unmap an allocation of another process."""
-
-    def allocate(self, num_bytes: int) -> int:
-        """Allocate memory that can be exported, whatever torch's allocator is."""
-
-    def free(self, address: int) -> None:
-        """Free such memory."""
-
-    def write_word(self, address: int, value: int) -> None:
-        """Write 8 bytes of device memory, beside all streams."""
-
-    def read_word(self, address: int) -> int:
-        """Read 8 bytes of device memory, beside all streams."""
-
-    def register(self, address: int, num_bytes: int) -> int:
-        """Let GPUs access memory of the host; returns its address on devices."""
-
-    def unregister(self, address: int) -> None:
-        """Undo it."""
-
-    def write_signal(self, stream: int, address: int, value: int) -> None:
-        """Enqueue a write of 8 bytes, after all work of the stream so far."""
-
-    def await_signal(self, stream: int, address: int, value: int) -> None:
-        """Let a stream wait until 8 bytes are at least this value."""
-
-    def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-        """Mapped memory as a tensor of bytes."""
-
-
 class _Handle(ctypes.Structure):
     _fields_ = (("data", ctypes.c_ubyte * HANDLE_BYTES),)
 
 
-class CudaDriver:
-    """The driver of NVIDIA, by way of ctypes, in the context that torch uses."""
+class Driver:
+    """The driver of NVIDIA, by way of ctypes, in the context that torch uses.
+
+    Tests have a stand-in with the same public methods.
+    """
 
     def __init__(self, library: Any) -> None:
         self._library = library
@@ -139,9 +88,11 @@ class CudaDriver:
             raise CudaError(text.value.decode() if text.value else f"CUDA error {code}")
 
     def is_usable(self) -> bool:
+        """Whether there is a GPU."""
         return torch.cuda.is_available()
 
     def gpu_of(self, device: torch.device) -> str:
+        """A text that names the GPU of a device, on all processes alike."""
         number, found = c_int(), (ctypes.c_ubyte * 16)()
         index = torch.cuda.current_device() if device.index is None else device.index
         self._call("cuDeviceGet", byref(number), c_int(index))
@@ -149,95 +100,90 @@ class CudaDriver:
         return bytes(found).hex()
 
     def allocation(self, address: int) -> Allocation:
+        """The allocation that an address is in."""
         base, size = c_uint64(), c_size_t()
         self._call("cuMemGetAddressRange_v2", byref(base), byref(size), c_uint64(address))
         return Allocation(base.value, size.value, self.number(address))
 
     def number(self, address: int) -> int:
+        """The number of the allocation that an address is in; 0 if there is none."""
         found = c_uint64()
         code = self._code("cuPointerGetAttribute", byref(found), BUFFER_ID, c_uint64(address))
         return 0 if code else found.value
 
     def export(self, base: int) -> bytes:
+        """A handle with which other processes open the allocation that begins here."""
         handle = _Handle()
         self._call("cuIpcGetMemHandle", byref(handle), c_uint64(base))
         return bytes(handle.data)
 
     def open(self, handle: bytes) -> int:
+        """Map an allocation of another process; returns its address in this one."""
         found, theirs = c_uint64(), _Handle.from_buffer_copy(handle)
         self._call("cuIpcOpenMemHandle_v2", byref(found), theirs, c_uint(OPEN_LAZILY))
         return found.value
 
     def close(self, address: int) -> None:
+        """Unmap an allocation of another process."""
         self._call("cuIpcCloseMemHandle", c_uint64(address))
 
     def allocate(self, num_bytes: int) -> int:
+        """Allocate memory that can be exported, whatever torch's allocator is."""
         found = c_uint64()
         self._call("cuMemAlloc_v2", byref(found), c_size_t(num_bytes))
         return found.value
 
     def free(self, address: int) -> None:
+        """Free such memory."""
         self._call("cuMemFree_v2", c_uint64(address))
 
     def write_word(self, address: int, value: int) -> None:
+        """Write 8 bytes of device memory, beside all streams."""
         word = c_uint64(value)
-        self._beside_streams(
-            lambda stream: self._call(
-                "cuMemcpyHtoDAsync_v2", c_uint64(address), byref(word), c_size_t(8), stream
-            )
-        )
+        self._beside_streams("cuMemcpyHtoDAsync_v2", c_uint64(address), byref(word), c_size_t(8))
 
     def read_word(self, address: int) -> int:
+        """Read 8 bytes of device memory, beside all streams."""
         word = c_uint64()
-        self._beside_streams(
-            lambda stream: self._call(
-                "cuMemcpyDtoHAsync_v2", byref(word), c_uint64(address), c_size_t(8), stream
-            )
-        )
+        self._beside_streams("cuMemcpyDtoHAsync_v2", byref(word), c_uint64(address), c_size_t(8))
         return word.value
 
-    def _beside_streams(self, copy: Callable[[c_void_p], None]) -> None:
-        """Copy on a stream that waits for no other, and wait for it."""
+    def _beside_streams(self, name: str, *arguments: Any) -> None:
+        """Call the driver on a stream that waits for no other, and wait for it."""
         stream = c_void_p()
         self._call("cuStreamCreate", byref(stream), c_uint(NON_BLOCKING))
         try:
-            copy(stream)
+            self._call(name, *arguments, stream)
             self._call("cuStreamSynchronize", stream)
         finally:
             self._call("cuStreamDestroy_v2", stream)
 
     def register(self, address: int, num_bytes: int) -> int:
+        """Let GPUs access memory of the host; returns its address on devices."""
         memory, found = c_void_p(address), c_uint64()
         self._call("cuMemHostRegister_v2", memory, c_size_t(num_bytes), c_uint(PORTABLE_AND_MAPPED))
         self._call("cuMemHostGetDevicePointer_v2", byref(found), memory, c_uint(0))
         return found.value
 
     def unregister(self, address: int) -> None:
+        """Undo it."""
         self._call("cuMemHostUnregister", c_void_p(address))
 
     def write_signal(self, stream: int, address: int, value: int) -> None:
-        self._call(
-            "cuStreamWriteValue64_v2",
-            c_void_p(stream),
-            c_uint64(address),
-            c_uint64(value),
-            c_uint(),
-        )
+        """Enqueue a write of 8 bytes, after all work of the stream so far."""
+        place = (c_void_p(stream), c_uint64(address), c_uint64(value))
+        self._call("cuStreamWriteValue64_v2", *place, c_uint())
 
     def await_signal(self, stream: int, address: int, value: int) -> None:
-        self._call(
-            "cuStreamWaitValue64_v2", c_void_p(stream), c_uint64(address), c_uint64(value), c_uint()
-        )
+        """Let a stream wait until 8 bytes are at least this value."""
+        place = (c_void_p(stream), c_uint64(address), c_uint64(value))
+        self._call("cuStreamWaitValue64_v2", *place, c_uint())
 
     def view(self, address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-        return device_view(address, num_bytes, device)
-
-
-def device_view(address: int, num_bytes: int, device: torch.device) -> torch.Tensor:
-    """Device memory that torch has not allocated, as a tensor of bytes that does not own it."""
-    make: Any = torch._C._construct_storage_from_data_pointer
-    empty = torch.empty(0, dtype=torch.uint8, device=device)
-    return empty.set_(make(address, device, num_bytes), 0, (num_bytes,), (1,))
+        """Device memory that torch has not allocated, as bytes that the tensor does not own."""
+        make: Any = torch._C._construct_storage_from_data_pointer
+        empty = torch.empty(0, dtype=torch.uint8, device=device)
+        return empty.set_(make(address, device, num_bytes), 0, (num_bytes,), (1,))
 
 
 _raw_stream: Callable[[int], int] | None = getattr(torch._C, "_cuda_getCurrentRawStream", None)
@@ -257,5 +203,5 @@ def stream_of(device: torch.device) -> int:
 def cuda_driver() -> Driver | None:
     """The driver of this machine; None where there is none."""
     with contextlib.suppress(OSError):
-        return CudaDriver(ctypes.CDLL("libcuda.so.1"))
+        return Driver(ctypes.CDLL("libcuda.so.1"))
     return None

@@ -93,11 +93,16 @@ class CopyTable:
         compiled = self._compiled.get(tensors.key) or self._compile(tensors)
         if not len(compiled.blocks):
             return
-        cast = self.blocks.cast
-        if tensors.device.type == "cuda" and compiled.aligned and _kernel_casts(cast):
-            _launch_kernel(compiled, cast, tensors)
-        else:
+        cast, device = self.blocks.cast, tensors.device
+        if device.type != "cuda" or not compiled.aligned or not _kernel_casts(cast):
             _copy_one_by_one(compiled.blocks, tensors.tensors, cast)
+            return
+        is_current = device.index == torch.cuda.current_device()
+        with nullcontext() if is_current else torch.cuda.device(device):
+            there = compiled.uploaded.get(device)
+            if there is None:
+                there = compiled.uploaded[device] = _OnDevice(compiled.table, cast, device)
+            there.launch(tensors.uploaded())
 
     @property
     def device_bytes(self) -> int:
@@ -164,8 +169,11 @@ class _OnDevice:
         if cast is None:
             self._constants = (*shape, table.units[0] if len(table.units) == 1 else 0)
         else:
+            import triton.language as tl
+
             together = Cast(*map(itemsize, cast)).num_together
-            self._constants = (*shape, together, *map(_triton_dtype, cast))
+            kinds = (tl.float8e4nv if one == E4M3 else getattr(tl, one) for one in cast)
+            self._constants = (*shape, together, *kinds)
         self._function = "copy_tiles" if cast is None else "cast_tiles"
         self._kernel: Callable[..., None] | None = None
         self._streams: set[int] = set()
@@ -196,16 +204,6 @@ class _OnDevice:
         self._kernel = kernel[self._grid] if hasattr(kernel, "__getitem__") else None
 
 
-def _launch_kernel(compiled: _Compiled, cast: tuple[str, str] | None, tensors: TensorTable) -> None:
-    device = tensors.device
-    is_current = device.index == torch.cuda.current_device()
-    with nullcontext() if is_current else torch.cuda.device(device):
-        there = compiled.uploaded.get(device)
-        if there is None:
-            there = compiled.uploaded[device] = _OnDevice(compiled.table, cast, device)
-        there.launch(tensors.uploaded())
-
-
 @cache
 def _has_triton() -> bool:
     return find_spec("triton") is not None
@@ -220,12 +218,6 @@ def _kernel_casts(cast: tuple[str, str] | None) -> bool:
     have, want = cast
     small = want == E4M3 and have in FLOATS, have == E4M3 and want in FLOATS[:3]
     return (have in FLOATS and want in FLOATS) or any(small)
-
-
-def _triton_dtype(dtype: str) -> Any:
-    import triton.language as tl
-
-    return tl.float8e4nv if dtype == E4M3 else getattr(tl, dtype)
 
 
 def _copy_one_by_one(

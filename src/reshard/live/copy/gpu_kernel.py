@@ -124,11 +124,7 @@ def _first_unit(row: tl.tensor, LANES: tl.constexpr) -> tl.tensor:
 
 @triton.jit
 def _places(
-    row: tl.tensor,
-    bases: tl.tensor,
-    unit: tl.tensor,
-    NUM_DIMS: tl.constexpr,
-    WIDE: tl.constexpr,
+    row: tl.tensor, bases: tl.tensor, unit: tl.tensor, NUM_DIMS: tl.constexpr, WIDE: tl.constexpr
 ) -> tl.tensor:
     """Addresses of units on both sides, and their place in a row, from their numbers."""
     source = tl.load(bases + tl.load(row)) + tl.load(row + 1)

@@ -232,10 +232,7 @@ def _without_edges(blocks: Strided, phase: Ints) -> tuple[Strided, list[Strided]
     tail = (length - head) % WIDEST
     split = _contiguous(blocks) & (grid % WIDEST == 0) & (length >= EDGE_BYTES) & (head + tail > 0)
     head, tail = np.where(split, head, 0), np.where(split, tail, 0)
-    edges = [
-        _row_part(blocks, np.zeros_like(head), head),
-        _row_part(blocks, length - tail, tail),
-    ]
+    edges = [_row_part(blocks, np.zeros_like(head), head), _row_part(blocks, length - tail, tail)]
     return _row_part(blocks, head, length - head - tail), edges
 
 

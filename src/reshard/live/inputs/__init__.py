@@ -2,6 +2,5 @@
 
 request  the arguments of one call: options and tensors
 bound    its tensors by base number, and where they are
-overlap  refuse destinations that overlap
-finish   zeros in padding, the release of donated sources
+memory   destinations that overlap are refused, padding is filled, donated sources are freed
 """

@@ -44,6 +44,12 @@ guards: Any = getattr(_dynamo, "guards", None)
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _data_ptr: Callable[[torch.Tensor], int] = torch.Tensor.data_ptr
 
+MIN_HUGE_BYTES = 4 << 20
+"""Smaller tensors are left alone; numpy requests huge pages from the same size on."""
+
+MADV_COLLAPSE = 25
+"""Not in Python's mmap: since Linux 6.1."""
+
 
 class LocalSpec(NamedTuple):
     """What a plan says of one local tensor."""
@@ -58,18 +64,34 @@ class LocalSpec(NamedTuple):
 class Side:
     """One rank's local tensors on one side of a plan."""
 
+    accepted: AcceptedTensors | None = None
+    """What tensors of the last call were like that had to be checked one by one."""
+
     def __init__(self, plan: Plan, side: int, rank: int) -> None:
         self.rank, self.role = rank, ("to move", "to move into")[side]
         self._planned = (plan.have, plan.want)[side]
-        self.specs = _local_specs(plan, side, rank)
-        sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
-        self.repeated = RepeatedTensors(sizes)
-        shapes = {one.shape for one in self.specs}
-        strides = {shape: torch.empty(shape, device="meta").stride() for shape in shapes}
+        moved = {names[side] for stack in plan.stacks for names in stack.names}
+        shapes: dict[tuple[object, ...], torch.Size | None] = {}
+        self.specs: list[LocalSpec] = []
+        """The tensors that are moved."""
+        for number, (name, spec) in enumerate(self._planned.items(), len(plan.have) * side):
+            key = (id(spec.layout), spec.shape)
+            if key not in shapes:
+                held = spec.layout.holds(rank) is not None
+                local = spec.layout.local_shape(rank, spec.shape) if held else ()
+                shapes[key] = torch.Size(local) if held else None
+            shape = shapes[key]
+            if shape is not None and name in moved:
+                self.specs.append(LocalSpec(number, name, shape, getattr(torch, spec.dtype)))
+        distinct = {one.shape for one in self.specs}
+        strides = {shape: torch.empty(shape, device="meta").stride() for shape in distinct}
         self.contiguous = [(tuple(one.shape), strides[one.shape]) for one in self.specs]
         """Shapes and strides of new tensors."""
-        self.accepted: AcceptedTensors | None = None
-        """What tensors of the last call were like that had to be checked one by one."""
+        sizes = [(one.number, one.shape.numel() * one.dtype.itemsize) for one in self.specs]
+        self.large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
+        """Base numbers of tensors that get huge pages if they recur at the same addresses."""
+        self._last_large: list[int] = []
+        self._times = 0
 
     def check_names(self, given: Tensors) -> None:
         """Refuse names that the plan does not have."""
@@ -81,13 +103,15 @@ class Side:
                 "not have: give only what was planned"
             )
 
-    def check_left_out(self, local: LocalSpec) -> None:
-        """Refuse to be given no tensor where this rank has elements of it."""
-        if local.shape.numel():
-            raise TensorError(
-                f"rank {self.rank} holds {local.dtype}{list(local.shape)} of "
-                f'"{local.name}" and was given none {self.role}: give its local tensor'
-            )
+    def note_large(self, tensors: Mapping[int, torch.Tensor]) -> None:
+        """Note a call; in the second one with the same large tensors these get huge pages."""
+        large = [tensors[number] for number in self.large if number in tensors]
+        places = [tensor.data_ptr() for tensor in large]
+        self._times = self._times + 1 if places == self._last_large else 0
+        self._last_large = places
+        if self._times == 1 and _are_on_request():
+            for tensor in large:
+                _collapse(tensor)
 
 
 class AcceptedTensors:
@@ -139,28 +163,11 @@ class Locals:
         """The identity of the tensors that were last found not to overlap."""
 
 
-def _local_specs(plan: Plan, side: int, rank: int) -> list[LocalSpec]:
-    """The local tensors of a rank on one side of a plan that are moved."""
-    specs = (plan.have, plan.want)[side]
-    first = len(plan.have) if side else 0
-    moved = {names[side] for stack in plan.stacks for names in stack.names}
-    shapes: dict[tuple[object, ...], torch.Size | None] = {}
-    found = []
-    for number, (name, spec) in enumerate(specs.items(), first):
-        key = (id(spec.layout), spec.shape)
-        if key not in shapes:
-            held = spec.layout.holds(rank) is not None
-            shapes[key] = torch.Size(spec.layout.local_shape(rank, spec.shape)) if held else None
-        shape = shapes[key]
-        if shape is not None and name in moved:
-            found.append(LocalSpec(number, name, shape, getattr(torch, spec.dtype)))
-    return found
-
-
 class BoundTensors:
     """The tensors of one call on one rank, by their number in the table of base addresses."""
 
-    _repeated: tuple[RepeatedTensors, ...] = ()
+    _sides: tuple[Side, ...] = ()
+    """Those with large tensors that were given."""
     _table: Ints | None = None
 
     def __init__(self, staging: int) -> None:
@@ -179,8 +186,8 @@ class BoundTensors:
 
     def bind(self, side: Side, given: Tensors) -> None:
         """Check the given tensors of one side against the plan, and add them."""
-        if side.repeated.large:
-            self._repeated = (*self._repeated, side.repeated)
+        if side.large:
+            self._sides = (*self._sides, side)
         if side.accepted is not None and side.accepted.bind(self, given):
             return
         side.check_names(given)
@@ -190,7 +197,11 @@ class BoundTensors:
             if type(tensor) not in _PLAIN:
                 may_recur = False
             if tensor is None:
-                side.check_left_out(local)
+                if local.shape.numel():
+                    raise TensorError(
+                        f"rank {side.rank} holds {local.dtype}{list(local.shape)} of "
+                        f'"{local.name}" and was given none {side.role}: give its local tensor'
+                    )
                 continue
             problem = _problem(tensor, local)
             if problem is not None:
@@ -223,8 +234,8 @@ class BoundTensors:
 
     def note_repeated(self) -> None:
         """Other processes read or write these tensors: large ones that recur get huge pages."""
-        for side in self._repeated:
-            side.note(self.tensors)
+        for side in self._sides:
+            side.note_large(self.tensors)
 
     def copy(self) -> BoundTensors:
         """The same tensors, to which others can be added."""
@@ -328,9 +339,7 @@ def placement_of(bound: BoundTensors) -> str:
         kinds.add("cpu")
     if kinds == {GPU} and len(bound.devices) > 1:
         return f"{len(bound.devices)} GPUs"
-    if not kinds <= {GPU}:
-        return "+".join(sorted(kinds))
-    return GPU if kinds else NOWHERE
+    return "+".join(sorted(kinds)) or NOWHERE
 
 
 def all_on_gpus(placements: Mapping[int, str]) -> bool:
@@ -348,33 +357,6 @@ def with_index(device: torch.device) -> torch.device:
     if device.type == GPU and device.index is None:
         return torch.device(GPU, torch.cuda.current_device())
     return device
-
-
-MIN_HUGE_BYTES = 4 << 20
-"""Smaller tensors are left alone; numpy requests huge pages from the same size on."""
-
-MADV_COLLAPSE = 25
-"""Not in Python's mmap: since Linux 6.1."""
-
-
-class RepeatedTensors:
-    """Detects large tensors that are given again at the same addresses."""
-
-    def __init__(self, sizes: Sequence[tuple[int, int]]) -> None:
-        """``sizes`` are the base numbers of tensors, and their bytes."""
-        self.large = [number for number, size in sizes if size >= MIN_HUGE_BYTES]
-        self._last: list[int] = []
-        self._times = 0
-
-    def note(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        """Note a call; in the second one with the same tensors these get huge pages."""
-        large = [tensors[number] for number in self.large if number in tensors]
-        places = [tensor.data_ptr() for tensor in large]
-        self._times = self._times + 1 if places == self._last else 0
-        self._last = places
-        if self._times == 1 and _are_on_request():
-            for tensor in large:
-                _collapse(tensor)
 
 
 def _collapse(tensor: torch.Tensor) -> None:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from reshard.errors import LiveError
 from reshard.live.inputs.bound import GPU, BoundTensors, Locals, Tensors, with_index
-from reshard.live.inputs.overlap import check_overlaps
+from reshard.live.inputs.memory import check_overlaps
 from reshard.live.session.control import Tag
 
 __all__ = [

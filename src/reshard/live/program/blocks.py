@@ -20,7 +20,7 @@ other processes along the same strides.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -71,61 +71,29 @@ def _flat_boxes(shapes: Ints, start: Ints, stop: Ints) -> tuple[Ints, Ints, Ints
     Dim by dim: what covers whole indices is a box; a ragged head and a ragged tail are ranges of
     one index, which the next dim divides further.
     """
-    num_dims = shapes.shape[1]
-    todo = _Ranges(np.arange(len(start)), start, stop, np.zeros_like(shapes), np.zeros_like(start))
+    row, low, at = np.arange(len(start)), np.zeros_like(shapes), np.zeros_like(start)
     done: list[tuple[Ints, Ints, Ints, Ints]] = []
-    for dim in range(num_dims):
-        inner = np.prod(shapes[:, dim + 1 :], axis=1, dtype=np.int64)[todo.row]
-        first, last = todo.start // inner, (todo.stop - 1) // inner
-        body_from = -(-todo.start // inner)
-        body_to = todo.stop // inner
+    for dim in range(shapes.shape[1]):
+        inner = np.prod(shapes[:, dim + 1 :], axis=1, dtype=np.int64)[row]
+        first, last = start // inner, (stop - 1) // inner
+        body_from, body_to = -(-start // inner), stop // inner
         body = np.flatnonzero(body_from < body_to)
-        low, width = todo.low[body], shapes[todo.row[body]]
-        low[:, dim] = body_from[body]
+        box, width = low[body], shapes[row[body]]
+        box[:, dim] = body_from[body]
         width[:, :dim] = 1
         width[:, dim] = (body_to - body_from)[body]
-        at = todo.at[body] + body_from[body] * inner[body]
-        done.append((todo.row[body], at, low, width))
-        head = np.flatnonzero(todo.start % inner != 0)
-        tail = np.flatnonzero(
-            (todo.stop % inner != 0) & ((first < last) | (todo.start % inner == 0))
-        )
-        todo = _Ranges.join(
-            todo.inside(head, dim, first, inner), todo.inside(tail, dim, last, inner)
-        )
+        done.append((row[body], (at + body_from * inner)[body], box, width))
+        ragged = start % inner != 0
+        head = np.flatnonzero(ragged)
+        tail = np.flatnonzero((stop % inner != 0) & ((first < last) | ~ragged))
+        rest, index = np.concatenate([head, tail]), np.concatenate([first[head], last[tail]])
+        inner, skipped = inner[rest], index * inner[rest]
+        start, stop = np.maximum(start[rest] - skipped, 0), np.minimum(stop[rest] - skipped, inner)
+        row, low, at = row[rest], low[rest], at[rest] + skipped
+        low[:, dim] = index
     row, at, low, width = (np.concatenate(columns) for columns in zip(*done, strict=True))
     order = np.lexsort((at, row))
     return row[order], low[order], width[order]
-
-
-@dataclass(frozen=True, eq=False, slots=True)
-class _Ranges:
-    """Ranges inside one index of all dims so far: that index, and the element it begins at."""
-
-    row: Ints
-    start: Ints
-    stop: Ints
-    low: Ints
-    at: Ints
-
-    def inside(self, which: Ints, dim: int, index: Ints, inner: Ints) -> _Ranges:
-        """The part of some ranges that is within one index of a dim."""
-        at = index[which] * inner[which]
-        low = self.low[which]
-        low[:, dim] = index[which]
-        return _Ranges(
-            self.row[which],
-            np.maximum(self.start[which] - at, 0),
-            np.minimum(self.stop[which] - at, inner[which]),
-            low,
-            self.at[which] + at,
-        )
-
-    @staticmethod
-    def join(one: _Ranges, other: _Ranges) -> _Ranges:
-        """Both, one after the other."""
-        names = _Ranges.__slots__
-        return _Ranges(*(np.concatenate([getattr(r, n) for r in (one, other)]) for n in names))
 
 
 FindOffsets = Callable[[Ints], tuple[Ints, Ints]]
@@ -136,47 +104,38 @@ Returns the offset of each box and its strides, in elements.
 
 
 def local_offsets(layout: Layout, shape: tuple[int, ...], rank: int) -> FindOffsets:
-    """Offsets in the local tensor of one rank."""
+    """Offsets in the local tensor of one rank.
+
+    Its dims are lists of intervals, perhaps flattened and sharded once more. The first element of a
+    box is found dim by dim: how many held elements of the dim precede it?
+    """
     if isinstance(layout, BoxLayout):
         return _BoxOffsets(layout, rank).find
-    return _DimOffsets(layout, shape, rank).find
+    intervals, ranges = layout.intervals(rank, shape)
+    dims, flat = [_positions(one) for one in intervals], _positions(ranges or ())
+    strides = np.array(row_major(tuple(map(length_of, intervals))), dtype=np.int64)
 
-
-class _DimOffsets:
-    """A local tensor whose dims are lists of intervals, perhaps flattened and sharded once more.
-
-    The first element of a box is found dim by dim: how many held elements of the dim precede it?
-    """
-
-    def __init__(self, layout: Layout, shape: tuple[int, ...], rank: int) -> None:
-        intervals, ranges = layout.intervals(rank, shape)
-        self.dims = [_Positions(one) for one in intervals]
-        self.strides = np.array(row_major(tuple(map(length_of, intervals))), dtype=np.int64)
-        self.flat = None if ranges is None else _Positions(ranges)
-
-    def find(self, low: Ints) -> tuple[Ints, Ints]:
+    def find(low: Ints) -> tuple[Ints, Ints]:
         offset = np.zeros(len(low), dtype=np.int64)
-        for dim, positions in enumerate(self.dims):
-            offset += positions.of(low[:, dim]) * self.strides[dim]
-        if self.flat is not None:
-            offset = self.flat.of(offset)
-        return offset, np.broadcast_to(self.strides, low.shape)
+        for dim, position in enumerate(dims):
+            offset += position(low[:, dim]) * strides[dim]
+        return offset if ranges is None else flat(offset), np.broadcast_to(strides, low.shape)
+
+    return find
 
 
-class _Positions:
-    """Rising intervals, and the number of elements before each."""
+def _positions(intervals: Sequence[Interval]) -> Callable[[Ints], Ints]:
+    """Finds the positions of elements among those that rising intervals hold."""
+    table = np.array(intervals, dtype=np.int64).reshape(-1, 2)
+    starts, widths = table[:, 0], table[:, 1] - table[:, 0]
+    before = np.cumsum(widths) - widths
 
-    def __init__(self, intervals: Sequence[Interval]) -> None:
-        table = np.array(intervals, dtype=np.int64).reshape(-1, 2)
-        self.starts = table[:, 0]
-        widths = table[:, 1] - table[:, 0]
-        self.before = np.cumsum(widths) - widths
-
-    def of(self, index: Ints) -> Ints:
-        """The positions of elements among those that are held."""
-        at = np.searchsorted(self.starts, index, side="right") - 1
-        found: Ints = self.before[at] + index - self.starts[at]
+    def position(index: Ints) -> Ints:
+        at = np.searchsorted(starts, index, side="right") - 1
+        found: Ints = before[at] + index - starts[at]
         return found
+
+    return position
 
 
 class _BoxOffsets:
@@ -194,16 +153,13 @@ class _BoxOffsets:
         self.offsets = np.array([p.offset for p in pieces], np.int64)
 
     def find(self, low: Ints) -> tuple[Ints, Ints]:
-        step = max(1, self.CHUNK // max(1, self.starts.size))
-        parts = [self._piece(low[at : at + step]) for at in range(0, len(low), step)]
-        piece = np.concatenate(parts) if parts else np.zeros(0, np.int64)
+        step, piece = max(1, self.CHUNK // max(1, self.starts.size)), np.zeros(len(low), np.int64)
+        for at in range(0, len(low), step):
+            first = low[at : at + step, None]
+            inside = (self.starts <= first).all(axis=2) & (self.stops > first).all(axis=2)
+            piece[at : at + step] = inside.argmax(axis=1)
         strides = self.strides[piece]
         return self.offsets[piece] + ((low - self.starts[piece]) * strides).sum(axis=1), strides
-
-    def _piece(self, low: Ints) -> Ints:
-        inside = (self.starts <= low[:, None]).all(axis=2) & (self.stops > low[:, None]).all(axis=2)
-        found: Ints = inside.argmax(axis=1)
-        return found
 
 
 def packed_strides(width: Ints) -> Ints:
@@ -293,22 +249,18 @@ class CopyList:
 
     def tables(self) -> list[CopyBlocks]:
         """One table per change of dtype."""
-        return [replace(CopyBlocks(*_joined(rows)), cast=cast) for cast, rows in self._rows.items()]
+        found, fills = [], {4: 1, 5: 0, 6: 0}  # widths are filled with 1, strides with 0
+        for cast, rows in self._rows.items():
+            num_dims = max(1, *(columns[4].shape[1] for columns in rows))
+            joined = [
+                np.concatenate([_filled(part, num_dims, fills.get(n)) for part in parts])
+                for n, parts in enumerate(zip(*rows, strict=True))
+            ]
+            found.append(CopyBlocks(*joined, cast=cast))
+        return found
 
 
-def _joined(rows: Sequence[list[Ints]]) -> list[Ints]:
-    """The columns of all rows one after the other, with equally many dims."""
-    num_dims = max(1, *(columns[4].shape[1] for columns in rows))
-    fills = {4: 1, 5: 0, 6: 0}
-    return [
-        np.concatenate(
-            [_filled(part, num_dims, fills[n]) if n in fills else part for part in parts]
-        )
-        for n, parts in enumerate(zip(*rows, strict=True))
-    ]
-
-
-def _filled(rows: Ints, num_dims: int, value: int) -> Ints:
-    """Rows padded to so many dims, new ones first."""
-    lacking = num_dims - rows.shape[1]
-    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value) if lacking else rows
+def _filled(rows: Ints, num_dims: int, value: int | None) -> Ints:
+    """Rows padded to so many dims, new ones first; without a value they have no dims."""
+    lacking = 0 if value is None else num_dims - rows.shape[1]
+    return np.pad(rows, ((0, 0), (lacking, 0)), constant_values=value or 0) if lacking else rows

@@ -18,6 +18,7 @@ import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +27,8 @@ from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
 __all__ = [
-    "GLOO", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode", "Policy", "Runs",
-    "message_of", "run_lengths", "runs_of",
+    "GLOO", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode", "Policy", "message_of",
+    "run_lengths",
 ]  # fmt: skip
 
 
@@ -186,20 +187,13 @@ def run_lengths(width: Ints, strides: Ints) -> Ints:
     return run
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class Runs:
+class Runs(NamedTuple):
     """A list of runs: tensor, offset and length of each, in bytes."""
 
     base: Ints
     """The tensor's number in the table of base addresses."""
     offset: Ints
     length: Ints
-
-    @classmethod
-    def join(cls, parts: Sequence[Runs]) -> Runs:
-        """All runs of several lists in one list."""
-        columns = zip(*((one.base, one.offset, one.length) for one in parts), strict=True)
-        return cls(*map(np.concatenate, columns))
 
     def split_at(self, places: Ints) -> Runs:
         """The same runs, with those that cross one of these places split there."""
@@ -252,34 +246,27 @@ class IovecCall:
 
 
 class IovecPlan:
-    """The system calls that copy between two lists of runs, for any base addresses.
+    """The system calls that copy transfers between this process and a peer's, for any addresses.
 
-    How lists are divided into calls depends on lengths alone. Only the addresses are filled in for
-    the tensors of each call.
+    How lists of runs are divided into calls depends on lengths alone. Only the addresses are filled
+    in for the tensors of each call.
     """
 
-    def __init__(self, own: Runs, theirs: Runs) -> None:
-        self._ends = _call_ends(own, theirs)
-        self._sides = own.split_at(self._ends), theirs.split_at(self._ends)
+    def __init__(self, transfers: Sequence[Transfer], writing: bool) -> None:
+        sides = []
+        for own in (True, False):
+            parts = []
+            for one in transfers:
+                place = one.source if own == writing else one.destination
+                run = runs_of(place.base, place.offset, one.width, place.strides, one.itemsize)
+                parts.append(run)
+            sides.append(Runs(*map(np.concatenate, zip(*parts, strict=True))))
+        self._ends = _call_ends(*sides)
+        self._sides = [side.split_at(self._ends) for side in sides]
         self._last = [
             (np.searchsorted(np.cumsum(side.length), self._ends, side="left") + 1).tolist()
             for side in self._sides
         ]
-
-    @classmethod
-    def of(cls, transfers: Sequence[Transfer], writing: bool) -> IovecPlan | None:
-        """The calls that copy transfers between this process and a peer's; None without any."""
-        if not transfers:
-            return None
-        sides = []
-        for own in (True, False):
-            places = [one.source if own == writing else one.destination for one in transfers]
-            parts = [
-                runs_of(place.base, place.offset, one.width, place.strides, one.itemsize)
-                for one, place in zip(transfers, places, strict=True)
-            ]
-            sides.append(Runs.join(parts))
-        return cls(*sides)
 
     def calls(self, own: Ints, theirs: Ints) -> list[IovecCall]:
         """The calls for these tables of base addresses."""

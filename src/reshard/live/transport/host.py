@@ -20,14 +20,7 @@ from reshard.live.failure.peer_memory import PeerMemory
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import (
-    HOST,
-    IovecPlan,
-    Message,
-    Mode,
-    Policy,
-    message_of,
-)
+from reshard.live.program.messages import HOST, IovecPlan, Message, Mode, Policy, message_of
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
@@ -281,7 +274,8 @@ class HostTransport(Transport):
                 eager = not number and (message.is_eager if sent is None else peer in sent)
                 at += -at % message.alignment
                 message.pack(lists[eager], at, staging)
-                iovecs, awaited = IovecPlan.of(message.writes, True), self._is_awaited(message)
+                iovecs = IovecPlan(message.writes, True) if message.writes else None
+                awaited = self._is_awaited(message)
                 batches[eager][peer] = _HostMessage(message, at, None, (), iovecs, awaited)
                 at += message.staged_bytes
         receives = {
@@ -336,7 +330,7 @@ class HostTransport(Transport):
         unpack = None
         if len(addends) < len(message.staged):
             unpack = compile_copies(copies, self.bound)
-        iovecs = IovecPlan.of(message.reads, False)
+        iovecs = IovecPlan(message.reads, False) if message.reads else None
         return _HostMessage(message, 0, unpack, addends, iovecs, self._is_awaited(message))
 
     def _is_awaited(self, message: Message) -> bool:

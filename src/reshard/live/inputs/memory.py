@@ -1,4 +1,6 @@
-"""Refuse destinations that overlap one another or a source; equal ones are tied and fine."""
+"""The memory of tensors beside their copies: overlaps are refused, padding is filled with zeros,
+donated sources are freed.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,9 @@ import torch
 from reshard.errors import TensorError
 from reshard.layout.columns import Ints
 from reshard.live.copy.host import array_at
+from reshard.live.program.rounds import HAVE, Program, as_strided
 
-__all__ = ["check_overlaps"]
+__all__ = ["Donation", "check_overlaps", "fill_zeros"]
 
 Names = tuple[Mapping[str, object], Mapping[str, object]]
 """The names of source and destination tensors."""
@@ -29,11 +32,14 @@ def check_overlaps(tensors: Tensors, names: Names, rank: int) -> None:
                 f'on rank {rank} elements of the destination "{listed[number]}" overlap one '
                 "another in memory: give memory of its own for every element, as clone() does"
             )
-    spans = [
-        (*_span(tensor), number)
-        for number, tensor in tensors.items()
-        if tensor.device.type in ("cpu", "cuda") and tensor.numel()
-    ]
+    spans = []
+    """The first byte of each tensor, the one after its last, and its number."""
+    for number, tensor in tensors.items():
+        if tensor.device.type in ("cpu", "cuda") and tensor.numel():
+            steps = zip(tensor.shape, tensor.stride(), strict=True)
+            length = 1 + sum((size - 1) * stride for size, stride in steps)
+            start = tensor.data_ptr()
+            spans.append((start, start + length * tensor.element_size(), number))
     if not spans:
         return
     table = np.array(spans, dtype=np.int64)
@@ -82,14 +88,6 @@ def _overlaps_itself(tensor: torch.Tensor) -> bool:
     return False
 
 
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and the one after its last."""
-    steps = zip(tensor.shape, tensor.stride(), strict=True)
-    last = sum((size - 1) * stride for size, stride in steps)
-    start = tensor.data_ptr()
-    return start, start + (last + 1) * tensor.element_size()
-
-
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors have a byte in common; True where that is too hard to compute."""
     if one.is_contiguous() and other.is_contiguous():
@@ -109,3 +107,53 @@ def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
         return bool(np.shares_memory(first, second, max_work=100_000))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
+
+
+def fill_zeros(program: Program, tensors: Tensors) -> None:
+    """Fill the boxes of destination tensors that no source reaches (padding)."""
+    numbers = {name: number for number, name in enumerate(program.names[1], program.num_have)}
+    for fill in program.part.fills:
+        tensor = tensors.get(numbers[fill.name])
+        if tensor is None:
+            continue
+        tensor = tensor.detach()
+        for piece in fill.spec.layout.pieces(program.rank, fill.spec.shape):
+            inside = piece.box & fill.box
+            if inside.size:
+                lows = zip(inside.start, piece.box.start, piece.strides, strict=True)
+                offset = piece.offset + sum((low - start) * step for low, start, step in lows)
+                # Offset and strides in a contiguous tensor, as those in this one.
+                at = np.array([offset, *piece.strides], dtype=np.int64)
+                first, *strides = as_strided(at, tuple(tensor.shape), tensor.stride()).tolist()
+                view = tensor.as_strided(inside.shape, strides, tensor.storage_offset() + first)
+                view.zero_()
+
+
+class Donation:
+    """Source tensors that are freed as soon as their last element has been read."""
+
+    def __init__(self, program: Program, tensors: Tensors) -> None:
+        last: dict[int, int] = {}
+        steps = (program.part.sends, program.part.copies)
+        for rows in (rows for one in steps for rows in one.rows if rows.transfers.hop == 0):
+            end = max(n for n in rows.rounds() if rows.slot.turn(n, 0) is not None)
+            for number in program.numbers_of(rows.flow.stack, HAVE).tolist():
+                last[number] = max(last.get(number, 0), end)
+        sources = {n: tensor for n, tensor in tensors.items() if n < program.num_have}
+        ends: dict[int, int] = {}
+        """By the address of a storage: tied tensors are freed after the last round of any."""
+        for number, tensor in sources.items():
+            at = tensor.untyped_storage().data_ptr()
+            ends[at] = max(ends.get(at, 0), last.get(number, 0))
+        self._after: dict[int, list[torch.Tensor]] = {}
+        for tensor in sources.values():
+            end = ends[tensor.untyped_storage().data_ptr()]
+            self._after.setdefault(end, []).append(tensor)
+
+    def after(self, number: int) -> None:
+        """Free what no later round reads; memory shared with tensors not given here stays."""
+        for tensor in self._after.pop(number, []):
+            storage = tensor.untyped_storage()
+            whole = storage.nbytes() == tensor.numel() * tensor.element_size()
+            if whole and storage.resizable():
+                storage.resize_(0)
