@@ -191,9 +191,9 @@ class Call:
             # All ranks make the group, also those that have nothing to send.
             gloo = connections.resource(GlooGroups).group(watch)
         if routes is not None:
-            in_flight = InFlightCall(connections.resource(InFlight), watch)
+            in_flight = InFlightCall(watch, self.ticket)
             self._in_flight, reason = in_flight, partial(routes.reason, program.rank)
-            on_gpus = (device_of(bound), self.ticket, in_flight)
+            on_gpus = (device_of(bound), in_flight)
             if routes.forced != "nccl":
                 read = frozenset(peer for peer in peers if routes.reads(program.rank, peer))
                 chosen.append(GpuPeerTransport(*common, read, *on_gpus))

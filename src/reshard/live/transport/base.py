@@ -49,6 +49,7 @@ import torch
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.copy.host import Bases, HostCopies
 from reshard.live.copy.reduce import Arrived, OrderedSum, sums_of
+from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Program, Round
@@ -68,8 +69,11 @@ class Transport(ABC):
     gpu: torch.device | None = None
     """The GPU on which it leaves addends; None: on the host."""
 
-    peers: frozenset[int]
-    """The peers that it reaches."""
+    def __init__(
+        self, watch: Watch, program: Program, bound: BoundTensors, peers: frozenset[int]
+    ) -> None:
+        """``peers`` are those that it reaches."""
+        self.watch, self.program, self.bound, self.peers = watch, program, bound, peers
 
     @abstractmethod
     def label(self, peer: int) -> str:
@@ -90,15 +94,14 @@ class Transport(ABC):
         Addends stay where they are: ``arrived`` gets the place of each transfer, by its ``id``.
         """
 
-    @abstractmethod
-    def release(self, round_: Round, peers: Collection[int]) -> None:
+    def release(self, round_: Round, peers: Collection[int]) -> None:  # noqa: B027 - see below
         """Give back the messages of these peers, which have been read."""
 
-    @abstractmethod
     def unreleased(self, round_: Round) -> Collection[int]:
         """The peers that still have to read this rank's messages before the round can end."""
+        return ()
 
-    def end_round(self, round_: Round) -> None:  # noqa: B027 - most have nothing to do
+    def end_round(self, round_: Round) -> None:  # noqa: B027 - some have nothing to do
         """Called when no peer has to read this rank's messages of the round any more."""
 
     @abstractmethod

@@ -150,13 +150,12 @@ class GlooTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: Collection[int],
+        peers: frozenset[int],
         group: GlooGroup,
     ) -> None:
-        self.peers = frozenset(peers)
-        self.watch, self.program, self.bound, self._group = watch, program, bound, group
-        self._hellos = GlooHellos(watch, group)
-        watch.by_network = self.peers
+        super().__init__(watch, program, bound, peers)
+        self._group, self._hellos = group, GlooHellos(watch, group)
+        watch.by_network = peers
         self._arrivals: dict[tuple[int, int], torch.Tensor] = {}
         """Buffers of messages that are being received, or have arrived, by peer and round."""
         self._unsent: set[int] = set()

@@ -28,8 +28,8 @@ from reshard.live.copy.gpu import TensorTable
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.control import Cause, Hello, Ready, Released
-from reshard.live.session.session import Ticket
+from reshard.live.session.control import Cause
+from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals, Signals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
@@ -44,12 +44,9 @@ from reshard.live.transport.gpu_pulls import (
     done_step,
     round_step,
 )
-from reshard.live.transport.in_flight import InFlightCall
+from reshard.live.transport.in_flight import TURN_PAUSE, InFlightCall
 
 __all__ = ["GpuPeerTransport"]
-
-TURN_PAUSE = 0.0002
-"""Seconds between two checks whether earlier calls have enqueued all their work."""
 
 POLL_SECONDS = 0.0002
 """How long to poll for messages of peers before this rank sleeps until they come."""
@@ -68,15 +65,13 @@ class GpuPeerTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: Collection[int],
+        peers: frozenset[int],
         device: torch.device,
-        ticket: Ticket,
         in_flight: InFlightCall,
     ) -> None:
-        self.peers = frozenset(peers)
+        super().__init__(watch, program, bound, peers)
         self.device = self.gpu = device
-        self.watch, self.program, self.bound = watch, program, bound
-        self._ticket, self._in_flight = ticket, in_flight
+        self._in_flight = in_flight
         self._memory = watch.connections.resource(GpuMemory)
         self._signals: CallSignals | None = None
         self._stream = stream_of(device)
@@ -110,9 +105,7 @@ class GpuPeerTransport(Transport):
     def send_hellos(self) -> None:
         """Enqueue the signal that sources are ready, and tell peers where they are."""
         watch, memory = self.watch, self._memory
-        while not watch.session.may_enqueue(self._ticket):
-            watch.check()
-            time.sleep(TURN_PAUSE)
+        self._in_flight.await_turn()
         with self._driver_errors("signal other processes from its GPU"):
             own = memory.signals
             while not own.is_free(watch.call):
@@ -391,9 +384,6 @@ class GpuPeerTransport(Transport):
 
     # The end of a round ------------------------------------------------------------------------
 
-    def release(self, round_: Round, peers: Collection[int]) -> None:
-        """Nothing to do: senders were told when their messages were read."""
-
     def unreleased(self, round_: Round) -> Collection[int]:
         """Peers that have not enqueued their reads of this rank's messages."""
         released = self.watch.inbox.released
@@ -423,7 +413,7 @@ class GpuPeerTransport(Transport):
         if self._closed:
             return
         self._closed = True
-        self._ticket.enqueues = False
+        self._in_flight.end_turn()
         if not ok and self._signals is not None:
             self._signals.abort()
             self._in_flight.give_up()

@@ -100,7 +100,7 @@ class HostTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: Collection[int],
+        peers: frozenset[int],
         option: str = "auto",
         reason: Callable[[int], str] | None = None,
     ) -> None:
@@ -108,9 +108,12 @@ class HostTransport(Transport):
 
         ``reason`` says why a peer is not reached from GPU to GPU.
         """
-        self.peers, self._reason = frozenset(peers), reason
-        self.watch, self.program, self.bound = watch, program, bound
-        self._option, self._policy = option, DIRECT if option == "peer" else HOST
+        super().__init__(watch, program, bound, peers)
+        self._option, self._policy, self._reason = (
+            option,
+            DIRECT if option == "peer" else HOST,
+            reason,
+        )
         connections = self._connections = watch.connections
         self._direct = frozenset() if option == "shared" else self.peers & connections.direct
         if option == "peer" and self._direct != self.peers:

@@ -17,6 +17,7 @@ from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.control import Cause
 from reshard.live.session.rendezvous import Connections
+from reshard.live.session.session import Ticket
 from reshard.live.session.threads import Worker
 
 __all__ = ["Abortable", "InFlight", "InFlightCall", "Work", "check_earlier_calls"]
@@ -30,6 +31,10 @@ SUSPECT_AFTER = 1.2
 
 NAME_SECONDS = 0.3
 """Seconds in which a socket may show which peer is lost, after NCCL has reported that one is."""
+
+
+TURN_PAUSE = 0.0002
+"""Seconds between two checks whether earlier calls have enqueued all their work."""
 
 
 class Abortable(Protocol):
@@ -61,14 +66,25 @@ class Work(Protocol):
 class InFlightCall:
     """The exchanges of one call that are in flight."""
 
-    def __init__(self, calls: InFlight, watch: Watch) -> None:
-        self._calls, self.watch = calls, watch
+    def __init__(self, watch: Watch, ticket: Ticket) -> None:
+        self.watch, self._ticket = watch, ticket
+        self._calls = watch.connections.resource(InFlight)
         self._groups: list[Abortable] = []
         self.error: LiveError | None = None
         self.complete = threading.Event()
         """Set when all exchanges have ended, or one has failed."""
         self.raised = False
         """Whether the error was raised to the user."""
+
+    def await_turn(self) -> None:
+        """Wait until earlier calls of the session have enqueued all their work."""
+        while not self.watch.session.may_enqueue(self._ticket):
+            self.watch.check()
+            time.sleep(TURN_PAUSE)
+
+    def end_turn(self) -> None:
+        """Let the next call enqueue."""
+        self._ticket.enqueues = False
 
     def add(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
         """Watch one more exchange; ``what`` describes what a peer is waited for."""

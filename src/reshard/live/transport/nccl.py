@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -37,7 +36,6 @@ from reshard.live.program.messages import NCCL, Message
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Cause, Ready
 from reshard.live.session.rendezvous import Connections
-from reshard.live.session.session import Ticket
 from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.threads import Task
 from reshard.live.transport.base import Transport
@@ -58,9 +56,6 @@ above it 15 to 25 % more (``benchmarks/reports/gpu_move.md``)."""
 
 CLOSE_SECONDS = 2.0
 """Seconds that an exiting process waits for messages that peers have not received."""
-
-TURN_PAUSE = 0.0002
-"""Seconds between two checks whether earlier calls have enqueued all their work."""
 
 _groups: weakref.WeakSet[NcclGroups] = weakref.WeakSet()
 
@@ -175,9 +170,8 @@ class NcclTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: Collection[int],
+        peers: frozenset[int],
         device: torch.device,
-        ticket: Ticket,
         in_flight: InFlightCall,
         gloo: GlooGroup | None,
         copies: bool,
@@ -190,11 +184,9 @@ class NcclTransport(Transport):
         ranks reach each other like this and send the same to all, ``reason`` why a peer is not
         reached otherwise.
         """
-        self._ticket, self._copies, self._reason = ticket, copies, reason
-        self._gathers = gathers
+        super().__init__(watch, program, bound, peers)
+        self._copies, self._gathers, self._reason = copies, gathers, reason
         self.in_flight = in_flight
-        self.peers = frozenset(peers)
-        self.watch, self.program, self.bound = watch, program, bound
         self.device = self.gpu = device
         self._groups = watch.connections.resource(NcclGroups)
         self._far = None if gloo is None else GlooHellos(watch, gloo)
@@ -229,9 +221,7 @@ class NcclTransport(Transport):
         if others:
             text = f"rank {self.program.rank} moves from GPU to GPU and ranks {others} by way of "
             watch.fail(Cause("disagree", f'{text}the host: give check="always" to compare again'))
-        while not watch.session.may_enqueue(self._ticket):
-            watch.check()
-            time.sleep(TURN_PAUSE)
+        self.in_flight.await_turn()
         self._group = self._groups.group(watch, self.device, self._asked)
         if self._group.device != self.device:
             text = (
@@ -326,24 +316,20 @@ class NcclTransport(Transport):
         return found
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
-        """Messages are unpacked already; only addends are still in the staging buffer."""
+        """Messages are unpacked already; only addends are still in the staging buffer.
+
+        Nothing has to be released: the stream keeps the order of what is enqueued.
+        """
         assert self._staging is not None
         for transfer, at in self._round(round_).addends:
             arrived[id(transfer)] = self._staging[at : at + transfer.num_bytes]
-
-    def release(self, round_: Round, peers: Collection[int]) -> None:
-        """Nothing to do: the next round is enqueued after this one."""
-
-    def unreleased(self, round_: Round) -> Collection[int]:
-        """None: the stream keeps the order of what is enqueued."""
-        return ()
 
     def close(self, ok: bool) -> None:
         """Let the next call enqueue; the session's watcher follows what is in flight."""
         if self._closed:
             return
         self._closed = True
-        self._ticket.enqueues = False
+        self.in_flight.end_turn()
         if self._far is not None:
             self._far.close(ok)
         if not ok:
