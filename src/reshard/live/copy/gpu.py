@@ -11,7 +11,7 @@ by one: the same bytes, slowly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -26,7 +26,7 @@ from reshard.layout.columns import Ints, drop_oldest
 from reshard.live.copy.cuda_driver import stream_of
 from reshard.live.copy.gpu_table import Cast, LaunchTable, Strided, compile_table, merged_blocks
 from reshard.live.copy.host import RAW, Bases, array_at
-from reshard.live.program.blocks import CopyBlocks
+from reshard.live.program.blocks import CopyBlocks, CopyList
 
 __all__ = ["WORDS", "CopyTable", "TensorTable", "TorchCopies"]
 
@@ -125,19 +125,18 @@ class CopyTable:
 class TorchCopies:
     """Tables of copies between tensors on any devices and a staging buffer."""
 
-    def __init__(self, tables: Sequence[CopyBlocks]) -> None:
-        self._tables = [CopyTable(blocks) for blocks in tables]
+    def __init__(self, copies: CopyList) -> None:
+        self._tables = [CopyTable(blocks) for blocks in copies.tables()]
 
     def run(self, tensors: Bases, staging: int = 0, num_bytes: int = 0) -> None:
         """Copy; the staging buffer has this address of the host and so many bytes."""
         array = array_at(staging, (num_bytes,), RAW[1], (1,)) if num_bytes else np.zeros(0, "u1")
-        self.launch(tensors, torch.from_numpy(array))
+        self.launch(TensorTable.of(tensors, torch.from_numpy(array)))
 
-    def launch(self, tensors: Bases, staging: torch.Tensor) -> None:
+    def launch(self, tensors: TensorTable) -> None:
         """Copy on the current stream."""
-        table = TensorTable.of(tensors, staging)
         for one in self._tables:
-            one.launch(table)
+            one.launch(tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,61 +223,38 @@ def _copy_one_by_one(
     blocks: Strided, tensors: Mapping[int, torch.Tensor], cast: tuple[str, str] | None
 ) -> None:
     """What the kernel does, block by block with torch."""
+    dtypes: Any = [getattr(torch, dtype) for dtype in cast or ()]
     for row in range(len(blocks)):
-        source, destination = (
-            _Side(tensors[int(base[row])], int(offset[row]), strides[row].tolist())
-            for base, offset, strides in zip(
-                blocks.base, blocks.offset, blocks.strides, strict=True
-            )
-        )
+        sides = []
+        for base, offset, strides in zip(blocks.base, blocks.offset, blocks.strides, strict=True):
+            tensor = tensors[int(base[row])]
+            start = tensor.data_ptr() - tensor.untyped_storage().data_ptr() + int(offset[row])
+            sides.append((tensor, start, strides[row].tolist()))
         widths, unit = blocks.widths[row].tolist(), int(blocks.unit[row])
         if cast is None:
-            word = math.gcd(source.grid, destination.grid, unit)
-            destination.view(widths, unit, word).copy_(source.view(widths, unit, word))
-        else:
-            dtypes: Any = [getattr(torch, dtype) for dtype in cast]
-            _cast_block(source, destination, [*widths, unit], *dtypes)
+            word = math.gcd(8, unit, *(n for _, start, strides in sides for n in (start, *strides)))
+            source, destination = (_words(*side, widths, unit, word) for side in sides)
+            destination.copy_(source)
+            continue
+        # Cast by way of contiguous copies: those may be viewed as any dtype.
+        (have, want), views = dtypes, []
+        for (tensor, start, strides), dtype in zip(sides, dtypes, strict=True):
+            steps, size = [*strides, dtype.itemsize], dtype.itemsize
+            word = math.gcd(8, start, *steps)
+            views.append(_words(tensor, start, steps, [*widths, unit], size, word))
+        value = views[0].contiguous().view(have)
+        if have.is_complex and not want.is_complex:
+            value = value.real  # torch would warn that the imaginary part is lost
+        views[1].copy_(value.to(want).contiguous().view(views[1].dtype))
 
 
-def _cast_block(
-    source: _Side, destination: _Side, widths: list[int], have: torch.dtype, want: torch.dtype
-) -> None:
-    """Cast by way of contiguous copies: those may be viewed as any dtype."""
-    source, destination = source.of_items(have.itemsize), destination.of_items(want.itemsize)
-    word = math.gcd(source.grid, have.itemsize)
-    value = source.view(widths, have.itemsize, word).contiguous().view(have)
-    if have.is_complex and not want.is_complex:
-        value = value.real  # torch would warn that the imaginary part is lost
-    value = value.to(want).contiguous()
-    word = math.gcd(destination.grid, want.itemsize)
-    destination.view(widths, want.itemsize, word).copy_(value.view(WORDS[word]))
+def _words(
+    tensor: torch.Tensor, start: int, strides: list[int], widths: list[int], size: int, word: int
+) -> torch.Tensor:
+    """A block as words, with one more dim over the words of a unit of ``size`` bytes.
 
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """Where a block is in one tensor, in bytes."""
-
-    tensor: torch.Tensor
-    offset: int
-    strides: list[int]
-
-    @property
-    def start(self) -> int:
-        """Bytes from the start of the tensor's storage."""
-        return self.tensor.data_ptr() - self.tensor.untyped_storage().data_ptr() + self.offset
-
-    @property
-    def grid(self) -> int:
-        """The most bytes, up to 8, of which all places of the block are multiples."""
-        return math.gcd(8, self.start, *self.strides)
-
-    def of_items(self, itemsize: int) -> _Side:
-        """The same place with one more dim, over the elements that are cast together."""
-        return _Side(self.tensor, self.offset, [*self.strides, itemsize])
-
-    def view(self, widths: list[int], size: int, word: int) -> torch.Tensor:
-        """The block as words, with one more dim over the words of a unit of ``size`` bytes."""
-        strides = [*(stride // word for stride in self.strides), 1]
-        empty = torch.empty(0, dtype=WORDS[word], device=self.tensor.device)
-        storage = self.tensor.untyped_storage()
-        return empty.set_(storage, self.start // word, [*widths, size // word], strides)
+    Its start in the tensor's storage, its strides and its unit are multiples of a word, in bytes.
+    """
+    empty = torch.empty(0, dtype=WORDS[word], device=tensor.device)
+    steps = [*(stride // word for stride in strides), 1]
+    return empty.set_(tensor.untyped_storage(), start // word, [*widths, size // word], steps)

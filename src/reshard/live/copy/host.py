@@ -22,7 +22,7 @@ import torch
 
 from reshard.dtypes import ITEMSIZE
 from reshard.layout.columns import Ints, distinct
-from reshard.live.program.blocks import CopyBlocks
+from reshard.live.program.blocks import CopyBlocks, CopyList
 from reshard.live.program.messages import IovecCall, run_lengths
 
 __all__ = [
@@ -93,9 +93,10 @@ class Bases(Protocol):
 class HostCopies:
     """Tables of copies, compiled for the host; they run for any base addresses."""
 
-    def __init__(self, tables: Sequence[CopyBlocks]) -> None:
+    def __init__(self, copies: CopyList) -> None:
         self._parts: list[_ContiguousBlocks | _StridedBlocks] = []
         self._blocks: list[_Block] | None = None
+        tables = copies.tables()
         if sum(map(len, tables)) <= FEW_BLOCKS and all(one.cast is None for one in tables):
             self._blocks = [block for table in tables for block in _blocks(table)]
             return

@@ -20,9 +20,9 @@ import torch
 
 from reshard.dtypes import accumulator, storage_dtype
 from reshard.layout.columns import Ints
-from reshard.live.copy.gpu import WORDS, TorchCopies
+from reshard.live.copy.gpu import WORDS, TensorTable, TorchCopies
 from reshard.live.copy.host import RAW, Array, Bases, HostCopies, array_at, as_tensor
-from reshard.live.program.blocks import CopyBlocks, CopyList, Place
+from reshard.live.program.blocks import CopyList, Place
 from reshard.live.program.rounds import Transfer
 
 __all__ = ["Arrived", "OrderedSum", "add_up", "sums_of"]
@@ -109,14 +109,14 @@ class OrderedSum:
             if self._blocks is not None:
                 return self._add_blocks(self._blocks, tensors.addresses, arrived)
             total = self._total(tensors, arrived, torch.device("cpu"))
-            self._on_host = self._on_host or HostCopies(self._tables())
+            self._on_host = self._on_host or HostCopies(self._copies())
             self._on_host.run(tensors, total.data_ptr(), total.nbytes)
         else:
             on_gpu = gpu is not None and self._fits_gpu
             device = gpu if gpu is not None and on_gpu else torch.device("cpu")
             total = self._total(tensors, arrived, device)
-            self._with_torch = self._with_torch or TorchCopies(self._tables())
-            self._with_torch.launch(tensors, total)
+            self._with_torch = self._with_torch or TorchCopies(self._copies())
+            self._with_torch.launch(TensorTable.of(tensors, total))
         return total.nbytes
 
     def _add_blocks(
@@ -188,14 +188,14 @@ class OrderedSum:
             count = torch.full((), self._num_addends, dtype=total.dtype, device=total.device)
             total.div_(count, rounding_mode="floor" if whole else None)
 
-    def _tables(self) -> list[CopyBlocks]:
+    def _copies(self) -> CopyList:
         """From the accumulator, in place of the staging buffer, into the destination."""
         copies, size = CopyList(), getattr(torch, self._wide).itemsize
         for one in self._firsts:
             at = self._parts.places(one) * size
             line = Place.in_message(one.width, at, self._staging, self._wide)
             copies.add(one.width, line, one.destination)
-        return copies.tables()
+        return copies
 
     @property
     def _fits_gpu(self) -> bool:

@@ -15,7 +15,7 @@ A run is a range of memory that is contiguous in a tensor. One `process_vm_readv
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
@@ -27,8 +27,8 @@ from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
 __all__ = [
-    "GLOO", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode", "Policy", "message_of",
-    "run_lengths",
+    "GLOO", "GRID", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode", "Policy",
+    "lay_out", "message_of", "on_grid", "run_lengths",
 ]  # fmt: skip
 
 
@@ -160,6 +160,25 @@ def message_of(
     total = sum(transfer.num_bytes for transfer in transfers)
     reads, writes = direct[Mode.READ], direct[Mode.WRITE]
     return Message(peer, staged, reads, writes, at, total, transfers[0].name)
+
+
+GRID = 16
+"""Messages in a staging buffer of a GPU begin at a multiple of this: the kernel copies so many
+bytes at a time."""
+
+
+def on_grid(num_bytes: int) -> int:
+    """So many bytes or a few more, up to the grid."""
+    return -(-num_bytes // GRID) * GRID
+
+
+def lay_out(messages: Iterable[Message], at: int = 0) -> tuple[list[tuple[Message, int]], int]:
+    """Where messages begin in a staging buffer of a GPU, from an offset on; and where they end."""
+    found = []
+    for message in messages:
+        found.append((message, at))
+        at += on_grid(message.staged_bytes)
+    return found, at
 
 
 MAX_PIECES = 1024

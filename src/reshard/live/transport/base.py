@@ -118,7 +118,7 @@ Copies = HostCopies | TorchCopies
 
 def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
     """Compile copies for the devices that the tensors of a call are on."""
-    return HostCopies(copies.tables()) if tensors.is_host else TorchCopies(copies.tables())
+    return HostCopies(copies) if tensors.is_host else TorchCopies(copies)
 
 
 def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:

@@ -27,7 +27,7 @@ from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct, drop_oldest
 from reshard.live.copy.cuda_driver import HANDLE_BYTES, Allocation, CudaError, Driver, cuda_driver
 from reshard.live.copy.host import array_at
-from reshard.live.session.rendezvous import Connections
+from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.shared_memory import SharedBuffer, Signals
 from reshard.live.transport.in_flight import InFlight
 
@@ -271,7 +271,7 @@ def has_spare_cores(num_ranks: int) -> bool:
     return len(os.sched_getaffinity(0)) >= 2 * num_ranks
 
 
-class GpuMemory:
+class GpuMemory(Resource):
     """What a session keeps for moves between GPUs of one host."""
 
     def __init__(self, connections: Connections) -> None:
@@ -387,9 +387,6 @@ class GpuMemory:
         with self.using(self._device):
             self._free_packing()
             self.mappings.drop(self.is_idle)
-
-    def end_threads(self) -> None:
-        """It has none."""
 
     def close(self) -> None:
         """Free everything; pages on which GPU work still waits stay."""

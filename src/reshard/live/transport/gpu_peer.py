@@ -27,6 +27,7 @@ from reshard.live.copy.cuda_driver import CudaError, stream_of
 from reshard.live.copy.gpu import TensorTable
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
+from reshard.live.program.messages import GRID
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause
 from reshard.live.session.control import Hello, Ready, Released
@@ -35,7 +36,6 @@ from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
     ENTERED,
-    GRID,
     GpuWork,
     PackedRound,
     PeerViews,
@@ -210,9 +210,7 @@ class GpuPeerTransport(Transport):
         memory.after_last_call(self.device)
         address = memory.packing_buffer(1)
         buffer = memory.driver.view(address, packed.num_bytes, self.device)
-        tensors = TensorTable.of(self.bound, buffer)
-        for table in packed.tables:
-            table.launch(tensors)
+        packed.copies.launch(TensorTable.of(self.bound, buffer))
         self._announce(round_, {one.peer: at for one, at in packed.messages})
         return packed.num_bytes
 
@@ -357,8 +355,7 @@ class GpuPeerTransport(Transport):
             tensors = self._addresses.with_tensors(views)
         else:
             tensors = TensorTable(bases, views, self.device)
-        for table in pull.tables:
-            table.launch(tensors)
+        pull.copies.launch(tensors)
 
     def _finish_reading(self, rounds: Sequence[int]) -> None:
         """Signal that all messages of these rounds were read, and tell the senders."""

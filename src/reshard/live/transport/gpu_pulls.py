@@ -16,19 +16,15 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
-from reshard.live.copy.gpu import CopyTable
+from reshard.live.copy.gpu import TorchCopies
 from reshard.live.program.blocks import CopyList, Place
-from reshard.live.program.messages import Message, Mode, message_of
+from reshard.live.program.messages import Message, Mode, lay_out, message_of, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.shared_memory import REACHED, CallSignals
 
 __all__ = [
-    "ENTERED", "GRID", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step",
-    "round_step",
+    "ENTERED", "GpuWork", "PackedRound", "PeerViews", "Pull", "Pulls", "done_step", "round_step",
 ]  # fmt: skip
-
-GRID = 16
-"""Messages and addends begin at a multiple of this: the kernel copies so many bytes at a time."""
 
 ENTERED = 1
 """The step at which a stream has reached the call, so that its source tensors are ready."""
@@ -48,7 +44,7 @@ def done_step(number: int) -> int:
 class Pull:
     """What a rank copies in one go: a launch for each change of dtype."""
 
-    tables: Sequence[CopyTable]
+    copies: TorchCopies
     waits: Mapping[int, int]
     """The step that each peer must have reached before."""
     addends: Sequence[tuple[Transfer, int]]
@@ -136,12 +132,11 @@ class _PullParts:
             return
         self._addends.append((transfer, self._at))
         self._copies.add(transfer.width, source, transfer.in_message(self._at, self._staging))
-        self._at += _on_grid(transfer.num_bytes)
+        self._at += on_grid(transfer.num_bytes)
 
     def pull(self) -> Pull:
         """All of it, compiled."""
-        tables = [CopyTable(blocks) for blocks in self._copies.tables()]
-        return Pull(tables, self._waits, self._addends, self._at)
+        return Pull(TorchCopies(self._copies), self._waits, self._addends, self._at)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -150,30 +145,24 @@ class PackedRound:
 
     messages: Sequence[tuple[Message, int]]
     """Messages, and where in the buffer each begins."""
-    tables: Sequence[CopyTable]
+    copies: TorchCopies
     num_bytes: int
 
     @classmethod
     def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
         """Compile the messages to these peers."""
-        copies, messages, at = CopyList(), [], 0
-        for peer, transfers in round_.sends.items():
-            if peer in peers:
-                message = message_of(peer, transfers, lambda _: Mode.STAGED)
-                message.pack(copies, at, staging)
-                messages.append((message, at))
-                at += _on_grid(message.staged_bytes)
-        return cls(messages, [CopyTable(blocks) for blocks in copies.tables()], at)
+        mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
+        messages, end = lay_out(message_of(*one, lambda _: Mode.STAGED) for one in mine)
+        copies = CopyList()
+        for message, at in messages:
+            message.pack(copies, at, staging)
+        return cls(messages, TorchCopies(copies), end)
 
 
 def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
     """The transfers from a peer in a round, and where each begins in its message."""
     transfers = round_.receives.get(peer)
     return message_of(peer, transfers, lambda _: Mode.STAGED).staged if transfers else ()
-
-
-def _on_grid(num_bytes: int) -> int:
-    return -(-num_bytes // GRID) * GRID
 
 
 class PeerViews(Mapping[int, torch.Tensor]):

@@ -25,7 +25,7 @@ from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import GPU, all_on_gpus
 from reshard.live.inputs.request import GPU_TRANSPORTS
 from reshard.live.session.control import Cause
-from reshard.live.session.rendezvous import Connections
+from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.transport.gpu_memory import GpuMemory, has_gpu
 from reshard.planning.plans import Plan
 
@@ -65,7 +65,7 @@ class GpuRoutes:
         return self.forced == "nccl" or (self.uses_nccl and bool(self.why_not))
 
 
-class GpuTrials:
+class GpuTrials(Resource):
     """What a session knows of its GPUs: which ranks can read the memory of which."""
 
     def __init__(self, connections: Connections) -> None:
@@ -142,12 +142,6 @@ class GpuTrials:
         except (CudaError, RuntimeError, ValueError, KeyError) as error:
             return f"rank {rank} cannot map the GPU memory of rank {peer} ({error})"
         return "" if right else f"rank {rank} reads something else than rank {peer} has written"
-
-    def release(self) -> None:
-        """Nothing to free between calls."""
-
-    def end_threads(self) -> None:
-        """It has none."""
 
     def close(self) -> None:
         """Free the probes."""

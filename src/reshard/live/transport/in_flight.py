@@ -16,7 +16,7 @@ from typing import Protocol
 from reshard.errors import LiveError, PeerLostError, ReshardError
 from reshard.live.failure.watch import FIRST_PAUSE, LOOK_EVERY, PAUSE_GROWTH, Watch
 from reshard.live.session.control import Cause
-from reshard.live.session.rendezvous import Connections
+from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.session import Ticket
 from reshard.live.session.threads import Worker
 
@@ -202,7 +202,7 @@ class _WatchedExchange:
         self._watch.fail(Cause("lost", f"{error}: one of {sorted(self._peers)} is gone"))
 
 
-class InFlight:
+class InFlight(Resource):
     """All exchanges in flight of one session, in the order in which they were enqueued."""
 
     def __init__(self, connections: Connections) -> None:
@@ -242,9 +242,6 @@ class InFlight:
         if self.broken is not None and self.broken[0] is group:
             return Cause.of(self.broken[1], rank).of_earlier_call()
         return Cause.of(error, rank)
-
-    def release(self) -> None:
-        """Nothing is kept between calls."""
 
     def end_threads(self) -> None:
         """Wait until nothing is in flight: peers need this process until then."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,16 +26,17 @@ import torch
 
 from reshard.errors import LiveError
 from reshard.live.copy.cuda_driver import stream_of
-from reshard.live.copy.gpu import CopyTable, TensorTable
+from reshard.live.copy.gpu import TensorTable, TorchCopies
 from reshard.live.copy.reduce import Arrived
 from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import NCCL, Message
+from reshard.live.program.messages import NCCL, Message, lay_out, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.control import Cause, Ready
-from reshard.live.session.rendezvous import Connections
+from reshard.live.session.control import Cause
+from reshard.live.session.control import Ready
+from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.threads import Task
 from reshard.live.transport.base import Transport
@@ -47,9 +48,6 @@ from reshard.live.transport.nccl_group import NcclGroup, NcclWork, WaitForTask
 
 __all__ = ["NcclGroups", "NcclTransport"]
 
-GRID = 16
-"""Messages begin at a multiple of this: the kernel copies so many bytes at a time."""
-
 GATHER_BYTES = 4 << 20
 """Messages from this size on are gathered. Measured on 4 ranks: below it sends take less time,
 above it 15 to 25 % more (``benchmarks/reports/gpu_move.md``)."""
@@ -60,7 +58,7 @@ CLOSE_SECONDS = 2.0
 _groups: weakref.WeakSet[NcclGroups] = weakref.WeakSet()
 
 
-class NcclGroups:
+class NcclGroups(Resource):
     """What a session keeps for moves between GPUs: the group, the staging buffer, the watcher.
 
     After a failure the next call makes a new group.
@@ -103,9 +101,6 @@ class NcclGroups:
         """Free the staging buffer."""
         self.staging.release()
 
-    def end_threads(self) -> None:
-        """The group's worker ends with the group."""
-
     def close(self) -> None:
         """Wait until peers have received what is in flight to them, then close the group."""
         self.release()
@@ -143,9 +138,9 @@ class _NcclRound:
     sends: Sequence[tuple[Message, int]]
     """Messages, and where in the staging buffer each begins."""
     receives: Sequence[tuple[Message, int]]
-    before: Sequence[CopyTable]
+    before: TorchCopies
     """Packs messages, and copies what stays on this rank."""
-    after: Sequence[CopyTable]
+    after: TorchCopies
     """Unpacks messages."""
     addends: Sequence[tuple[Transfer, int]]
     """Where addends are in the staging buffer."""
@@ -264,11 +259,9 @@ class NcclTransport(Transport):
         assert self._tensors is not None
         self.watch.check()
         todo = self._round(round_)
-        for table in todo.before:
-            table.launch(self._tensors)
+        todo.before.launch(self._tensors)
         self._exchange(round_, todo)
-        for table in todo.after:
-            table.launch(self._tensors)
+        todo.after.launch(self._tensors)
         inbox = self.watch.inbox
         for peer in self.peers & round_.receives.keys():
             inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
@@ -349,8 +342,8 @@ class NcclTransport(Transport):
         if slot:
             (sends, receives), end = self._in_slots(round_, slot), slot * (len(self.peers) + 1)
         else:
-            sends, at = self._laid_out(round_.sends, 0)
-            receives, end = self._laid_out(round_.receives, at)
+            sends, at = lay_out(self._messages(round_.sends))
+            receives, end = lay_out(self._messages(round_.receives), at)
         before, after = CopyList(), CopyList()
         for message, start in sends:
             message.pack(before, start, staging)
@@ -358,8 +351,8 @@ class NcclTransport(Transport):
             if transfer.addend < 0:
                 before.add(transfer.width, transfer.source, transfer.destination)
         addends = [one for message, at in receives for one in message.unpack(after, at, staging)]
-        packs, unpacks = ([CopyTable(b) for b in c.tables()] for c in (before, after))
-        return _NcclRound(sends, receives, packs, unpacks, addends, end, bool(slot))
+        copies = TorchCopies(before), TorchCopies(after)
+        return _NcclRound(sends, receives, *copies, addends, end, bool(slot))
 
     def _slot_bytes(self, round_: Round) -> int:
         """The size of a slot if the round is an all-gather, else 0.
@@ -371,7 +364,7 @@ class NcclTransport(Transport):
             return 0
         messages = [next(iter(round_.sends.values())), *round_.receives.values()]
         sizes = {sum(one.num_bytes for one in transfers) for transfers in messages}
-        return _on_grid(sizes.pop()) if len(sizes) == 1 and min(sizes) >= GATHER_BYTES else 0
+        return on_grid(sizes.pop()) if len(sizes) == 1 and min(sizes) >= GATHER_BYTES else 0
 
     def _in_slots(
         self, round_: Round, slot: int
@@ -385,18 +378,7 @@ class NcclTransport(Transport):
         own = in_slot(self.program.rank, *next(iter(round_.sends.items())))
         return [own], [in_slot(peer, peer, one) for peer, one in round_.receives.items()]
 
-    def _laid_out(
-        self, messages: dict[int, list[Transfer]], at: int
-    ) -> tuple[list[tuple[Message, int]], int]:
-        """Where messages are in the staging buffer, from an offset on; and where they end."""
-        found = []
-        for peer, transfers in messages.items():
+    def _messages(self, side: dict[int, list[Transfer]]) -> Iterator[Message]:
+        for peer, transfers in side.items():
             if peer in self.peers:
-                message = NCCL.message(peer, transfers, peer in self._direct)
-                found.append((message, at))
-                at = _on_grid(at + message.staged_bytes)
-        return found, at
-
-
-def _on_grid(num_bytes: int) -> int:
-    return -(-num_bytes // GRID) * GRID
+                yield NCCL.message(peer, transfers, peer in self._direct)
