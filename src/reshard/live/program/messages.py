@@ -64,9 +64,9 @@ class Policy:
     def message(self, peer: int, transfers: Sequence[Transfer], direct: bool) -> Message:
         """Lay out a message; without ``direct`` all of it is staged."""
         total = sum(transfer.num_bytes for transfer in transfers)
-        return message_of(
-            peer, transfers, lambda one: self.mode(one, total) if direct else Mode.STAGED
-        )
+        if not direct:
+            return message_of(peer, transfers)
+        return message_of(peer, transfers, lambda one: self.mode(one, total))
 
 
 HOST = Policy(eager_bytes=7 << 19)
@@ -145,13 +145,13 @@ class Message:
 
 
 def message_of(
-    peer: int, transfers: Sequence[Transfer], mode: Callable[[Transfer], Mode]
+    peer: int, transfers: Sequence[Transfer], mode: Callable[[Transfer], Mode] | None = None
 ) -> Message:
-    """Lay out a message: staged transfers follow one another."""
+    """Lay out a message: staged transfers follow one another; without modes all are staged."""
     staged, at = [], 0
     direct: dict[Mode, list[Transfer]] = {Mode.READ: [], Mode.WRITE: []}
     for transfer in transfers:
-        chosen = mode(transfer)
+        chosen = Mode.STAGED if mode is None else mode(transfer)
         if chosen is Mode.STAGED:
             staged.append((transfer, at))
             at += transfer.num_bytes

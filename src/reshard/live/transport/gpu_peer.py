@@ -31,7 +31,7 @@ from reshard.live.program.messages import GRID
 from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause
 from reshard.live.session.control import Hello, Ready, Released
-from reshard.live.session.shared_memory import DONE, REACHED, CallSignals, Signals
+from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table
 from reshard.live.transport.gpu_pulls import (
@@ -59,6 +59,23 @@ class GpuPeerTransport(Transport):
     """Reads the tensors of peers whose memory this process can map, from GPU to GPU."""
 
     fuses_copies = True
+    _signals: CallSignals
+    """Once the call has signalled that its sources are ready; then `_entered` is set."""
+    _entered = False
+    _pulls: Pulls
+    """Once the memory of peers is mapped; then `_opened` is set."""
+    _opened = False
+    _closed = False
+    _packs = False
+    """Whether this rank packs its messages."""
+    _bases: Ints
+    """The base addresses of all tensors, here and on peers."""
+    _addresses: TensorTable
+    """The same without tensors."""
+    addends: torch.Tensor | None = None
+    """The staging buffer, for addends that were read."""
+    _polled = -1
+    """The last round for which this rank polled until its messages were read."""
 
     def __init__(
         self,
@@ -73,21 +90,9 @@ class GpuPeerTransport(Transport):
         self.device = self.gpu = device
         self._in_flight = in_flight
         self._memory = watch.connections.resource(GpuMemory)
-        self._signals: CallSignals | None = None
         self._stream = stream_of(device)
-        self._packs = False
-        """Whether this rank packs its messages."""
-        self._pulls: Pulls | None = None
-        self._bases: Ints = np.zeros(0, np.int64)
-        self._addresses: TensorTable | None = None
-        """The same without tensors."""
         self._here: dict[int, set[int]] = {}
         """By round, the peers whose messages have come."""
-        self.addends: torch.Tensor | None = None
-        """The staging buffer, for addends that were read."""
-        self._polled = -1
-        """The last round for which this rank polled until its messages were read."""
-        self._closed = False
 
     def label(self, peer: int) -> str:
         return "GPU peer memory"
@@ -111,7 +116,7 @@ class GpuPeerTransport(Transport):
             while not own.is_free(watch.call):
                 watch.check()
                 time.sleep(TURN_PAUSE)
-            self._signals = CallSignals(watch.call, own)
+            self._signals, self._entered = CallSignals(watch.call, own), True
             own.write(self._stream, REACHED, watch.call, ENTERED)
             published = self._publish()
         self._packs, buffer = published.packs, published.buffer
@@ -216,7 +221,6 @@ class GpuPeerTransport(Transport):
 
     def _announce(self, round_: Round, offsets: Mapping[int, int]) -> None:
         """Signal that what this rank sends in a round is ready, and tell the receivers."""
-        assert self._signals is not None
         call, number = self.watch.call, round_.number
         self._signals.own.write(self._stream, REACHED, call, round_step(number))
         for peer, at in offsets.items():
@@ -226,7 +230,6 @@ class GpuPeerTransport(Transport):
 
     def _open(self) -> None:
         """Map the memory of all peers that send, once they have called."""
-        assert self._signals is not None
         hellos, memory = dict(self.watch.inbox.hellos), self._memory
         direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
         others = sorted(peer for peer in self.peers if not hellos[peer].signals)
@@ -234,10 +237,14 @@ class GpuPeerTransport(Transport):
             here = f"rank {self.program.rank} reads from GPU to GPU and ranks {others} do not"
             self.watch.fail(Cause("disagree", f'{here}: give check="always" to compare again'))
         make = partial(Pulls.of, self.program, self.peers, direct)
-        pulls: Pulls = self._kept("pulls", make, direct)
-        self._pulls = pulls
+        pulls = self._pulls = self._kept("pulls", make, direct)
         for peer in self.peers:
-            self._signals.peers[peer] = self._signals_of(peer, hellos[peer].signals)
+            number = hellos[peer].signals
+            signals = memory.known_signals(peer, number)
+            if signals is None:
+                with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
+                    signals = memory.map_signals(peer, number)
+            self._signals.peers[peer] = signals
         if pulls.staging_bytes:
             size = pulls.staging_bytes
             self.addends = memory.addends.take(size, self.device, self._stream)
@@ -259,18 +266,10 @@ class GpuPeerTransport(Transport):
             addresses = TensorTable(table, {}, self.device)
             bases[:] = known = [own, self._stream, theirs[3], addresses, table]
         self._addresses, self._bases = known[3:]
-
-    def _signals_of(self, peer: int, number: int) -> Signals:
-        found = self._memory.known_signals(peer, number)
-        if found is not None:
-            return found
-        with self._driver_errors(f"reach the signals of rank {peer}", ValueError, KeyError):
-            return self._memory.map_signals(peer, number)
-        raise AssertionError  # `_driver_errors` has raised
+        self._opened = True
 
     def _map(self, peer: int, hello: Hello) -> Ints:
         """Map what a peer has exported; returns the addresses of the tensors that are read."""
-        assert self._pulls is not None
         mappings, numbers = self._memory.mappings, self._pulls.numbers[peer]
         with self._driver_errors(f"reach the GPU memory of rank {peer}", ValueError, KeyError):
             table = self._read_table(peer, hello)
@@ -284,9 +283,8 @@ class GpuPeerTransport(Transport):
 
     def begin(self, round_: Round) -> int:
         """Make what this rank sends available; in the first round, read all source tensors."""
-        if self._pulls is None:
+        if not self._opened:
             self._open()
-        assert self._pulls is not None
         self.watch.check()
         staged, number = 0, round_.number
         with self._driver_errors("copy between GPUs"):
@@ -307,21 +305,15 @@ class GpuPeerTransport(Transport):
             later = self._pulls.later.get(number)
             if later is not None and not self.peers & round_.receives.keys():
                 self._pull(later)
-        self._expect(round_)
-        return staged + (0 if later is None else later.staging_bytes)
-
-    def _expect(self, round_: Round) -> None:
-        """Mark messages that need no announcement as available."""
-        assert self._pulls is not None
-        inbox, number = self.watch.inbox, round_.number
+        inbox = self.watch.inbox
         for peer in self.peers & round_.receives.keys():
             announced = any(one.hop for one in round_.receives[peer])
             if not announced and not inbox.hellos[peer].strided:
                 inbox.ready[peer, number] = Ready(self.watch.call, number)
+        return staged + (0 if later is None else later.staging_bytes)
 
     def receive(self, round_: Round, peers: Collection[int], arrived: dict[int, Any]) -> None:
         """Read what is left of a round, once all messages have come."""
-        assert self._pulls is not None
         here = self._here.setdefault(round_.number, set())
         here |= set(peers)
         if here < self.peers & round_.receives.keys():
@@ -339,8 +331,6 @@ class GpuPeerTransport(Transport):
 
     def _pull(self, pull: Pull, number: int = -1) -> None:
         """Enqueue one launch, after everything that it reads is ready."""
-        assert self._signals is not None
-        assert self._pulls is not None
         stream, signals = self._stream, self._signals
         for peer, step in pull.waits.items():
             signals.peers[peer].wait(stream, REACHED, self.watch.call, step)
@@ -350,8 +340,8 @@ class GpuPeerTransport(Transport):
             bases = bases.copy()
             for peer in packed:
                 bases[self._pulls.places[peer]] += self.watch.inbox.ready[peer, number].offset
-        views = PeerViews(self._view, bases)
-        if bases is self._bases and self._addresses is not None:
+        views = PeerViews(lambda base: self._view(base, int(bases[base])))
+        if bases is self._bases:
             tensors = self._addresses.with_tensors(views)
         else:
             tensors = TensorTable(bases, views, self.device)
@@ -359,7 +349,6 @@ class GpuPeerTransport(Transport):
 
     def _finish_reading(self, rounds: Sequence[int]) -> None:
         """Signal that all messages of these rounds were read, and tell the senders."""
-        assert self._signals is not None
         self._signals.own.write(self._stream, DONE, self.watch.call, done_step(rounds[-1]))
         for number in rounds:
             for peer in self.peers & self.program.round(number).receives.keys():
@@ -372,7 +361,6 @@ class GpuPeerTransport(Transport):
             return self.bound.tensors[base]
         if base == staging and self.addends is not None:
             return self.addends
-        assert self._pulls is not None
         peer, number = self._pulls.tensor_at(base)
         start, end = self._read_table(peer, self.watch.inbox.hellos[peer]).ranges[number].tolist()
         skip = address % GRID
@@ -392,18 +380,15 @@ class GpuPeerTransport(Transport):
 
     def end_round(self, round_: Round) -> None:
         """Let the stream wait until peers have read this rank's messages."""
-        signals = self._signals
-        assert signals is not None
+        signals, program = self._signals, self.program
         call, step = self.watch.call, done_step(round_.number)
         with self._driver_errors("wait for other GPUs"):
             for peer in self.peers & round_.sends.keys():
                 signals.peers[peer].wait(self._stream, DONE, call, step)
-            if round_.number == self.program.num_rounds - 1:
+            if round_.number == program.num_rounds - 1:
                 work = GpuWork(signals, self._memory.mark(self.device))
-                self._in_flight.add(work, self.peers, self._late_text)
-
-    def _late_text(self, peer: int) -> str:
-        return f"its GPU to come to the move of {self.program.first_name(peer)}"
+                late = "its GPU to come to the move of"
+                self._in_flight.add(work, self.peers, lambda p: f"{late} {program.first_name(p)}")
 
     def close(self, ok: bool) -> None:
         """Let the next call enqueue; after a failure release all streams that wait."""
@@ -411,7 +396,7 @@ class GpuPeerTransport(Transport):
             return
         self._closed = True
         self._in_flight.end_turn()
-        if not ok and self._signals is not None:
+        if not ok and self._entered:
             self._signals.abort()
             self._in_flight.give_up()
             with self._memory.using(self.device):

@@ -8,8 +8,9 @@ first, then the staging buffer, then what it reads of each peer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from reshard.errors import LiveError
 from reshard.layout.columns import Ints, distinct
 from reshard.live.copy.gpu import TorchCopies
 from reshard.live.program.blocks import CopyList, Place
-from reshard.live.program.messages import Message, Mode, lay_out, message_of, on_grid
+from reshard.live.program.messages import Message, lay_out, message_of, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.shared_memory import REACHED, CallSignals
 
@@ -40,16 +41,36 @@ def done_step(number: int) -> int:
     return 1 + number
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Pull:
     """What a rank copies in one go: a launch for each change of dtype."""
 
-    copies: TorchCopies
-    waits: Mapping[int, int]
-    """The step that each peer must have reached before."""
-    addends: Sequence[tuple[Transfer, int]]
-    """Where addends are put in the staging buffer."""
-    staging_bytes: int
+    def __init__(self, staging: int) -> None:
+        self.waits: dict[int, int] = {}
+        """The step that each peer must have reached before."""
+        self.addends: list[tuple[Transfer, int]] = []
+        """Where addends are put in the staging buffer."""
+        self.staging_bytes, self._staging, self._copies = 0, staging, CopyList()
+        self.any = False
+        """Whether there is anything to copy."""
+
+    def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
+        """Copy into the destination, or an addend into the staging buffer.
+
+        What is read from a peer must be ready there: it is after this step.
+        """
+        self.any, destination = True, transfer.destination
+        if step:
+            self.waits[peer] = max(step, self.waits.get(peer, 0))
+        if transfer.addend >= 0:
+            destination = transfer.in_message(self.staging_bytes, self._staging)
+            self.addends.append((transfer, self.staging_bytes))
+            self.staging_bytes += on_grid(transfer.num_bytes)
+        self._copies.add(transfer.width, source, destination)
+
+    @cached_property
+    def copies(self) -> TorchCopies:
+        """All copies, compiled."""
+        return TorchCopies(self._copies)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -90,53 +111,25 @@ class Pulls:
             numbers[peer] = read if peer in direct else np.array([program.staging])
             places[peer] = at
             at += len(numbers[peer])
-        first, later = _PullParts(program.staging), {}
+        first, later = Pull(program.staging), {}
         for round_ in rounds:
-            rest = _PullParts(program.staging)
+            rest, step = Pull(program.staging), round_step(round_.number)
             for transfer in round_.copies:
                 if transfer.addend < 0:  # sums read addends of this rank where they are
                     (rest if transfer.hop else first).add(transfer, transfer.source)
-            for peer, start in places.items():
-                step = round_step(round_.number)
-                for transfer, offset in _laid_out(peer, round_):
+            for peer in (peer for peer in places if peer in round_.receives):
+                for transfer, offset in message_of(peer, round_.receives[peer]).staged:
                     if peer not in direct:
-                        rest.add(transfer, transfer.in_message(offset, start), peer, step)
+                        source = transfer.in_message(offset, places[peer])
+                        rest.add(transfer, source, peer, step)
                         continue
-                    base = start + np.searchsorted(numbers[peer], transfer.source.base)
+                    base = places[peer] + np.searchsorted(numbers[peer], transfer.source.base)
                     place = replace(transfer.source, base=base)
                     part = rest if transfer.hop or transfer.addend >= 0 else first
                     part.add(transfer, place, peer, step if transfer.hop else ENTERED)
             if rest.any:
-                later[round_.number] = rest.pull()
-        return cls(first.pull(), later, min(later, default=len(rounds)), numbers, places)
-
-
-class _PullParts:
-    """Collects what is copied in one go."""
-
-    def __init__(self, staging: int) -> None:
-        self._copies, self._waits = CopyList(), dict[int, int]()
-        self._addends: list[tuple[Transfer, int]] = []
-        self._staging, self._at, self.any = staging, 0, False
-
-    def add(self, transfer: Transfer, source: Place, peer: int = -1, step: int = 0) -> None:
-        """Copy into the destination, or an addend into the staging buffer.
-
-        What is read from a peer must be ready there: it is after this step.
-        """
-        self.any = True
-        if step:
-            self._waits[peer] = max(step, self._waits.get(peer, 0))
-        if transfer.addend < 0:
-            self._copies.add(transfer.width, source, transfer.destination)
-            return
-        self._addends.append((transfer, self._at))
-        self._copies.add(transfer.width, source, transfer.in_message(self._at, self._staging))
-        self._at += on_grid(transfer.num_bytes)
-
-    def pull(self) -> Pull:
-        """All of it, compiled."""
-        return Pull(TorchCopies(self._copies), self._waits, self._addends, self._at)
+                later[round_.number] = rest
+        return cls(first, later, min(later, default=len(rounds)), numbers, places)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -152,34 +145,21 @@ class PackedRound:
     def of(cls, round_: Round, peers: Collection[int], staging: int) -> PackedRound:
         """Compile the messages to these peers."""
         mine = [(peer, some) for peer, some in round_.sends.items() if peer in peers]
-        messages, end = lay_out(message_of(*one, lambda _: Mode.STAGED) for one in mine)
+        messages, end = lay_out(message_of(*one) for one in mine)
         copies = CopyList()
         for message, at in messages:
             message.pack(copies, at, staging)
         return cls(messages, TorchCopies(copies), end)
 
 
-def _laid_out(peer: int, round_: Round) -> Sequence[tuple[Transfer, int]]:
-    """The transfers from a peer in a round, and where each begins in its message."""
-    transfers = round_.receives.get(peer)
-    return message_of(peer, transfers, lambda _: Mode.STAGED).staged if transfers else ()
-
-
-class PeerViews(Mapping[int, torch.Tensor]):
+class PeerViews(dict[int, torch.Tensor]):
     """Tensors by base number, for copies without a kernel; they are made as needed."""
 
-    def __init__(self, view: Callable[[int, int], torch.Tensor], bases: Ints) -> None:
-        """``view`` gives the tensor at a base number and an address."""
-        self._view, self._bases = view, bases
+    def __init__(self, view: Callable[[int], torch.Tensor]) -> None:
+        self._view = view
 
-    def __getitem__(self, base: int) -> torch.Tensor:
-        return self._view(base, int(self._bases[base]))
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(range(len(self._bases)))
-
-    def __len__(self) -> int:
-        return len(self._bases)
+    def __missing__(self, base: int) -> torch.Tensor:
+        return self._view(base)
 
 
 class GpuWork:

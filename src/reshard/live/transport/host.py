@@ -109,11 +109,8 @@ class HostTransport(Transport):
         ``reason`` says why a peer is not reached from GPU to GPU.
         """
         super().__init__(watch, program, bound, peers)
-        self._option, self._policy, self._reason = (
-            option,
-            DIRECT if option == "peer" else HOST,
-            reason,
-        )
+        self._option, self._reason = option, reason
+        self._policy = DIRECT if option == "peer" else HOST
         connections = self._connections = watch.connections
         self._direct = frozenset() if option == "shared" else self.peers & connections.direct
         if option == "peer" and self._direct != self.peers:

@@ -128,67 +128,62 @@ class InFlightCall:
         self.complete.set()
 
     def _watch(self, work: Work, peers: Collection[int], what: Callable[[int], str]) -> None:
-        exchange = _WatchedExchange(self.watch, work, peers)
-        if self.error is not None or exchange.completes_within(PATIENCE, self._calls.hurry):
+        if self.error is not None or _is_done(work):
+            return
+        self._calls.hurry.wait(PATIENCE)
+        if _is_done(work):
             return
         try:
             try:
-                exchange.await_begin()
-                missing = exchange.missing
-                self.watch.wait(lambda: missing(self._calls), what, FIRST_PAUSE)
+                _await_begin(self.watch, work, peers)
+                missing = _MissingPeers(self.watch, work, peers, self._calls)
+                self.watch.wait(missing.of, what, FIRST_PAUSE)
             except ReshardError as error:
                 self.watch.fail_with(error)
         except Exception as error:
             known = error if isinstance(error, LiveError) else LiveError(repr(error))
-            self._calls.broken = exchange.group, known
+            self._calls.broken = work.group, known
             self.fail(known)
 
 
-class _WatchedExchange:
-    """One exchange, and the peers that take part in it."""
+def _is_done(work: Work) -> bool:
+    try:
+        return work.done()
+    except LiveError:
+        return False  # `_MissingPeers` finds out why
 
-    def __init__(self, watch: Watch, work: Work, peers: Collection[int]) -> None:
-        self._watch, self._work, self._peers = watch, work, peers
-        self.group = work.group
-        self._began = self._asked = 0.0
+
+def _await_begin(watch: Watch, work: Work, peers: Collection[int]) -> None:
+    """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
+    pause = FIRST_PAUSE
+    while not work.begun() and not work.group.aborted:
+        watch.check_lost(peers, lambda peer: "its part")
+        watch.check()
+        watch.mailbox.step(pause)
+        pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
+
+
+class _MissingPeers:
+    """The peers that an exchange waits for."""
+
+    def __init__(self, watch: Watch, work: Work, peers: Collection[int], calls: InFlight) -> None:
+        self._watch, self._work, self._peers, self._calls = watch, work, peers, calls
+        self._began, self._asked = time.monotonic(), 0.0
         self._suspects = peers
 
-    def completes_within(self, seconds: float, hurry: threading.Event) -> bool:
-        """Whether it is complete after a while, or as soon as a thread is in a hurry to know."""
-        if self._is_done():
-            return True
-        hurry.wait(seconds)
-        return self._is_done()
-
-    def _is_done(self) -> bool:
-        try:
-            return self._work.done()
-        except LiveError:
-            return False  # `missing` finds out why
-
-    def await_begin(self) -> None:
-        """Wait until this rank's own GPU has reached the exchange: no peer is late until then."""
-        pause = FIRST_PAUSE
-        while not self._work.begun() and not self._work.group.aborted:
-            self._watch.check_lost(self._peers, lambda peer: "its part")
-            self._watch.check()
-            self._watch.mailbox.step(pause)
-            pause = min(pause * PAUSE_GROWTH, LOOK_EVERY)
-
-    def missing(self, calls: InFlight) -> Collection[int]:
+    def of(self) -> Collection[int]:
         """The peers that the exchange may wait for; none once it is complete."""
-        now = time.monotonic()
-        self._began = self._began or now
+        now, watch = time.monotonic(), self._watch
         try:
             if self._work.done():
                 return ()
         except PeerLostError as error:
             self._lost(error)
         except LiveError as error:
-            self._watch.fail(calls.cause_of(self._work.group, error, self._watch.connections.rank))
+            watch.fail(self._calls.cause_of(self._work.group, error, watch.connections.rank))
         if now - self._began > SUSPECT_AFTER and now - self._asked > SUSPECT_AFTER / 2:
             self._asked = now
-            silent = [peer for peer in self._peers if self._watch.waits.record_of(peer) is None]
+            silent = [peer for peer in self._peers if watch.waits.record_of(peer) is None]
             self._suspects = silent or self._peers
         return self._work.late(self._peers) or self._suspects
 

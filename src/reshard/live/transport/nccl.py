@@ -32,7 +32,7 @@ from reshard.live.failure.agreement import meet
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import NCCL, Message, lay_out, on_grid
+from reshard.live.program.messages import NCCL, Message, lay_out, message_of, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Cause
 from reshard.live.session.control import Ready
@@ -44,7 +44,7 @@ from reshard.live.transport.gloo import GlooHellos, direct_views
 from reshard.live.transport.gloo_group import UNWATCHED, GlooGroup, begin_epoch, finish_epoch
 from reshard.live.transport.gpu_memory import StagingBuffer
 from reshard.live.transport.in_flight import InFlight, InFlightCall
-from reshard.live.transport.nccl_group import NcclGroup, NcclWork, WaitForTask
+from reshard.live.transport.nccl_group import NcclGroup, WaitForTask
 
 __all__ = ["NcclGroups", "NcclTransport"]
 
@@ -149,16 +149,18 @@ class _NcclRound:
     gathers: bool = False
     """Whether it is an all-gather of the staging buffer, in which every rank has a slot."""
 
-    @property
-    def staged(self) -> int:
-        """Bytes of all messages in the staging buffer."""
-        return sum(message.staged_bytes for message, _ in (*self.sends, *self.receives))
-
 
 class NcclTransport(Transport):
     """Exchanges messages with all peers of a call, from GPU to GPU."""
 
     fuses_copies = True
+    _group: NcclGroup
+    """With the staging buffer and the table of tensors: once all peers have called."""
+    _staging: torch.Tensor
+    _tensors: TensorTable | None = None
+    _direct: frozenset[int] = frozenset()
+    """Peers to and from whose tensors large blocks go without staging."""
+    _closed = False
 
     def __init__(
         self,
@@ -190,11 +192,6 @@ class NcclTransport(Transport):
         if self._far is not None:
             watch.by_network = self.peers - near
         self._asked = begin_epoch(watch)
-        self._group: NcclGroup | None = None
-        self._staging: torch.Tensor | None = None
-        self._direct: frozenset[int] = frozenset()
-        self._tensors: TensorTable | None = None
-        self._closed = False
 
     def label(self, peer: int) -> str:
         reason = self._reason(peer)
@@ -202,14 +199,13 @@ class NcclTransport(Transport):
 
     def send_hellos(self) -> None:
         """Send Hellos over the mailbox to ranks of this host, over gloo to others."""
-        strided = int(bool(self.bound.strides))
-        hello = self.watch.hello(on_gpu=1, strided=strided)
+        hello = self.watch.hello(on_gpu=1, strided=int(bool(self.bound.strides)))
         for peer in self._near:
             self.watch.mailbox.send(peer, hello)
         if self._far is not None:
             self._far.send(self.peers - self._near, hello)
 
-    def _open(self) -> None:
+    def _open(self) -> TensorTable:
         """Get the group and the staging buffer of the call, once all peers have called."""
         watch, hellos = self.watch, dict(self.watch.inbox.hellos)
         others = sorted(peer for peer in self.peers if not hellos[peer].on_gpu)
@@ -226,10 +222,15 @@ class NcclTransport(Transport):
             watch.fail(Cause("tensor", text))
         if not self.bound.strides:
             self._direct = frozenset(peer for peer in self.peers if not hellos[peer].strided)
-        size = self._staging_bytes()
+        # The most that any round stages; kept, as large plans compile rounds in every call.
+        kept, key = self.program.round(0).kept, ("nccl staging", self.peers, self._direct)
+        if key not in kept:
+            rounds = map(self.program.round, range(self.program.num_rounds))
+            kept[key] = max(self._round(round_).num_bytes for round_ in rounds)
         stream = stream_of(self.device)
-        self._staging = self._groups.staging.take(size, self.device, stream)
+        self._staging = self._groups.staging.take(kept[key], self.device, stream)
         self._tensors = self._table(self._staging, stream)
+        return self._tensors
 
     def _table(self, staging: torch.Tensor, stream: int) -> TensorTable:
         """The tensors of the call; addresses that are those of the last call are not uploaded."""
@@ -243,32 +244,20 @@ class NcclTransport(Transport):
         tensors = {**self.bound.tensors, self.bound.staging: staging}
         return found.with_tensors(tensors)  # type: ignore[no-any-return]
 
-    def _staging_bytes(self) -> int:
-        """The most that any round stages; kept, as large plans compile rounds in every call."""
-        kept, key = self.program.round(0).kept, ("nccl staging", self.peers, self._direct)
-        if key not in kept:
-            rounds = map(self.program.round, range(self.program.num_rounds))
-            kept[key] = max(self._round(round_).num_bytes for round_ in rounds)
-        found: int = kept[key]
-        return found
-
     def begin(self, round_: Round) -> int:
         """Enqueue packing, the exchange and unpacking on the current stream."""
-        if self._tensors is None:
-            self._open()
-        assert self._tensors is not None
+        tensors = self._tensors or self._open()
         self.watch.check()
         todo = self._round(round_)
-        todo.before.launch(self._tensors)
+        todo.before.launch(tensors)
         self._exchange(round_, todo)
-        todo.after.launch(self._tensors)
+        todo.after.launch(tensors)
         inbox = self.watch.inbox
         for peer in self.peers & round_.receives.keys():
             inbox.ready[peer, round_.number] = Ready(self.watch.call, round_.number)
-        return todo.staged
+        return sum(message.staged_bytes for message, _ in (*todo.sends, *todo.receives))
 
     def _exchange(self, round_: Round, todo: _NcclRound) -> None:
-        assert self._group is not None
         if not todo.sends and not todo.receives:
             return
         peers = self.peers & (round_.sends.keys() | round_.receives.keys())
@@ -278,28 +267,24 @@ class NcclTransport(Transport):
             return part if peer in round_.receives else f"it to take {part}"
 
         connect = f"it to connect for {self.program.round_text(round_.number)}"
-        wait = waiting_for(self.watch, peers, connect)
+        wait, group = waiting_for(self.watch, peers, connect), self._group
         try:
-            work = self._start(self._group, todo, wait)
+            if todo.gathers:
+                work = group.all_gather(self._staging[: todo.num_bytes], wait)
+            else:
+                sends = self._tensors_of(todo.sends, True)
+                work = group.exchange(sends, self._tensors_of(todo.receives, False), wait)
         except LiveError as error:
             rank = self.watch.connections.rank
             calls = self.watch.connections.resource(InFlight)
-            self.watch.fail(calls.cause_of(self._group, error, rank))
+            self.watch.fail(calls.cause_of(group, error, rank))
         self.in_flight.add(work, peers, what)
         work.join()
-
-    def _start(self, group: NcclGroup, todo: _NcclRound, wait: WaitForTask) -> NcclWork:
-        if todo.gathers:
-            assert self._staging is not None
-            return group.all_gather(self._staging[: todo.num_bytes], wait)
-        sends, receives = self._tensors_of(todo.sends, True), self._tensors_of(todo.receives, False)
-        return group.exchange(sends, receives, wait)
 
     def _tensors_of(
         self, messages: Sequence[tuple[Message, int]], sending: bool
     ) -> list[tuple[int, torch.Tensor]]:
         """The memory that is sent or received into, in the same order on both ends."""
-        assert self._staging is not None
         ranks, found = self.watch.connections.ranks, []
         for message, at in messages:
             index = ranks.index(message.peer)
@@ -313,7 +298,6 @@ class NcclTransport(Transport):
 
         Nothing has to be released: the stream keeps the order of what is enqueued.
         """
-        assert self._staging is not None
         for transfer, at in self._round(round_).addends:
             arrived[id(transfer)] = self._staging[at : at + transfer.num_bytes]
 
@@ -337,10 +321,15 @@ class NcclTransport(Transport):
         return found
 
     def _compile(self, round_: Round) -> _NcclRound:
-        staging = self.bound.staging
+        staging, place = self.bound.staging, self.watch.connections.ranks.index
         slot = self._slot_bytes(round_)
         if slot:
-            (sends, receives), end = self._in_slots(round_, slot), slot * (len(self.peers) + 1)
+            own, end = slot * place(self.program.rank), slot * (len(self.peers) + 1)
+            sends = [(message_of(*next(iter(round_.sends.items()))), own)]
+            receives = [
+                (message_of(peer, some), slot * place(peer))
+                for peer, some in round_.receives.items()
+            ]
         else:
             sends, at = lay_out(self._messages(round_.sends))
             receives, end = lay_out(self._messages(round_.receives), at)
@@ -365,18 +354,6 @@ class NcclTransport(Transport):
         messages = [next(iter(round_.sends.values())), *round_.receives.values()]
         sizes = {sum(one.num_bytes for one in transfers) for transfers in messages}
         return on_grid(sizes.pop()) if len(sizes) == 1 and min(sizes) >= GATHER_BYTES else 0
-
-    def _in_slots(
-        self, round_: Round, slot: int
-    ) -> tuple[list[tuple[Message, int]], list[tuple[Message, int]]]:
-        """The message of this rank and those that it receives, where they are in their slots."""
-        ranks = self.watch.connections.ranks
-
-        def in_slot(rank: int, peer: int, transfers: list[Transfer]) -> tuple[Message, int]:
-            return NCCL.message(peer, transfers, False), slot * ranks.index(rank)
-
-        own = in_slot(self.program.rank, *next(iter(round_.sends.items())))
-        return [own], [in_slot(peer, peer, one) for peer, one in round_.receives.items()]
 
     def _messages(self, side: dict[int, list[Transfer]]) -> Iterator[Message]:
         for peer, transfers in side.items():
