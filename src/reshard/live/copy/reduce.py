@@ -44,13 +44,10 @@ ON_HOST = ("uint16", "uint32", "uint64", "complex32")
 OPS = {
     "sum": np.add, "avg": np.add, "prod": np.multiply, "max": np.maximum, "min": np.minimum,
 }  # fmt: skip
-TORCH_OPS: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
-    "sum": lambda total, addend: total.add_(addend),
-    "avg": lambda total, addend: total.add_(addend),
-    "prod": lambda total, addend: total.mul_(addend),
-    "max": lambda total, addend: torch.maximum(total, addend, out=total),
-    "min": lambda total, addend: torch.minimum(total, addend, out=total),
-}
+TORCH_OPS: dict[str, Callable[..., object]] = {
+    "sum": torch.add, "avg": torch.add, "prod": torch.mul, "max": torch.maximum,
+    "min": torch.minimum,
+}  # fmt: skip
 
 Arrived = dict[int, int | torch.Tensor]
 """Where transfers that came in messages are, by their ``id``: an address of the host, or bytes on a
@@ -151,9 +148,12 @@ class OrderedSum:
                     self._add(total[low:high], message[at : at + high - low], first)
                 continue
             rows = (parts.places(one).tolist(), one.sizes.tolist(), one.width.tolist())
-            for low, count, shape, operand in zip(*rows, _operands(one.source, 1), strict=True):
-                addend = _block(tensors.tensors[operand[0]], *operand[1:], shape)
-                self._add(total[low : low + count].view(shape), addend, first)
+            places = _operands(one.source, 1)
+            for low, count, shape, (base, offset, strides) in zip(*rows, places, strict=True):
+                tensor = tensors.tensors[base].detach()
+                begin = tensor.storage_offset() + offset // tensor.itemsize
+                block = tensor.as_strided(shape, strides, begin)
+                self._add(total[low : low + count].view(shape), block, first)
         if self._op == "avg":
             self._divide(total)
         return total
@@ -176,7 +176,8 @@ class OrderedSum:
                 OPS[self._op](array, other, out=array)
         else:
             # torch widens halves as it adds, but knows no sum of a float8 and a float32.
-            TORCH_OPS[self._op](total, addend.to(total.dtype) if addend.itemsize == 1 else addend)
+            addend = addend.to(total.dtype) if addend.itemsize == 1 else addend
+            TORCH_OPS[self._op](total, addend, out=total)
 
     def _divide(self, total: torch.Tensor) -> None:
         whole = not (total.is_floating_point() or total.is_complex() or total.dtype == torch.bool)
@@ -212,14 +213,6 @@ def _received(transfer: Transfer, place: int | torch.Tensor) -> torch.Tensor:
     size = transfer.itemsize
     array = array_at(place, (transfer.num_bytes // size,), RAW[size], (size,))
     return as_tensor(array, transfer.dtype)
-
-
-def _block(
-    tensor: torch.Tensor, offset: int, strides: Sequence[int], shape: Sequence[int]
-) -> torch.Tensor:
-    """A block of a tensor; the offset is in bytes, strides are in elements."""
-    tensor = tensor.detach()
-    return tensor.as_strided(shape, strides, tensor.storage_offset() + offset // tensor.itemsize)
 
 
 _Operand = tuple[int, int, Sequence[int]]
@@ -302,7 +295,7 @@ def _add_halves(op: str, dtype: str, total: Array, addends: Sequence[Array]) -> 
     wide = torch.from_numpy(sums)
     wide.copy_(as_tensor(addends[0], dtype))
     for addend in addends[1:]:
-        TORCH_OPS[op](wide, as_tensor(addend, dtype))
+        TORCH_OPS[op](wide, as_tensor(addend, dtype), out=wide)
     if op == "avg":
         np.divide(sums, len(addends), out=sums)
     as_tensor(total, dtype).copy_(wide)

@@ -70,10 +70,11 @@ class Transport(ABC):
     """The GPU on which it leaves addends; None: on the host."""
 
     def __init__(
-        self, watch: Watch, program: Program, bound: BoundTensors, peers: frozenset[int]
+        self, watch: Watch, program: Program, bound: BoundTensors, peers: Collection[int]
     ) -> None:
         """``peers`` are those that it reaches."""
-        self.watch, self.program, self.bound, self.peers = watch, program, bound, peers
+        self.watch, self.program, self.bound = watch, program, bound
+        self.peers = frozenset(peers)
 
     @abstractmethod
     def label(self, peer: int) -> str:
@@ -121,10 +122,6 @@ def compile_copies(copies: CopyList, tensors: Bases) -> Copies:
     return HostCopies(copies) if tensors.is_host else TorchCopies(copies)
 
 
-def _no_wait(missing: Callable[[], Collection[int]], what: Callable[[int], str]) -> None:
-    """A call without peers waits for none."""
-
-
 NO_MESSAGES = Inbox()
 """The inbox of a call without peers."""
 
@@ -148,7 +145,7 @@ class Exchange:
         bound: BoundTensors,
         transports: Sequence[Transport] = (),
         inbox: Inbox = NO_MESSAGES,
-        wait: Wait = _no_wait,
+        wait: Wait = lambda missing, what: None,
         report: RunReport | None = None,
         after_round: Callable[[Round], None] | None = None,
     ) -> None:

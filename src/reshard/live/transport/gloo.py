@@ -150,12 +150,12 @@ class GlooTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: frozenset[int],
+        peers: Collection[int],
         group: GlooGroup,
     ) -> None:
         super().__init__(watch, program, bound, peers)
         self._group, self._hellos = group, GlooHellos(watch, group)
-        watch.by_network = peers
+        watch.by_network = self.peers
         self._arrivals: dict[tuple[int, int], torch.Tensor] = {}
         """Buffers of messages that are being received, or have arrived, by peer and round."""
         self._unsent: set[int] = set()

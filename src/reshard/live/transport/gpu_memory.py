@@ -70,18 +70,15 @@ class Exports:
             if inside.all():
                 return [self._known[row] for row in distinct(rows).tolist()]
             first = int(np.argmin(inside))
-            self._add(int(starts[first]), int(ends[first]))
-
-    def _add(self, start: int, end: int) -> None:
-        found = self._driver.allocation(start)
-        if end > found.base + found.num_bytes:
-            raise CudaError("the tensor is in several allocations, as expandable segments are")
-        self._keep([*self._known, _Export(found, self._driver.export(found.base))])
+            found = self._driver.allocation(int(starts[first]))
+            if ends[first] > found.base + found.num_bytes:
+                raise CudaError("the tensor is in several allocations, as expandable segments are")
+            self._keep([*self._known, _Export(found, self._driver.export(found.base))])
 
     def _keep(self, exports: Sequence[_Export]) -> None:
         self._known = sorted(exports, key=lambda one: one.allocation.base)
-        self._bases = np.array([one.allocation.base for one in self._known], np.int64)
-        sizes = np.array([one.allocation.num_bytes for one in self._known], np.int64)
+        places = [one.allocation[:2] for one in self._known]
+        self._bases, sizes = np.array(places, np.int64).reshape(-1, 2).T
         self._ends = self._bases + sizes
 
 
@@ -154,12 +151,8 @@ class Mappings:
         self._mapped: dict[int, dict[int, _Mapped]] = {}
         self._unused: list[tuple[Callable[[], bool], int]] = []
         """Mappings to close, each once no GPU work reads it any more."""
-        self._generation = 0
-
-    @property
-    def generation(self) -> int:
+        self.generation = 0
         """Changes whenever something was unmapped."""
-        return self._generation
 
     def update(self, peer: int, table: Table, is_idle: Callable[[], bool]) -> None:
         """Map what a peer has exported, and unmap what it has freed.
@@ -169,7 +162,7 @@ class Mappings:
         mapped, live = self._mapped.setdefault(peer, {}), set(table.live.tolist())
         for number in mapped.keys() - live:
             self._unused.append((is_idle, mapped.pop(number).address))
-            self._generation += 1
+            self.generation += 1
         self.sweep()
         for row in table.exports:
             number, handle = int(row[0]), row[3:].tobytes()
@@ -178,16 +171,12 @@ class Mappings:
                 continue
             if known is not None:
                 self._unused.append((is_idle, mapped.pop(number).address))
-            mapped[number] = _Mapped(handle, self._open(handle, int(row[2])))
-
-    def _open(self, handle: bytes, num_bytes: int) -> int:
-        """Map an allocation, which must have as many bytes as its owner says."""
-        address = self._driver.open(handle)
-        there = self._driver.allocation(address)
-        if there.base + there.num_bytes < address + num_bytes:
-            self._driver.close(address)
-            raise ValueError(f"an allocation of {there.num_bytes} bytes instead of {num_bytes}")
-        return address
+            address, num_bytes = self._driver.open(handle), int(row[2])
+            there = self._driver.allocation(address)
+            if there.base + there.num_bytes < address + num_bytes:
+                self._driver.close(address)
+                raise ValueError(f"an allocation of {there.num_bytes} bytes instead of {num_bytes}")
+            mapped[number] = _Mapped(handle, address)
 
     def addresses(self, peer: int, table: Table, numbers: Ints) -> Ints:
         """Where tensors of a peer are in this process; ValueError if they are nowhere."""
@@ -218,7 +207,7 @@ class Mappings:
         for mapped in self._mapped.values():
             self._unused += [(is_idle, one.address) for one in mapped.values()]
         self._mapped.clear()
-        self._generation += 1
+        self.generation += 1
         self.sweep()
 
 
@@ -228,9 +217,8 @@ class StagingBuffer:
     Another stream gets memory of its own: the first one may still read what it staged.
     """
 
-    def __init__(self) -> None:
-        self._tensor: torch.Tensor | None = None
-        self._stream = 0
+    _tensor: torch.Tensor | None = None
+    _stream = 0
 
     def take(self, num_bytes: int, device: torch.device, stream: int) -> torch.Tensor:
         """The buffer, with at least so many bytes."""
@@ -363,10 +351,9 @@ class GpuMemory(Resource):
         self._marks = [one for one in self._marks if not one.query()]
         if device.type != "cuda":
             return lambda: True
-        event = torch.cuda.current_stream(device).record_event()
+        event: Any = torch.cuda.current_stream(device).record_event()
         self._marks.append(event)
-        found: Callable[[], bool] = event.query
-        return found
+        return event.query  # type: ignore[no-any-return]
 
     @property
     def is_idle(self) -> Callable[[], bool]:
@@ -395,8 +382,9 @@ class GpuMemory(Resource):
         if not self.is_idle():
             return
         with self.using(self._device):
-            for signals in (*self._peers.values(), *([] if self._own is None else [self._own])):
+            for signals in self._peers.values():
                 signals.close()
-        if self._own is not None:
-            self._own.page.close()
+            if self._own is not None:
+                self._own.close()
+                self._own.page.close()
         self._peers, self._own = {}, None

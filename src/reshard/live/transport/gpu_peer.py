@@ -82,7 +82,7 @@ class GpuPeerTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: frozenset[int],
+        peers: Collection[int],
         device: torch.device,
         in_flight: InFlightCall,
     ) -> None:

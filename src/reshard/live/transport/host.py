@@ -100,7 +100,7 @@ class HostTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: frozenset[int],
+        peers: Collection[int],
         option: str = "auto",
         reason: Callable[[int], str] | None = None,
     ) -> None:

@@ -167,7 +167,7 @@ class NcclTransport(Transport):
         watch: Watch,
         program: Program,
         bound: BoundTensors,
-        peers: frozenset[int],
+        peers: Collection[int],
         device: torch.device,
         in_flight: InFlightCall,
         gloo: GlooGroup | None,
