@@ -29,8 +29,7 @@ from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.messages import GRID
 from reshard.live.program.rounds import Program, Round
-from reshard.live.session.control import Cause
-from reshard.live.session.control import Hello, Ready, Released
+from reshard.live.session.control import Cause, Hello, Ready, Released
 from reshard.live.session.shared_memory import DONE, REACHED, CallSignals
 from reshard.live.transport.base import Transport
 from reshard.live.transport.gpu_memory import GpuMemory, Published, Table

@@ -34,8 +34,7 @@ from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import NCCL, Message, lay_out, message_of, on_grid
 from reshard.live.program.rounds import Program, Round, Transfer
-from reshard.live.session.control import Cause
-from reshard.live.session.control import Ready
+from reshard.live.session.control import Cause, Ready
 from reshard.live.session.rendezvous import Connections, Resource
 from reshard.live.session.store import PrefixStore, clone_of
 from reshard.live.session.threads import Task
