@@ -6,8 +6,11 @@
     rows = ChunkShardingSpec(0, [f"rank:{rank}/cpu" for rank in range(4)])
     handle = shard_module(model, ShardingPlan({"layers.{i}.fc1.weight": rows}))
 
-shard        plans, shard_module, and hooks of outputs
-activations  input_reshard
+module        shard_module and shard_parameter: all of a plan or nothing; ShardHandle undoes it
+plan          ShardingPlan: what of a module is sharded, and how; which tensors its paths name
+outputs       forward hooks that reshard sharded outputs or make them local
+paths         modules, parameters and buffers by path and pattern
+activations/  input_reshard
 
 The names with an underscore are those of ``torch.distributed._shard``.
 """
@@ -29,9 +32,9 @@ from reshard.nn.activations.api import (
 )
 from reshard.nn.activations.region import Stats
 from reshard.nn.activations.replicated import mark_replicated
-from reshard.nn.shard.module import ShardHandle, shard_module, shard_parameter
-from reshard.nn.shard.outputs import collect_local_shard, remove_output_hooks, reshard_output
-from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
+from reshard.nn.module import ShardHandle, shard_module, shard_parameter
+from reshard.nn.outputs import collect_local_shard, remove_output_hooks, reshard_output
+from reshard.nn.plan import Sharder, ShardingPlan, ShardingPlanner
 from reshard.sharded.api import shard_tensor
 from reshard.sharded.groups import current_process_group, load_with_process_group
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from reshard.nn.shard.outputs import (
+from reshard.nn.outputs import (
     OutputHook,
     collect_local_shard,
     map_sharded,

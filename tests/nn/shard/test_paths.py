@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import reshard as rs
-from reshard.nn.shard.paths import (
+from reshard.nn.paths import (
     Slot,
     find_module,
     find_slot,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import reshard as rs
-from reshard.nn.shard.plan import Sharder, ShardingPlan, ShardingPlanner
+from reshard.nn.plan import Sharder, ShardingPlan, ShardingPlanner
 from reshard.sharded.specs import LayoutShardingSpec
 from reshard.sharded.splits import ChunkShardingSpec
 

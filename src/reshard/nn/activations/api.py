@@ -28,12 +28,11 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_leaves
 
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, StateError
-from reshard.nn.activations.hooks import SavedTensorHooks
-from reshard.nn.activations.policy import Policy
+from reshard.nn.activations.policy import Policy, SavedTensorHooks
 from reshard.nn.activations.region import SavedTensor, SavedView, Stats
 from reshard.nn.activations.replicated import Parameters, ReplicatedInputs, mesh_axis
 from reshard.nn.activations.restore import restorer_of
-from reshard.nn.shard.paths import find_module, matching
+from reshard.nn.paths import find_module, matching
 from reshard.tensors.kinds import not_compiled
 from reshard.tensors.moving import move
 from reshard.text import quoted
@@ -136,12 +135,6 @@ class ReshardedForward:
 
     @not_compiled
     def _hooks(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> SavedTensorHooks:
-        self._check_dim(args, kwargs)
-        policy = self.handle.policy
-        inputs = ReplicatedInputs(args, kwargs, policy.restorer.ranks, self._parameters)
-        return SavedTensorHooks(policy, inputs, self.path, self._must_check)
-
-    def _check_dim(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         leaves = tree_leaves((args, dict(kwargs)))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if tensors and not any(-one.ndim <= self._dim < one.ndim for one in tensors):
@@ -150,6 +143,9 @@ class ReshardedForward:
                 f"{self.path} has inputs of shapes {shapes}, of which none has a dim "
                 f"{self._dim}: give a dim that one of them has"
             )
+        policy = self.handle.policy
+        inputs = ReplicatedInputs(args, kwargs, policy.restorer.ranks, self._parameters)
+        return SavedTensorHooks(policy, inputs, self.path, self._must_check)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReshardedForward:
         copied = object.__new__(ReshardedForward)
@@ -280,7 +276,17 @@ def _policy(mesh_or_group: MeshOrGroup, options: dict[str, Any]) -> Policy:
 def _process_group(mesh_or_group: MeshOrGroup) -> dist.ProcessGroup:
     """The process group of the ranks that have the same inputs; this rank is in it."""
     if isinstance(mesh_or_group, DeviceMesh):
-        return _group_of_mesh(mesh_or_group)
+        mesh = mesh_or_group
+        if mesh.ndim != 1:
+            names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+            raise ArgumentError(
+                f"the mesh has {mesh.ndim} axes, {names}: give the one along which inputs are the "
+                f'same, such as mesh["{names[-1]}"]'
+            )
+        if mesh.get_coordinate() is None:
+            ranks = mesh.mesh.flatten().tolist()
+            raise ArgumentError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}")
+        return mesh.get_group()
     if mesh_or_group is dist.GroupMember.NON_GROUP_MEMBER:  # type: ignore[comparison-overlap]
         raise ArgumentError(f"rank {dist.get_rank()} is not in the process group that was given")
     if mesh_or_group is not None and not isinstance(mesh_or_group, dist.ProcessGroup):
@@ -290,19 +296,6 @@ def _process_group(mesh_or_group: MeshOrGroup) -> dist.ProcessGroup:
     if group is None:
         raise StateError("input_reshard needs a process group: call init_process_group first")
     return group
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-        raise ArgumentError(
-            f"the mesh has {mesh.ndim} axes, {names}: give the one along which inputs are the "
-            f'same, such as mesh["{names[-1]}"]'
-        )
-    if mesh.get_coordinate() is None:
-        ranks = mesh.mesh.flatten().tolist()
-        raise ArgumentError(f"rank {dist.get_rank()} is not in the mesh of ranks {ranks}")
-    return mesh.get_group()
 
 
 def _select_modules(

@@ -1,4 +1,4 @@
-"""How each saved tensor is kept: whole, as a share, or on the host; and the memory budget.
+"""How each saved tensor is kept: whole, as a share, or on the host; the budget; and the hooks.
 
 Tensors that are identical on all ranks can be kept as shares. That is a collective decision, so it
 depends only on what all ranks know. In the first forward the total is still unknown, so all of them
@@ -12,27 +12,40 @@ then on the newest replicated tensors stay whole, as many as fit:
 
 Rank-local tensors of a GPU are offloaded to the host once the budget is reached; each rank decides
 that alone. Counting starts again with the first tensor that is saved after a backward.
+
+Autograd asks only the top of the stack of saved-tensor hooks. What our hooks do not keep they hand
+to the hooks below: of an outer module, of activation checkpointing, of the user. Inside of
+checkpointing nothing is kept; around it, the inputs that checkpointing saves are.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import torch
+import torch.utils.checkpoint
 from torch.distributed.tensor import DTensor
 
-from reshard.errors import ArgumentError, MemoryCapError
-from reshard.nn.activations.region import Region, SavedView, Stats, StorageView, share_of
+from reshard.errors import ArgumentError, DisagreementError, MemoryCapError
+from reshard.nn.activations.region import (
+    Region,
+    SavedTensor,
+    SavedView,
+    Stats,
+    StorageView,
+    share_of,
+)
 from reshard.nn.activations.replicated import ReplicatedInputs, TensorLocation, is_plain
 from reshard.nn.activations.restore import Restorer
-from reshard.tensors.kinds import wait_ready
+from reshard.tensors.kinds import not_compiled, wait_ready
 from reshard.text import format_bytes, parse_bytes
 
-__all__ = ["Budget", "Policy", "choose_whole"]
+__all__ = ["Budget", "Policy", "SavedTensorHooks", "choose_whole"]
 
 
 class Policy:
@@ -67,7 +80,9 @@ class Policy:
         Regions are shared within one call only: later the same memory may hold other values.
         """
         local = wait_ready(saved._local_tensor) if isinstance(saved, DTensor) else saved
-        if not is_plain(local) or not local.numel() or not self._is_large_enough(local):
+        if not is_plain(local) or local.nbytes < self._min_bytes:
+            return None
+        if not local.numel() or local.numel() < len(self.restorer.ranks):
             return None
         source: TensorLocation | None = None
         if isinstance(saved, DTensor):
@@ -84,11 +99,10 @@ class Policy:
         with self._lock:
             source = source or TensorLocation.of(local, label)
             region = self._find_or_create(local, source, label, is_replicated, call)
-            return SavedView(region, _view_of(local, source), saved, self._restore)
-
-    def _is_large_enough(self, local: torch.Tensor) -> bool:
-        is_small = local.numel() * local.element_size() < self._min_bytes
-        return not is_small and local.numel() >= len(self.restorer.ranks)
+            offset = int(local.storage_offset()) - source.start // local.element_size()
+            gapped = None if source.is_dense else (source.size, source.stride)
+            view = StorageView(local.dtype, tuple(local.shape), local.stride(), offset, gapped)
+            return SavedView(region, view, saved, self._restore)
 
     def _find_or_create(
         self,
@@ -127,22 +141,19 @@ class Policy:
 
     def _restore(self, region: Region) -> torch.Tensor:
         """All bytes of a region, on its device."""
-        if self.budget is not None:
-            self._plan_next_forward(self.budget, region.is_replicated)
+        budget, headroom = self.budget, None
+        if budget is not None:
+            budget.was_read = True
+            if region.is_replicated and not budget.has_planned:
+                # The first replicated tensor of a backward: exchange the rank-local bytes.
+                numbers = [budget.rank_local, budget.signature]
+                gathered = self.restorer.gather(numbers, self.timeout)
+                is_same = len({signature for _, signature in gathered}) == 1
+                budget.plan(max(rank_local for rank_local, _ in gathered), is_same)
+            headroom = budget.headroom
         if region.is_share:
-            headroom = None if self.budget is None else self.budget.headroom
             return self.restorer.restore(region, self.timeout, headroom)
         return region.copy_from_host() if region.is_offloaded else region.memory
-
-    def _plan_next_forward(self, budget: Budget, is_replicated: bool) -> None:
-        """At the first replicated tensor of a backward: exchange the rank-local bytes."""
-        budget.was_read = True
-        if budget.has_planned or not is_replicated:
-            return
-        numbers = [budget.rank_local, budget.signature]
-        gathered = self.restorer.gather(numbers, self.timeout)
-        is_same = len({signature for _, signature in gathered}) == 1
-        budget.plan(max(rank_local for rank_local, _ in gathered), is_same)
 
     def before_forward(self) -> None:
         """Stop counting what earlier forwards saved without a backward, once it is freed."""
@@ -154,12 +165,6 @@ class Policy:
         if self.budget is not None and self.budget.is_first_forward:
             gathered = self.restorer.gather([self.budget.needed], self.timeout)
             self.budget.check(max(needed for (needed,) in gathered))
-
-
-def _view_of(local: torch.Tensor, source: TensorLocation) -> StorageView:
-    offset = int(local.storage_offset()) - source.start // local.element_size()
-    gapped = None if source.is_dense else (source.size, source.stride)
-    return StorageView(local.dtype, tuple(local.shape), local.stride(), offset, gapped)
 
 
 def _bytes_of(local: torch.Tensor, source: TensorLocation) -> torch.Tensor:
@@ -277,3 +282,136 @@ def choose_whole(
         total += size - share if fits else 0
         chosen.append(fits)
     return tuple(reversed(chosen))
+
+
+Pack = Callable[[torch.Tensor], Any]
+Unpack = Callable[[Any], torch.Tensor]
+
+
+class _PackedBelow(NamedTuple):
+    """A saved tensor that the hooks below keep."""
+
+    unpack: Unpack
+    packed: Any
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor that the hooks below return."""
+        return self.unpack(self.packed)
+
+
+@not_compiled
+def _unpack(packed: SavedView | SavedTensor | _PackedBelow) -> torch.Tensor:
+    return packed.tensor()
+
+
+class _Active(threading.local):
+    """The hooks that a thread has entered, the innermost last."""
+
+    def __init__(self) -> None:
+        self.stack: list[SavedTensorHooks] = []
+
+
+_active = _Active()
+_calls = count(1)
+
+
+class SavedTensorHooks:
+    """Applies a policy to the tensors that autograd saves inside a with statement.
+
+    with SavedTensorHooks(policy, inputs, "layers.0.mlp") as hooks:
+        out = forward(x)
+    hooks.finish()
+    """
+
+    def __init__(
+        self, policy: Policy, inputs: ReplicatedInputs, label: str, check: bool = False
+    ) -> None:
+        self._policy, self._inputs, self._label = policy, inputs, label
+        self._below: tuple[Pack, Unpack] | None = None
+        self._is_checkpointed = False
+        """Whether checkpointing below discards what is saved here and computes it again."""
+        self._call = 0
+        """The number of the outermost call that contains this one."""
+        self._checksums: list[tuple[str, tuple[int, int]]] | None = [] if check else None
+        """Labels and checksums of replicated tensors."""
+        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
+
+    @not_compiled
+    def __enter__(self) -> SavedTensorHooks:
+        outer = _active.stack[-1] if _active.stack else None
+        self._call = next(_calls) if outer is None else outer._call
+        if outer is None:
+            self._policy.before_forward()
+        self._below = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        pack = None if self._below is None else self._below[0]
+        is_checkpointing = pack is not None and pack.__module__ == torch.utils.checkpoint.__name__
+        self._is_checkpointed = is_checkpointing or bool(outer and outer._is_checkpointed)
+        self._hooks.__enter__()
+        _active.stack.append(self)
+        return self
+
+    @not_compiled
+    def __exit__(self, *error: object) -> None:
+        _active.stack.remove(self)
+        self._hooks.__exit__(*error)
+
+    @not_compiled
+    def finish(self) -> bool:
+        """After forward, raise if a budget is too small or checksums differ between ranks.
+
+        Returns whether checksums were compared.
+        """
+        if self._is_checkpointed or torch._C._current_graph_task_id() != -1:
+            return False
+        if self._call and not _active.stack:
+            self._policy.after_forward()
+        if not self._checksums:
+            return False
+        self._compare(self._checksums)
+        return True
+
+    @not_compiled
+    def _pack(self, saved: torch.Tensor) -> SavedView | SavedTensor | _PackedBelow:
+        if not self._is_checkpointed:
+            view = self._policy.pack(saved, self._inputs, self._label, self._call)
+            if view is not None:
+                if self._checksums is not None and view.region.is_replicated:
+                    self._checksums.append((view.region.label, _checksum(saved)))
+                return view
+        if self._below is not None:
+            pack, unpack = self._below
+            return _PackedBelow(unpack, pack(saved))
+        return SavedTensor(saved)
+
+    def _compare(self, checksums: list[tuple[str, tuple[int, int]]]) -> None:
+        """Raise on all ranks if a tensor that should be replicated differs between ranks."""
+        restorer = self._policy.restorer
+        numbers = [one for label, sums in checksums for one in (crc32(label.encode()), *sums)]
+        gathered = restorer.gather(numbers, self._policy.timeout)
+        for at, (label, _) in enumerate(checksums):
+            by_rank = [numbers[3 * at : 3 * at + 3] for numbers in gathered]
+            pairs = zip(restorer.ranks, by_rank, strict=True)
+            different = [rank for rank, numbers in pairs if numbers != by_rank[0]]
+            if different:
+                raise DisagreementError(
+                    f"{label} is not the same on all ranks: ranks {different} have other values "
+                    f"than rank {restorer.ranks[0]}, so it must not be kept as shares; do not "
+                    "reshard this module, or make its inputs equal"
+                )
+
+
+def _checksum(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over the bytes of a local tensor, one of them weighted by position.
+
+    >>> x = torch.tensor([1, 2], dtype=torch.int64)
+    >>> _checksum(x), _checksum(x.flip(0))
+    ((3, 7), (3, 5))
+    """
+    local = wait_ready(tensor._local_tensor) if isinstance(tensor, DTensor) else tensor
+    memory = local.detach().contiguous().reshape(-1).view(torch.uint8)
+    padded = torch.zeros(-(-memory.numel() // 8) * 8, dtype=torch.uint8, device=memory.device)
+    padded[: memory.numel()] = memory
+    numbers = padded.view(torch.int64)
+    # Odd weights are invertible modulo 2**64, so that a change of one number changes the sum.
+    weights = torch.arange(1, 2 * numbers.numel(), 2, device=memory.device)
+    return int(numbers.sum()), int((numbers * weights).sum())

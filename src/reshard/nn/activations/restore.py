@@ -19,6 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -112,7 +113,11 @@ class Restorer:
         device = regions[0].device if regions else default_device(self.group)
         tensors = {name: one.memory for name, one in zip(names, regions, strict=True)}
         tensors[NUMBERS] = torch.tensor(numbers, dtype=torch.int64).to(device)
-        plan = self._plan_of((names, sizes, len(numbers)))
+        exchanged = (names, sizes, len(numbers))
+        plan = self._plans.get(exchanged)
+        if plan is None:
+            plan = _gather_plan(self.ranks, *exchanged)
+            plan = self._plans.put(exchanged, plan, plan_bytes(plan))
         options: Any = {"group": self.group, "device": device, "timeout": timeout}
         if ahead:
             wait = plan.start(tensors, **options).wait
@@ -126,13 +131,6 @@ class Restorer:
             return by_rank, [moved[name] for name in names]
 
         return finish
-
-    def _plan_of(self, exchanged: Exchanged) -> Plan:
-        plan = self._plans.get(exchanged)
-        if plan is None:
-            plan = _gather_plan(self.ranks, *exchanged)
-            plan = self._plans.put(exchanged, plan, plan_bytes(plan))
-        return plan
 
     def _fetch_if_missing(self, region: Region, timeout: float, headroom: int | None) -> None:
         if region.whole is None and self._in_flight is not None:
@@ -148,16 +146,37 @@ class Restorer:
     def _fetch(
         self, regions: list[Region], timeout: float, headroom: int | None, ahead: bool
     ) -> _Fetch:
+        """Start an exchange that restores regions."""
         for region in regions:
             region.stats.restores += 1
+        regions[0].stats.collectives += 1
         following = self._order.after(regions[-1], MAX_BATCH if headroom is None else 1)
         if headroom is not None and following and following[0].num_bytes > headroom:
             following = []
-        return _Fetch(self, regions, following, timeout, ahead)
+        identities = [number for one in regions for number in one.identity]
+        expected = [one.number for one in following]
+        numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
+        finish = self.start(regions, numbers, timeout, ahead)
+        return _Fetch(regions, following, len(identities), finish)
 
     def _complete(self, fetch: _Fetch) -> None:
+        """Wait for the regions of an exchange, and for what all ranks expect next."""
         self._in_flight, self._prefetched = None, fetch.regions
-        self._expected = fetch.complete()
+        (gathered, wholes), count = fetch.finish(), fetch.num_identities
+        pairs = zip(self.ranks, gathered, strict=True)
+        different = [rank for rank, numbers in pairs if numbers[:count] != gathered[0][:count]]
+        if different:
+            raise DisagreementError(
+                "ranks ask for different tensors, or for one that is not the same on all ranks, "
+                f'beginning with "{fetch.regions[0].label}": ranks {different} differ from rank '
+                f"{self.ranks[0]}; all ranks must have the same inputs, and run backward through "
+                "the same graphs in the same order, in one thread"
+            )
+        for region, whole in zip(fetch.regions, wholes, strict=True):
+            # Views that were freed in the meantime do not need it any more.
+            region.whole = whole if region.views else None
+        is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
+        self._expected = fetch.following if is_same else []
         self._last_number = fetch.regions[-1].number
 
     def _free_older(self, region: Region, count: int) -> None:
@@ -178,45 +197,16 @@ class Restorer:
             raise
 
 
+@dataclass(frozen=True)
 class _Fetch:
-    """One exchange that restores regions, with the regions that this rank expects after them."""
+    """One exchange that restores regions."""
 
-    def __init__(
-        self,
-        restorer: Restorer,
-        regions: list[Region],
-        following: list[Region],
-        timeout: float,
-        ahead: bool,
-    ) -> None:
-        self.regions, self._following, self._ranks = regions, following, restorer.ranks
-        regions[0].stats.collectives += 1
-        identities = [number for one in regions for number in one.identity]
-        self._num_identities = len(identities)
-        expected = [one.number for one in following]
-        numbers = identities + expected + [0] * (MAX_BATCH - len(expected))
-        self._finish = restorer.start(regions, numbers, timeout, ahead)
-
-    def complete(self) -> list[Region]:
-        """Wait for the regions; returns those that all ranks expect next."""
-        (gathered, wholes), count = self._finish(), self._num_identities
-        self._check_same([numbers[:count] for numbers in gathered])
-        for region, whole in zip(self.regions, wholes, strict=True):
-            # Views that were freed in the meantime do not need it any more.
-            region.whole = whole if region.views else None
-        is_same = all(numbers[count:] == gathered[0][count:] for numbers in gathered)
-        return self._following if is_same else []
-
-    def _check_same(self, identities: list[list[int]]) -> None:
-        pairs = zip(self._ranks, identities, strict=True)
-        different = [rank for rank, numbers in pairs if numbers != identities[0]]
-        if different:
-            raise DisagreementError(
-                "ranks ask for different tensors, or for one that is not the same on all ranks, "
-                f'beginning with "{self.regions[0].label}": ranks {different} differ from rank '
-                f"{self._ranks[0]}; all ranks must have the same inputs, and run backward through "
-                "the same graphs in the same order, in one thread"
-            )
+    regions: list[Region]
+    following: list[Region]
+    """The regions that this rank expects after them."""
+    num_identities: int
+    """How many of the numbers that each rank sends identify regions; the others are expected."""
+    finish: Callable[[], Gathered]
 
 
 class _ReadOrder:
@@ -254,18 +244,16 @@ class _ReadOrder:
         while len(batch) < count:
             step = self._steps.get(last.label)
             following = None if step is None else self._regions.get(last.number + step)
-            if following is None or not _is_missing(following) or following in (region, *batch):
+            if following is None or following in (region, *batch):
                 break
+            if not following.is_share or following.whole is not None or not following.views:
+                break  # it does not have to be fetched
             total += following.num_bytes
             if batch and (total > MAX_BATCH_BYTES or following.device != batch[0].device):
                 break
             batch.append(following)
             last = following
         return batch
-
-
-def _is_missing(region: Region) -> bool:
-    return region.is_share and region.whole is None and bool(region.views)
 
 
 def _gather_plan(

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from reshard.errors import ArgumentError, ArgumentTypeError, PathError, ReshardError, StateError
-from reshard.layout.layout import Layout
-from reshard.nn.shard.paths import find_module, find_slot, is_below, is_pattern, matching
+from reshard.nn.paths import find_module, find_slot, is_below, is_pattern, matching
 from reshard.sharded.specs import LayoutShardingSpec, ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
@@ -38,7 +37,6 @@ __all__ = [
     "Sharder",
     "ShardingPlan",
     "ShardingPlanner",
-    "resolve",
     "resolve_modules",
     "warn_unmatched",
 ]
@@ -111,29 +109,6 @@ class Resolved:
         }
 
 
-def resolve(
-    plan: Mapping[str, ShardingSpec | Sharder],
-    outputs: Mapping[str, ShardingSpec],
-    local: Sequence[str],
-    module: nn.Module,
-) -> Resolved:
-    """The plan for this module; raises the first error, with the others as notes."""
-    resolver = _Resolver(module)
-    resolver.errors += _wrong_values(plan, outputs, local)
-    resolver.raise_first()
-    sharders = resolver.sharders({p: v for p, v in plan.items() if isinstance(v, Sharder)})
-    specs = {p: v for p, v in plan.items() if isinstance(v, ShardingSpec)}
-    tensors = _outside_explicit(resolver.tensors(specs), sharders)
-    resolver.errors += _conflicts(sharders, tensors)
-    tensors = resolver.one_per_tensor(tensors)
-    for hooked in (outputs, dict.fromkeys(local)):
-        resolver.modules(_outside(hooked, sharders))
-    resolver.raise_first()
-    return Resolved(
-        tuple(sharders), tuple(tensors), outputs, local, tuple(dict.fromkeys(resolver.unmatched))
-    )
-
-
 def resolve_modules(module: nn.Module, plan: Mapping[str, Value]) -> list[tuple[str, Value]]:
     """The modules that a plan names, with their values; an explicit path beats a pattern."""
     resolver = _Resolver(module)
@@ -180,7 +155,9 @@ class _Resolver:
 
     def tensors(self, plan: Mapping[str, ShardingSpec]) -> list[Entry[ShardingSpec]]:
         """One entry per name of a parameter or buffer."""
-        return self._expand(plan, _tensor_paths(self._module), find_slot)
+        parameters = self._module.named_parameters(remove_duplicate=False)
+        buffers = self._module.named_buffers(remove_duplicate=False)
+        return self._expand(plan, [name for name, _ in (*parameters, *buffers)], find_slot)
 
     def one_per_tensor(self, entries: Sequence[Entry[ShardingSpec]]) -> list[Entry[ShardingSpec]]:
         """One entry per tensor; if it has several names, their specs must be equal."""
@@ -226,7 +203,14 @@ class _Resolver:
         for entry in sorted(entries, key=lambda entry: not entry.is_explicit):
             known = chosen.setdefault(identity(entry.path), entry)
             if known.is_explicit == entry.is_explicit and known.value != entry.value:
-                self.errors.append(_contradiction(known, entry))
+                text = (
+                    f"{quoted(known.key)} and {quoted(entry.key)} both match {quoted(known.path)} "
+                    f"and give it {known.value} and {entry.value}: write that path out"
+                    if known.path == entry.path
+                    else f"{known} and {entry} are tied, they are the same object, and are given "
+                    f"{known.value} and {entry.value}: give both the same"
+                )
+                self.errors.append(ArgumentError(text))
         return [*chosen.values()]
 
 
@@ -261,33 +245,6 @@ def _module_paths(module: nn.Module) -> list[str]:
     return [path for path, _ in module.named_modules(remove_duplicate=False)]
 
 
-def _tensor_paths(module: nn.Module) -> list[str]:
-    parameters = module.named_parameters(remove_duplicate=False)
-    buffers = module.named_buffers(remove_duplicate=False)
-    return [name for name, _ in (*parameters, *buffers)]
-
-
-def _outside_explicit(
-    tensors: Iterable[Entry[ShardingSpec]], sharders: Iterable[Entry[Sharder]]
-) -> list[Entry[ShardingSpec]]:
-    """The tensors without those that a pattern matches below an explicit Sharder."""
-    explicit = [sharder.path for sharder in sharders if sharder.is_explicit]
-    return [
-        entry
-        for entry in tensors
-        if entry.is_explicit or not any(is_below(entry.path, path) for path in explicit)
-    ]
-
-
-def _outside(plan: Mapping[str, Value], sharders: Sequence[Entry[Sharder]]) -> dict[str, Value]:
-    """The paths that are not below a Sharder, which may have yet to create them."""
-    return {
-        path: value
-        for path, value in plan.items()
-        if not any(path != entry.path and is_below(path, entry.path) for entry in sharders)
-    }
-
-
 def _conflicts(
     sharders: Sequence[Entry[Sharder]], tensors: Sequence[Entry[ShardingSpec]]
 ) -> Iterator[Exception]:
@@ -300,18 +257,6 @@ def _conflicts(
                     f"{other} should not conflict with the submodule tree of the Sharder of "
                     f"{sharder}, which replaces all of it: remove one of the two"
                 )
-
-
-def _contradiction(one: Entry[Value], other: Entry[Value]) -> Exception:
-    if one.path == other.path:
-        return ArgumentError(
-            f"{quoted(one.key)} and {quoted(other.key)} both match {quoted(one.path)} and "
-            f"give it {one.value} and {other.value}: write that path out"
-        )
-    return ArgumentError(
-        f"{one} and {other} are tied, they are the same object, and are given {one.value} and "
-        f"{other.value}: give both the same"
-    )
 
 
 @dataclass(frozen=True)
@@ -361,8 +306,36 @@ class ShardingPlan:
         warn_unmatched(self.resolve(module).unmatched, stacklevel=2)
 
     def resolve(self, module: nn.Module) -> Resolved:
-        """The plan with every pattern replaced by the paths that it matches in this module."""
-        return resolve(self.plan, self.output_plan or {}, self.return_local_tensor or (), module)
+        """The plan with every pattern replaced by the paths that it matches in this module.
+
+        Raises the first error, with the others as notes.
+        """
+        plan, outputs, local = self.plan, self.output_plan or {}, self.return_local_tensor or ()
+        resolver = _Resolver(module)
+        resolver.errors += _wrong_values(plan, outputs, local)
+        resolver.raise_first()
+        sharders = resolver.sharders({p: v for p, v in plan.items() if isinstance(v, Sharder)})
+        tensors = resolver.tensors({p: v for p, v in plan.items() if isinstance(v, ShardingSpec)})
+        # A pattern does not reach below a Sharder that is written out.
+        explicit = [sharder.path for sharder in sharders if sharder.is_explicit]
+        tensors = [
+            entry
+            for entry in tensors
+            if entry.is_explicit or not any(is_below(entry.path, path) for path in explicit)
+        ]
+        resolver.errors += _conflicts(sharders, tensors)
+        tensors = resolver.one_per_tensor(tensors)
+        for hooked in (outputs, dict.fromkeys(local)):
+            # Without paths below a Sharder, which may have yet to create them.
+            outside = {
+                path: value
+                for path, value in hooked.items()
+                if not any(path != one.path and is_below(path, one.path) for one in sharders)
+            }
+            resolver.modules(outside)
+        resolver.raise_first()
+        unmatched = tuple(dict.fromkeys(resolver.unmatched))
+        return Resolved(tuple(sharders), tuple(tensors), outputs, local, unmatched)
 
     @classmethod
     def from_rules(
@@ -381,7 +354,12 @@ class ShardingPlan:
         layouts = rules.fit(shapes).layouts(shapes, mesh)
         # A model has few different pairs.
         pairs = {(layout, shapes[name]) for name, layout in layouts.items()}
-        replicated = {pair for pair in pairs if _is_replicated(*pair)}
+        replicated = {
+            (layout, shape)
+            for layout, shape in pairs
+            if all(layout.holds(one) is not None for one in layout.ranks)
+            and all(layout.local_shape(one, shape) == shape for one in layout.ranks)
+        }
         return cls(
             {
                 name: LayoutShardingSpec(layout, str(device))
@@ -404,11 +382,3 @@ class ShardingPlanner(ABC):
     @abstractmethod
     def build_plan(self, module: nn.Module) -> ShardingPlan:
         """The plan for this module."""
-
-
-def _is_replicated(layout: Layout, shape: tuple[int, ...]) -> bool:
-    """Whether every rank holds all of a tensor."""
-    return all(
-        layout.holds(rank) is not None and layout.local_shape(rank, shape) == shape
-        for rank in layout.ranks
-    )

@@ -11,7 +11,7 @@ If a step fails, the module is restored.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +20,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from reshard.errors import ArgumentTypeError, StateError
-from reshard.nn.shard.outputs import Change, LocalTensor, OutputHook, ReshardedTensor
-from reshard.nn.shard.paths import Slot, find_module, find_slot, holders, parents
-from reshard.nn.shard.plan import (
-    Entry,
-    Resolved,
-    Sharder,
-    ShardingPlan,
-    resolve_modules,
-    warn_unmatched,
-)
+from reshard.nn.outputs import Change, LocalTensor, OutputHook, ReshardedTensor
+from reshard.nn.paths import Slot, find_module, find_slot, holders, parents
+from reshard.nn.plan import Entry, Resolved, Sharder, ShardingPlan, resolve_modules, warn_unmatched
 from reshard.sharded.api import digest, shard_tensors
 from reshard.sharded.specs import ShardingSpec
 from reshard.sharded.tensor import ShardedTensor
@@ -215,8 +208,10 @@ def _resolve_on_all_ranks(module: nn.Module, plan: ShardingPlan, agreement: Agre
     resolved: list[Resolved] = []
 
     def step() -> None:
-        _check_type(module, nn.Module, "module")
-        _check_type(plan, ShardingPlan, "plan")
+        for value, kind, name in ((module, nn.Module, "module"), (plan, ShardingPlan, "plan")):
+            if not isinstance(value, kind):
+                found = type(value).__name__
+                raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {found}")
         resolved.append(plan.resolve(module))
 
     agreement.run(step)
@@ -228,11 +223,6 @@ def _resolve_on_all_ranks(module: nn.Module, plan: ShardingPlan, agreement: Agre
         }
     )
     return resolved[0]
-
-
-def _check_type(value: object, kind: type, name: str) -> None:
-    if not isinstance(value, kind):
-        raise ArgumentTypeError(f"{name} should be a {kind.__name__}, found {type(value).__name__}")
 
 
 def _swap_on_all_ranks(
@@ -252,7 +242,7 @@ def _swap_on_all_ranks(
                     f"{entry} should not conflict with a Sharder, and one has replaced it: leave "
                     "it to the Sharder or to the plan"
                 )
-        _hooked_modules(module, resolved)
+        _output_changes(module, resolved)  # raises if a Sharder removed one of them
 
     agreement.run(step)
     return swapped
@@ -278,7 +268,13 @@ def _shard(
     if not entries:
         return []
     tensors = {entry.path: find_slot(root, entry.path).tensor for entry in entries}
-    sharded = _sharded(tensors, entries, src_rank, group)
+    specs = {entry.path: entry.value for entry in entries}
+    # All together, except those whose spec overrides ``shard``.
+    own = {path for path, spec in specs.items() if type(spec).shard is not ShardingSpec.shard}
+    together = {path: tensor.detach() for path, tensor in tensors.items() if path not in own}
+    sharded = shard_tensors(together, specs, src_rank, group, "fingerprint") if together else {}
+    for path in sorted(own):
+        sharded[path] = specs[path].shard(tensors[path].detach(), src_rank, group)
     slots = holders(root)
     replaced = []
     for path, tensor in tensors.items():
@@ -287,22 +283,6 @@ def _shard(
             slot.put(new)
         replaced.append(ReplacedTensor(path, slots[id(tensor)], weakref.ref(tensor)))
     return replaced
-
-
-def _sharded(
-    tensors: Mapping[str, torch.Tensor],
-    entries: Sequence[Entry[ShardingSpec]],
-    src_rank: int,
-    group: Any,
-) -> dict[str, ShardedTensor]:
-    """All tensors, sharded together, except those whose spec overrides ``shard``."""
-    specs = {entry.path: entry.value for entry in entries}
-    own = {path for path, spec in specs.items() if type(spec).shard is not ShardingSpec.shard}
-    together = {path: tensor.detach() for path, tensor in tensors.items() if path not in own}
-    sharded = shard_tensors(together, specs, src_rank, group, "fingerprint") if together else {}
-    for path in sorted(own):
-        sharded[path] = specs[path].shard(tensors[path].detach(), src_rank, group)
-    return sharded
 
 
 def _like(old: torch.Tensor, new: ShardedTensor) -> torch.Tensor:
@@ -319,18 +299,15 @@ def _like(old: torch.Tensor, new: ShardedTensor) -> torch.Tensor:
 
 def _hook_outputs(root: nn.Module, resolved: Resolved) -> list[RemovableHandle]:
     """Register the output hooks: first outputs are resharded, then they become local."""
-    outputs, local = _hooked_modules(root, resolved)
-    changes: list[tuple[str, Change]] = [(path, ReshardedTensor(spec)) for path, spec in outputs]
-    changes += [(path, LocalTensor()) for path, _ in local]
     return [
         find_module(root, path).register_forward_hook(OutputHook(change))
-        for path, change in changes
+        for path, change in _output_changes(root, resolved)
     ]
 
 
-def _hooked_modules(
-    root: nn.Module, resolved: Resolved
-) -> tuple[list[tuple[str, ShardingSpec]], list[tuple[str, None]]]:
-    """The modules whose outputs are resharded and become local, also those made by Sharders."""
+def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Change]]:
+    """The modules whose outputs change, also those made by Sharders, and how."""
+    outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
-    return resolve_modules(root, resolved.outputs), local
+    changes: list[tuple[str, Change]] = [(path, ReshardedTensor(spec)) for path, spec in outputs]
+    return [*changes, *((path, LocalTensor()) for path, _ in local)]

@@ -70,8 +70,10 @@ def find_module(root: nn.Module, path: str) -> nn.Module:
     """
     module, parts = root, path.split(".") if path else []
     for depth, part in enumerate(parts):
-        child = _child(module, part)
-        if child is None:
+        # Also a module that an attribute or a property of the module returns.
+        child = module._modules.get(part)
+        child = getattr(module, part, None) if child is None else child
+        if not isinstance(child, nn.Module):
             raise _missing(path, ".".join(parts[:depth]), module, part)
         module = child
     return module
@@ -163,14 +165,6 @@ def matching(pattern: str, paths: Iterable[str]) -> list[str]:
             "depth"
         )
     return matched
-
-
-def _child(module: nn.Module, name: str) -> nn.Module | None:
-    """A child module, or one that an attribute or property of the module returns."""
-    found = module._modules.get(name)
-    if found is None:
-        found = getattr(module, name, None)
-    return found if isinstance(found, nn.Module) else None
 
 
 def _missing(path: str, above: str, module: nn.Module, name: str) -> PathError:

@@ -7,8 +7,9 @@ these. All other values are passed on, and nothing that the module itself holds 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from operator import setitem
 from typing import Any, Literal
 
 import torch
@@ -104,10 +105,17 @@ class LocalTensor:
 
     def __call__(self, tensor: ShardedTensor) -> torch.Tensor:
         """This rank's shard."""
-        tensor = _reduced(tensor)
-        dim = None if self.squeeze is False else _sharded_dim(tensor)
+        layout = tensor.cut
+        if layout.reduce is not None:
+            # A rank's addend of a pending sum is not the module's output.
+            spec = LayoutShardingSpec(unreduced(layout), str(tensor.device))
+            tensor = tensor.resharded(spec)
         local = tensor.local_tensor()
-        if dim is None or (self.squeeze == "auto" and not _is_one_everywhere(tensor, dim)):
+        dim = None if self.squeeze is False else _sharded_dim(tensor)
+        shards = tensor.metadata().shards_metadata
+        if dim is None or (
+            self.squeeze == "auto" and any(shard.shard_sizes[dim] != 1 for shard in shards)
+        ):
             return local
         return local.squeeze(dim)
 
@@ -136,55 +144,36 @@ class _Walk:
         if isinstance(value, torch.Tensor | str | bytes):
             return value
         if isinstance(value, tuple | list):
-            return self._sequence(value)
-        # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
-        if isinstance(value, Mapping):
-            return self._mapping(value)
-        if is_dataclass(value) and not isinstance(value, type):
-            return self._dataclass(value)
-        return value
-
-    def _sequence(self, value: Any) -> Any:
-        items = [self.walk(item) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        if isinstance(value, list):
+            items = [self.walk(item) for item in value]
+            if all(new is old for new, old in zip(items, value, strict=True)):
+                return value
+            if isinstance(value, tuple):
+                return getattr(type(value), "_make", type(value))(items)
             copied = copy.copy(value)
             copied[:] = items
             return copied
-        make = getattr(type(value), "_make", type(value))
-        return make(items)
+        # Before dataclasses: the outputs of transformers are both, and keep the two consistent.
+        if isinstance(value, Mapping):
+            return self._assigned(value, value.items(), setitem)
+        if is_dataclass(value) and not isinstance(value, type):
+            names = [one.name for one in fields(value) if hasattr(value, one.name)]
+            # A frozen one as well.
+            pairs = [(name, getattr(value, name)) for name in names]
+            return self._assigned(value, pairs, object.__setattr__)
+        return value
 
-    def _mapping(self, value: Any) -> Any:
-        changed = self._changed(value.items())
-        if not changed:
+    def _assigned(
+        self, value: Any, items: Iterable[tuple[Any, Any]], assign: Callable[[Any, Any, Any], None]
+    ) -> Any:
+        """A copy to which the changed items are assigned; the value itself if there are none."""
+        walked = [(key, item, self.walk(item)) for key, item in items]
+        if all(new is old for _, old, new in walked):
             return value
         copied = copy.copy(value)
-        for key, item in changed.items():
-            copied[key] = item
+        for key, old, new in walked:
+            if new is not old:
+                assign(copied, key, new)
         return copied
-
-    def _dataclass(self, value: Any) -> Any:
-        names = [one.name for one in fields(value) if hasattr(value, one.name)]
-        changed = self._changed((name, getattr(value, name)) for name in names)
-        if not changed:
-            return value
-        copied = copy.copy(value)
-        for name, item in changed.items():
-            object.__setattr__(copied, name, item)  # a frozen one as well
-        return copied
-
-    def _changed(self, items: Any) -> dict[Any, Any]:
-        walked = ((key, item, self.walk(item)) for key, item in items)
-        return {key: new for key, old, new in walked if new is not old}
-
-
-def _reduced(tensor: ShardedTensor) -> ShardedTensor:
-    """The tensor with its pending sum reduced: a rank's addend is not the module's output."""
-    layout = tensor.cut
-    if layout.reduce is None:
-        return tensor
-    return tensor.resharded(LayoutShardingSpec(unreduced(layout), str(tensor.device)))
 
 
 def _sharded_dim(tensor: ShardedTensor) -> int | None:
@@ -196,9 +185,3 @@ def _sharded_dim(tensor: ShardedTensor) -> int | None:
     shards = [shard.shard_sizes for shard in tensor.metadata().shards_metadata]
     dims = [at for at, size in enumerate(whole) if any(shard[at] != size for shard in shards)]
     return dims[0] if len(dims) == 1 else None
-
-
-def _is_one_everywhere(tensor: ShardedTensor, dim: int) -> bool:
-    """Whether every shard has size 1 in a dim."""
-    shards = tensor.metadata().shards_metadata
-    return all(shard.shard_sizes[dim] == 1 for shard in shards)
