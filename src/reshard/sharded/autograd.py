@@ -101,7 +101,6 @@ class _ToWhole(torch.autograd.Function):
     def forward(ctx: Context, tensor: ContentTensor) -> torch.Tensor:
         ctx.content = tensor._content.without_parts()
         full = whole(tensor._content)
-        assert full is not None
         return full.clone() if full is tensor._content.local else full
 
     @staticmethod

@@ -28,6 +28,7 @@ from reshard.layout.layout import BoxLayout, Layout
 from reshard.live import api
 from reshard.live.failure.cleanup import with_ticket
 from reshard.live.session.session import Ticket
+from reshard.planning.adjoint import unreduced
 from reshard.planning.plans import ONE
 from reshard.sharded.content import Content, strides_like
 from reshard.sharded.create import content_for
@@ -48,6 +49,7 @@ __all__ = [
     "local_part",
     "move_like",
     "move_to",
+    "reduced",
     "replicated_content",
     "reshard_target",
     "split_parts",
@@ -69,9 +71,18 @@ def move_like(content: Content, target: Content) -> Content:
     return replace(target, dtype=content.dtype, parts=parts, mesh=None, stated_stride=None)
 
 
-def whole(content: Content, ranks: Sequence[int] | None = None) -> torch.Tensor | None:
-    """The whole tensor on these ranks, or on all of the group; None on the others."""
-    return _moved(content, whole_on(tuple(ranks or members(content.group))))
+def reduced(content: Content) -> Content:
+    """The same tensor without a pending sum."""
+    if content.layout.reduce is None:
+        return content
+    return move_to(content, unreduced(content.layout))
+
+
+def whole(content: Content) -> torch.Tensor:
+    """The whole tensor, on every rank of the group."""
+    full = _moved(content, whole_on(members(content.group)))
+    assert full is not None
+    return full
 
 
 def replicated_content(tensor: torch.Tensor, group: Group) -> Content:
@@ -183,10 +194,8 @@ def gather_to(
 
 def gather_on(content: Content, ranks: Sequence[int]) -> torch.Tensor | None:
     """The whole tensor on some ranks of its group, in memory of its own; None on the others."""
-    if not ranks:
-        return None
     with torch.no_grad():
-        full = whole(content, ranks)
+        full = _moved(content, whole_on(tuple(ranks))) if ranks else None
         if full is None or this_rank() not in ranks:
             return None
         memory = full.untyped_storage().data_ptr()

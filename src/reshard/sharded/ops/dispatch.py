@@ -19,9 +19,8 @@ import torch
 from reshard.errors import OperationError
 from reshard.layout.box import Box
 from reshard.layout.layout import Layout
-from reshard.planning.adjoint import unreduced
 from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
-from reshard.sharded.move import all_agree, copy_into, move_to, replicated_content, whole
+from reshard.sharded.move import all_agree, copy_into, reduced, replicated_content, whole
 from reshard.sharded.ops.dtensor import (
     Args,
     Kwargs,
@@ -75,11 +74,7 @@ def _run_whole(func: Op, args: Args, kwargs: Kwargs, targets: list[Value]) -> Va
     """
     group = first_content(args, kwargs).group
     contents = [one for one in targets if isinstance(one, Content)]
-    copies = {}
-    for one in contents:
-        full = whole(one)
-        assert full is not None
-        copies[id(one)] = full.clone()
+    copies = {id(one): whole(one).clone() for one in contents}
 
     def lend(value: Value) -> Value:
         return copies[id(value)] if id(value) in copies else as_plain(value)
@@ -124,9 +119,9 @@ def _needs_whole(func: Op, args: Args) -> bool:
     if packet in CONVOLUTIONS:
         count = CONVOLUTIONS[packet]
         batches, weights = args[:count], args[count : count + 2]
-        return any(not _is_sharded_only_in(0, one) for one in batches) or any(
-            isinstance(one, Content) and not _is_sharded_only_in(None, one) for one in weights
-        )
+        return any(
+            not isinstance(one, Content) or _split_dims(one) - {0} for one in batches
+        ) or any(isinstance(one, Content) and _split_dims(one) for one in weights)
     if func.is_view or packet in KEEPS_CONJUGATES or torch.Tag.reduction in func.tags:
         return False
     # DTensor may decompose an operation, and lose the conjugate flag of a tensor.
@@ -134,20 +129,15 @@ def _needs_whole(func: Op, args: Args) -> bool:
     return any(one.dtype.is_complex for one in tensors)
 
 
-def _is_sharded_only_in(dim: int | None, value: Value) -> bool:
-    """Whether a tensor is whole in every other dim."""
-    if not isinstance(value, Content):
-        return dim is None
-    return all(
-        at == dim or (box.start[at], box.stop[at]) == (0, size)
-        for box in _boxes(value.layout, value.shape)
-        for at, size in enumerate(value.shape)
-    )
+def _split_dims(content: Content) -> set[int]:
+    """The dims of which some rank does not have all."""
+    return _split_dims_of(content.layout, content.shape)
 
 
 @per_layout
-def _boxes(layout: Layout, shape: tuple[int, ...]) -> tuple[Box, ...]:
-    return tuple(piece.box for rank in layout.ranks for piece in layout.pieces(rank, shape))
+def _split_dims_of(layout: Layout, shape: tuple[int, ...]) -> set[int]:
+    pieces = [piece for rank in layout.ranks for piece in layout.pieces(rank, shape)]
+    return {dim for dim, size in enumerate(shape) if any(p.box.shape[dim] != size for p in pieces)}
 
 
 def dispatch(func: Op, args: Args, kwargs: Kwargs) -> Value:
@@ -212,17 +202,14 @@ def _copied_view(func: Op) -> Op | None:
 def _check_written(func: Op, targets: list[Value]) -> None:
     """Refuse writes that would be lost, and changes of shape in place."""
     for target in targets:
-        if not isinstance(target, ContentTensor):
-            continue
-        why = None
-        if target._is_view_copy:
+        if isinstance(target, ContentTensor) and target._is_view_copy:
             why = (
                 ": it writes into a view whose elements came from other ranks, and the tensor "
                 "would not change; clone() the view first, or write with index_put_ or index_copy_"
             )
-        elif torch.Tag.inplace_view in func.tags:
+            raise unsupported(func, target._content, why)
+        if isinstance(target, ContentTensor) and torch.Tag.inplace_view in func.tags:
             why = ": it changes the shape in place; use the one that makes a new tensor"
-        if why is not None:
             raise unsupported(func, target._content, why)
 
 
@@ -265,10 +252,7 @@ def _repeating_ranks(layout: Layout, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _to_copy(func: Op, args: Args, kwargs: Kwargs) -> Content:
     """Another dtype or device, also on ranks without parts."""
-    content: Content = args[0]
-    if content.layout.reduce is not None:
-        # Rounding each addend would change the sum.
-        content = move_to(content, unreduced(content.layout))
+    content = reduced(args[0])  # rounding each addend would change the sum
     parts = [func(part, **kwargs) for part in content.parts]
     content = replace(content, stated_stride=result_strides(content, kwargs))
     if parts:
@@ -312,9 +296,7 @@ def _equal(func: Op, args: Args, kwargs: Kwargs) -> bool:
 
 def _item(func: Op, args: Args, kwargs: Kwargs) -> Value:
     """The value of a tensor of one element, the same on all ranks."""
-    full = whole(first_content(args, kwargs))
-    assert full is not None
-    return full.item()
+    return whole(first_content(args, kwargs)).item()
 
 
 def _detach(func: Op, args: Args, kwargs: Kwargs) -> Content:

@@ -21,11 +21,10 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LiveError, OperationError, ReshardError
 from reshard.layout.layout import Layout
-from reshard.planning.adjoint import unreduced
 from reshard.sharded.autograd import Context, lay_out_gradient, to_layout
 from reshard.sharded.content import Content, ContentTensor, per_layout, strides_like, wrap
 from reshard.sharded.groups import Group, members
-from reshard.sharded.move import move_to
+from reshard.sharded.move import move_to, reduced
 from reshard.tensors.dtensor.placements import layout_from, placements_of
 from reshard.tensors.dtensor.wrapping import dtensor_layout, dtensor_local, dtensor_of
 from reshard.tensors.kinds import materialize, this_rank
@@ -236,12 +235,9 @@ def run_in_dtensor(func: Op, args: Args, kwargs: Kwargs) -> Value:
         for dtensor, content in sources:
             if value is dtensor:
                 return content
-        result = _content_of(value, first.group)
-        if result.layout.reduce is None:
-            return result
-        # The sum is done once, in the order of ranks and before anything rounds it; otherwise each
+        # A sum is done once, in the order of ranks and before anything rounds it; otherwise each
         # operation that uses the tensor would do it again.
-        return move_to(result, unreduced(result.layout))
+        return reduced(_content_of(value, first.group))
 
     try:
         positional, named = map_arguments(lend, _normalized_dims(func, args), kwargs)

@@ -84,9 +84,15 @@ def is_elementwise(func: Op) -> bool:
 def run_elementwise(func: Op, args: Args, kwargs: Kwargs) -> Value:
     """Run an operation on single elements, shard by shard."""
     values = (*args, *kwargs.values())
+    tensors = [value for value in values if isinstance(value, torch.Tensor | Content)]
     targets = written(func, args, kwargs)
-    like = targets[0] if targets else _widest(values)
-    if like is None or like.layout.reduce or (like.mesh and not _have_one_shape(values, like)):
+    like = targets[0] if targets else _widest(tensors)
+    # DTensor broadcasts without gathering.
+    if (
+        like is None
+        or like.layout.reduce
+        or (like.mesh and not {tuple(one.shape) for one in tensors} <= {like.shape, ()})
+    ):
         return run_in_dtensor(func, args, kwargs)
     operands = [_parts_like(value, like) for value in args]
     named = {name: _parts_like(value, like) for name, value in kwargs.items()}
@@ -114,20 +120,14 @@ def result_strides(like: Content, kwargs: Kwargs) -> tuple[int, ...] | None:
     return torch.empty(like.shape, device="meta", memory_format=asked).stride()
 
 
-def _widest(values: Args) -> Content | None:
+def _widest(tensors: list[Value]) -> Content | None:
     """The first operand with the shape of the result; None if all must be broadcast."""
-    contents = [value for value in values if isinstance(value, Content)]
+    contents = [value for value in tensors if isinstance(value, Content)]
     if any(content.layout.reduce for content in contents):
         return None
-    shapes = [value.shape for value in values if isinstance(value, torch.Tensor | Content)]
+    shapes = [value.shape for value in tensors]
     shape = tuple(torch.broadcast_shapes(*shapes))  # type: ignore[no-untyped-call]
     return next((content for content in contents if content.shape == shape), None)
-
-
-def _have_one_shape(values: Args, like: Content) -> bool:
-    """Whether no operand has to be broadcast; DTensor broadcasts without gathering."""
-    tensors = [value for value in values if isinstance(value, torch.Tensor | Content)]
-    return {tuple(value.shape) for value in tensors} <= {like.shape, ()}
 
 
 def _join(like: Content, results: list[Value]) -> Value:
@@ -166,10 +166,7 @@ def as_plain(value: Value) -> Value:
 
 def _broadcast(content: Content, like: Content) -> Value:
     """The elements of a smaller tensor that each part of a content needs."""
-    full = whole(content)
-    assert full is not None
-    # Every rank has the whole tensor: nothing is sent.
-    wide = full.expand(like.shape)
+    wide = whole(content).expand(like.shape)  # every rank has it: nothing more is sent
     if not like.parts:
         return wide.new_empty(0)
     if isinstance(like.layout, BoxLayout):
