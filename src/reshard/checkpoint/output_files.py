@@ -143,21 +143,16 @@ def _write_blocks(descriptor: int, offset: int, data: Array) -> int:
     done = 0
     for at in range(0, len(data), MAX_COPY):
         part = data[at : at + MAX_COPY]
-        copy = _thread_buffer(len(part))
+        buffer: Array | None = getattr(_local, "buffer", None)  # kept for the next copy
+        if buffer is None or len(buffer) < len(part):
+            buffer = _local.buffer = aligned(len(part))
+        copy = buffer[: len(part)]
         copy[...] = part
         count = os.pwrite(descriptor, copy.data, offset + at)
         done += count
         if count < len(part):
             break
     return done
-
-
-def _thread_buffer(num_bytes: int) -> Array:
-    """Aligned memory of this thread, kept for the next copy; at most ``MAX_COPY`` bytes."""
-    buffer: Array | None = getattr(_local, "buffer", None)
-    if buffer is None or len(buffer) < num_bytes:
-        buffer = _local.buffer = aligned(num_bytes)
-    return buffer[:num_bytes]
 
 
 @cache
@@ -213,7 +208,14 @@ class OutputFiles:
         """Write bytes of a file."""
         with self._open.using(file) as entry:
             try:
-                _write_range(entry, offset, data)
+                # Whole blocks directly, if there are enough, and the rest through the cache.
+                low, high = whole_blocks(offset, len(data))
+                if entry.direct is not None and high - low >= MIN_DIRECT:
+                    _write_cached(entry.descriptor, offset, data[:low])
+                    done = low + write_direct(entry.direct, offset + low, data[low:high])
+                    _write_cached(entry.descriptor, offset + done, data[done:])
+                else:
+                    _write_cached(entry.descriptor, offset, data)
             except OSError as error:
                 raise UnfinishedError(
                     f"{self.folder / self.files[file].path}: bytes {offset} to "
@@ -254,17 +256,6 @@ class OutputFiles:
         path = self.folder / self.files[file].path
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         return OpenFile(descriptor, self.files[file].size, open_direct(path))
-
-
-def _write_range(entry: OpenFile, offset: int, data: memoryview) -> None:
-    """Write whole blocks directly, if there are enough of them, and the rest through the cache."""
-    low, high = whole_blocks(offset, len(data))
-    if entry.direct is None or high - low < MIN_DIRECT:
-        _write_cached(entry.descriptor, offset, data)
-        return
-    _write_cached(entry.descriptor, offset, data[:low])
-    rest = low + write_direct(entry.direct, offset + low, data[low:high])
-    _write_cached(entry.descriptor, offset + rest, data[rest:])
 
 
 def _write_cached(descriptor: int, offset: int, data: memoryview) -> None:

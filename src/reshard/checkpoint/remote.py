@@ -89,7 +89,10 @@ class RemoteStorage(Storage):
         versions.update(zip(unknown, self._concurrently(request, unknown), strict=True))
         return [versions[path] for path in paths]
 
-    def read(self, path: str, offset: int, length: int) -> bytes:
+    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
+        return self._concurrently(lambda wanted: self._read(*wanted), ranges)
+
+    def _read(self, path: str, offset: int, length: int) -> bytes:
         self._check_range(path, offset, length)
         if not length:
             return b""
@@ -108,9 +111,6 @@ class RemoteStorage(Storage):
                 "came: it is truncated"
             )
         return found
-
-    def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
-        return self._concurrently(lambda wanted: self.read(*wanted), ranges)
 
     def _concurrently(
         self, request: Callable[[Item], Result], items: Sequence[Item]
@@ -171,20 +171,17 @@ class RemoteTarget:
             )
         if not self._ask("exists", self._base) or not self._ask("find", self._base):
             return
-        advice = "remove it first, or choose another address"
         if self._ask("exists", f"{self._base}/{COMMITTED}") or not overwrite:
             raise TargetError(
                 f"{self.address} exists, and an object store cannot exchange it in one step: "
-                f"{advice}"
+                "remove it first, or choose another address"
             )
 
     def is_result(self, request: Mapping[str, Any]) -> bool:
         """Whether the address holds the result of this very conversion."""
         marker = f"{self._base}/{COMMITTED}"
-        if not self._ask("exists", marker):
-            return False
         try:
-            found = json.loads(self._ask("cat_file", marker))
+            found = json.loads(self._ask("cat_file", marker)) if self._ask("exists", marker) else {}
         except ValueError:
             return False
         return isinstance(found, dict) and found.get("request") == request
@@ -192,7 +189,13 @@ class RemoteTarget:
     def upload(self, folder: Path, paths: Sequence[str], request: Mapping[str, Any]) -> None:
         """Upload these files of a folder, compare their sizes, and commit."""
         sizes = {path: (folder / path).stat().st_size for path in paths}
-        self._check_foreign_files(paths)
+        there = self._ask("find", self._base) if self._ask("exists", self._base) else []
+        names = {str(name).removeprefix(self._base).lstrip("/") for name in there}
+        if foreign := sorted(names - {*paths, COMMITTED}):  # would be read together with ours
+            raise UnfinishedError(
+                f"{self.address}/{foreign[0]} exists and is not part of this checkpoint: remove it "
+                "and give --resume"
+            )
         for path, size in sizes.items():
             self._ask("put_file", str(folder / path), f"{self._base}/{path}")
             found = self._ask("size", f"{self._base}/{path}")
@@ -203,16 +206,6 @@ class RemoteTarget:
                 )
         text = json.dumps({"reshard": 1, "files": sizes, "request": request}).encode()
         self._ask("pipe_file", f"{self._base}/{COMMITTED}", text)
-
-    def _check_foreign_files(self, paths: Sequence[str]) -> None:
-        """Refuse files at the address that would be read together with ours."""
-        found = self._ask("find", self._base) if self._ask("exists", self._base) else []
-        names = {str(name).removeprefix(self._base).lstrip("/") for name in found}
-        if foreign := sorted(names - {*paths, COMMITTED}):
-            raise UnfinishedError(
-                f"{self.address}/{foreign[0]} exists and is not part of this checkpoint: remove it "
-                "and give --resume"
-            )
 
     def _ask(self, method: str, *arguments: object) -> Any:
         """Call fsspec, whose implementations raise whatever their client library raises."""

@@ -109,16 +109,13 @@ class Storage(ABC):
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         """Fill a buffer from a file; DamageError if the file ends before."""
 
-    def read(self, path: str, offset: int, length: int) -> bytes:
-        """Bytes of a file; DamageError, before anything is allocated, if it does not have them."""
-        self._check_range(path, offset, length)
-        buffer = bytearray(length)
-        self.read_into(path, offset, memoryview(buffer))
-        return bytes(buffer)
-
+    @abstractmethod
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         """Many small ranges; those of a remote storage are requested concurrently."""
-        return [self.read(*wanted) for wanted in ranges]
+
+    def read(self, path: str, offset: int, length: int) -> bytes:
+        """Bytes of a file; DamageError, before anything is allocated, if it does not have them."""
+        return self.read_many([(path, offset, length)])[0]
 
     def where(self, path: str) -> str:
         """The full path or address of a file, for errors."""
@@ -183,7 +180,9 @@ class OpenFiles(Generic[Key]):
         with self._lock:
             file = self._files.get(key)
             if file is None:
-                self._close_idle()
+                idle = [key for key, file in self._files.items() if not file.users]
+                for old in idle[: max(len(self._files) + 1 - MAX_OPEN, 0)]:
+                    self._files.pop(old).close()
                 file = self._files[key] = self._open_file(key)
             self._files.move_to_end(key)
             file.users += 1
@@ -199,12 +198,6 @@ class OpenFiles(Generic[Key]):
             for file in self._files.values():
                 file.close()
             self._files.clear()
-
-    def _close_idle(self) -> None:
-        """Make room for one more file; files in use stay open."""
-        idle = [key for key, file in self._files.items() if not file.users]
-        for key in idle[: max(len(self._files) + 1 - MAX_OPEN, 0)]:
-            self._files.pop(key).close()
 
 
 MAX_DEPTH = 32
@@ -256,13 +249,15 @@ class LocalStorage(Storage):
         Inodes are compared too, but only within this process: on some network file systems they
         differ between machines.
         """
-        statuses = [self._status(path) for path in paths]
-        for path, status in zip(paths, statuses, strict=True):
+        found = []
+        for path in paths:
+            try:
+                status = (self._folder / check_path(path)).stat()
+            except OSError as error:
+                raise _unreadable(self.where(path), error) from None
             self._check_same(path, status)
-        return [f"{one.st_size} {one.st_mtime_ns} {one.st_ctime_ns}" for one in statuses]
-
-    def read(self, path: str, offset: int, length: int) -> bytes:
-        return self.read_many([(path, offset, length)])[0]
+            found.append(f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}")
+        return found
 
     def read_many(self, ranges: Sequence[Range]) -> Sequence[bytes]:
         """Many small ranges; consecutive ranges of one file look it up once."""
@@ -278,7 +273,10 @@ class LocalStorage(Storage):
                 data = os.pread(file.descriptor, length, offset)
                 if len(data) == length:
                     return data
-        return super().read(path, offset, length)
+        self._check_range(path, offset, length)
+        buffer = bytearray(length)
+        self.read_into(path, offset, memoryview(buffer))
+        return bytes(buffer)
 
     def read_into(self, path: str, offset: int, buffer: memoryview) -> None:
         with self.using(path) as file:
@@ -286,7 +284,13 @@ class LocalStorage(Storage):
             if offset < 0 or offset + len(left) > file.size:
                 self._check_range(path, offset, len(left))
             while left:
-                count = self._pread(path, file.descriptor, left, at)
+                try:
+                    count = os.preadv(file.descriptor, [left], at)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{self.where(path)}: bytes {at} to {at + len(left)} cannot be read: "
+                        f"{error.strerror}"
+                    ) from None
                 if count == 0:
                     raise DamageError(
                         f"{self.where(path)}: ends at byte {at} and {len(left)} more are needed: "
@@ -301,18 +305,18 @@ class LocalStorage(Storage):
     def close(self) -> None:
         self._open.close()
 
-    def _pread(self, path: str, descriptor: int, buffer: memoryview, at: int) -> int:
-        try:
-            return os.preadv(descriptor, [buffer], at)
-        except OSError as error:
-            raise CheckpointError(
-                f"{self.where(path)}: bytes {at} to {at + len(buffer)} cannot be read: "
-                f"{error.strerror}"
-            ) from None
-
     def _open_file(self, path: str) -> OpenFile:
         where = self._folder / check_path(path)
-        self._check_inside(where)
+        # A link may lead to a file below the root or, in a hub cache, to one of its blobs.
+        real, inside = os.path.realpath(where), [self._real]
+        cache, snapshots, _ = self._real.rpartition("/snapshots/")
+        if snapshots:
+            inside.append(f"{cache}/blobs")
+        if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
+            raise UnsupportedError(
+                f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
+                "file into the folder"
+            )
         try:
             # O_NONBLOCK: opening a pipe would wait for a writer.
             descriptor = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -328,12 +332,6 @@ class LocalStorage(Storage):
             raise
         return OpenFile(descriptor, status.st_size)
 
-    def _status(self, path: str) -> os.stat_result:
-        try:
-            return (self._folder / check_path(path)).stat()
-        except OSError as error:
-            raise _unreadable(self.where(path), error) from None
-
     def _check_same(self, path: str, status: os.stat_result) -> None:
         """Refuse a file that is not the one that was first listed or opened."""
         identity = _identity(status)
@@ -341,19 +339,6 @@ class LocalStorage(Storage):
             raise DamageError(
                 f"{self.where(path)} was replaced or written while it was read: read it again when "
                 "no process writes to it"
-            )
-
-    def _check_inside(self, where: Path) -> None:
-        """A link may lead to a file below the root or, in a hub cache, to one of its blobs."""
-        real = os.path.realpath(where)
-        inside = [self._real]
-        cache, snapshots, _ = self._real.rpartition("/snapshots/")
-        if snapshots:
-            inside.append(f"{cache}/blobs")
-        if not any(os.path.commonpath([real, folder]) == folder for folder in inside):
-            raise UnsupportedError(
-                f"{where} leads to {real}, outside of its checkpoint, and is not read: copy the "
-                "file into the folder"
             )
 
 

@@ -87,10 +87,9 @@ def test_a_header_of_the_library_is_read_by_us(
     length = header_length(data[:8], len(data), "x")
     header = parse_header(data[8 : 8 + length], len(data), "x")
     assert header.metadata == metadata
-    assert {entry.name: (entry.dtype, entry.shape) for entry in header.entries} == tensors
-    for entry in header.entries:
-        stop = entry.offset + made[entry.name].nbytes
-        assert data[entry.offset : stop] == bytes_of(made[entry.name])
+    assert {name: (one.dtype, one.shape) for name, one in header.tensors.items()} == tensors
+    for name, one in header.tensors.items():
+        assert data[one.offset : one.offset + made[name].nbytes] == bytes_of(made[name])
 
 
 def test_dtypes_that_safetensors_lacks() -> None:

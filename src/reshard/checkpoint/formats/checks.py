@@ -1,4 +1,4 @@
-"""What all readers share: checks of values from files, problems found, meanings of file names.
+"""What all readers share: checks of values, problems found, local tensors, names of files.
 
 Values that come from files may be anything. An inspection lists all problems, a read raises the
 first. Damage and unsupported content are kept apart: only damage can be repaired from a backup.
@@ -9,19 +9,22 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from reshard.checkpoint.catalog import StoredPiece, StoredTensor
 from reshard.checkpoint.storage import StoredFile
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.layout.box import Box
 from reshard.text import and_more, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
 
 __all__ = [
-    "RANK_METADATA", "Findings", "checked_shape", "is_distcp", "missing_parts", "rank_of", "shown",
-    "whole_numbers",
+    "RANK_METADATA", "Findings", "LocalTensor", "checked_shape", "is_distcp", "missing_parts",
+    "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -100,9 +103,24 @@ class Findings:
     """Content that is not damaged, as far as is known, and cannot be read."""
     notes: list[str] = field(default_factory=list)
 
-    def noting(self) -> Noting:
-        """A ``with`` block that notes DamageError and UnsupportedError and goes on after it."""
-        return Noting(self)
+    def noting(self) -> Findings:
+        """A ``with`` block that notes DamageError and UnsupportedError and goes on after it.
+
+        Not a generator: 100,000 of these take a second.
+        """
+        return self
+
+    def __enter__(self) -> None:
+        return
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if isinstance(error, DamageError):
+            self.found(str(error))
+        elif isinstance(error, UnsupportedError):
+            self.refuse(str(error))
+        else:
+            return False
+        return True
 
     def found(self, what: str) -> None:
         """Note one damage, up to a limit."""
@@ -143,22 +161,39 @@ class Findings:
 
 
 @dataclass(frozen=True, slots=True)
-class Noting:
-    """Notes errors as findings; a class, because 100,000 generators take a second."""
+class LocalTensor:
+    """A tensor of a file: dtype, shape, strides, and the byte at which its first element begins."""
 
-    findings: Findings
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int
+    storage: str = ""
+    """The member of the archive that holds it; empty outside of archives."""
 
-    def __enter__(self) -> None:
-        return
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, DamageError):
-            self.findings.found(str(error))
-        elif isinstance(error, UnsupportedError):
-            self.findings.refuse(str(error))
-        else:
-            return False
-        return True
+_whole = lru_cache(maxsize=4096)(Box.whole)  # one object per shape: many tensors have the same
+
+
+def whole_tensors(
+    files: Iterable[tuple[int, str, Mapping[str, LocalTensor]]], findings: Findings, advice: str
+) -> dict[str, StoredTensor]:
+    """The tensors of files (number, text for errors, content) that hold whole ones.
+
+    Tensors that are in two files are noted: nothing decides between these.
+    """
+    tensors: dict[str, StoredTensor] = {}
+    home: dict[str, str] = {}
+    doubled: dict[tuple[str, str], list[str]] = {}
+    for number, where, held in files:
+        for name, local in held.items():
+            if home.setdefault(name, where) != where:
+                doubled.setdefault((home[name], where), []).append(name)
+                continue
+            piece = StoredPiece(_whole(local.shape), number, local.offset, local.strides)
+            tensors[name] = StoredTensor(name, local.shape, local.dtype, (piece,))
+    findings.refuse_doubled(doubled, advice)
+    return tensors
 
 
 RANK_METADATA = re.compile(r"__(\d{1,9})\.metadata\Z")
@@ -175,8 +210,7 @@ _AXES = (("tp", "mp"), ("pp",), ("ep",))
 
 def is_distcp(path: str) -> bool:
     """Whether a file makes its folder one of torch's distributed checkpoints."""
-    named = path == ".metadata" or path.endswith(".distcp")
-    return named or RANK_METADATA.match(path) is not None
+    return path == ".metadata" or path.endswith(".distcp") or bool(RANK_METADATA.match(path))
 
 
 def missing_parts(files: Iterable[StoredFile]) -> Iterator[str]:

@@ -108,7 +108,7 @@ def read_distcp_folder(
         from reshard.checkpoint.formats.ranks import join_by_rules
 
         by_rank = dict(zip(ranks, catalogs, strict=True))
-        catalog = join_by_rules(catalog, by_rank, rules, mesh or rules.mesh, findings)
+        catalog = join_by_rules(catalog, by_rank, rules, mesh, findings)
     elif len(catalogs) > 1:
         _check_names_apart(storage.root, catalogs, [*ranks])
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, rank_of
+from reshard.checkpoint.formats.checks import Findings, LocalTensor, rank_of
 from reshard.checkpoint.formats.safetensors_header import OwnMetadata
 from reshard.checkpoint.formats.safetensors_reader import HeadedFile, common_metadata, read_headers
 from reshard.checkpoint.formats.torch_state_dict import (
@@ -25,7 +25,6 @@ from reshard.checkpoint.formats.torch_state_dict import (
     check_no_zero_files,
     read_torch_file,
 )
-from reshard.checkpoint.formats.torch_tensors import LocalTensor
 from reshard.checkpoint.storage import TENSOR_FILES, Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
@@ -87,17 +86,6 @@ def join_ranks(
     return joined
 
 
-def check_blocks(name: str, layout: Layout, shape: tuple[int, ...], where: str) -> None:
-    """Refuse a layout with more blocks than a file can hold."""
-    for cuts, length in zip(layout.dims(shape), shape, strict=True):
-        blocks = max((length // block for block in _blocks(cuts)), default=0)
-        if blocks > MAX_BLOCKS:
-            raise UnsupportedError(
-                f'{where}: tensor {quoted(name)} is sharded by "{layout}" into {blocks} blocks, at '
-                f"most {MAX_BLOCKS} are read"
-            )
-
-
 def _blocks(cuts: Cuts) -> Iterator[int]:
     """The block sizes of the cyclic words of a dim."""
     for cut in cuts:
@@ -116,7 +104,11 @@ def _join(
     shape: tuple[int, ...] | None,
     ranks: Mapping[int, str],
 ) -> StoredTensor:
-    _check_layout(name, layout)
+    if layout.reduce is not None:
+        raise CheckpointError(
+            f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give the '
+            "layout of values"
+        )
     (first, example), *rest = held.values()
     for file, tensor in rest:
         if tensor.dtype != example.dtype or len(tensor.shape) != len(example.shape):
@@ -126,45 +118,21 @@ def _join(
             )
     locals_ = {rank: tensor.shape for rank, (_, tensor) in held.items()}
     shape = shape if shape is not None else _global_shape(name, layout, locals_, ranks)
-    expected = {rank: _local_shape(layout, rank, shape) for rank in ranks}
-    _check_absent(name, layout, locals_, expected, ranks)
-    pieces: list[StoredPiece] = []
-    for rank, mine in held.items():
-        _check_local(name, layout, shape, expected[rank], mine)
-        pieces += _stored(mine, layout.pieces(rank, shape))
-    return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
-
-
-def _check_layout(name: str, layout: Layout) -> None:
-    if layout.reduce is not None:
-        raise CheckpointError(
-            f'tensor {quoted(name)} has the layout "{layout}", of sums that are pending: give the '
-            "layout of values"
-        )
-
-
-def _local_shape(layout: Layout, rank: int, shape: tuple[int, ...]) -> tuple[int, ...] | None:
-    """The shape of a rank's local tensor; None if the rank has none."""
-    return None if layout.holds(rank) is None else layout.local_shape(rank, shape)
-
-
-def _check_absent(
-    name: str,
-    layout: Layout,
-    locals_: Mapping[int, tuple[int, ...]],
-    expected: Mapping[int, tuple[int, ...] | None],
-    ranks: Mapping[int, str],
-) -> None:
-    """A rank may lack a tensor of which it holds no elements, if all other ranks match."""
-    absent = [rank for rank, shape in expected.items() if rank not in locals_ and shape is not None]
-    fits = all(expected[rank] == shape for rank, shape in locals_.items())
-    for rank in absent:
-        shape = expected[rank]
-        if not fits or (shape is not None and 0 not in shape):
+    holders = [rank for rank in ranks if layout.holds(rank) is not None]
+    expected = {rank: layout.local_shape(rank, shape) for rank in holders}
+    # A rank may lack a tensor of which it holds no elements, if all other ranks match.
+    fits = all(expected.get(rank) == local for rank, local in locals_.items())
+    for rank in holders:
+        if rank not in locals_ and not (fits and 0 in expected[rank]):
             raise DamageError(
                 f'{ranks[rank]} has no tensor {quoted(name)}, which "{layout}" on mesh '
                 f"{layout.mesh} puts on rank {rank} too"
             )
+    pieces: list[StoredPiece] = []
+    for rank, (file, tensor) in held.items():
+        _check_local(name, layout, shape, expected.get(rank), file, tensor)
+        pieces += _stored(file, tensor, layout.pieces(rank, shape))
+    return StoredTensor(name, shape, example.dtype, tuple(sorted(pieces, key=lambda p: p.box)))
 
 
 def _check_local(
@@ -172,9 +140,9 @@ def _check_local(
     layout: Layout,
     shape: tuple[int, ...],
     expected: tuple[int, ...] | None,
-    mine: tuple[LocalFile, LocalTensor],
+    file: LocalFile,
+    tensor: LocalTensor,
 ) -> None:
-    file, tensor = mine
     if expected is None:
         raise DamageError(
             f'{file.where} holds tensor {quoted(name)}, which the layout "{layout}" on mesh '
@@ -243,9 +211,8 @@ def _length(
     return total
 
 
-def _stored(mine: tuple[LocalFile, LocalTensor], pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
+def _stored(file: LocalFile, tensor: LocalTensor, pieces: Sequence[Piece]) -> Iterator[StoredPiece]:
     """The pieces of a local tensor, with their places in its file."""
-    file, tensor = mine
     size = itemsize(tensor.dtype)
     ideal = row_major(tensor.shape)
     for piece in pieces:
@@ -268,28 +235,47 @@ def read_by_rules(
     mesh: Mesh | None,
 ) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
-    mesh = mesh or rules.mesh
-    if mesh is None:
-        raise CheckpointError(f"rules need a mesh to read {storage.root}: give --mesh")
+    mesh = _mesh_of(rules, mesh, storage.root)
     files, ranks = _files_of_ranks(storage.root, listed, mesh)
     contents = _contents(storage, files, findings)
-    local = []
-    for number, file in enumerate(files):
-        if file.path in contents:
-            tensors = _without_rng(contents[file.path].tensors, file, findings)
-            local.append(LocalFile(ranks[number], number, storage.where(file.path), tensors))
-    examples = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
-    layouts = rules.fit(examples).layouts(examples, mesh)
+    local = [
+        LocalFile(
+            ranks[number],
+            number,
+            storage.where(file.path),
+            _without_rng(contents[file.path].tensors, file, findings),
+        )
+        for number, file in enumerate(files)
+        if file.path in contents
+    ]
+    tensors, layouts = _join_by_rules(local, rules, mesh, findings)
     return Catalog(
         storage.root,
         "per-rank",
         tuple(files),
-        join_ranks(local, layouts, {}, findings),
+        tensors,
         others=tuple(file for file in listed if file not in {*files}),
         mesh=str(mesh),
-        layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
+        layouts=layouts,
         **catalog_fields(contents.values()),
     )
+
+
+def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
+    mesh = mesh or rules.mesh
+    if mesh is None:
+        raise CheckpointError(f"rules need a mesh to read {root}: give --mesh")
+    return mesh
+
+
+def _join_by_rules(
+    local: Sequence[LocalFile], rules: Rules, mesh: Mesh, findings: Findings
+) -> tuple[dict[str, StoredTensor], dict[str, str]]:
+    """The global tensors, and the layouts of those on this mesh."""
+    shapes = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
+    layouts = rules.fit(shapes).layouts(shapes, mesh)
+    texts = {name: str(layout) for name, layout in layouts.items() if layout.mesh == mesh}
+    return join_ranks(local, layouts, {}, findings), texts
 
 
 def join_by_rules(
@@ -300,21 +286,14 @@ def join_by_rules(
     findings: Findings,
 ) -> Catalog:
     """The catalog of ranks that saved without collectives; rules give the layouts."""
-    if mesh is None:
-        raise CheckpointError(f"rules need a mesh to read {catalog.root}: give --mesh")
+    mesh = _mesh_of(rules, mesh, catalog.root)
     local: list[LocalFile] = []
     first = 0
     for rank, one in by_rank.items():
         local += _local_files(rank, one, first)
         first += len(one.files)
-    shapes = {name: tensor.shape for file in local for name, tensor in file.tensors.items()}
-    layouts = rules.fit(shapes).layouts(shapes, mesh)
-    return replace(
-        catalog,
-        tensors=join_ranks(local, layouts, {}, findings),
-        mesh=str(mesh),
-        layouts={n: str(layout) for n, layout in layouts.items() if layout.mesh == mesh},
-    )
+    tensors, layouts = _join_by_rules(local, rules, mesh, findings)
+    return replace(catalog, tensors=tensors, mesh=str(mesh), layouts=layouts)
 
 
 def _local_files(rank: int, catalog: Catalog, first: int) -> Iterator[LocalFile]:
@@ -350,10 +329,9 @@ def read_own_ranks(
             own = one.own
             if own is None or own.rank is None or own.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
-            tensors = _headed_tensors(one)
-            for name in tensors:
+            for name in one.header.tensors:
                 _record_layout(name, own, one.where, layouts, shapes)
-            local.append(LocalFile(own.rank, number, one.where, tensors))
+            local.append(LocalFile(own.rank, number, one.where, one.header.tensors))
     files = [one.file for one in headed]
     return Catalog(
         storage.root,
@@ -382,11 +360,15 @@ def _record_layout(
     if known is None:
         try:
             layout = Layout(Mesh.parse(own.mesh), tensor.layout)
-            check_blocks(name, layout, tensor.shape, where)
-        except CheckpointError:
-            raise
+            dims = zip(layout.dims(tensor.shape), tensor.shape, strict=True)
+            blocks = max((n // block for cuts, n in dims for block in _blocks(cuts)), default=0)
         except ReshardError as error:
             raise DamageError(f"{where}: tensor {quoted(name)}: {error}") from None
+        if blocks > MAX_BLOCKS:
+            raise UnsupportedError(
+                f'{where}: tensor {quoted(name)} is sharded by "{layout}" into {blocks} blocks, at '
+                f"most {MAX_BLOCKS} are read"
+            )
         layouts[name], shapes[name] = layout, tensor.shape
     elif str(known) != tensor.layout or shapes[name] != tensor.shape:
         raise DamageError(
@@ -419,7 +401,7 @@ def _contents(
     """The content of each file that can be read, by path."""
     tensors = [file for file in files if file.path.endswith(".safetensors")]
     headed = read_headers(storage, tensors, findings)
-    contents = {one.file.path: Content(_headed_tensors(one)) for one in headed}
+    contents = {one.file.path: Content({**one.header.tensors}) for one in headed}
     for number, file in enumerate(files):
         if not file.path.endswith(".safetensors"):
             with findings.noting():
@@ -427,13 +409,6 @@ def _contents(
     for first in [*contents.values()][:1]:
         first.texts = {**common_metadata(headed), **first.texts}
     return contents
-
-
-def _headed_tensors(one: HeadedFile) -> dict[str, LocalTensor]:
-    return {
-        entry.name: LocalTensor(entry.dtype, entry.shape, row_major(entry.shape), entry.offset)
-        for entry in one.header.entries
-    }
 
 
 def _without_rng(

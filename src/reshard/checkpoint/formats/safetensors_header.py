@@ -11,8 +11,8 @@ names for duplicates.
 >>> built.offsets, built.file_size - len(built.data)
 ({'w': 152, 'b': 168}, 20)
 >>> header = parse_header(built.data[8:], built.file_size, "a.safetensors")
->>> header.entries[0]
-Entry(name='w', dtype='float32', shape=(2, 2), offset=152)
+>>> header.tensors["w"]
+LocalTensor(dtype='float32', shape=(2, 2), strides=(2, 1), offset=152, storage='')
 
 The metadata that reshard adds to its safetensors files has global shapes, layouts, mesh and rank.
 
@@ -41,16 +41,19 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
+from operator import itemgetter
 from typing import Any, NoReturn
 
-from reshard.checkpoint.formats.checks import checked_shape, shown
+from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
+from reshard.layout.box import row_major
 from reshard.text import quoted
 
 __all__ = [
-    "KEY", "SHARDING", "BuiltHeader", "Entry", "Header", "OwnMetadata", "OwnTensor", "build_header",
+    "KEY", "SHARDING", "BuiltHeader", "Header", "OwnMetadata", "OwnTensor", "build_header",
     "header_length", "offsets_text", "parse_header", "read_json",
 ]  # fmt: skip
 
@@ -68,22 +71,11 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file, and the byte of the file at which it begins."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: int
-
-
-@dataclass(frozen=True, slots=True)
 class Header:
     """The tensors of a file in the order of their bytes, and its metadata."""
 
-    entries: tuple[Entry, ...]
+    tensors: Mapping[str, LocalTensor]
     metadata: Mapping[str, str]
-    data_start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,26 +104,37 @@ def header_length(first: bytes, file_size: int, where: str) -> int:
     return length
 
 
+_strides = lru_cache(maxsize=4096)(row_major)  # one object per shape: many tensors have the same
+
+
 def parse_header(data: bytes, file_size: int, where: str) -> Header:
     """Read the JSON of a header; ``where`` is what errors call the file."""
     raw = read_json(data, where)
     data_start = 8 + len(data)
-    metadata = _metadata(raw.pop("__metadata__", None), where)
-    ranges = [_entry(name, value, where) for name, value in raw.items()]
-    ranges.sort(key=lambda found: found[1:])
-    end = _check_ranges(ranges, where)
+    metadata = raw.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise DamageError(f"{where}: __metadata__ is not an object of strings")
+    ranges = [(*_entry(name, value, where), name) for name, value in raw.items()]
+    ranges.sort(key=itemgetter(0, 1))
+    tensors, end, before = dict[str, LocalTensor](), 0, ""
+    for start, stop, dtype, shape, name in ranges:
+        if start != end:
+            what = "overlaps" if start < end else "leaves a gap after"
+            _damaged(
+                name, where, f"begins at byte {start} of the data and {what} "
+                f"{before or 'the header'}, which ends at {end}"
+            )  # fmt: skip
+        tensors[name] = LocalTensor(dtype, shape, _strides(shape), data_start + start)
+        end, before = stop, quoted(name)
     if end != file_size - data_start:
         what = "truncated" if end > file_size - data_start else "longer than its header says"
-        last = f", the last of them {quoted(ranges[-1][0].name)}" if ranges else ""
+        last = f", the last of them {before}" if before else ""
         raise DamageError(
             f"{where} is {what}: its tensors{last} end at byte {data_start + end} and it has "
             f"{file_size} bytes"
         )
-    entries = (
-        Entry(entry.name, entry.dtype, entry.shape, data_start + start)
-        for entry, start, _ in ranges
-    )
-    return Header(tuple(entries), metadata, data_start)
+    return Header(tensors, metadata)
 
 
 def build_header(
@@ -142,8 +145,18 @@ def build_header(
     entries = [f'"__metadata__":{_compact(dict(sorted(metadata.items())))}'] if metadata else []
     for name, (dtype, shape) in tensors.items():
         stop = start + prod(shape) * itemsize(dtype)
+        if name == "__metadata__":
+            raise CheckpointError('a tensor called "__metadata__" cannot be written as safetensors')
+        if dtype not in NAMES:
+            raise CheckpointError(
+                f"safetensors has no {dtype}: convert to one of {' '.join(DTYPES.values())}"
+            )
         # Not with json.dumps: a dict per tensor takes twice the time and memory.
-        entries.append(f"{_compact(_usable(name))}:{_described(dtype, shape, start, stop)}")
+        sizes = ",".join(map(str, shape))
+        entries.append(
+            f'{_compact(name)}:{{"dtype":"{NAMES[dtype]}","shape":[{sizes}],'
+            f'"data_offsets":[{start},{stop}]}}'
+        )
         starts[name], start = start, stop
     text = ",".join(entries)
     del entries  # a header of many tensors is large and several times in memory here
@@ -185,16 +198,8 @@ def _no_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _metadata(value: object, where: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if isinstance(value, dict) and all(isinstance(text, str) for text in value.values()):
-        return value
-    raise DamageError(f"{where}: __metadata__ is not an object of strings")
-
-
-def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
-    """A tensor and its byte range, relative to the start of the data."""
+def _entry(name: str, value: object, where: str) -> tuple[int, int, str, tuple[int, ...]]:
+    """The byte range of a tensor, relative to the start of the data, its dtype and its shape."""
     match value:
         case {"dtype": str(kind), "shape": list(sizes), "data_offsets": [int(start), int(stop)]}:
             pass
@@ -212,22 +217,7 @@ def _entry(name: str, value: object, where: str) -> tuple[Entry, int, int]:
     needed = prod(shape) * itemsize(dtype)
     if stop - start != needed:
         _damaged(name, where, f"has {stop - start} bytes and {shape} of {dtype} needs {needed}")
-    return Entry(name, dtype, shape, start), start, stop
-
-
-def _check_ranges(ranges: list[tuple[Entry, int, int]], where: str) -> int:
-    """Check that tensors follow each other without gaps; returns the end of the last one."""
-    end = 0
-    for number, (entry, start, stop) in enumerate(ranges):
-        if start != end:
-            before = quoted(ranges[number - 1][0].name) if number else "the header"
-            what = "overlaps" if start < end else "leaves a gap after"
-            _damaged(
-                entry.name, where, f"begins at byte {start} of the data and {what} {before}, "
-                f"which ends at {end}"
-            )  # fmt: skip
-        end = stop
-    return end
+    return start, stop, dtype, shape
 
 
 def _damaged(name: str, where: str, what: str) -> NoReturn:
@@ -235,21 +225,6 @@ def _damaged(name: str, where: str, what: str) -> NoReturn:
 
 
 _compact = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
-
-
-def _described(dtype: str, shape: Sequence[int], start: int, stop: int) -> str:
-    if dtype not in NAMES:
-        raise CheckpointError(
-            f"safetensors has no {dtype}: convert to one of {' '.join(DTYPES.values())}"
-        )
-    sizes = ",".join(map(str, shape))
-    return f'{{"dtype":"{NAMES[dtype]}","shape":[{sizes}],"data_offsets":[{start},{stop}]}}'
-
-
-def _usable(name: str) -> str:
-    if name == "__metadata__":
-        raise CheckpointError('a tensor called "__metadata__" cannot be written as safetensors')
-    return name
 
 
 KEY = "reshard"
@@ -285,7 +260,10 @@ class OwnMetadata:
             data["mesh"] = self.mesh
         if self.rank is not None:
             data["rank"] = self.rank
-        data["tensors"] = {name: _tensor_data(tensor) for name, tensor in self.tensors.items()}
+        data["tensors"] = tensors = {}
+        for name, tensor in self.tensors.items():
+            layout = {} if tensor.layout is None else {"layout": tensor.layout}
+            tensors[name] = {"shape": list(tensor.shape), **layout}
         return json.dumps(data, separators=(",", ":"))
 
     @classmethod
@@ -308,7 +286,14 @@ class OwnMetadata:
             raise DamageError(f"{where}: mesh is a text and rank a number")
         if not 1 <= file <= files:
             raise DamageError(f"{where} is about file {file} of {files}")
-        found = {name: _own_tensor(name, value, where) for name, value in tensors.items()}
+        found = {}
+        for name, value in tensors.items():
+            if not isinstance(value, dict):
+                raise DamageError(f"{where}: tensor {quoted(name)} is not described by an object")
+            layout = value.get("layout")
+            if not (layout is None or isinstance(layout, str)):
+                raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
+            found[name] = OwnTensor(checked_shape(value.get("shape"), where, name), layout)
         return cls(file, files, mesh, rank, found)
 
 
@@ -319,17 +304,3 @@ def offsets_text(offsets: Mapping[str, tuple[int, ...]]) -> str:
     '{"w": {"saved_offsets": [4, 0]}}'
     """
     return json.dumps({name: {"saved_offsets": list(at)} for name, at in offsets.items()})
-
-
-def _tensor_data(tensor: OwnTensor) -> dict[str, Any]:
-    layout = {} if tensor.layout is None else {"layout": tensor.layout}
-    return {"shape": list(tensor.shape), **layout}
-
-
-def _own_tensor(name: str, value: object, where: str) -> OwnTensor:
-    if not isinstance(value, dict):
-        raise DamageError(f"{where}: tensor {quoted(name)} is not described by an object")
-    layout = value.get("layout")
-    if not (layout is None or isinstance(layout, str)):
-        raise DamageError(f"{where}: the layout of tensor {quoted(name)} is no text")
-    return OwnTensor(checked_shape(value.get("shape"), where, name), layout)

@@ -16,17 +16,22 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import islice
 from operator import add, gt
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, checked_shape, missing_parts, rank_of
+from reshard.checkpoint.formats.checks import (
+    Findings,
+    LocalTensor,
+    checked_shape,
+    missing_parts,
+    rank_of,
+    whole_tensors,
+)
 from reshard.checkpoint.formats.safetensors_header import (
     KEY,
     SHARDING,
-    Entry,
     Header,
     OwnMetadata,
     header_length,
@@ -35,7 +40,7 @@ from reshard.checkpoint.formats.safetensors_header import (
 )
 from reshard.checkpoint.storage import Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import Box
 from reshard.layout.mesh import Mesh
 from reshard.text import and_more, quoted
 
@@ -165,18 +170,17 @@ def _check_index(
     findings: Findings,
 ) -> None:
     """Compare the index with the headers."""
-    stored = {one.file.path: {entry.name for entry in one.header.entries} for one in headed}
     listed: dict[str, set[str]] = {}
     for name, path in mapped.items():
         listed.setdefault(path, set()).add(name)
-    for path, names in listed.items():
-        if path not in stored:
-            continue
-        if absent := sorted(names - stored[path]):
+    for one in headed if mapped else ():
+        path, stored = one.file.path, one.header.tensors.keys()
+        names = listed[path]
+        if absent := sorted(names - stored):
             findings.found(
                 f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
             )
-        if extra := sorted(stored[path] - names):
+        if extra := sorted(stored - names):
             findings.found(f"{storage.where(path)} holds {_tensors(extra)}, which {where} lacks")
 
 
@@ -198,20 +202,18 @@ def read_whole(
             findings.note(f"{path} and other files of the same set were not given")
             break
         findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
-    _check_no_ranks(storage.root, headed)
-    tensors: dict[str, StoredTensor] = {}
-    home: dict[str, str] = {}
-    doubled: dict[tuple[str, str], list[str]] = {}
-    for number, one in enumerate(headed):
-        for entry in one.header.entries:
-            if entry.name in home:
-                doubled.setdefault((home[entry.name], one.where), []).append(entry.name)
-                continue
-            home[entry.name] = one.where
-            piece = StoredPiece(_whole(entry.shape), number, entry.offset, _strides(entry.shape))
-            tensors[entry.name] = StoredTensor(entry.name, entry.shape, entry.dtype, (piece,))
-    findings.refuse_doubled(
-        doubled, "name one of the files, or give the rules and the mesh by which ranks wrote them"
+    ranks = {one.file.path: rank_of(one.file.path, None) for one in headed}
+    names = [name for one in headed for name in one.header.tensors]
+    if None not in ranks.values() and len(set(names)) < len(names):
+        path, rank = next(iter(ranks.items()))
+        raise CheckpointError(
+            f"{storage.root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank "
+            f"{rank}) that do not record their layout: give --rules and --mesh"
+        )
+    tensors = whole_tensors(
+        ((number, one.where, one.header.tensors) for number, one in enumerate(headed)),
+        findings,
+        "name one of the files, or give the rules and the mesh by which ranks wrote them",
     )
     sound = tuple(one.file for one in headed)
     used = {*sound, index}
@@ -223,23 +225,6 @@ def read_whole(
         metadata=common_metadata(headed),
         others=tuple(file for file in listed if file not in used),
     )
-
-
-# One object per shape: many tensors have the same.
-_whole = lru_cache(maxsize=4096)(Box.whole)
-_strides = lru_cache(maxsize=4096)(row_major)
-
-
-def _check_no_ranks(root: str, headed: Sequence[HeadedFile]) -> None:
-    """Refuse files of several ranks that share names: only rules say how to join them."""
-    ranks = {one.file.path: rank_of(one.file.path, None) for one in headed}
-    names = [entry.name for one in headed for entry in one.header.entries]
-    if None not in ranks.values() and len(set(names)) < len(names):
-        path, rank = next(iter(ranks.items()))
-        raise CheckpointError(
-            f"{root} holds files of {len(set(ranks.values()))} ranks ({path} is of rank {rank}) "
-            "that do not record their layout: give --rules and --mesh"
-        )
 
 
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
@@ -306,10 +291,13 @@ def read_sharded(
     layouts: dict[str, str] = {}
     for number, one in enumerate(headed):
         with findings.noting():
-            offsets = _offsets(one)
-            for entry in one.header.entries:
+            offsets: dict[str, Any] | None = None  # of a file that holds whole tensors
+            if (text := one.header.metadata.get(SHARDING)) is not None:
+                data = text.encode("utf-8", "surrogatepass")
+                offsets = read_json(data, f"{one.where}: {SHARDING}")
+            for name, local in one.header.tensors.items():
                 with findings.noting():
-                    _gather(gathered, entry, number, one, offsets)
+                    _gather(gathered, name, local, number, one, offsets)
         own = one.own.tensors if one.own else {}
         layouts |= {name: tensor.layout for name, tensor in own.items() if tensor.layout}
     tensors = {}
@@ -336,58 +324,38 @@ def read_sharded(
     )
 
 
-def _offsets(one: HeadedFile) -> dict[str, Any] | None:
-    """The offset of each tensor of a file; None for a file that holds whole tensors."""
-    text = one.header.metadata.get(SHARDING)
-    if text is None:
-        return None
-    where = f"{one.where}: {SHARDING}"
-    return read_json(text.encode("utf-8", "surrogatepass"), where)
-
-
 def _gather(
     gathered: dict[str, _Gathered],
-    entry: Entry,
+    name: str,
+    local: LocalTensor,
     number: int,
     one: HeadedFile,
     offsets: dict[str, Any] | None,
 ) -> None:
     """Add the box of one file to its tensor."""
-    start = (0,) * len(entry.shape) if offsets is None else _start(offsets, entry, one.where)
-    stop = checked_shape(tuple(map(add, start, entry.shape)), one.where, entry.name)
-    found = gathered.get(entry.name)
+    named = f"{one.where}: tensor {quoted(name)}"
+    start = (0,) * len(local.shape)
+    if offsets is not None:
+        place = offsets.get(name)
+        if not isinstance(place, dict) or "saved_offsets" not in place:
+            raise DamageError(f"{named} has no saved_offsets in {SHARDING}")
+        start = checked_shape(place["saved_offsets"], f"{one.where}: saved_offsets", name)
+        if len(start) != len(local.shape):
+            raise DamageError(f"{named} has the shape {local.shape} and the offsets {start}")
+    stop = checked_shape(tuple(map(add, start, local.shape)), one.where, name)
+    found = gathered.get(name)
     if found is None:
-        found = gathered[entry.name] = _Gathered(entry.dtype, len(start), one.where)
-    if (found.dtype, found.num_dims) != (entry.dtype, len(start)):
+        found = gathered[name] = _Gathered(local.dtype, len(start), one.where)
+    if (found.dtype, found.num_dims) != (local.dtype, len(start)):
         raise DamageError(
-            f"{_named(one.where, entry)} is {entry.dtype} of {len(start)} dims and {found.dtype} "
-            f"of {found.num_dims} in {found.where}: one of them is not of this checkpoint"
+            f"{named} is {local.dtype} of {len(start)} dims and {found.dtype} of {found.num_dims} "
+            f"in {found.where}: one of them is not of this checkpoint"
         )
-    own = one.own.tensors.get(entry.name) if one.own else None
+    own = one.own.tensors.get(name) if one.own else None
     if own is not None and found.shape not in (None, own.shape):
-        raise DamageError(
-            f"{_named(one.where, entry)} is part of {own.shape}, and of {found.shape} in "
-            f"{found.where}"
-        )
+        raise DamageError(f"{named} is part of {own.shape}, and of {found.shape} in {found.where}")
     found.shape = found.shape if own is None else own.shape
-    piece = StoredPiece(Box(start, stop), number, entry.offset, row_major(entry.shape))
-    found.pieces.append(piece)
-
-
-def _start(offsets: dict[str, Any], entry: Entry, where: str) -> tuple[int, ...]:
-    place = offsets.get(entry.name)
-    if not isinstance(place, dict) or "saved_offsets" not in place:
-        raise DamageError(f"{_named(where, entry)} has no saved_offsets in {SHARDING}")
-    start = checked_shape(place["saved_offsets"], f"{where}: saved_offsets", entry.name)
-    if len(start) != len(entry.shape):
-        raise DamageError(
-            f"{_named(where, entry)} has the shape {entry.shape} and the offsets {start}"
-        )
-    return start
-
-
-def _named(where: str, entry: Entry) -> str:
-    return f"{where}: tensor {quoted(entry.name)}"
+    found.pieces.append(StoredPiece(Box(start, stop), number, local.offset, local.strides))
 
 
 def _tensor(name: str, found: _Gathered) -> StoredTensor:

@@ -19,11 +19,18 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from reshard.checkpoint.catalog import Catalog, Crc, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, missing_parts, rank_of, shown, whole_numbers
+from reshard.checkpoint.catalog import Catalog, Crc
+from reshard.checkpoint.formats.checks import (
+    Findings,
+    LocalTensor,
+    missing_parts,
+    rank_of,
+    shown,
+    whole_numbers,
+    whole_tensors,
+)
 from reshard.checkpoint.formats.torch_archive import Archive, read_archives
 from reshard.checkpoint.formats.torch_tensors import (
-    LocalTensor,
     Visits,
     allow_tensors,
     as_json,
@@ -35,7 +42,6 @@ from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
 from reshard.checkpoint.storage import Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, UnsupportedError
-from reshard.layout.box import Box
 from reshard.text import and_more, format_bytes, quoted
 
 __all__ = ["Content", "catalog_fields", "check_no_zero_files", "read_torch", "read_torch_file"]
@@ -159,25 +165,18 @@ def read_torch(
     check_no_zero_files(storage.root, files)
     for path in missing_parts(files) if not storage.is_file else ():
         findings.found(f"{storage.where(path)} is missing: the names of the other files imply it")
-    tensors: dict[str, StoredTensor] = {}
-    doubled: dict[tuple[str, str], list[str]] = {}
-    contents: list[Content] = []
+    contents: dict[int, Content] = {}
     for number, file in enumerate(files):
         with findings.noting():
-            content = read_torch_file(storage, file, findings, number)
-            contents.append(content)
-            for name, local in content.tensors.items():
-                if name in tensors:
-                    before = files[tensors[name].pieces[0].file].path
-                    doubled.setdefault((before, file.path), []).append(name)
-                    continue
-                box = Box.whole(local.shape)
-                piece = StoredPiece(box, number, local.offset, local.strides)
-                tensors[name] = StoredTensor(name, local.shape, local.dtype, (piece,))
-    findings.refuse_doubled(doubled, f"name one of the files of {storage.root}")
+            contents[number] = read_torch_file(storage, file, findings, number)
+    tensors = whole_tensors(
+        ((number, files[number].path, one.tensors) for number, one in contents.items()),
+        findings,
+        f"name one of the files of {storage.root}",
+    )
     used = set(files)
     others = tuple(file for file in listed if file not in used)
-    fields = catalog_fields(contents)
+    fields = catalog_fields(contents.values())
     return Catalog(storage.root, "torch", files, tensors, others=others, **fields)
 
 

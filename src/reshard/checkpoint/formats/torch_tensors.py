@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from reshard.checkpoint.catalog import Catalog, StoredObject
-from reshard.checkpoint.formats.checks import checked_shape, shown, whole_numbers
+from reshard.checkpoint.formats.checks import LocalTensor, checked_shape, shown, whole_numbers
 from reshard.checkpoint.formats.torch_archive import Archive, archive_crcs, read_archives
 from reshard.checkpoint.formats.torch_unpickler import Global, Record, unpickle
 from reshard.checkpoint.storage import Storage
@@ -31,7 +31,7 @@ from reshard.layout.box import row_major
 from reshard.text import format_bytes
 
 __all__ = [
-    "STORAGE_DTYPES", "LocalTensor", "View", "Visits", "allow_tensors", "as_json", "dtype_of",
+    "STORAGE_DTYPES", "View", "Visits", "allow_tensors", "as_json", "dtype_of",
     "is_plain", "is_tensor", "object_texts", "view_of",
 ]  # fmt: skip
 
@@ -69,18 +69,6 @@ _HARMLESS = {
         "bool", "list", "dict", "tuple", "object", "bytes")),
 }  # fmt: skip
 """Names of the standard library that occur in checkpoints of training runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
-    """A tensor of a file: dtype, shape, strides, and the byte at which its first element begins."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]
-    offset: int
-    storage: str = ""
-    """The member of the archive that holds it; empty outside of archives."""
 
 
 def allow_tensors(module: str, name: str) -> bool:
