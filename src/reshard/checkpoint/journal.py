@@ -60,7 +60,8 @@ class Journal:
 
     def append(self, record: Record) -> None:
         """Add a record; it survives the end of this process."""
-        line = _line(record)
+        text = json.dumps(record, separators=(",", ":")).encode()
+        line = f"{crc32(text):08x} ".encode() + text + b"\n"
         with self._lock, named(self.path):
             while line:
                 line = line[os.write(self._descriptor, line) :]
@@ -86,7 +87,11 @@ class Journal:
 def read_journals(folder: Path) -> list[Record]:
     """The valid records of all ranks."""
     paths = sorted(folder.glob("journal.*"), key=lambda path: path.name)
-    return [record for path in paths for record in _reliable(list(_records(path)))]
+    return [
+        record
+        for path in paths
+        for record in _reliable([json.loads(line[9:]) for line in _good_lines(path)])
+    ]
 
 
 def boot_id() -> str:
@@ -114,16 +119,6 @@ def _reliable(records: list[Record]) -> Iterator[Record]:
             waiting.append((at, record))
     if boot == here:
         yield from (one for _, one in waiting)
-
-
-def _line(record: Record) -> bytes:
-    text = json.dumps(record, separators=(",", ":")).encode()
-    return f"{crc32(text):08x} ".encode() + text + b"\n"
-
-
-def _records(path: Path) -> Iterator[Record]:
-    for line in _good_lines(path):
-        yield json.loads(line[9:])
 
 
 def _good_lines(path: Path) -> Iterator[bytes]:
@@ -175,8 +170,16 @@ class Team:
 
     def wait_for_leader(self, place: Workplace, fingerprint: str) -> int:
         """Wait until rank 0 has prepared the files; returns the window size that it chose."""
+
+        def prepared() -> int | None:
+            request = place.request()
+            if not request or request.get("fingerprint") != fingerprint:
+                return None
+            is_ready = (place.folder / "prepared").exists() and place.is_held()
+            return int(request["window"]) if is_ready else None
+
         return self._wait(
-            lambda: _prepared(place, fingerprint),
+            prepared,
             lambda: 0,
             lambda: "rank 0 has not prepared the output: is it running, with the same arguments?",
         )
@@ -264,14 +267,6 @@ def team_of(environment: Mapping[str, str] = os.environ, timeout: float = 600.0)
                 )
             return Team(rank, size, timeout)
     return Team(timeout=timeout)
-
-
-def _prepared(place: Workplace, fingerprint: str) -> int | None:
-    request = place.request()
-    if not request or request.get("fingerprint") != fingerprint:
-        return None
-    is_ready = (place.folder / "prepared").exists() and place.is_held()
-    return int(request["window"]) if is_ready else None
 
 
 def _check_failures(place: Workplace) -> None:

@@ -133,7 +133,11 @@ def owned_boxes(name: str, wanted: Wanted, number: int) -> Owned:
         return wanted.owned
     if layout is None:
         return _whole(wanted.shape, 0)
-    _check_whole_values(name, layout)
+    if layout.reduce is not None:
+        raise LayoutError(
+            f'tensor {quoted(name)}: layout "{layout}" leaves a sum pending: a checkpoint holds '
+            "values; take the suffix away"
+        )
     num_elements, period = _counted(layout, wanted.shape)
     if num_elements != prod(wanted.shape):
         raise CoverageError(
@@ -164,11 +168,3 @@ def _turn(layout: Layout, shape: tuple[int, ...], turn: int) -> Owned:
 def _whole(shape: Sequence[int], rank: int) -> Owned:
     starts = np.zeros((1, len(shape)), dtype=np.int64)
     return Owned(starts, np.array([shape], dtype=np.int64).reshape(1, -1), np.array([rank]))
-
-
-def _check_whole_values(name: str, layout: Layout) -> None:
-    if layout.reduce is not None:
-        raise LayoutError(
-            f'tensor {quoted(name)}: layout "{layout}" leaves a sum pending: a checkpoint holds '
-            "values; take the suffix away"
-        )

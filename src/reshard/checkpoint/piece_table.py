@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import chain
 from math import prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +30,9 @@ from reshard.layout.box import Box
 from reshard.layout.columns import Ints, distinct_first, numbered
 
 __all__ = ["Extent", "PieceTable", "Pieces", "extents", "slabs"]
+
+
+_COLUMNS = ("files", "offsets", "starts", "stops", "strides")
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,31 +68,21 @@ class PieceTable:
         )
 
     @classmethod
+    @lru_cache(maxsize=1024)
     def none(cls, num_dims: int, itemsize: int) -> PieceTable:
         """A table without rows."""
-        return _none(num_dims, itemsize)
+        return cls.of((), num_dims, itemsize)
 
     def __len__(self) -> int:
         return len(self.files)
 
     def fingerprint(self) -> bytes:
         """Bytes that are equal for tables with equal rows."""
-        tables = (self.files, self.offsets, self.starts, self.stops, self.strides)
-        return b"".join(table.tobytes() for table in tables)
+        return b"".join(getattr(self, name).tobytes() for name in _COLUMNS)
 
     def __getitem__(self, rows: Ints | slice) -> PieceTable:
         """A table of some of the rows."""
-        return replace(
-            self,
-            starts=self.starts[rows],
-            stops=self.stops[rows],
-            files=self.files[rows],
-            offsets=self.offsets[rows],
-            strides=self.strides[rows],
-        )
-
-    def __add__(self, other: PieceTable) -> PieceTable:
-        return joined([self, other])
+        return replace(self, **{name: getattr(self, name)[rows] for name in _COLUMNS})
 
     @cached_property
     def shapes(self) -> Ints:
@@ -149,7 +143,11 @@ class PieceTable:
         if not table.shape[1]:
             rows = np.arange(len(self))
             return rows[:1], rows[1:]
-        _, first = distinct_first(_as_keys(table))
+        keys = np.zeros(len(table), dtype=np.int64)  # equal for equal rows
+        for column in table.T:
+            number = numbered(column)[1]
+            keys = numbered(keys * (number.max(initial=0) + 1) + number)[1]
+        _, first = distinct_first(keys)
         chosen = np.zeros(len(self), dtype=bool)
         chosen[first] = True
         return np.flatnonzero(chosen), np.flatnonzero(~chosen)
@@ -174,11 +172,6 @@ class PieceTable:
         starts[:, :inner] += at
         stops[:, :inner] = starts[:, :inner] + 1
         return self.clipped(np.full(len(at), row), starts, stops)
-
-
-@lru_cache(maxsize=1024)
-def _none(num_dims: int, itemsize: int) -> PieceTable:
-    return PieceTable.of((), num_dims, itemsize)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -212,27 +205,14 @@ class Pieces:
 
 def joined(parts: Sequence[PieceTable]) -> PieceTable:
     """The rows of several tables."""
-    return replace(
-        parts[0],
-        starts=np.concatenate([part.starts for part in parts]),
-        stops=np.concatenate([part.stops for part in parts]),
-        files=np.concatenate([part.files for part in parts]),
-        offsets=np.concatenate([part.offsets for part in parts]),
-        strides=np.concatenate([part.strides for part in parts]),
-    )
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(p, name) for p in parts]) for name in _COLUMNS
+    }
+    return replace(parts[0], **columns)
 
 
 def _table(rows: Iterable[Sequence[int]], shape: tuple[int, int]) -> Ints:
     return np.fromiter(chain.from_iterable(rows), np.int64, prod(shape)).reshape(shape)
-
-
-def _as_keys(table: Ints) -> Ints:
-    """An integer for each row, equal for equal rows."""
-    keys = np.zeros(len(table), dtype=np.int64)
-    for column in table.T:
-        number = numbered(column)[1]
-        keys = numbered(keys * (number.max(initial=0) + 1) + number)[1]
-    return keys
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -67,10 +68,15 @@ def replaced_by(target: Path, files: Collection[str]) -> Replaced:
             f"{target}/{in_way} is no part of the checkpoint there, and the new one has a file of "
             "that name: move it away, or choose another target"
         )
-    kept = tuple(_kept(target, belongs))
-    _check_not_read(target, kept, files)
-    _check_movable(target, kept)
-    return Replaced(belongs, kept)
+    kept: list[str] = []
+    for entry in sorted(os.scandir(target), key=lambda entry: entry.name):
+        if entry.is_dir(follow_symlinks=False):
+            if any(_others(Path(entry.path), belongs, f"{entry.name}/")):
+                kept.append(f"{entry.name}/")
+        elif entry.name not in belongs:
+            kept.append(entry.name)
+    _check_kept(target, kept, files)
+    return Replaced(belongs, tuple(kept))
 
 
 class _TopLevel(LocalStorage):
@@ -88,8 +94,14 @@ class _TopLevel(LocalStorage):
 def _belonging(target: Path) -> frozenset[str]:
     """The files of the checkpoint in a folder."""
     with _TopLevel(str(target)) as storage:
-        sizes = _written(storage)
-        found = {path for path, size in sizes.items() if _size(target / path) == size}
+        sizes: dict[str, int] = {}  # of the files that reshard wrote with the checkpoint
+        with suppress(ReshardError):
+            sums = load_checksums(storage)
+            sizes = {path: known.size for path, known in sums.files.items()} if sums else {}
+        found = set()
+        for path, size in sizes.items():
+            with suppress(OSError):
+                found |= {path} if (target / path).stat().st_size == size else set()
         if not found or len(found) < len(sizes):
             # If reshard wrote the checkpoint, other files of tensors are not part of it.
             read = _read(target, storage, is_known=bool(sizes))
@@ -114,37 +126,13 @@ def _read(target: Path, storage: LocalStorage, is_known: bool) -> set[str]:
         raise TargetError(
             f"{target} holds no checkpoint (no tensor of its files can be read), and {advice}"
         )
-    found = {file.path for file in catalog.files} | _index_of(storage)
+    found = {file.path for file in catalog.files}
+    index = find_index(storage.list())
+    with suppress(ReshardError):
+        found |= {index.path, *index_files(storage, index).values()} if index else set()
     if not is_known:
         _check_one(target, catalog, found)
     return found | ({".metadata"} if catalog.format == "distcp" else set())
-
-
-def _index_of(storage: LocalStorage) -> set[str]:
-    """The index of safetensors files, and all files that it lists."""
-    index = find_index(storage.list())
-    if index is None:
-        return set()
-    try:
-        return {index.path, *index_files(storage, index).values()}
-    except ReshardError:
-        return set()
-
-
-def _written(storage: LocalStorage) -> dict[str, int]:
-    """The files that reshard wrote with the checkpoint and their sizes, from its checksums."""
-    try:
-        sums = load_checksums(storage)
-    except ReshardError:
-        return {}
-    return {} if sums is None else {path: known.size for path, known in sums.files.items()}
-
-
-def _size(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
 
 
 def _check_one(target: Path, catalog: Catalog, files: Collection[str]) -> None:
@@ -176,15 +164,6 @@ def _in_way(target: Path, path: str) -> str | None:
     return path
 
 
-def _kept(target: Path, belongs: Collection[str]) -> Iterator[str]:
-    for entry in sorted(os.scandir(target), key=lambda entry: entry.name):
-        if entry.is_dir(follow_symlinks=False):
-            if any(_others(Path(entry.path), belongs, f"{entry.name}/")):
-                yield f"{entry.name}/"
-        elif entry.name not in belongs:
-            yield entry.name
-
-
 def _others(folder: Path, belongs: Collection[str], prefix: str) -> Iterator[str]:
     """Paths in a folder that are not part of the checkpoint; an empty folder is kept."""
     entries = list(os.scandir(folder))
@@ -198,20 +177,15 @@ def _others(folder: Path, belongs: Collection[str], prefix: str) -> Iterator[str
             yield path
 
 
-def _check_not_read(target: Path, kept: Collection[str], files: Collection[str]) -> None:
-    """Refuse files of other tensors that readers would take for part of the new checkpoint."""
-    if ".metadata" in files:
-        return
-    for name in kept:
+def _check_kept(target: Path, kept: Collection[str], files: Collection[str]) -> None:
+    """Refuse, before any work, files that readers would take for part of the new checkpoint, and
+    files that cannot be moved at the end."""
+    for name in kept if ".metadata" not in files else ():
         if name.endswith(_SAFETENSORS) or is_distcp(name):
             raise TargetError(
                 f"{target}/{name} is no part of the checkpoint there, and would be read as a part "
                 "of the new one: move it away, or choose another target"
             )
-
-
-def _check_movable(target: Path, kept: Collection[str]) -> None:
-    """Refuse files that cannot be moved at the end, before any work."""
     if os.path.ismount(target):
         raise TargetError(f"{target} is a mount point and cannot be renamed: name a folder in it")
     device = target.stat().st_dev

@@ -126,9 +126,9 @@ class Workplace:
     def recover(self) -> bool:
         """Do what ``settle`` does, with the lock held; whether the new output is published."""
         state = _publishing(self.folder)
-        if state is None:
+        if not state:
             return False
-        if self._was_published(state["inode"]):
+        if self.target.is_dir() and self.target.stat().st_ino == state["inode"]:
             self.finish()
             return True
         if self.old.exists() and not os.path.lexists(self.target):
@@ -169,7 +169,12 @@ class Workplace:
             raise TargetError(
                 f"nothing can be written next to {self.target}: {error.strerror}"
             ) from None
-        if not _locked(lock):
+        for _ in range(5):  # a rank that tests the lock holds it for a moment
+            with suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.02)
+        else:
             os.close(lock)
             raise TargetError(
                 f"another conversion is writing {self.target}: wait for it, or end it"
@@ -235,7 +240,12 @@ class Workplace:
         """Whether the destination is the result of this request, with all of its files."""
         try:
             sizes = [(self.target / file.path).stat().st_size for file in files]
-            found = _request_of(self.target)
+            with open_storage(self.target) as storage:
+                sums = load_checksums(storage)
+            if sums is None:
+                found = json.loads((self.target / REQUEST).read_text(encoding="utf-8"))
+            else:
+                found = sums.request
         except (OSError, ValueError):  # includes damaged checksums
             return False
         return found == request and sizes == [file.size for file in files]
@@ -267,51 +277,43 @@ class Workplace:
         Returns the names of other files at the destination, which are kept.
         """
         is_there = overwrite and os.path.lexists(self.target)
-        replaced = self._check_again(files) if is_there else Replaced(frozenset(), ())
+        replaced = Replaced(frozenset(), ())
+        if is_there:  # it may have changed since the conversion began
+            try:
+                replaced = self.check_target(True, files)
+            except TargetError as error:
+                raise UnfinishedError(f"{error}; then continue with --resume") from None
         state = {"inode": self.data.stat().st_ino, "belongs": sorted(replaced.belongs)}
         replace_file(self.folder / PUBLISHING, json.dumps(state).encode())
         try:
-            if is_there:
-                _copy_permissions(self.data, self.target.stat())
+            if is_there:  # the owner and permissions of the folder that is replaced
+                old = self.target.stat()
+                with suppress(PermissionError):
+                    os.chown(self.data, old.st_uid, old.st_gid)
+                self.data.chmod(stat.S_IMODE(old.st_mode))
             if not is_there:
                 self.data.rename(self.target)
             elif not exchange(self.data, self.target):
                 self.target.rename(self.old)
                 self.data.rename(self.target)
         except OSError as error:
-            raise self._in_the_way(error) from None
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+                raise UnfinishedError(
+                    f"{self.target} was created during the conversion: move it away and give "
+                    "--resume, or give --resume --overwrite"
+                ) from None
+            raise UnfinishedError(
+                f"{self.data} cannot be renamed to {self.target}: {error.strerror}; "
+                "--resume tries again"
+            ) from None
         self.finish()
         return replaced.kept
-
-    def _check_again(self, files: Collection[str]) -> Replaced:
-        """Check the destination again: it may have changed since the conversion began."""
-        try:
-            return self.check_target(True, files)
-        except TargetError as error:
-            raise UnfinishedError(f"{error}; then continue with --resume") from None
-
-    def _in_the_way(self, error: OSError) -> Exception:
-        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-            return UnfinishedError(
-                f"{self.target} was created during the conversion: move it away and give --resume, "
-                "or give --resume --overwrite"
-            )
-        return UnfinishedError(
-            f"{self.data} cannot be renamed to {self.target}: {error.strerror}; "
-            "--resume tries again"
-        )
-
-    def _was_published(self, inode: int) -> bool:
-        """Whether the output is at the destination."""
-        return self.target.is_dir() and self.target.stat().st_ino == inode
 
     def finish(self) -> None:
         """Make the rename durable, move kept files to the new folder, and remove the old one."""
         sync_folder(self.target.parent)
-        state = _publishing(self.folder)
-        for old in _replaced_folders(self.folder, state):
-            assert state is not None
-            move_kept(old, self.target, frozenset(state["belongs"]))
+        for old, belongs in _replaced_folders(self.folder):
+            move_kept(old, self.target, belongs)
             sync_folder(self.target)
         self._remove()
 
@@ -326,30 +328,13 @@ def _nearest(folder: Path) -> Path:
     return next(path for path in (folder, *folder.parents) if path.exists())
 
 
-def _copy_permissions(folder: Path, old: os.stat_result) -> None:
-    """Give a folder the owner and permissions of the one that it replaces."""
-    with suppress(PermissionError):
-        os.chown(folder, old.st_uid, old.st_gid)
-    folder.chmod(stat.S_IMODE(old.st_mode))
-
-
-def _request_of(target: Path) -> Mapping[str, Any] | None:
-    """The request of which a folder is the result."""
-    with open_storage(target) as storage:
-        sums = load_checksums(storage)
-    if sums is not None:
-        return sums.request
-    found = json.loads((target / REQUEST).read_text(encoding="utf-8"))
-    return found if isinstance(found, dict) else None
-
-
-def _publishing(folder: Path) -> dict[str, Any] | None:
-    """The publishing.json of a partial folder; None if publication had not begun."""
+def _publishing(folder: Path) -> dict[str, Any]:
+    """The publishing.json of a partial folder; empty if publication had not begun."""
     path = folder / PUBLISHING
     try:
         state = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return None
+        return {}
     except (OSError, ValueError):
         state = None
     match state:
@@ -358,34 +343,20 @@ def _publishing(folder: Path) -> dict[str, Any] | None:
     raise UnfinishedError(f"{path} cannot be read: see what {folder} holds, and move it away")
 
 
-def _replaced_folders(folder: Path, state: Mapping[str, Any] | None) -> Iterator[Path]:
-    """The old folder of the destination, wherever the exchange has put it."""
-    for old in (folder / "old", folder / "data"):
-        is_folder = state is not None and old.is_dir() and not old.is_symlink()
-        if is_folder and state is not None and old.stat().st_ino != state["inode"]:
-            yield old
+def _replaced_folders(folder: Path) -> Iterator[tuple[Path, Collection[str]]]:
+    """The old folder of the destination, wherever the exchange has put it, and which of its files
+    are part of the old checkpoint."""
+    state = _publishing(folder)
+    for old in (folder / "old", folder / "data") if state else ():
+        if old.is_dir() and not old.is_symlink() and old.stat().st_ino != state["inode"]:
+            yield old, frozenset(state["belongs"])
 
 
 def _delete(folder: Path) -> None:
     """Delete a partial folder, and of an old folder in it only the old checkpoint."""
     try:
-        state = _publishing(folder)
+        if not all(delete_files(*replaced) for replaced in _replaced_folders(folder)):
+            return
     except UnfinishedError:
         return
-    for old in _replaced_folders(folder, state):
-        assert state is not None
-        if not delete_files(old, state["belongs"]):
-            return
     shutil.rmtree(folder, ignore_errors=True)
-
-
-def _locked(lock: int) -> bool:
-    """Take a lock; tries repeatedly, as a rank that tests the lock holds it for a moment."""
-    for _ in range(5):
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            time.sleep(0.02)
-        else:
-            return True
-    return False

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import Catalog, StoredTensor
+from reshard.checkpoint.catalog import Catalog
 from reshard.checkpoint.formats.checks import Findings, is_distcp
 from reshard.checkpoint.remote import RemoteStorage
 from reshard.checkpoint.storage import (
@@ -56,7 +56,16 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
     present = {file.path: file.size for file in listed}
     if COMMITTED not in present:
         return
-    for path, size in _uploaded_sizes(storage, present[COMMITTED]).items():
+    where, length = storage.where(COMMITTED), present[COMMITTED]
+    if length > MAX_COMMITTED:
+        raise DamageError(f"{where} has {length} bytes, at most {MAX_COMMITTED} are read")
+    data = _json(storage, COMMITTED, length)
+    files = data.get("files") if data else None
+    if not isinstance(files, dict) or any(type(size) is not int for size in files.values()):
+        raise DamageError(
+            f"{where} is not what reshard writes: restore it from a copy, or delete it"
+        )
+    for path, size in files.items():
         found = present.get(path)
         if found is None:
             findings.found(
@@ -70,30 +79,21 @@ def check_committed(storage: Storage, listed: Sequence[StoredFile], findings: Fi
             )
 
 
-def _uploaded_sizes(storage: Storage, size: int) -> dict[str, int]:
-    where = storage.where(COMMITTED)
-    if size > MAX_COMMITTED:
-        raise DamageError(f"{where} has {size} bytes, at most {MAX_COMMITTED} are read")
+def _json(storage: Storage, path: str, length: int) -> dict[str, Any] | None:
+    """The JSON object in the first bytes of a file; None if it is anything else."""
     try:
-        data = json.loads(storage.read(COMMITTED, 0, size))
+        found = json.loads(storage.read(path, 0, length))
     except (ValueError, RecursionError):
-        data = None
-    files = data.get("files") if isinstance(data, dict) else None
-    if not isinstance(files, dict) or any(type(one) is not int for one in files.values()):
-        raise DamageError(
-            f"{where} is not what reshard writes: restore it from a copy, or delete it"
-        )
-    return files
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def config_of(storage: Storage) -> Mapping[str, Any] | None:
     """The ``config.json`` of a folder; None if it is absent or cannot be read."""
     try:
-        size = storage.size("config.json")
-        config = json.loads(storage.read("config.json", 0, min(size, MAX_CONFIG)))
-    except (ReshardError, ValueError, RecursionError):
+        return _json(storage, "config.json", min(storage.size("config.json"), MAX_CONFIG))
+    except ReshardError:
         return None
-    return config if isinstance(config, dict) else None
 
 
 def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> None:
@@ -112,20 +112,19 @@ def check_expected(storage: Storage, catalog: Catalog, findings: Findings) -> No
         return
     for name, tensor in catalog.tensors.items():
         shape = known[name][0] if name in known else tensor.shape
-        if len(shape) == len(tensor.shape) and _is_cut_off(tensor, shape):
+        if len(shape) != len(tensor.shape):
+            continue
+        differ = [dim for dim, size in enumerate(shape) if size != tensor.shape[dim]]
+        if len(differ) != 1:
+            continue
+        [dim] = differ
+        whole = tensor.shape[dim]
+        # Shorter in one dim, and split along that dim.
+        if shape[dim] > whole and any(piece.box.shape[dim] < whole for piece in tensor.pieces):
             findings.found(
                 f"{storage.root}: tensor {quoted(name)} reaches to {tensor.shape} and config.json "
                 f"says {tuple(shape)}: the last shard is missing"
             )
-
-
-def _is_cut_off(tensor: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor is shorter in exactly one dim, and is split along that dim."""
-    differ = [dim for dim, size in enumerate(shape) if size != tensor.shape[dim]]
-    if len(differ) != 1 or shape[differ[0]] < tensor.shape[differ[0]]:
-        return False
-    whole = tensor.shape[differ[0]]
-    return any(piece.box.shape[differ[0]] < whole for piece in tensor.pieces)
 
 
 def as_mesh(mesh: Mesh | str | None) -> Mesh | None:
@@ -239,8 +238,16 @@ def _read(
 
         return read_torch(storage, listed, files, findings)
     catalog = _read_safetensors(storage, listed, files, findings, mesh)
-    if mesh is not None:
-        _check_mesh(catalog, mesh)
+    if mesh is not None and catalog.format == "safetensors":
+        raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
+    if mesh is not None and catalog.mesh is not None:
+        from reshard.layout.mesh import Mesh
+
+        if Mesh.parse(catalog.mesh).ranks != mesh.ranks:
+            raise CheckpointError(
+                f"{catalog.root} was written for mesh {catalog.mesh}, and mesh {mesh} was given: "
+                "leave it out"
+            )
     return catalog
 
 
@@ -275,19 +282,6 @@ def _read_safetensors(
     return read_whole(storage, listed, files, headed, findings)
 
 
-def _check_mesh(catalog: Catalog, mesh: Mesh) -> None:
-    """Refuse a mesh for whole tensors, or one whose ranks differ from those of the files."""
-    if catalog.format == "safetensors":
-        raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
-    from reshard.layout.mesh import Mesh
-
-    if catalog.mesh is not None and Mesh.parse(catalog.mesh).ranks != mesh.ranks:
-        raise CheckpointError(
-            f"{catalog.root} was written for mesh {catalog.mesh}, and mesh {mesh} was given: leave "
-            "it out"
-        )
-
-
 def _recognise(
     storage: Storage, listed: Sequence[StoredFile]
 ) -> tuple[str, tuple[StoredFile, ...]]:
@@ -306,9 +300,18 @@ def _recognise(
     if named:
         return "torch", named
     found = _by_content(storage, here)
-    if found is None:
-        raise _no_checkpoint(storage.root, [file.path for file in listed])
-    return found
+    if found is not None:
+        return found
+    paths, root = [file.path for file in listed], storage.root
+    inside = next((path for path in paths if path.endswith("/.metadata")), None)
+    if inside is not None:
+        folder = inside.removesuffix("/.metadata")
+        raise CheckpointError(f"{root} is no checkpoint, but {root}/{folder} may be: name that one")
+    shown = and_more([quoted(path) for path in paths], 3, "files") or "nothing"
+    raise CheckpointError(
+        f"{root} is no checkpoint: it holds {shown}, and no .safetensors, .metadata with "
+        ".distcp, .pt, .pth, .bin or .ckpt"
+    )
 
 
 def _by_content(
@@ -333,20 +336,6 @@ def kind_of(head: bytes, size: int) -> str | None:
         return "torch"
     length = int.from_bytes(head[:8], "little")
     return "safetensors" if head[8:9] == b"{" and 2 <= length <= size - 8 else None
-
-
-def _no_checkpoint(root: str, paths: Sequence[str]) -> CheckpointError:
-    inside = next((path for path in paths if path.endswith("/.metadata")), None)
-    if inside is not None:
-        folder = inside.removesuffix("/.metadata")
-        return CheckpointError(
-            f"{root} is no checkpoint, but {root}/{folder} may be: name that one"
-        )
-    shown = and_more([quoted(path) for path in paths], 3, "files") or "nothing"
-    return CheckpointError(
-        f"{root} is no checkpoint: it holds {shown}, and no .safetensors, .metadata with "
-        ".distcp, .pt, .pth, .bin or .ckpt"
-    )
 
 
 def open_storage(root: str | Path) -> Storage:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from reshard.checkpoint.catalog import StoredPiece
@@ -75,8 +75,17 @@ def full(
             file.add_box(name, tensors[name].dtype, (0,) * len(shape), shape)
         files.append(file)
     output = _assemble(files, tensors, metadata, own=None)
-    index = f"{base}.safetensors.index.json"
-    return _with_index(output, index, files, tensors) if len(files) > 1 else output
+    if len(files) == 1:
+        return output
+    weight_map = {name: file.path for file in files for name in file.tensors}
+    total = sum(wanted.num_bytes for wanted in tensors.values())
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
+    return replace(
+        output,
+        files=(*output.files, StoredFile(f"{base}.safetensors.index.json", len(data))),
+        literals=(*output.literals, Literal(len(files), 0, data)),
+    )
 
 
 def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: str | None) -> Output:
@@ -92,7 +101,13 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
             if (rank, part) not in files:
                 files[rank, part] = _File("")
             files[rank, part].add_box(name, wanted.dtype, start, stop)
-        _check_count(name, wanted, max(count.values()) + 1)
+        most = max(count.values()) + 1
+        if most > MAX_BOXES:
+            raise TargetError(
+                f'tensor {quoted(name)}: layout "{wanted.layout}" gives a rank {most} separate '
+                f"boxes, and each would be a file of its own (at most {MAX_BOXES}): "
+                "use --format ranks or --format distcp"
+            )
     position = {rank: at for at, rank in enumerate(sorted({rank for rank, _ in files}), 1)}
     parts = max((part for _, part in files), default=0) + 1
     for (rank, part), file in files.items():
@@ -102,7 +117,13 @@ def sharded(tensors: Mapping[str, Wanted], metadata: Mapping[str, str], mesh: st
 
 def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
     """The local tensors of every rank, in a file with the rank in its name."""
-    mesh = _one_mesh(tensors)
+    layouts = [wanted.layout for wanted in tensors.values()]
+    meshes = {str(layout.mesh) for layout in layouts if layout is not None}
+    if len(meshes) != 1 or any(one is None or isinstance(one, BoxLayout) for one in layouts):
+        raise LayoutError(
+            "files of ranks need a layout on one mesh for every tensor, so that they can be read "
+            f"again, and these have {len(meshes)} meshes: use --format sharded"
+        )
     files: dict[int, _File] = {}
     known: dict[tuple[Layout, tuple[int, ...], int], tuple[tuple[int, ...], tuple[Piece, ...]]] = {}
     for number, (name, wanted) in enumerate(tensors.items()):
@@ -119,7 +140,7 @@ def ranks(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> Output:
             file = files.setdefault(rank, _File(f"model-rank-{rank}-part-0.safetensors", rank=rank))
             shape, file.pieces[name] = known[key]
             file.tensors[name] = (wanted.dtype, shape)
-    return _assemble([files[rank] for rank in sorted(files)], tensors, metadata, own=mesh)
+    return _assemble([files[rank] for rank in sorted(files)], tensors, metadata, own=meshes.pop())
 
 
 def _packed(tensors: Mapping[str, Wanted], limit: int) -> Iterable[list[str]]:
@@ -157,7 +178,10 @@ def _assemble(
             for piece in file.pieces[name]:
                 offset = built.offsets[name] + piece.offset * size
                 pieces[name].append(StoredPiece(piece.box, number, offset, piece.strides))
-    placed = {name: _tensor(name, tensors[name], found) for name, found in pieces.items()}
+    placed = {}
+    for name, wanted in tensors.items():
+        held = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces[name]))
+        placed[name] = OutputTensor(name, wanted.shape, wanted.dtype, held)
     return Output(tuple(stored), placed, tuple(literals), metadata=kept)
 
 
@@ -172,15 +196,11 @@ def _check_texts(tensors: Mapping[str, Wanted], metadata: Mapping[str, str]) -> 
             )
 
 
-def _tensor(name: str, wanted: Wanted, pieces: list[StoredPiece]) -> OutputTensor:
-    placed = Pieces(len(wanted.shape), itemsize(wanted.dtype), tuple(pieces))
-    return OutputTensor(name, wanted.shape, wanted.dtype, placed)
-
-
 def _own_metadata(
     file: _File, number: int, count: int, mesh: str, tensors: Mapping[str, Wanted]
 ) -> dict[str, str]:
-    described = {name: _described(tensors[name], mesh) for name in file.tensors}
+    layouts = {name: _layout_text(tensors[name].layout, mesh) for name in file.tensors}
+    described = {name: OwnTensor(tensors[name].shape, text) for name, text in layouts.items()}
     own = OwnMetadata(number + 1, count, mesh or None, file.rank, described)
     extra = {KEY: own.to_text()}
     if file.rank is None:
@@ -189,48 +209,8 @@ def _own_metadata(
     return extra
 
 
-def _described(wanted: Wanted, mesh: str) -> OwnTensor:
-    return OwnTensor(wanted.shape, _layout_text(wanted.layout, mesh))
-
-
 @lru_cache(maxsize=1024)
 def _layout_text(layout: Layout | None, mesh: str) -> str | None:
     """The notation of a layout on a mesh; None if it is on another mesh or has none."""
     known = layout is not None and not isinstance(layout, BoxLayout) and str(layout.mesh) == mesh
     return str(layout) if known else None
-
-
-def _with_index(
-    output: Output, path: str, files: list[_File], tensors: Mapping[str, Wanted]
-) -> Output:
-    weight_map = {name: file.path for file in files for name in file.tensors}
-    total = sum(wanted.num_bytes for wanted in tensors.values())
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    data = (json.dumps(index, indent=2, ensure_ascii=False) + "\n").encode()
-    literal = Literal(len(files), 0, data)
-    return Output(
-        (*output.files, StoredFile(path, len(data))),
-        output.tensors,
-        (*output.literals, literal),
-        metadata=output.metadata,
-    )
-
-
-def _check_count(name: str, wanted: Wanted, count: int) -> None:
-    if count > MAX_BOXES:
-        raise TargetError(
-            f'tensor {quoted(name)}: layout "{wanted.layout}" gives a rank {count} separate boxes, '
-            f"and each would be a file of its own (at most {MAX_BOXES}): "
-            "use --format ranks or --format distcp"
-        )
-
-
-def _one_mesh(tensors: Mapping[str, Wanted]) -> str:
-    meshes = {str(wanted.layout.mesh) for wanted in tensors.values() if wanted.layout is not None}
-    boxes = [name for name, wanted in tensors.items() if isinstance(wanted.layout, BoxLayout)]
-    if len(meshes) != 1 or boxes or any(wanted.layout is None for wanted in tensors.values()):
-        raise LayoutError(
-            "files of ranks need a layout on one mesh for every tensor, so that they can be read "
-            f"again, and these have {len(meshes)} meshes: use --format sharded"
-        )
-    return meshes.pop()

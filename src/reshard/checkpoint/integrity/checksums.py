@@ -123,7 +123,20 @@ class Checksums:
     @staticmethod
     def from_bytes(text: bytes, where: str = SIDECAR) -> Checksums:
         """Read what ``to_bytes`` wrote."""
-        data = _opened(text, where)
+        length = len(_seal(b""))
+        if text[-length:] != _seal(text[:-length]):
+            raise DamageError(f"{where} was changed or truncated since it was written: {_ADVICE}")
+        try:
+            data = json.loads(text)
+        except (ValueError, RecursionError):
+            raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
+        version = data.get("reshard-checksums")
+        if version != VERSION:
+            raise UnsupportedError(
+                f"{where} is of version {quoted(version)} and this reshard reads version "
+                f"{VERSION}: use the reshard that wrote it, or delete it to continue without "
+                "checksums"
+            )
         try:
             files = {check_path(path): _read_sums(entry) for path, entry in data["files"].items()}
             digests = {str(name): _hex(digest) for name, digest in data["digests"].items()}
@@ -157,17 +170,12 @@ def load_checksums(storage: Storage) -> Checksums | None:
             f"{where} has {size} bytes, and for {others} bytes of files at most {most} are read: "
             f"{_ADVICE}"
         )
-    return Checksums.from_bytes(_text(storage, size, where), where)
-
-
-def _text(storage: Storage, size: int, where: str) -> bytes:
-    """The bytes of the sidecar, read in parts: a sparse file is refused before it takes memory."""
-    parts = []
+    parts = []  # a sparse file is refused before it takes memory
     for at in range(0, size, CHUNK):
         parts.append(storage.read(SIDECAR, at, min(CHUNK, size - at)))
         if b"\0" in parts[-1]:
             raise DamageError(f"{where} has zero bytes and is no text: {_ADVICE}")
-    return b"".join(parts)
+    return Checksums.from_bytes(b"".join(parts), where)
 
 
 def checksum(data: Bytes) -> bytes:
@@ -185,12 +193,8 @@ class Recorder:
     def add(self, path: str, offset: int, data: Bytes) -> None:
         """Record bytes that are written at an offset."""
         view = memoryview(data).cast("B")
-        chunks = [
-            ChunkSum(offset + at, offset + at + len(piece), checksum(piece))
-            for at in range(0, len(view), CHUNK)
-            for piece in [view[at : at + CHUNK]]
-        ]
-        self.put(path, chunks)
+        parts = ((offset + at, view[at : at + CHUNK]) for at in range(0, len(view), CHUNK))
+        self.put(path, [ChunkSum(at, at + len(part), checksum(part)) for at, part in parts])
 
     def put(self, path: str, chunks: list[ChunkSum]) -> None:
         """Record chunks whose checksums are known, such as those of a journal."""
@@ -350,25 +354,6 @@ def _compact(data: object) -> str:
 
 def _seal(body: bytes) -> bytes:
     return b'"checksum": "' + checksum(body).hex().encode() + b'"}\n'
-
-
-def _opened(text: bytes, where: str) -> dict[str, Any]:
-    """The data of a sidecar, whose own checksum must match."""
-    length = len(_seal(b""))
-    body = text[:-length]
-    if text[-length:] != _seal(body):
-        raise DamageError(f"{where} was changed or truncated since it was written: {_ADVICE}")
-    try:
-        data = json.loads(text)
-    except (ValueError, RecursionError):
-        raise DamageError(f"{where} is not JSON: {_ADVICE}") from None
-    version = data.get("reshard-checksums")
-    if version != VERSION:
-        raise UnsupportedError(
-            f"{where} is of version {quoted(version)} and this reshard reads version {VERSION}: "
-            f"use the reshard that wrote it, or delete it to continue without checksums"
-        )
-    return data  # type: ignore[no-any-return]
 
 
 def _read_sums(entry: Mapping[str, Any]) -> FileSums:

@@ -108,20 +108,17 @@ class Crcs:
         ``unread`` reads the ranges that are missing.
         """
         for one in sorted(self._parts) if which is None else which:
-            yield self._crcs[one], self._value(one, unread)
-
-    def _value(self, which: int, unread: Unread) -> int:
-        crc, parts = self._crcs[which], self._parts.pop(which, {})
-        starts, at, value = sorted(parts), crc.offset, 0
-        while at < crc.offset + crc.size:
-            if at not in parts:
-                nearest = bisect_left(starts, at)
-                stop = starts[nearest] if nearest < len(starts) else crc.offset + crc.size
-                parts[at] = stop, unread(crc.file, at, stop)
-            stop, part = parts[at]
-            value = combine(value, part, stop - at)
-            at = stop
-        return value
+            crc, parts = self._crcs[one], self._parts.pop(one, {})
+            starts, at, value = sorted(parts), crc.offset, 0
+            while at < crc.offset + crc.size:
+                if at not in parts:
+                    nearest = bisect_left(starts, at)
+                    stop = starts[nearest] if nearest < len(starts) else crc.offset + crc.size
+                    parts[at] = stop, unread(crc.file, at, stop)
+                stop, part = parts[at]
+                value = combine(value, part, stop - at)
+                at = stop
+            yield crc, value
 
 
 def crc_of(storage: Storage, path: str, start: int, stop: int) -> int:

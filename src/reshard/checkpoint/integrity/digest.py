@@ -68,7 +68,14 @@ def part(data: Any, box: Box, shape: Sequence[int], dtype: str) -> int:
     ``data`` is the box as an array (any strides, elements of the right size), or its bytes in
     row-major order.
     """
-    array = _array(data, box.shape, dtype)
+    width = itemsize(dtype)
+    is_array = isinstance(data, np.ndarray)
+    array: Array = data if is_array else np.frombuffer(data, dtype=f"V{width}").reshape(box.shape)
+    if array.shape != box.shape or array.itemsize != width:
+        raise ValueError(
+            f"a box of shape {box.shape} of {dtype} needs elements of {width} bytes, and the array "
+            f"has shape {array.shape} and elements of {array.itemsize} bytes"
+        )
     steps = tuple(stride * array.itemsize for stride in row_major(shape))
     start = sum(low * step for low, step in zip(box.start, steps, strict=True))
     if array.size == 0:
@@ -91,7 +98,7 @@ def whole(rows: Array) -> list[int]:
     total = np.zeros((len(PRIMES), len(rows)))
     for at in range(0, words.shape[1], COLUMNS):
         block = words[:, at : at + COLUMNS].astype(np.float64)
-        weights = _column_weights(((block.shape[1], WORD),))
+        weights = _weights(((block.shape[1], WORD),), COLUMNS)
         shift = np.array([[pow(256, at * WORD, prime)] for prime in PRIMES], dtype=np.float64)
         total = np.fmod(total + np.fmod(weights @ block.T, _PRIMES) * shift, _PRIMES)
     lanes = total.T.astype(np.int64).tolist()
@@ -108,19 +115,6 @@ def finish(value: int, shape: Sequence[int], dtype: str) -> str:
     sizes = "x".join(map(str, shape))
     text = f"reshard-digest-{VERSION} {dtype} {sizes} {value:x}"
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _array(data: Any, shape: tuple[int, ...], dtype: str) -> Array:
-    """The box as an array of its elements."""
-    width = itemsize(dtype)
-    is_array = isinstance(data, np.ndarray)
-    array: Array = data if is_array else np.frombuffer(data, dtype=f"V{width}").reshape(shape)
-    if array.shape != shape or array.itemsize != width:
-        raise ValueError(
-            f"a box of shape {shape} of {dtype} needs elements of {width} bytes, and the array "
-            f"has shape {array.shape} and elements of {array.itemsize} bytes"
-        )
-    return array
 
 
 def _merged(numbers: Array, dims: Dims) -> tuple[Array, Dims]:
@@ -222,7 +216,7 @@ def _dots(words: Array, dims: Dims, num_rows: int) -> Array:
 
     The first ``num_rows`` dims are rows. The sums are whole numbers between -2**53 and 2**53.
     """
-    weights = _column_weights(dims[num_rows:])
+    weights = _weights(dims[num_rows:], COLUMNS)
     num_columns = weights.shape[1]
     wide = np.empty(max(BLOCK, num_columns))
     sums = np.empty((len(PRIMES), words.size // num_columns))
@@ -260,7 +254,7 @@ def _contracted(sums: Array, rows: Dims) -> int:
     np.rint(times, out=times)
     times *= _PRIMES
     rest = np.subtract(sums, times, out=times)  # about half a prime at most, on either side of 0
-    rest *= _row_weights(rows)
+    rest *= _weights(rows, ROWS)
     return _joined([int(lane) for lane in rest.sum(axis=1).tolist()])
 
 
@@ -269,17 +263,8 @@ def _joined(lanes: Sequence[int]) -> int:
     return sum(lane * unit for lane, unit in zip(lanes, _UNITS, strict=True)) % MODULUS
 
 
-def _column_weights(dims: Dims) -> Array:
-    """The powers at the positions of the columns: primes x columns."""
-    return _first_weights(dims, COLUMNS)
-
-
-def _row_weights(dims: Dims) -> Array:
-    """The powers at the positions of the rows: primes x rows."""
-    return _first_weights(dims, ROWS)
-
-
-def _first_weights(dims: Dims, most: int) -> Array:
+def _weights(dims: Dims, most: int) -> Array:
+    """The powers of 256 at the positions of these dims: primes x positions, at most ``most``."""
     if len(dims) == 1:  # the first of those for a longer dim
         [(length, step)] = dims
         return _all_weights(((most, step),))[:, :length]
@@ -288,27 +273,21 @@ def _first_weights(dims: Dims, most: int) -> Array:
 
 @lru_cache(maxsize=96)
 def _all_weights(dims: Dims) -> Array:
-    return np.array([_weights(prime, dims) for prime in PRIMES])
-
-
-def _weights(prime: int, dims: Dims) -> Array:
-    """The powers of 256 at all positions of these dims, in row-major order, as float64.
+    """The powers at all positions of these dims, in row-major order, as float64.
 
     Remainders are centred: at most half the prime, on either side of 0.
     """
-    weights = np.ones(1, dtype=np.int64)
-    for length, step in dims:
-        weights = np.multiply.outer(weights, _powers(prime, step, length)) % prime
-    weights = weights.ravel()
-    return np.where(weights > prime // 2, weights - prime, weights).astype(np.float64)
-
-
-def _powers(prime: int, step: int, length: int) -> Array:
-    """The powers 0, step, 2 step, ... of 256 modulo a prime."""
-    powers = np.ones(length, dtype=np.int64)
-    done, factor = 1, pow(256, step, prime)
-    while done < length:
-        more = min(done, length - done)
-        powers[done : done + more] = powers[:more] * pow(factor, done, prime) % prime
-        done += more
-    return powers
+    found = []
+    for prime in PRIMES:
+        weights = np.ones(1, dtype=np.int64)
+        for length, step in dims:
+            powers = np.ones(length, dtype=np.int64)  # the powers 0, step, 2 step, ...
+            done, factor = 1, pow(256, step, prime)
+            while done < length:
+                more = min(done, length - done)
+                powers[done : done + more] = powers[:more] * pow(factor, done, prime) % prime
+                done += more
+            weights = np.multiply.outer(weights, powers) % prime
+        weights = weights.ravel()
+        found.append(np.where(weights > prime // 2, weights - prime, weights))
+    return np.array(found, dtype=np.float64)
