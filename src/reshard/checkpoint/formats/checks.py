@@ -11,20 +11,21 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from reshard.checkpoint.catalog import StoredPiece, StoredTensor
-from reshard.checkpoint.storage import StoredFile
+from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
+from reshard.checkpoint.storage import Storage, StoredFile
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import and_more, quoted
 
 if TYPE_CHECKING:
     from reshard.layout.mesh import Mesh
+    from reshard.rules import Rules
 
 __all__ = [
-    "RANK_METADATA", "Findings", "LocalTensor", "checked_shape", "is_distcp", "missing_parts",
-    "rank_of", "shown", "whole_numbers", "whole_tensors",
+    "RANK_METADATA", "Findings", "LocalTensor", "Reading", "checked_shape", "is_distcp",
+    "missing_parts", "rank_of", "shown", "whole_numbers", "whole_tensors",
 ]  # fmt: skip
 
 _PLAIN = (int, float, str, bool, type(None))
@@ -158,6 +159,31 @@ class Findings:
                 more = len(found) - 1
                 others = f" (and {more} more: reshard inspect {root} lists them)" if more else ""
                 raise kind(f"{found[0]}{others}")
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """A checkpoint that is being read: its files, what the caller says of them, problems found."""
+
+    storage: Storage
+    listed: tuple[StoredFile, ...]
+    findings: Findings
+    rules: Rules | None = None
+    mesh: Mesh | None = None
+
+    def catalog(
+        self,
+        kind: str,
+        files: Sequence[StoredFile],
+        tensors: Mapping[str, StoredTensor],
+        *,
+        index: StoredFile | None = None,
+        **fields: Any,
+    ) -> Catalog:
+        """The catalog of these files and their index; the other files of the folder are listed."""
+        used = {*files, index}
+        others = tuple(file for file in self.listed if file not in used)
+        return Catalog(self.storage.root, kind, tuple(files), tensors, others=others, **fields)
 
 
 @dataclass(frozen=True, slots=True)

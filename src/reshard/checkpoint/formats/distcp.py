@@ -22,6 +22,7 @@ from reshard.checkpoint.catalog import Catalog, Crc, StoredObject, StoredPiece, 
 from reshard.checkpoint.formats.checks import (
     RANK_METADATA,
     Findings,
+    Reading,
     checked_shape,
     is_distcp,
     shown,
@@ -38,14 +39,13 @@ from reshard.checkpoint.formats.torch_tensors import (
     view_of,
 )
 from reshard.checkpoint.formats.torch_unpickler import Record, unpickle
-from reshard.checkpoint.storage import Range, Storage, StoredFile, check_path
+from reshard.checkpoint.storage import Range, Storage, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
 from reshard.text import quoted
 
 if TYPE_CHECKING:
-    from reshard.layout.mesh import Mesh
-    from reshard.rules import Rules
+    pass
 
 __all__ = ["read_distcp_folder"]
 
@@ -82,49 +82,42 @@ class _Chunk:
     range: Range
 
 
-def read_distcp_folder(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    findings: Findings,
-    rules: Rules | None = None,
-    mesh: Mesh | None = None,
-) -> Catalog:
+def read_distcp_folder(reading: Reading) -> Catalog:
     """The catalog of a folder with a ``.metadata``, or with one for each rank."""
-    ranks = _metadata_of_ranks(storage, listed, findings)
+    rules, mesh, root = reading.rules, reading.mesh, reading.storage.root
+    ranks = _metadata_of_ranks(reading)
     if ranks and rules is None and mesh is not None:
-        raise CheckpointError(
-            f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
-        )
+        raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if not ranks and (rules is not None or mesh is not None):
         given = "rules" if rules is not None else f"mesh {mesh}"
         raise CheckpointError(
-            f"{storage.root} is a .distcp folder, which records the layout of its tensors: leave "
+            f"{root} is a .distcp folder, which records the layout of its tensors: leave "
             f"out {given}"
         )
     paths = [*ranks.values()] or [METADATA]
-    catalogs = [_read_metadata(storage, listed, path, findings) for path in paths]
+    catalogs = [_read_metadata(reading, path) for path in paths]
     catalog = _joined(catalogs)
     if ranks and rules is not None:
         from reshard.checkpoint.formats.ranks import join_by_rules
 
         by_rank = dict(zip(ranks, catalogs, strict=True))
-        catalog = join_by_rules(catalog, by_rank, rules, mesh, findings)
+        catalog = join_by_rules(reading, catalog, by_rank, rules)
     elif len(catalogs) > 1:
-        _check_names_apart(storage.root, catalogs, [*ranks])
+        _check_names_apart(root, catalogs, [*ranks])
     # Files of a .distcp that no metadata names were left by an earlier save on more ranks.
     used = {*paths, *(file.path for file in catalog.files)}
-    others = tuple(file for file in listed if file.path not in used)
+    others = tuple(file for file in reading.listed if file.path not in used)
     stale = [file.path for file in others if is_distcp(file.path)]
     if stale:
-        findings.note(f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)")
+        reading.findings.note(
+            f"{quoted(stale[0])} is not named in {METADATA} ({len(stale)} such files)"
+        )
     return replace(catalog, others=tuple(file for file in others if not is_distcp(file.path)))
 
 
-def _metadata_of_ranks(
-    storage: Storage, listed: Sequence[StoredFile], findings: Findings
-) -> dict[int, str]:
+def _metadata_of_ranks(reading: Reading) -> dict[int, str]:
     """The metadata of each rank, if there is no common one; a rank without one is damage."""
-    paths = [file.path for file in listed]
+    paths = [file.path for file in reading.listed]
     if METADATA in paths:
         return {}
     found = {int(match[1]): path for path in paths if (match := RANK_METADATA.match(path))}
@@ -132,7 +125,8 @@ def _metadata_of_ranks(
         return {}
     writers = {int(match[1]) for path in paths if (match := _DATA.match(path))}
     for rank in sorted(({0} | writers) - found.keys()):
-        findings.found(f"{storage.where(f'__{rank}.metadata')} is missing: other ranks have one")
+        where = reading.storage.where(f"__{rank}.metadata")
+        reading.findings.found(f"{where} is missing: other ranks have one")
     return dict(sorted(found.items()))
 
 
@@ -174,10 +168,9 @@ def _check_names_apart(root: str, catalogs: Sequence[Catalog], ranks: Sequence[i
             home[name] = rank
 
 
-def _read_metadata(
-    storage: Storage, listed: Sequence[StoredFile], path: str, findings: Findings
-) -> Catalog:
+def _read_metadata(reading: Reading, path: str) -> Catalog:
     """The catalog that a ``.metadata`` describes, without the other files of the folder."""
+    storage, listed, findings = reading.storage, reading.listed, reading.findings
     where, size = storage.where(path), storage.size(path)
     if size > MAX_METADATA:
         raise UnsupportedError(f"{where} has {size} bytes, at most {MAX_METADATA} are read")

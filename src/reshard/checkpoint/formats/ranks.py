@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from operator import mul
 
 from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
-from reshard.checkpoint.formats.checks import Findings, LocalTensor, rank_of
+from reshard.checkpoint.formats.checks import Findings, LocalTensor, Reading, rank_of
 from reshard.checkpoint.formats.safetensors_header import OwnMetadata
 from reshard.checkpoint.formats.safetensors_reader import HeadedFile, common_metadata, read_headers
 from reshard.checkpoint.formats.torch_state_dict import (
@@ -227,16 +227,11 @@ def _stored(file: LocalFile, tensor: LocalTensor, pieces: Sequence[Piece]) -> It
         yield StoredPiece(piece.box, file.file, tensor.offset + at * size, strides)
 
 
-def read_by_rules(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    findings: Findings,
-    rules: Rules,
-    mesh: Mesh | None,
-) -> Catalog:
+def read_by_rules(reading: Reading, rules: Rules) -> Catalog:
     """The catalog of files whose names have the rank and whose layouts come from rules."""
-    mesh = _mesh_of(rules, mesh, storage.root)
-    files, ranks = _files_of_ranks(storage.root, listed, mesh)
+    storage, findings = reading.storage, reading.findings
+    mesh = _mesh_of(rules, reading.mesh, storage.root)
+    files, ranks = _files_of_ranks(storage.root, reading.listed, mesh)
     contents = _contents(storage, files, findings)
     local = [
         LocalFile(
@@ -249,16 +244,8 @@ def read_by_rules(
         if file.path in contents
     ]
     tensors, layouts = _join_by_rules(local, rules, mesh, findings)
-    return Catalog(
-        storage.root,
-        "per-rank",
-        tuple(files),
-        tensors,
-        others=tuple(file for file in listed if file not in {*files}),
-        mesh=str(mesh),
-        layouts=layouts,
-        **catalog_fields(contents.values()),
-    )
+    fields = catalog_fields(contents.values())
+    return reading.catalog("per-rank", files, tensors, mesh=str(mesh), layouts=layouts, **fields)
 
 
 def _mesh_of(rules: Rules, mesh: Mesh | None, root: str) -> Mesh:
@@ -279,20 +266,16 @@ def _join_by_rules(
 
 
 def join_by_rules(
-    catalog: Catalog,
-    by_rank: Mapping[int, Catalog],
-    rules: Rules,
-    mesh: Mesh | None,
-    findings: Findings,
+    reading: Reading, catalog: Catalog, by_rank: Mapping[int, Catalog], rules: Rules
 ) -> Catalog:
     """The catalog of ranks that saved without collectives; rules give the layouts."""
-    mesh = _mesh_of(rules, mesh, catalog.root)
+    mesh = _mesh_of(rules, reading.mesh, catalog.root)
     local: list[LocalFile] = []
     first = 0
     for rank, one in by_rank.items():
         local += _local_files(rank, one, first)
         first += len(one.files)
-    tensors, layouts = _join_by_rules(local, rules, mesh, findings)
+    tensors, layouts = _join_by_rules(local, rules, mesh, reading.findings)
     return replace(catalog, tensors=tensors, mesh=str(mesh), layouts=layouts)
 
 
@@ -313,33 +296,25 @@ def _local_files(rank: int, catalog: Catalog, first: int) -> Iterator[LocalFile]
         yield LocalFile(rank, first + number, where, tensors)
 
 
-def read_own_ranks(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    headed: Sequence[HeadedFile],
-    findings: Findings,
-) -> Catalog:
+def read_own_ranks(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
     """The catalog of per-rank files that reshard wrote, which describe their layouts."""
     mesh = next(one.own.mesh for one in headed if one.own and one.own.mesh is not None)
     layouts: dict[str, Layout] = {}
     shapes: dict[str, tuple[int, ...]] = {}
     local: list[LocalFile] = []
     for number, one in enumerate(headed):
-        with findings.noting():
+        with reading.findings.noting():
             own = one.own
             if own is None or own.rank is None or own.mesh != mesh:
                 raise DamageError(f"{one.where} is not of a rank of mesh {mesh}, as others are")
             for name in one.header.tensors:
                 _record_layout(name, own, one.where, layouts, shapes)
             local.append(LocalFile(own.rank, number, one.where, one.header.tensors))
-    files = [one.file for one in headed]
-    return Catalog(
-        storage.root,
+    return reading.catalog(
         "per-rank",
-        tuple(files),
-        join_ranks(local, layouts, shapes, findings),
+        [one.file for one in headed],
+        join_ranks(local, layouts, shapes, reading.findings),
         metadata=common_metadata(headed),
-        others=tuple(file for file in listed if file not in {*files}),
         mesh=mesh,
         layouts={name: str(layout) for name, layout in layouts.items()},
     )

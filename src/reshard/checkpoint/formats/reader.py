@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from reshard.checkpoint.catalog import Catalog
-from reshard.checkpoint.formats.checks import Findings, is_distcp
+from reshard.checkpoint.formats.checks import Findings, Reading, is_distcp
 from reshard.checkpoint.remote import RemoteStorage
 from reshard.checkpoint.storage import (
     COMMITTED,
@@ -198,7 +198,7 @@ def survey_catalog(
     with findings.noting():
         kind, files = _recognise(storage, listed)
         catalog = replace(catalog, format=kind)
-        catalog = _read(kind, storage, listed, files, findings, rules, mesh)
+        catalog = _read(kind, files, Reading(storage, listed, findings, rules, mesh))
         unread = [quoted(f.path) for f in catalog.others if f.path.endswith(TENSOR_FILES)]
         if unread:
             findings.note(f"{and_more(unread)}: its tensors were not read")
@@ -207,37 +207,26 @@ def survey_catalog(
     return replace(catalog, notes=(*catalog.notes, *findings.notes)), findings
 
 
-def _read(
-    kind: str,
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    files: Sequence[StoredFile],
-    findings: Findings,
-    rules: Rules | None,
-    mesh: Mesh | None,
-) -> Catalog:
+def _read(kind: str, files: Sequence[StoredFile], reading: Reading) -> Catalog:
+    root, mesh = reading.storage.root, reading.mesh
     # Each format is imported when it is needed: imports take longer than most headers.
     if kind == "distcp":
-        if storage.is_file:
-            raise CheckpointError(
-                f"{storage.root} is one file of a .distcp folder: name the folder"
-            )
+        if reading.storage.is_file:
+            raise CheckpointError(f"{root} is one file of a .distcp folder: name the folder")
         from reshard.checkpoint.formats.distcp import read_distcp_folder
 
-        return read_distcp_folder(storage, listed, findings, rules, mesh)
-    if rules is not None:
+        return read_distcp_folder(reading)
+    if reading.rules is not None:
         from reshard.checkpoint.formats.ranks import read_by_rules
 
-        return read_by_rules(storage, listed, findings, rules, mesh)
+        return read_by_rules(reading, reading.rules)
     if kind == "torch" and mesh is not None:
-        raise CheckpointError(
-            f"{storage.root}: mesh {mesh} is for files of ranks: give --rules too"
-        )
+        raise CheckpointError(f"{root}: mesh {mesh} is for files of ranks: give --rules too")
     if kind == "torch":
         from reshard.checkpoint.formats.torch_state_dict import read_torch
 
-        return read_torch(storage, listed, files, findings)
-    catalog = _read_safetensors(storage, listed, files, findings, mesh)
+        return read_torch(reading, files)
+    catalog = _read_safetensors(reading, files)
     if mesh is not None and catalog.format == "safetensors":
         raise CheckpointError(f"{catalog.root} holds whole tensors: leave out mesh {mesh}")
     if mesh is not None and catalog.mesh is not None:
@@ -251,13 +240,7 @@ def _read(
     return catalog
 
 
-def _read_safetensors(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    named: Sequence[StoredFile],
-    findings: Findings,
-    mesh: Mesh | None,
-) -> Catalog:
+def _read_safetensors(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     """The catalog of safetensors files, whose metadata shows which kind they are."""
     from reshard.checkpoint.formats.safetensors_header import SHARDING
     from reshard.checkpoint.formats.safetensors_reader import (
@@ -267,19 +250,19 @@ def _read_safetensors(
         read_whole,
     )
 
-    files, headed = read_headed(storage, listed, named, findings)
-    check_counts(storage.root, files, headed, mesh, findings)
+    files, headed = read_headed(reading, named)
+    check_counts(reading, files, headed)
     own = [one.own for one in headed if one.own is not None]
     if any(file.rank is not None and file.mesh is not None for file in own):
         from reshard.checkpoint.formats.ranks import read_own_ranks
 
-        return read_own_ranks(storage, listed, headed, findings)
+        return read_own_ranks(reading, headed)
     if any(SHARDING in one.header.metadata for one in headed):
-        catalog = read_sharded(storage, listed, headed, mesh, findings)
+        catalog = read_sharded(reading, headed)
         if not own:
-            check_expected(storage, catalog, findings)
+            check_expected(reading.storage, catalog, reading.findings)
         return catalog
-    return read_whole(storage, listed, files, headed, findings)
+    return read_whole(reading, files, headed)
 
 
 def _recognise(

@@ -24,6 +24,7 @@ from reshard.checkpoint.catalog import Catalog, StoredPiece, StoredTensor
 from reshard.checkpoint.formats.checks import (
     Findings,
     LocalTensor,
+    Reading,
     checked_shape,
     missing_parts,
     rank_of,
@@ -41,7 +42,6 @@ from reshard.checkpoint.formats.safetensors_header import (
 from reshard.checkpoint.storage import Storage, StoredFile, check_path
 from reshard.errors import CheckpointError, DamageError, UnsupportedError
 from reshard.layout.box import Box
-from reshard.layout.mesh import Mesh
 from reshard.text import and_more, quoted
 
 __all__ = [
@@ -68,18 +68,16 @@ class HeadedFile:
 
 
 def read_headed(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    named: Sequence[StoredFile],
-    findings: Findings,
+    reading: Reading, named: Sequence[StoredFile]
 ) -> tuple[list[StoredFile], list[HeadedFile]]:
     """The files of a checkpoint, and those of them whose headers are sound, with these.
 
     ``named`` are the safetensors files of the folder. Headers are compared with the index.
     """
-    index = find_index(listed)
+    storage, findings = reading.storage, reading.findings
+    index = find_index(reading.listed)
     mapped = {} if index is None else index_files(storage, index)
-    files = _choose_files(storage.root, listed, named, mapped, findings)
+    files = _choose_files(reading, named, mapped)
     headed = []
     for one in read_headers(storage, files, findings):
         own = None
@@ -88,24 +86,23 @@ def read_headed(
                 own = OwnMetadata.parse(one.header.metadata[KEY], one.where)
         headed.append(replace(one, own=own))
     if index is not None:
-        _check_index(storage, storage.where(index.path), mapped, headed, findings)
+        _check_index(reading, storage.where(index.path), mapped, headed)
     return files, headed
 
 
 def _choose_files(
-    root: str,
-    listed: Sequence[StoredFile],
-    files: Sequence[StoredFile],
-    mapped: Mapping[str, str],
-    findings: Findings,
+    reading: Reading, files: Sequence[StoredFile], mapped: Mapping[str, str]
 ) -> list[StoredFile]:
     """The files of the index; without an index, those directly in the folder."""
+    root = reading.storage.root
     if mapped:
-        present = {file.path: file for file in listed}
+        present = {file.path: file for file in reading.listed}
         counts = Counter(mapped.values())
         for path, count in counts.items():
             if path not in present:
-                findings.found(f"{root}/{path} is missing: the index puts {count} tensors there")
+                reading.findings.found(
+                    f"{root}/{path} is missing: the index puts {count} tensors there"
+                )
         return [present[path] for path in sorted(counts) if path in present]
     here = [file for file in files if "/" not in file.path]
     if here:
@@ -163,11 +160,7 @@ def index_files(storage: Storage, index: StoredFile) -> Mapping[str, str]:
 
 
 def _check_index(
-    storage: Storage,
-    where: str,
-    mapped: Mapping[str, str],
-    headed: Sequence[HeadedFile],
-    findings: Findings,
+    reading: Reading, where: str, mapped: Mapping[str, str], headed: Sequence[HeadedFile]
 ) -> None:
     """Compare the index with the headers."""
     listed: dict[str, set[str]] = {}
@@ -177,11 +170,11 @@ def _check_index(
         path, stored = one.file.path, one.header.tensors.keys()
         names = listed[path]
         if absent := sorted(names - stored):
-            findings.found(
+            reading.findings.found(
                 f"{where} puts {_tensors(absent)} into {path}, whose header does not have it"
             )
         if extra := sorted(stored - names):
-            findings.found(f"{storage.where(path)} holds {_tensors(extra)}, which {where} lacks")
+            reading.findings.found(f"{one.where} holds {_tensors(extra)}, which {where} lacks")
 
 
 def _tensors(names: Sequence[str]) -> str:
@@ -189,14 +182,11 @@ def _tensors(names: Sequence[str]) -> str:
 
 
 def read_whole(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    files: Sequence[StoredFile],
-    headed: Sequence[HeadedFile],
-    findings: Findings,
+    reading: Reading, files: Sequence[StoredFile], headed: Sequence[HeadedFile]
 ) -> Catalog:
     """The catalog of files that hold whole tensors."""
-    index = find_index(listed)
+    storage, findings = reading.storage, reading.findings
+    index = find_index(reading.listed)
     for path in missing_parts(files) if index is None else ():
         if storage.is_file:
             findings.note(f"{path} and other files of the same set were not given")
@@ -215,16 +205,9 @@ def read_whole(
         findings,
         "name one of the files, or give the rules and the mesh by which ranks wrote them",
     )
-    sound = tuple(one.file for one in headed)
-    used = {*sound, index}
-    return Catalog(
-        storage.root,
-        "safetensors",
-        sound,
-        tensors,
-        metadata=common_metadata(headed),
-        others=tuple(file for file in listed if file not in used),
-    )
+    sound = [one.file for one in headed]
+    metadata = common_metadata(headed)
+    return reading.catalog("safetensors", sound, tensors, index=index, metadata=metadata)
 
 
 def common_metadata(headed: Iterable[HeadedFile]) -> dict[str, str]:
@@ -253,13 +236,10 @@ class _Gathered:
 
 
 def check_counts(
-    root: str,
-    files: Sequence[StoredFile],
-    headed: Sequence[HeadedFile],
-    mesh: Mesh | None,
-    findings: Findings,
+    reading: Reading, files: Sequence[StoredFile], headed: Sequence[HeadedFile]
 ) -> None:
     """Note missing files: reshard writes their number, torch the number of each rank."""
+    root, mesh, findings = reading.storage.root, reading.mesh, reading.findings
     own = {one.file.path: one.own for one in headed if one.own is not None}
     counts = {one.files: path for path, one in own.items()}
     if len(counts) > 1:
@@ -279,14 +259,9 @@ def check_counts(
         findings.found(f"{root}: shard {named} of {total} is missing ({have})")
 
 
-def read_sharded(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    headed: Sequence[HeadedFile],
-    mesh: Mesh | None,
-    findings: Findings,
-) -> Catalog:
+def read_sharded(reading: Reading, headed: Sequence[HeadedFile]) -> Catalog:
     """The catalog of files whose metadata places their tensors."""
+    findings = reading.findings
     gathered: dict[str, _Gathered] = {}
     layouts: dict[str, str] = {}
     for number, one in enumerate(headed):
@@ -304,21 +279,18 @@ def read_sharded(
     for name, found in gathered.items():
         with findings.noting():
             tensors[name] = _tensor(name, found)
-    if mesh is None and any(found.shape is None for found in gathered.values()):
+    if reading.mesh is None and any(found.shape is None for found in gathered.values()):
         findings.note(
             "the files do not say how large their tensors are: shapes reach as far as the boxes "
             "found, so a last shard that is missing would not be noticed; it is with the mesh that "
             "saved them (--mesh, in convert --from-mesh)"
         )
-    used = {one.file for one in headed}
     meshes = [one.own.mesh for one in headed if one.own and one.own.mesh is not None]
-    return Catalog(
-        storage.root,
+    return reading.catalog(
         "sharded-safetensors",
-        tuple(one.file for one in headed),
+        [one.file for one in headed],
         tensors,
         metadata=common_metadata(headed),
-        others=tuple(file for file in listed if file not in used),
         mesh=meshes[0] if meshes else None,
         layouts=layouts if meshes else {},
     )

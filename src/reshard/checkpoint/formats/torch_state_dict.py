@@ -23,6 +23,7 @@ from reshard.checkpoint.catalog import Catalog, Crc
 from reshard.checkpoint.formats.checks import (
     Findings,
     LocalTensor,
+    Reading,
     missing_parts,
     rank_of,
     shown,
@@ -148,13 +149,9 @@ class Content:
     """Names of entries that are neither tensors nor plain."""
 
 
-def read_torch(
-    storage: Storage,
-    listed: Sequence[StoredFile],
-    named: Sequence[StoredFile],
-    findings: Findings,
-) -> Catalog:
+def read_torch(reading: Reading, named: Sequence[StoredFile]) -> Catalog:
     """The catalog of files that hold whole tensors: ``pytorch_model.bin``, ``model.pt``."""
+    storage, findings = reading.storage, reading.findings
     ranks = {rank_of(file.path, None) for file in named} - {None}
     if len(ranks) > 1:
         raise CheckpointError(
@@ -174,10 +171,7 @@ def read_torch(
         findings,
         f"name one of the files of {storage.root}",
     )
-    used = set(files)
-    others = tuple(file for file in listed if file not in used)
-    fields = catalog_fields(contents.values())
-    return Catalog(storage.root, "torch", files, tensors, others=others, **fields)
+    return reading.catalog("torch", files, tensors, **catalog_fields(contents.values()))
 
 
 def read_torch_file(
