@@ -68,7 +68,7 @@ def parse_side(text: str, option: str) -> Layout:
     Layout(Mesh(tp=2, ranks=range(8, 10)), '- tp')
     """
     from reshard.layout.layout import Layout
-    from reshard.layout.words import from_placements
+    from reshard.layout.notation import from_placements
 
     if ":" not in text:
         answer = from_placements((), text)

@@ -1,5 +1,7 @@
 """A box is a half-open region of a tensor: which elements, in global coordinates?
 
+A piece is a box that a rank holds, with its address in that rank's local tensor.
+
 >>> a = Box((0, 0), (4, 6))
 >>> a & Box((2, 3), (9, 9))
 Box((2, 3), (4, 6))
@@ -11,12 +13,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import product
 from math import prod
 from operator import index, sub
 
 from reshard.errors import BoxError, LayoutError
 
-__all__ = ["Box", "check_shape", "flat_range", "row_major"]
+__all__ = [
+    "Box",
+    "Interval",
+    "Piece",
+    "flat_range",
+    "length_of",
+    "pieces_of_flat",
+    "pieces_of_local",
+    "row_major",
+]
+
+MAX_PIECES = 1 << 22
+"""Pieces of one tensor on one rank; beyond, listing them would not end."""
+
+Interval = tuple[int, int]
+"""Start and stop of a half-open range of indices."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -121,22 +139,6 @@ class Box:
             )
 
 
-def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """The sizes of a shape; refuses negative ones, and what is no shape.
-
-    >>> check_shape([8, 4])
-    (8, 4)
-    """
-    try:
-        sizes = tuple(map(index, shape))
-    except TypeError:
-        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
-    for dim, size in enumerate(sizes):
-        if size < 0:
-            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
-    return sizes
-
-
 def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides, in elements, of a contiguous tensor of this shape.
 
@@ -182,3 +184,63 @@ def flat_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
 
 def _within(row: int, boxes: Iterable[Box]) -> Iterator[Box]:
     return (Box((row, *box.start), (row + 1, *box.stop)) for box in boxes)
+
+
+def length_of(intervals: Iterable[Interval]) -> int:
+    """How many elements the intervals have together."""
+    return sum(stop - start for start, stop in intervals)
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A box that a rank holds, and where it sits in that rank's local tensor, in elements."""
+
+    box: Box
+    offset: int
+    strides: tuple[int, ...]
+
+
+def pieces_of_local(
+    intervals: Sequence[Sequence[Interval]], local: Box, offset: int
+) -> Iterator[Piece]:
+    """The global boxes behind a box of the local tensor whose first element sits at ``offset``."""
+    shape = tuple(map(length_of, intervals))
+    strides = row_major(shape)
+    start = offset - sum(i * s for i, s in zip(local.start, strides, strict=True))
+    per_dim = [
+        list(_slices(dim, low, high))
+        for dim, low, high in zip(intervals, local.start, local.stop, strict=True)
+    ]
+    if prod(map(len, per_dim)) > MAX_PIECES:
+        raise LayoutError(
+            f"a rank holds {prod(map(len, per_dim))} pieces, at most {MAX_PIECES} work: "
+            "use larger blocks"
+        )
+    for parts in product(*per_dim):
+        box = Box(tuple(part[0] for part in parts), tuple(part[1] for part in parts))
+        at = sum(part[2] * stride for part, stride in zip(parts, strides, strict=True))
+        if box.size:
+            yield Piece(box, start + at, strides)
+
+
+def _slices(intervals: Sequence[Interval], low: int, high: int) -> Iterator[tuple[int, int, int]]:
+    """The global slices (start, stop) of local positions low to high, and where each begins."""
+    before = 0
+    for start, stop in intervals:
+        first, last = max(low, before), min(high, before + stop - start)
+        if first < last:
+            yield start + first - before, start + last - before, first
+        before += stop - start
+
+
+def pieces_of_flat(
+    intervals: Sequence[Sequence[Interval]], local: tuple[int, ...], ranges: Iterable[Interval]
+) -> Iterator[Piece]:
+    """The pieces of a flattened local tensor of which only these ranges are kept."""
+    before = 0
+    for low, high in ranges:
+        at = before
+        for box in flat_range(local, low, high):
+            yield from pieces_of_local(intervals, box, at)
+            at += box.size
+        before += high - low

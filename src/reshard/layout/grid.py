@@ -24,8 +24,7 @@ from reshard.errors import LayoutError
 from reshard.layout.columns import Ints, distinct, sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.tiling import check_sum, is_mixed, tiling
-from reshard.layout.words import Cut, Cuts, Packed, Segment, axes_of
+from reshard.layout.words import Cut, Cuts, Packed, Segment, axes_of, check_sum, is_mixed, tiling
 
 __all__ = ["DimTable", "Grid", "Ints", "addend_of", "grids_of", "num_addends"]
 

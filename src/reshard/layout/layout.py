@@ -19,15 +19,31 @@ from math import prod
 from typing import Any
 
 from reshard.errors import FormatError, LayoutError, NotationError, ReshardError
-from reshard.layout.box import Box, check_shape, row_major
+from reshard.layout.box import (
+    Box,
+    Interval,
+    Piece,
+    length_of,
+    pieces_of_flat,
+    pieces_of_local,
+    row_major,
+)
 from reshard.layout.coverage import first_overlap
 from reshard.layout.mesh import MAX_RANK, Mesh, format_ranks
-from reshard.layout.notation import parse
-from reshard.layout.tiling import Interval, Piece, held, length_of, pieces_of_flat, pieces_of_local
-from reshard.layout.words import Cuts, Packed, Ragged, Words, axes_of, format_cuts, from_placements
+from reshard.layout.notation import from_placements, parse
+from reshard.layout.words import (
+    Cuts,
+    Packed,
+    Ragged,
+    Words,
+    axes_of,
+    check_shape,
+    format_cuts,
+    held,
+)
 from reshard.text import count
 
-__all__ = ["BoxLayout", "Layout", "Owners", "Piece", "check_shape"]
+__all__ = ["BoxLayout", "Layout", "Owners", "Piece"]
 
 MAX_DIMS = 32
 MAX_ELEMENTS = 1 << 48
@@ -123,7 +139,6 @@ class Layout:
 
     def dims(self, shape: Sequence[int]) -> tuple[Cuts, ...]:
         """The cuts of each dim of a tensor of this shape."""
-        check_shape(shape)
         _check_countable(shape)
         dims = self.words.expand(len(shape))
         if dims is None:
@@ -170,7 +185,8 @@ class Layout:
         coords = self.holds(rank)
         if coords is None:
             return [[] for _ in self.dims(shape)], None
-        intervals = self._intervals(coords, shape)
+        dims = zip(self.dims(shape), shape, strict=True)
+        intervals = [self._held(cuts, size, coords) for cuts, size in dims]
         if not self.words.flat:
             return intervals, None
         return intervals, self._held(self.words.flat, prod(map(length_of, intervals)), coords)
@@ -186,10 +202,6 @@ class Layout:
         from reshard.layout.spec import fingerprint
 
         return fingerprint(self, tuple(shape)) == fingerprint(other, tuple(shape))
-
-    def _intervals(self, coords: Mapping[str, int], shape: Sequence[int]) -> list[list[Interval]]:
-        dims = self.dims(shape)
-        return [self._held(cuts, size, coords) for cuts, size in zip(dims, shape, strict=True)]
 
     def _held(self, cuts: Cuts, length: int, coords: Mapping[str, int]) -> list[Interval]:
         try:
@@ -210,9 +222,9 @@ class Layout:
         """Read what ``to_json`` wrote."""
         try:
             return Layout.from_dict(json.loads(text))
-        except (json.JSONDecodeError, RecursionError, ValueError) as error:
-            if isinstance(error, ReshardError):
-                raise
+        except ReshardError:
+            raise
+        except (RecursionError, ValueError) as error:
             raise FormatError(f"a layout's JSON cannot be read: {error}") from None
 
     @staticmethod
@@ -265,12 +277,26 @@ class BoxLayout(Layout):
     words = Words((), 0)
 
     def __init__(self, shape: tuple[int, ...], boxes: dict[int, tuple[Box, ...]]) -> None:
-        check_shape(shape)
         _check_countable(shape)
         self.shape = tuple(shape)
         self.boxes = dict(sorted(boxes.items()))
-        for rank, held_boxes in self.boxes.items():
-            _check_boxes(rank, held_boxes, Box.whole(self.shape))
+        whole = Box.whole(self.shape)
+        for rank, mine in self.boxes.items():
+            if not 0 <= rank < MAX_RANK:
+                raise LayoutError(f"rank {rank} of a box: ranks count from 0 to {MAX_RANK - 1}")
+            for box in mine:
+                if len(box.start) != len(whole.start) or box not in whole:
+                    raise LayoutError(
+                        f"box {box} on rank {rank} is not inside the tensor {whole}: "
+                        "give boxes inside the shape"
+                    )
+            overlap = first_overlap(mine)
+            if overlap is not None:
+                box, other = sorted(mine[at] for at in overlap)
+                raise LayoutError(
+                    f"boxes {box} and {other} overlap on rank {rank} in {box & other}: "
+                    "a rank holds each element once; cut one of them"
+                )
         self.mesh = Mesh(ranks=tuple(self.boxes), rank=len(self.boxes)) if boxes else Mesh()
 
     @property
@@ -350,7 +376,8 @@ class BoxLayout(Layout):
 
 
 def _check_countable(shape: Sequence[int]) -> None:
-    """Refuse a shape too large to count its bytes exactly."""
+    """Refuse what is no shape, and a shape too large to count its bytes exactly."""
+    check_shape(shape)
     if len(shape) > MAX_DIMS:
         raise LayoutError(f"a shape of {len(shape)} dims: at most {MAX_DIMS} work")
     if prod(max(size, 1) for size in shape) > MAX_ELEMENTS:
@@ -362,14 +389,17 @@ def _check_countable(shape: Sequence[int]) -> None:
 def _check_words(layout: Layout) -> None:
     """Every axis is the mesh's, every coordinate and every lost rank exists."""
     words, mesh = layout.words, layout.mesh
+    named = [axis for cuts in (*words.dims, words.flat) for axis in axes_of(cuts)]
+    named += [*(words.reduce[1] if words.reduce else ()), *(axis for axis, _ in words.on)]
+    for axis in named:
+        if axis not in mesh.axes:
+            raise LayoutError(
+                f'layout "{layout}" names axis "{axis}" and mesh {mesh} has '
+                f"{', '.join(mesh.axes) or 'no axis'}: use one of these"
+            )
     for cuts in (*words.dims, words.flat):
-        for axis in axes_of(cuts):
-            _check_axis(layout, axis)
         _check_ragged(layout, cuts)
-    for axis in words.reduce[1] if words.reduce else ():
-        _check_axis(layout, axis)
     for axis, places in words.on:
-        _check_axis(layout, axis)
         if places[-1] >= mesh.axes[axis]:
             raise LayoutError(
                 f'layout "{layout}" is on {axis}={places[-1]} and mesh {mesh} has {axis}='
@@ -383,14 +413,6 @@ def _check_words(layout: Layout) -> None:
             )
 
 
-def _check_axis(layout: Layout, axis: str) -> None:
-    if axis not in layout.mesh.axes:
-        raise LayoutError(
-            f'layout "{layout}" names axis "{axis}" and mesh {layout.mesh} has '
-            f"{', '.join(layout.mesh.axes) or 'no axis'}: use one of these"
-        )
-
-
 def _check_ragged(layout: Layout, cuts: Cuts) -> None:
     for cut in cuts:
         if isinstance(cut, Packed):
@@ -402,24 +424,6 @@ def _check_ragged(layout: Layout, cuts: Cuts) -> None:
                 f"mesh {layout.mesh} has {cut.axis}={layout.mesh.axes[cut.axis]}: "
                 "give one size per rank"
             )
-
-
-def _check_boxes(rank: int, boxes: Sequence[Box], whole: Box) -> None:
-    if not 0 <= rank < MAX_RANK:
-        raise LayoutError(f"rank {rank} of a box: ranks count from 0 to {MAX_RANK - 1}")
-    for box in boxes:
-        if len(box.start) != len(whole.start) or box not in whole:
-            raise LayoutError(
-                f"box {box} on rank {rank} is not inside the tensor {whole}: "
-                "give boxes inside the shape"
-            )
-    overlap = first_overlap(boxes)
-    if overlap is not None:
-        box, other = sorted(boxes[at] for at in overlap)
-        raise LayoutError(
-            f"boxes {box} and {other} overlap on rank {rank} in {box & other}: "
-            "a rank holds each element once; cut one of them"
-        )
 
 
 def _ints(values: list[object]) -> list[int]:

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from reshard.errors import NotationError
 from reshard.layout.mesh import RESERVED, parse_ranks
@@ -46,11 +46,10 @@ from reshard.layout.words import (
     Words,
     ZigZag,
     axes_of,
-    from_placements,
 )
 from reshard.text import quoted
 
-__all__ = ["parse"]
+__all__ = ["from_placements", "parse"]
 
 _TOKEN = re.compile(r"\s*(\.\.\.|[A-Za-z_][A-Za-z0-9_]*|\d+|\S)", re.ASCII)
 _NAME = re.compile(r"[A-Za-z_]", re.ASCII)
@@ -291,3 +290,36 @@ class _Parser:
 
     def _fail(self, what: str, hint: str) -> NoReturn:
         raise NotationError(f"layout {quoted(self.text)}: {what}: {hint}")
+
+
+MAX_TYPED = 200
+_PLACEMENT = re.compile(
+    r"(_StridedShard|Shard|Replicate|Partial)\((?:dim=)?(\d{0,2})[^)]*\)", re.ASCII
+)
+
+
+def from_placements(axes: Iterable[str], placements: object) -> str | None:
+    """What DTensor's placements are in the notation, for who types them as a layout; else None."""
+    if isinstance(placements, str):
+        typed = _PLACEMENT.finditer(placements if len(placements) <= MAX_TYPED else "")
+        listed = [(found[1], int(found[2] or 0)) for found in typed]
+    else:
+        made: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
+        listed = [(type(one).__name__, getattr(one, "dim", 0)) for one in made]
+    kinds = [kind for kind, _ in listed]
+    if not kinds or not set(kinds) <= {"Shard", "_StridedShard", "Replicate", "Partial"}:
+        return None
+    names = [*axes]
+    names += [f"axis{number}" for number in range(len(names), len(listed))]
+    cuts: dict[int, list[str]] = {}
+    for axis, (kind, dim) in zip(names, listed, strict=False):
+        if "Shard" in kind:
+            cuts.setdefault(dim, []).append(axis)
+    words = [" ".join(cuts.get(dim, "-")) for dim in range(max(cuts, default=-1) + 1)]
+    text = " ".join([*(f"({word})" if " " in word else word for word in words), "..."])
+    pending = [axis for axis, kind in zip(names, kinds, strict=False) if kind == "Partial"]
+    text += f" | sum {' '.join(pending)}" if pending else ""
+    return (
+        f"{placements!s:.80} is how DTensor writes it: in the notation of layouts, which names "
+        f'axes of the mesh, it is "{text}"'
+    )

@@ -1,12 +1,25 @@
-"""The words of a layout as values: what each dim's cuts are, and the suffixes."""
+"""The words of a layout as values, and which intervals of a dim a coordinate holds by them.
+
+Every word keeps the order of the elements, so a rank's share of a dim is a rising list of
+intervals, and where an element sits in the local dim is how many held elements come before it.
+That makes nesting simple: the next word acts on the positions 0, 1, 2, ... of that list.
+
+    >>> held((Cyclic("tp", 2), Chunk("dp")), 10, {"tp": 2, "dp": 2}, {"tp": 0, "dp": 1})
+    [(5, 6), (8, 10)]
+
+Here tp=0 holds 0 1 | 4 5 | 8 9, and the second half of those six is 5 8 9.
+"""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import accumulate
+from operator import index
+from typing import TypeAlias
 
+from reshard.errors import LayoutError
+from reshard.layout.box import Interval, length_of
 from reshard.layout.mesh import format_ranks
 
 __all__ = [
@@ -18,81 +31,84 @@ __all__ = [
     "Packed",
     "Ragged",
     "Segment",
+    "Tiling",
     "Units",
     "Words",
     "ZigZag",
     "axes_of",
+    "check_shape",
+    "check_sum",
     "format_cuts",
-    "from_placements",
+    "held",
+    "is_mixed",
+    "tiling",
 ]
+
+MAX_BLOCKS = 1 << 22
+"""Blocks of a block-cyclic dim are listed one by one."""
 
 OPS = ("sum", "avg", "max", "min", "prod")
 """How addends along the axes of a pending reduction become the value."""
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class _Word:
+    """A cut by one axis; its repr is the call that makes it."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        values = (repr(getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(values)})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Chunk(_Word):
     """``tp``: as ``torch.chunk`` cuts, sizes rounded up, trailing shards shorter or empty."""
 
     axis: str
-
-    def __repr__(self) -> str:
-        return f"Chunk({self.axis!r})"
 
     def __str__(self) -> str:
         return self.axis
 
 
-@dataclass(frozen=True, slots=True)
-class Units:
+@dataclass(frozen=True, slots=True, repr=False)
+class Units(_Word):
     """``tp*128``: as ``tp``, but in whole units of 128."""
 
     axis: str
     unit: int
 
-    def __repr__(self) -> str:
-        return f"Units({self.axis!r}, {self.unit})"
-
     def __str__(self) -> str:
         return f"{self.axis}*{self.unit}"
 
 
-@dataclass(frozen=True, slots=True)
-class Cyclic:
+@dataclass(frozen=True, slots=True, repr=False)
+class Cyclic(_Word):
     """``tp:128``: blocks of 128 dealt round-robin, a rank's blocks joined in order."""
 
     axis: str
     block: int
 
-    def __repr__(self) -> str:
-        return f"Cyclic({self.axis!r}, {self.block})"
-
     def __str__(self) -> str:
         return f"{self.axis}:{self.block}"
 
 
-@dataclass(frozen=True, slots=True)
-class Ragged:
+@dataclass(frozen=True, slots=True, repr=False)
+class Ragged(_Word):
     """``tp[3,1,4,2]``: these sizes, 0 allowed."""
 
     axis: str
     sizes: tuple[int, ...]
 
-    def __repr__(self) -> str:
-        return f"Ragged({self.axis!r}, {self.sizes})"
-
     def __str__(self) -> str:
         return f"{self.axis}[{','.join(map(str, self.sizes))}]"
 
 
-@dataclass(frozen=True, slots=True)
-class ZigZag:
+@dataclass(frozen=True, slots=True, repr=False)
+class ZigZag(_Word):
     """``cp~``: 2n blocks, rank i holds block i and then block 2n-1-i."""
 
     axis: str
-
-    def __repr__(self) -> str:
-        return f"ZigZag({self.axis!r})"
 
     def __str__(self) -> str:
         return f"{self.axis}~"
@@ -118,7 +134,8 @@ class Packed:
         if first and alike and not any(isinstance(cut, Packed) for cut in first):
             sizes = ",".join(str(segment.size) for segment in self.segments)
             return f"{format_cuts(first)}{{{sizes}}}"
-        return "{" + ", ".join(map(_format_segment, self.segments)) + "}"
+        parts = (f"{part.size} {format_cuts(part.cuts) or '-'}" for part in self.segments)
+        return "{" + ", ".join(parts) + "}"
 
 
 Cut: TypeAlias = Chunk | Units | Cyclic | Ragged | ZigZag | Packed
@@ -147,18 +164,17 @@ class Words:
         words = [format_cuts(cuts) or "-" for cuts in self.dims]
         if self.rest is not None:
             words.insert(self.rest, "...")
-        return " | ".join([" ".join(words), *self._suffixes()])
-
-    def _suffixes(self) -> Iterator[str]:
+        parts = [" ".join(words)]
         if self.on:
-            yield "on " + " ".join(f"{axis}={','.join(map(str, at))}" for axis, at in self.on)
+            on = (f"{axis}={','.join(map(str, at))}" for axis, at in self.on)
+            parts.append(f"on {' '.join(on)}")
         if self.reduce:
-            op, axes = self.reduce
-            yield f"{op} {' '.join(axes)}"
+            parts.append(" ".join((self.reduce[0], *self.reduce[1])))
         if self.flat:
-            yield f"flat {format_cuts(self.flat)}"
+            parts.append(f"flat {format_cuts(self.flat)}")
         if self.without:
-            yield f"without {format_ranks(self.without)}"
+            parts.append(f"without {format_ranks(self.without)}")
+        return " | ".join(parts)
 
     def expand(self, num_dims: int) -> tuple[Cuts, ...] | None:
         """The cuts of each of ``num_dims`` dims, or None if the words do not fit."""
@@ -174,10 +190,6 @@ def format_cuts(cuts: Cuts) -> str:
     """The word for these cuts; empty for a whole dim."""
     text = " ".join(map(str, cuts))
     return f"({text})" if len(cuts) > 1 else text
-
-
-def _format_segment(segment: Segment) -> str:
-    return f"{segment.size} {format_cuts(segment.cuts) or '-'}"
 
 
 def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
@@ -196,42 +208,148 @@ def axes_of(cuts: Sequence[Cut]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def from_placements(axes: Iterable[str], placements: object) -> str | None:
-    """What DTensor's placements are in the notation, for who types them as a layout; else None."""
-    listed = _typed(placements) if isinstance(placements, str) else _made(placements)
-    kinds = [kind for kind, _ in listed]
-    if not kinds or not set(kinds) <= {"Shard", "_StridedShard", "Replicate", "Partial"}:
-        return None
-    names = [*axes]
-    names += [f"axis{number}" for number in range(len(names), len(listed))]
-    cuts: dict[int, list[str]] = {}
-    for axis, (kind, dim) in zip(names, listed, strict=False):
-        if "Shard" in kind:
-            cuts.setdefault(dim, []).append(axis)
-    words = [" ".join(cuts.get(dim, "-")) for dim in range(max(cuts, default=-1) + 1)]
-    text = " ".join([*(f"({word})" if " " in word else word for word in words), "..."])
-    pending = [axis for axis, kind in zip(names, kinds, strict=False) if kind == "Partial"]
-    text += f" | sum {' '.join(pending)}" if pending else ""
-    return (
-        f"{placements!s:.80} is how DTensor writes it: in the notation of layouts, which names "
-        f'axes of the mesh, it is "{text}"'
-    )
+def check_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """The sizes of a shape; refuses negative ones, and what is no shape.
+
+    >>> check_shape([8, 4])
+    (8, 4)
+    """
+    try:
+        sizes = tuple(map(index, shape))
+    except TypeError:
+        raise LayoutError(f"{shape!r} is no shape: give sizes, such as (8192, 4096)") from None
+    for dim, size in enumerate(sizes):
+        if size < 0:
+            raise LayoutError(f"shape {sizes} has size {size} in dim {dim}: sizes are >= 0")
+    return sizes
 
 
-MAX_TYPED = 200
-_PLACEMENT = re.compile(
-    r"(_StridedShard|Shard|Replicate|Partial)\((?:dim=)?(\d{0,2})[^)]*\)", re.ASCII
-)
+def held(
+    cuts: Cuts, length: int, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> list[Interval]:
+    """The intervals of a dim that one coordinate holds, in rising order."""
+    mine = [(0, length)] if length else []
+    for cut in cuts:
+        mine = _select(mine, _held_by(cut, length_of(mine), sizes, coords))
+    return mine
 
 
-def _typed(text: str) -> list[tuple[str, int]]:
-    """The placements that a text of a sensible length names, as class names and dims."""
-    if len(text) > MAX_TYPED:
-        return []
-    return [(found[1], int(found[2] or 0)) for found in _PLACEMENT.finditer(text)]
+def _held_by(
+    cut: Cut, length: int, sizes: Mapping[str, int], coords: Mapping[str, int]
+) -> list[Interval]:
+    """The positions of a local dim that one coordinate keeps after one cut."""
+    if not isinstance(cut, Packed):
+        return tiling(cut, length, sizes[cut.axis]).of(coords[cut.axis])
+    check_sum(cut, [segment.size for segment in cut.segments], length)
+    starts = accumulate((segment.size for segment in cut.segments), initial=0)
+    return [
+        (start + low, start + high)
+        for start, segment in zip(starts, cut.segments, strict=False)
+        for low, high in held(segment.cuts, segment.size, sizes, coords)
+    ]
 
 
-def _made(placements: object) -> list[tuple[str, int]]:
-    """The same of objects."""
-    listed: list[Any] = [*placements] if isinstance(placements, list | tuple) else [placements]
-    return [(type(one).__name__, getattr(one, "dim", 0)) for one in listed]
+def _select(intervals: list[Interval], positions: list[Interval]) -> list[Interval]:
+    """The elements at these positions of a list of intervals; both are in rising order."""
+    if len(intervals) == 1 and intervals[0][0] == 0:
+        return positions
+    chosen: list[Interval] = []
+    first, before = 0, 0
+    for low, high in positions:
+        while first < len(intervals) and before + intervals[first][1] - intervals[first][0] <= low:
+            before += intervals[first][1] - intervals[first][0]
+            first += 1
+        index, seen = first, before
+        while index < len(intervals) and seen < high:
+            start, stop = intervals[index]
+            chosen.append((start + max(low - seen, 0), min(stop, start + high - seen)))
+            seen += stop - start
+            index += 1
+    return [(start, stop) for start, stop in chosen if stop > start]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """A length divided into blocks without gaps: where each starts, and which coordinate holds it.
+
+    Ranges stay ranges, so that sixteen thousand shards cost no more than four.
+    """
+
+    length: int
+    starts: Sequence[int]
+    owners: Sequence[int]
+
+    def of(self, owner: int) -> list[Interval]:
+        """The blocks of one coordinate."""
+        if isinstance(self.owners, range):
+            numbers: Sequence[int] = [owner] if owner in self.owners else []
+        else:
+            numbers = [i for i, other in enumerate(self.owners) if other == owner]
+        last = len(self.starts) - 1
+        return [(self.starts[i], self.starts[i + 1] if i < last else self.length) for i in numbers]
+
+
+def tiling(cut: Cut, length: int, num: int) -> Tiling:
+    """How one word divides a length over the ``num`` coordinates of its axis.
+
+    >>> [tiling(Chunk("tp"), 10, 4).of(c) for c in range(4)]
+    [[(0, 3)], [(3, 6)], [(6, 9)], [(9, 10)]]
+    >>> tiling(ZigZag("cp"), 8, 2).of(1)
+    [(2, 4), (4, 6)]
+    """
+    match cut:
+        case Chunk():
+            return _even(length, _ceil(length, num))
+        case Units(unit=unit):
+            return _even(length, _ceil(_ceil(length, unit), num) * unit)
+        case ZigZag():
+            return _even(length, _ceil(length, 2 * num), [*range(num), *reversed(range(num))])
+        case Cyclic(block=block):
+            if _ceil(length, block) > MAX_BLOCKS:
+                raise LayoutError(
+                    f'"{cut}" deals {_ceil(length, block)} blocks of a dim of {length}: at most '
+                    f"{MAX_BLOCKS} work; use larger blocks"
+                )
+            return _even(length, block, [*range(num)] * _ceil(length, block * num))
+        case Ragged(sizes=sizes):
+            check_sum(cut, sizes, length)
+            starts, kept = (
+                [*accumulate(sizes, initial=0)],
+                [n for n, size in enumerate(sizes) if size],
+            )
+            return Tiling(length, [starts[n] for n in kept], kept)
+        case Packed():
+            raise TypeError("a packed word has segments, each with a tiling of its own")
+
+
+def _ceil(length: int, parts: int) -> int:
+    return -(-length // parts)
+
+
+def _even(length: int, block: int, owners: Sequence[int] | None = None) -> Tiling:
+    starts = range(0, length, block) if length else range(0)
+    return Tiling(length, starts, range(len(starts)) if owners is None else owners[: len(starts)])
+
+
+def check_sum(cut: Cut, sizes: Sequence[int], length: int) -> None:
+    """Refuse sizes that do not add up to the length they divide."""
+    if sum(sizes) != length:
+        raise LayoutError(
+            f'the sizes of "{cut}" add up to {sum(sizes)} and the dim it cuts has {length}: '
+            "make them equal"
+        )
+
+
+def is_mixed(cuts: Cuts) -> bool:
+    """Whether segments of a packed word name different axes, so that some replicate more.
+
+    >>> kv, rep = Chunk("kv"), Chunk("rep")
+    >>> is_mixed((Packed((Segment(8, (kv, rep)), Segment(4, (kv,)))),))
+    True
+    """
+    for cut in cuts:
+        if isinstance(cut, Packed):
+            axes = {frozenset(axes_of(segment.cuts)) for segment in cut.segments}
+            if len(axes) > 1 or any(is_mixed(segment.cuts) for segment in cut.segments):
+                return True
+    return False

@@ -20,8 +20,7 @@ from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import sized_cache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
-from reshard.layout.tiling import is_mixed
-from reshard.layout.words import axes_of
+from reshard.layout.words import axes_of, is_mixed
 from reshard.planning.plans import ONE, Plan, plan
 
 __all__ = ["Spread", "SumMove", "summed", "unreduced"]

@@ -26,8 +26,7 @@ from reshard.layout.columns import sized_cache
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.notation import parse
-from reshard.layout.tiling import held
-from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words
+from reshard.layout.words import Chunk, Cut, Cuts, Packed, Segment, Units, Words, held
 from reshard.rules.document import Document, Rule, all_axes, located
 from reshard.rules.formula import Place
 from reshard.rules.pattern import INDEX

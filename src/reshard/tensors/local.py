@@ -11,11 +11,10 @@ import numpy as np
 import torch
 
 from reshard.errors import LayoutError, TensorError
-from reshard.layout.box import Box
+from reshard.layout.box import Box, Piece
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
 from reshard.layout.spec import TensorSpec, agrees, is_part_of
-from reshard.layout.tiling import Piece
 from reshard.tensors.kinds import (
     has_layout,
     is_dtensor,

@@ -28,10 +28,9 @@ from reshard.checkpoint.formats.torch_state_dict import (
 from reshard.checkpoint.storage import TENSOR_FILES, Storage, StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, DamageError, ReshardError, UnsupportedError
-from reshard.layout.box import row_major
+from reshard.layout.box import Piece, row_major
 from reshard.layout.layout import Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.tiling import Piece
 from reshard.layout.words import Cuts, Cyclic, Packed, Ragged, axes_of
 from reshard.rules import Rules
 from reshard.text import quoted

@@ -21,9 +21,8 @@ from reshard.checkpoint.piece_table import Pieces
 from reshard.checkpoint.storage import StoredFile
 from reshard.dtypes import itemsize
 from reshard.errors import CheckpointError, LayoutError, TargetError
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import Box, Piece, row_major
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.tiling import Piece
 from reshard.text import quoted
 
 __all__ = ["full", "ranks", "sharded"]

@@ -10,10 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from reshard.errors import ReshardError, TensorError
-from reshard.layout.box import Box
+from reshard.layout.box import Box, Piece
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.spec import TensorSpec
-from reshard.layout.tiling import Piece
 from reshard.tensors.local import box_view, parts_of, piece_view, spec_of
 from reshard.text import quoted
 

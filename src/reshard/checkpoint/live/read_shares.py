@@ -32,8 +32,7 @@ from reshard.layout.boxlist import listed_of
 from reshard.layout.columns import Ints
 from reshard.layout.coverage import overlapping_pairs
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.tiling import is_mixed
-from reshard.layout.words import axes_of
+from reshard.layout.words import axes_of, is_mixed
 from reshard.planning.sharing import LeastLoaded
 
 __all__ = ["Batch", "Limits", "ReadRequest", "Share", "batches_of", "is_partition"]

@@ -27,10 +27,9 @@ import numpy as np
 
 from reshard.dtypes import itemsize
 from reshard.errors import PlanError
-from reshard.layout.box import row_major
+from reshard.layout.box import Interval, length_of, row_major
 from reshard.layout.columns import Ints
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.tiling import Interval, length_of
 
 __all__ = [
     "Blocks", "CopyBlocks", "CopyList", "FindOffsets", "Place", "blocks_of", "local_offsets",

@@ -24,10 +24,9 @@ import torch
 import torch.distributed as dist
 
 from reshard.errors import ArgumentError, OperationError
-from reshard.layout.box import Box, row_major
+from reshard.layout.box import Box, Piece, row_major
 from reshard.layout.boxlist import Listed, listed_of
 from reshard.layout.layout import BoxLayout, Layout
-from reshard.layout.tiling import Piece
 from reshard.layout.words import Packed
 from reshard.sharded.content import Content, ContentTensor, per_layout
 from reshard.tensors.kinds import this_rank

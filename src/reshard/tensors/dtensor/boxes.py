@@ -20,11 +20,11 @@ from torch.distributed.tensor.placement_types import Placement
 
 from reshard.dtypes import accumulator
 from reshard.errors import LayoutError
-from reshard.layout.box import Box
+from reshard.layout.box import Box, Interval
 from reshard.layout.columns import SizedCache
 from reshard.layout.layout import BoxLayout, Layout
 from reshard.layout.mesh import Mesh
-from reshard.layout.tiling import Interval, held
+from reshard.layout.words import held
 from reshard.tensors.dtensor.placements import (
     acting,
     check_placements,

@@ -26,11 +26,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from reshard.errors import LayoutError
-from reshard.layout.box import Box
-from reshard.layout.layout import Layout, check_shape
+from reshard.layout.box import Box, length_of
+from reshard.layout.layout import Layout
 from reshard.layout.mesh import RESERVED, Mesh
-from reshard.layout.tiling import held, length_of
-from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words
+from reshard.layout.words import Chunk, Cut, Cuts, Cyclic, Packed, Segment, Words, check_shape, held
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
