@@ -255,9 +255,10 @@ class Exchange:
                 )
         for transport in self.transports:
             transport.end_round(round_)
-        self._spent("waiting")
 
     def _finish_report(self, round_: Round, part: RoundReport, staged: int) -> None:
+        if self.transports:
+            self._spent("waiting")
         part.bytes_sent, part.bytes_received, part.bytes_copied = round_.bytes
         part.messages_sent, part.messages_received = len(round_.sends), len(round_.receives)
         part.bytes_staged = staged

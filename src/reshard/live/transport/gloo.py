@@ -145,6 +145,8 @@ class _GlooMessage:
 class GlooTransport(Transport):
     """Exchanges messages with ranks of other hosts in one call."""
 
+    _closed = False
+
     def __init__(
         self,
         watch: Watch,
@@ -164,7 +166,6 @@ class GlooTransport(Transport):
         """Tensors that gloo reads until they are sent."""
         self._buffers: list[torch.Tensor] = []
         """Buffers of messages that are complete."""
-        self._closed = False
 
     def label(self, peer: int) -> str:
         return "network (gloo)"

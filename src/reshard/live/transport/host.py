@@ -122,7 +122,7 @@ class HostTransport(Transport):
         self._buffers: list[SharedBuffer] = []
         """Shared buffers of this call, the one in use last."""
         self._rounds: dict[int, _HostRound] = {}
-        """Rounds that were compiled with the Hellos of all peers."""
+        """Rounds that have begun, compiled with the Hellos of all peers."""
         own = b"" if bound.is_plain else bytes(at == 0 for at in bound.published)
         self._key = (option, self._direct, bound.is_host, own)
         """What a compiled round depends on, besides the tensors of peers."""
@@ -197,7 +197,7 @@ class HostTransport(Transport):
 
     def receive(self, round_: Round, peers: Collection[int], arrived: Arrived) -> None:
         """Unpack the staged parts of messages, and read the others from the senders' tensors."""
-        compiled = self._round(round_)
+        compiled = self._rounds[round_.number]
         for peer in peers:
             receive = compiled.receives[peer]
             size, address = receive.message.staged_bytes, 0
@@ -214,21 +214,20 @@ class HostTransport(Transport):
 
     def release(self, round_: Round, peers: Collection[int]) -> None:
         """Tell the senders that wait for it that their messages were read."""
-        compiled = self._round(round_)
+        compiled = self._rounds[round_.number]
         for peer in peers:
             if compiled.receives[peer].awaited:
                 self.watch.mailbox.send(peer, Released(self.watch.call, round_.number))
 
     def unreleased(self, round_: Round) -> Collection[int]:
         """Peers that still read this rank's tensors, or large staged messages."""
-        awaited, released = self._round(round_).awaited, self.watch.inbox.released
+        awaited, released = self._rounds[round_.number].awaited, self.watch.inbox.released
         return [peer for peer in awaited if (peer, round_.number) not in released]
 
     def close(self, ok: bool) -> None:
         """Give the buffers back."""
         pool = self._connections.buffers
         pool.end_call(self._buffers, self.watch.call, self._unread_by, ok)
-        self._rounds.clear()
 
     # Compiling ---------------------------------------------------------------------------------
 
