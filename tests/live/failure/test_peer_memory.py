@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from reshard.errors import PeerLostError
-from reshard.live.failure.peer_memory import PeerMemory
 from reshard.live.failure.watch import WRITER_SECONDS, Watch
 from reshard.live.program.messages import IovecCall
 from reshard.live.session.control import Abort, Cause
 from reshard.live.session.rendezvous import Connections
 from reshard.live.session.shared_memory import AbortFlags
+from reshard.live.transport.host import PeerMemory
 
 CALL, PEER = 5, 1
 

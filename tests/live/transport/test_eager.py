@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import reshard as rs
-from reshard.live.failure.peer_memory import PeerMemory
+from reshard.live.transport.host import PeerMemory
 from tests.ranks.live import local_of, numbered
 from tests.ranks.outcome import Died
 from tests.ranks.pool import Pool, fresh_ranks

@@ -3,5 +3,4 @@
 watch        one call's waits, timeouts and failure
 agreement    ranks meet in the session's store, and compare their plans
 cleanup      end the calls that an exception has interrupted
-peer_memory  read and write the tensors of another process, unless the call has failed there
 """

@@ -27,8 +27,8 @@ from reshard.live.program.blocks import CopyList
 from reshard.live.program.rounds import Transfer
 
 __all__ = [
-    "GLOO", "GRID", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode", "Policy",
-    "lay_out", "message_of", "on_grid", "run_lengths",
+    "DIRECT", "GLOO", "GRID", "HOST", "NCCL", "IovecCall", "IovecPlan", "Message", "Mode",
+    "Policy", "lay_out", "message_of", "on_grid", "run_lengths",
 ]  # fmt: skip
 
 
@@ -48,6 +48,8 @@ class Policy:
     """A message of at most so many bytes is staged, whatever its blocks look like."""
     block_bytes: int = 0
     """Direct blocks must have so many bytes on average and be contiguous on both sides; 0: any."""
+    forced: bool = False
+    """Whether to read what would be cheaper to stage."""
 
     def mode(self, transfer: Transfer, message_bytes: int) -> Mode:
         """The mode of a transfer in a message of so many bytes, between contiguous tensors."""
@@ -55,7 +57,8 @@ class Policy:
             return Mode.STAGED
         width = transfer.width
         if not self.block_bytes:
-            return _cheapest(width, *transfer.strides, transfer.itemsize)
+            chosen = _cheapest(width, *transfer.strides, transfer.itemsize)
+            return Mode.READ if self.forced and chosen is Mode.STAGED else chosen
         if transfer.num_bytes < self.block_bytes * len(width):
             return Mode.STAGED
         contiguous = (run_lengths(width, one) == transfer.sizes for one in transfer.strides)
@@ -71,6 +74,8 @@ class Policy:
 
 HOST = Policy(eager_bytes=7 << 19)
 """Up to 3.5 MiB one wait less is worth more than one copy: measured, 4 ranks on 2 cores."""
+DIRECT = Policy(eager_bytes=-1, forced=True)
+"""``transport="peer"``: whatever can go directly between tensors does, however small."""
 GLOO = Policy(block_bytes=64 << 10)
 """Measured on gloo: from this size on, packing costs more than one more message."""
 NCCL = Policy(block_bytes=512 << 10)

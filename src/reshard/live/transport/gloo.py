@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -19,10 +18,10 @@ from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
 from reshard.live.program.messages import GLOO, Message
-from reshard.live.program.rounds import Program, Round, Transfer
+from reshard.live.program.rounds import Program, Round
 from reshard.live.session.control import Cause, Hello, Ready
 from reshard.live.session.mailbox import decode, encode
-from reshard.live.transport.base import Copies, Transport, compile_copies
+from reshard.live.transport.base import CompiledMessage, Transport, compile_copies
 from reshard.live.transport.gloo_group import GlooGroup, Pending, in_short
 
 __all__ = ["GlooHellos", "GlooTransport", "direct_views"]
@@ -132,16 +131,6 @@ class GlooHellos:
         self._kept.clear()
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _GlooMessage:
-    """A message to or from one peer, compiled."""
-
-    message: Message
-    copies: Copies
-    """Pack, or unpack what is not an addend."""
-    addends: Sequence[tuple[Transfer, int]]
-
-
 class GlooTransport(Transport):
     """Exchanges messages with ranks of other hosts in one call."""
 
@@ -184,7 +173,7 @@ class GlooTransport(Transport):
         for peer, message in self._messages(round_, True).items():
             size = message.message.staged_bytes
             tensors = self._pieces(message.message, True)
-            if size:
+            if message.copies is not None:
                 buffer = self._group.take_buffer(size)
                 message.copies.run(self.bound, buffer.data_ptr(), size)
                 self._buffers.append(buffer)
@@ -207,7 +196,7 @@ class GlooTransport(Transport):
         for peer in self._unsent:
             self._hellos.broken(peer, error)
 
-    def _begin_receiving(self, peer: int, number: int, message: _GlooMessage) -> int:
+    def _begin_receiving(self, peer: int, number: int, message: CompiledMessage) -> int:
         size = message.message.staged_bytes
         buffer = self._group.take_buffer(size) if size else torch.empty(0, dtype=torch.uint8)
         tensors = ([buffer[:size]] if size else []) + self._pieces(message.message, False)
@@ -234,7 +223,7 @@ class GlooTransport(Transport):
         messages = self._messages(round_, False)
         for peer in peers:
             message, buffer = messages[peer], self._arrivals[peer, round_.number]
-            if message.message.staged_bytes:
+            if message.copies is not None:
                 message.copies.run(self.bound, buffer.data_ptr(), buffer.numel())
             for transfer, offset in message.addends:
                 arrived[id(transfer)] = buffer.data_ptr() + offset
@@ -261,12 +250,12 @@ class GlooTransport(Transport):
         self._buffers.clear()
         self._kept.clear()
 
-    def _messages(self, round_: Round, sending: bool) -> dict[int, _GlooMessage]:
+    def _messages(self, round_: Round, sending: bool) -> dict[int, CompiledMessage]:
         """The messages of a round with these peers, compiled once."""
         hellos, plain = self.watch.inbox.hellos, self.bound.is_plain
         direct = frozenset(peer for peer in self.peers if plain and not hellos[peer].strided)
         key = ("gloo", GLOO, sending, self.bound.is_host, self.peers, direct)
-        found: dict[int, _GlooMessage] | None = round_.kept.get(key)
+        found: dict[int, CompiledMessage] | None = round_.kept.get(key)
         if found is None:
             side = round_.sends if sending else round_.receives
             mine = {peer: transfers for peer, transfers in side.items() if peer in self.peers}
@@ -276,10 +265,10 @@ class GlooTransport(Transport):
             }
         return found
 
-    def _compile(self, message: Message, sending: bool) -> _GlooMessage:
-        copies, addends = CopyList(), list[tuple[Transfer, int]]()
-        if sending:
-            message.pack(copies, 0, self.bound.staging)
-        else:
-            addends = message.unpack(copies, 0, self.bound.staging)
-        return _GlooMessage(message, compile_copies(copies, self.bound), addends)
+    def _compile(self, message: Message, sending: bool) -> CompiledMessage:
+        if not sending:
+            return CompiledMessage.received(message, self.bound)
+        copies = CopyList()
+        message.pack(copies, 0, self.bound.staging)
+        pack = compile_copies(copies, self.bound) if message.staged else None
+        return CompiledMessage(message, pack)

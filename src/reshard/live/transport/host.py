@@ -8,54 +8,114 @@ sends a Hello, so a rank that has all Hellos has all data and does not wait a se
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import numpy as np
+
 from reshard.errors import LiveError
 from reshard.layout.columns import Ints, drop_oldest
+from reshard.live.copy.host import read_memory, write_memory
 from reshard.live.copy.reduce import Arrived
-from reshard.live.failure.peer_memory import PeerMemory
 from reshard.live.failure.watch import Watch
 from reshard.live.inputs.bound import BoundTensors
 from reshard.live.program.blocks import CopyList
-from reshard.live.program.messages import HOST, IovecPlan, Message, Mode, Policy, message_of
+from reshard.live.program.messages import (
+    DIRECT,
+    HOST,
+    IovecCall,
+    IovecPlan,
+    Message,
+    Mode,
+    message_of,
+)
 from reshard.live.program.rounds import Program, Round, Transfer
 from reshard.live.session.control import Hello, Ready, Released
 from reshard.live.session.shared_memory import SharedBuffer
-from reshard.live.transport.base import Copies, Transport, compile_copies
+from reshard.live.transport.base import CompiledMessage, Copies, Transport, compile_copies
 
-__all__ = ["HostTransport"]
+__all__ = ["HostTransport", "PeerMemory"]
 
 MAX_KEPT = 4
 """Compiled forms of a round, for tensors of peers that are or are not contiguous."""
 
-DIRECT = Policy(eager_bytes=-1)
-"""``transport="peer"``: whatever can go directly between tensors does, however small."""
+HEARTBEAT_EVERY = 0.02
+"""Seconds of copying after which the watch is asked whether a heartbeat is due."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
-class _HostMessage:
-    """A message to or from one peer, compiled."""
+class PeerMemory:
+    """Copies between the tensors of two processes; the error names a peer that has failed.
 
-    message: Message
-    offset: int
-    """Where it begins in the sender's shared buffer; 0 on the receiver."""
-    unpack: Copies | None
-    """On the receiver, copies what is staged and is not an addend."""
-    addends: Sequence[tuple[Transfer, int]]
-    iovecs: IovecPlan | None
-    """Writes into the receiver's tensors, or reads from the sender's."""
-    awaited: bool
-    """Whether the sender waits until it is read."""
+    When a call has raised, no process writes into its destinations any more. So a rank marks that
+    it writes before it checks whether the peer has aborted; a peer that aborts waits while it is
+    marked.
+    """
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._peers, self._flags = watch.connections.peers, watch.connections.flags
+        self._heartbeat_at = 0.0
+        self._tables: dict[int, Ints] = {}
+
+    def write(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy into a peer's tensors."""
+        call, there, failed = self._watch.call, self._peers[peer], False
+        error: OSError | None = None
+        for one in calls:
+            self._heartbeat()
+            self._flags.begin_writing(call)
+            try:
+                failed = there.flags.has_failed(call)
+                if not failed:
+                    write_memory(there.pid, one)
+            except OSError as raised:
+                error = raised
+            finally:
+                self._flags.end_writing(call)
+            if failed or error is not None:
+                self._watch.fail_because_of(peer, f'it to take its part of "{name}"', error)
+
+    def read(self, peer: int, calls: Iterable[IovecCall], name: str) -> None:
+        """Copy out of a peer's tensors; fails if the peer may have freed them meanwhile."""
+        call, there = self._watch.call, self._peers[peer]
+        error: OSError | None = None
+        for one in calls:
+            self._heartbeat()
+            try:
+                read_memory(there.pid, one)
+            except OSError as raised:
+                error = raised
+            if error is not None or there.flags.has_failed(call):
+                self._watch.fail_because_of(peer, f'its part of "{name}"', error)
+
+    def _heartbeat(self) -> None:
+        now = time.monotonic()
+        if now > self._heartbeat_at:
+            if self._heartbeat_at:
+                self._watch.heartbeat()
+            self._heartbeat_at = now + HEARTBEAT_EVERY
+
+    def table(self, peer: int, count: int) -> Ints:
+        """The base addresses of a peer's tensors; 0 for those that must not be touched."""
+        found = self._tables.get(peer)
+        if found is None:
+            found = np.zeros(count, dtype=np.int64)
+            at = self._watch.inbox.hellos[peer].table_at
+            own = found.__array_interface__["data"][0]
+            call = IovecCall.single(own, at, found.nbytes)
+            self.read(peer, [call], "the move")
+            self._tables[peer] = found
+        return found
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Batch:
     """Messages of one round that this rank sends together."""
 
-    messages: Mapping[int, _HostMessage]
+    messages: Mapping[int, CompiledMessage]
     """By peer."""
     pack: Copies | None = None
     """Packs all of them."""
@@ -71,7 +131,7 @@ class _HostRound:
     """What goes with the Hellos: messages of the first round that need no address of the peer's
     tensors."""
     later: _Batch
-    receives: dict[int, _HostMessage]
+    receives: dict[int, CompiledMessage]
     end: int
     """Where messages end in the shared buffer."""
     staged: int
@@ -140,7 +200,7 @@ class HostTransport(Transport):
     def send_hellos(self) -> None:
         """Send Hellos with the address of this rank's table of tensors, and eager messages."""
         bound, mailbox = self.bound, self.watch.mailbox
-        messages: Mapping[int, _HostMessage] = {}
+        messages: Mapping[int, CompiledMessage] = {}
         if self.program.num_rounds:
             first = self._compiled(self.program.round(0), ())
             messages = first.eager.messages
@@ -203,8 +263,8 @@ class HostTransport(Transport):
             size, address = receive.message.staged_bytes, 0
             if size:
                 address = self.watch.inbox.address_of(peer, round_.number, size)
-            if receive.unpack is not None:
-                receive.unpack.run(self.bound, address, size)
+            if receive.copies is not None:
+                receive.copies.run(self.bound, address, size)
             for transfer, offset in receive.addends:
                 arrived[id(transfer)] = address + offset
             if receive.iovecs is not None:
@@ -264,7 +324,7 @@ class HostTransport(Transport):
         if self.program.defers_release and number:
             start = self._round(self.program.round(number - 1)).end
         sent = self._compiled(round_, ()).eager.messages if masked and not number else None
-        batches: tuple[dict[int, _HostMessage], ...] = ({}, {})
+        batches: tuple[dict[int, CompiledMessage], ...] = ({}, {})
         lists, at = (CopyList(), CopyList()), start
         # Each rank begins with another peer: several that write to one slow each other down.
         for peer in sorted(round_.sends, key=lambda peer: (peer < self.program.rank, peer)):
@@ -275,13 +335,13 @@ class HostTransport(Transport):
                 message.pack(lists[eager], at, staging)
                 iovecs = IovecPlan(message.writes, True) if message.writes else None
                 awaited = self._is_awaited(message)
-                batches[eager][peer] = _HostMessage(message, at, None, (), iovecs, awaited)
+                batches[eager][peer] = CompiledMessage(message, None, (), at, iovecs, awaited)
                 at += message.staged_bytes
-        receives = {
-            peer: self._compile_receive(self._message(peer, transfers, False, masked))
-            for peer, transfers in round_.receives.items()
-            if peer in self.peers
-        }
+        receives = {}
+        for peer in self.peers & round_.receives.keys():
+            message = self._message(peer, round_.receives[peer], False, masked)
+            awaited = self._is_awaited(message)
+            receives[peer] = CompiledMessage.received(message, self.bound, awaited)
         later, eagerly = map(self._batch, batches, lists)
         sends = {**later.messages, **eagerly.messages}
         waits = frozenset(peer for peer, send in sends.items() if send.awaited)
@@ -291,7 +351,7 @@ class HostTransport(Transport):
         direct = any(message.reads or message.writes for message in both)
         return _HostRound(eagerly, later, receives, at, at - start, waits, sorted(accessed), direct)
 
-    def _batch(self, messages: dict[int, _HostMessage], copies: CopyList) -> _Batch:
+    def _batch(self, messages: dict[int, CompiledMessage], copies: CopyList) -> _Batch:
         staged = {peer: one for peer, one in messages.items() if one.message.staged}
         pack = compile_copies(copies, self.bound) if staged else None
         unread = frozenset(peer for peer, one in staged.items() if not one.awaited)
@@ -300,14 +360,12 @@ class HostTransport(Transport):
     def _message(
         self, peer: int, transfers: Sequence[Transfer], sending: bool, masked: bool
     ) -> Message:
+        if peer not in self._direct:
+            return message_of(peer, transfers)
         total = sum(transfer.num_bytes for transfer in transfers)
 
         def mode(transfer: Transfer) -> Mode:
-            if peer not in self._direct:
-                return Mode.STAGED
             chosen = self._policy.mode(transfer, total)
-            if self._option == "peer" and chosen is Mode.STAGED and transfer.as_is:
-                chosen = Mode.READ
             if chosen is Mode.STAGED:
                 return chosen
             reads = chosen is Mode.READ
@@ -322,15 +380,6 @@ class HostTransport(Transport):
             published = self.bound.published
             return self.bound.is_plain or all(published[number] for number in base.tolist())
         return not masked or bool(self._memory.table(peer, self.bound.staging)[base].all())
-
-    def _compile_receive(self, message: Message) -> _HostMessage:
-        copies = CopyList()
-        addends = message.unpack(copies, 0, self.bound.staging)
-        unpack = None
-        if len(addends) < len(message.staged):
-            unpack = compile_copies(copies, self.bound)
-        iovecs = IovecPlan(message.reads, False) if message.reads else None
-        return _HostMessage(message, 0, unpack, addends, iovecs, self._is_awaited(message))
 
     def _is_awaited(self, message: Message) -> bool:
         """Whether the sender waits until the message is read: one that is eager may be read later.
