@@ -39,27 +39,12 @@ from reshard.sharded.api import shard_tensor
 from reshard.sharded.groups import current_process_group, load_with_process_group
 
 __all__ = [
-    "Resharding",
-    "ShardHandle",
-    "Sharder",
-    "ShardingPlan",
-    "ShardingPlanner",
-    "Stats",
-    "collect_local_shard",
-    "current_process_group",
-    "input_reshard",
-    "load_with_process_group",
-    "mark_replicated",
-    "pack_activation",
-    "remove_output_hooks",
-    "reshard_output",
-    "resharded_activations",
-    "resharding_of",
-    "shard_module",
-    "shard_parameter",
-    "shard_tensor",
+    "Resharding", "ShardHandle", "Sharder", "ShardingPlan", "ShardingPlanner", "Stats",
+    "collect_local_shard", "current_process_group", "input_reshard", "load_with_process_group",
+    "mark_replicated", "pack_activation", "remove_output_hooks", "reshard_output",
+    "resharded_activations", "resharding_of", "shard_module", "shard_parameter", "shard_tensor",
     "unpack_activation",
-]
+]  # fmt: skip
 
 _shard_tensor = shard_tensor
 _reshard_output = reshard_output

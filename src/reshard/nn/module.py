@@ -29,13 +29,9 @@ from reshard.sharded.tensor import ShardedTensor
 from reshard.tensors.agreement import Agreement
 
 __all__ = [
-    "ReplacedModule",
-    "ReplacedTensor",
-    "ShardHandle",
-    "Snapshot",
-    "shard_module",
+    "ReplacedModule", "ReplacedTensor", "ShardHandle", "Snapshot", "shard_module",
     "shard_parameter",
-]
+]  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -181,7 +177,10 @@ def shard_module(
     try:
         modules = _swap_on_all_ranks(module, resolved, agreement)
         tensors = _shard(module, resolved.tensors, src_rank, process_group)
-        hooks = _hook_outputs(module, resolved)
+        hooks = [
+            find_module(module, path).register_forward_hook(OutputHook(change))
+            for path, change in _output_changes(module, resolved)
+        ]
     except BaseException:
         before.restore()
         raise
@@ -297,16 +296,11 @@ def _like(old: torch.Tensor, new: ShardedTensor) -> torch.Tensor:
     return parameter
 
 
-def _hook_outputs(root: nn.Module, resolved: Resolved) -> list[RemovableHandle]:
-    """Register the output hooks: first outputs are resharded, then they become local."""
-    return [
-        find_module(root, path).register_forward_hook(OutputHook(change))
-        for path, change in _output_changes(root, resolved)
-    ]
-
-
 def _output_changes(root: nn.Module, resolved: Resolved) -> list[tuple[str, Change]]:
-    """The modules whose outputs change, also those made by Sharders, and how."""
+    """The modules whose outputs change, also those made by Sharders, and how.
+
+    First outputs are resharded, then they become local.
+    """
     outputs = resolve_modules(root, resolved.outputs)
     local = resolve_modules(root, dict.fromkeys(resolved.local))
     changes: list[tuple[str, Change]] = [(path, ReshardedTensor(spec)) for path, spec in outputs]

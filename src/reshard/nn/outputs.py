@@ -22,15 +22,9 @@ from reshard.sharded.tensor import ShardedTensor
 from reshard.text import quoted
 
 __all__ = [
-    "LocalTensor",
-    "OutputHook",
-    "ReshardedTensor",
-    "Squeeze",
-    "collect_local_shard",
-    "map_sharded",
-    "remove_output_hooks",
-    "reshard_output",
-]
+    "LocalTensor", "OutputHook", "ReshardedTensor", "Squeeze", "collect_local_shard", "map_sharded",
+    "remove_output_hooks", "reshard_output",
+]  # fmt: skip
 
 Squeeze = Literal["auto"] | bool
 Change = Callable[[ShardedTensor], torch.Tensor]

@@ -19,15 +19,8 @@ from reshard.rules.pattern import Pattern
 from reshard.text import quoted
 
 __all__ = [
-    "Slot",
-    "find_module",
-    "find_slot",
-    "holders",
-    "is_below",
-    "is_pattern",
-    "matching",
-    "parents",
-]
+    "Slot", "find_module", "find_slot", "holders", "is_below", "is_pattern", "matching", "parents",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

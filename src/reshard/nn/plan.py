@@ -32,14 +32,9 @@ if TYPE_CHECKING:
     from reshard.rules import Rules
 
 __all__ = [
-    "Entry",
-    "Resolved",
-    "Sharder",
-    "ShardingPlan",
-    "ShardingPlanner",
-    "resolve_modules",
+    "Entry", "Resolved", "Sharder", "ShardingPlan", "ShardingPlanner", "resolve_modules",
     "warn_unmatched",
-]
+]  # fmt: skip
 
 Value = TypeVar("Value")
 

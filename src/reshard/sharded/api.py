@@ -31,23 +31,10 @@ from reshard.tensors.kinds import materialize, this_rank
 from reshard.tensors.local import whole_on
 
 __all__ = [
-    "ShardMismatchError",
-    "build_reshard_metadata",
-    "digest",
-    "empty",
-    "full",
-    "get_idx_from_placements",
-    "init_from_local_shards",
-    "ones",
-    "plan_reshard",
-    "rand",
-    "randn",
-    "reshard_local_shard",
-    "reshuffle_local_shard",
-    "shard_tensor",
-    "shard_tensors",
-    "zeros",
-]
+    "ShardMismatchError", "build_reshard_metadata", "digest", "empty", "full",
+    "get_idx_from_placements", "init_from_local_shards", "ones", "plan_reshard", "rand", "randn",
+    "reshard_local_shard", "reshuffle_local_shard", "shard_tensor", "shard_tensors", "zeros",
+]  # fmt: skip
 
 Check = Literal["fingerprint", "none"]
 
@@ -125,8 +112,8 @@ def _move(
     contents: Mapping[str, Content],
     owners: tuple[int, ...],
     group: Group,
-) -> dict[str, torch.Tensor]:
-    """This rank's local tensors of all contents."""
+) -> dict[str, Content]:
+    """The contents with this rank's parts, in memory that is not that of the given tensors."""
     have, want, sources = {}, {}, {}
     for name, content in contents.items():
         kind = canonical_dtype(content.dtype)
@@ -134,25 +121,21 @@ def _move(
         want[name] = TensorSpec(content.shape, kind, content.layout)
         if this_rank() in owners:
             sources[name] = materialize(tensors[name].detach())
-    if not dist.is_initialized():
-        return {name: local_part(one, contents[name].layout) for name, one in sources.items()}
-    device = next(iter(contents.values())).device if contents else None
-    # If every rank takes shards of its own tensor nothing is sent, and a rank may call alone.
-    check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
-    local: dict[str, torch.Tensor] = plan(have, want).run(
-        sources, group=group, device=device, check=check
-    )
-    return local
-
-
-def _with_local(content: Content, local: torch.Tensor | None, source: torch.Tensor) -> Content:
-    """The content with its parts, in memory that is not the source's."""
-    memory = source.untyped_storage().data_ptr()
-    parts = []
-    for part in () if local is None else split_parts(local, content.layout):
-        is_shared = part.untyped_storage().data_ptr() == memory
-        parts.append((part.clone() if is_shared else part).to(content.device))
-    return content.with_parts(parts)
+    if dist.is_initialized():
+        device = next(iter(contents.values())).device if contents else None
+        # If every rank takes shards of its own tensor nothing is sent, and a rank may call alone.
+        check: Literal["first", "never"] = "first" if len(owners) == 1 else "never"
+        local = plan(have, want).run(sources, group=group, device=device, check=check)
+    else:
+        local = {name: local_part(one, contents[name].layout) for name, one in sources.items()}
+    moved = {}
+    for name, content in contents.items():
+        memory, parts = tensors[name].untyped_storage().data_ptr(), []
+        for part in split_parts(local[name], content.layout) if name in local else ():
+            is_shared = part.untyped_storage().data_ptr() == memory
+            parts.append((part.clone() if is_shared else part).to(content.device))
+        moved[name] = content.with_parts(parts)
+    return moved
 
 
 def empty(sharding_spec: ShardingSpec, *size: Size, **options: Unpack[Options]) -> ShardedTensor:
@@ -250,13 +233,8 @@ def shard_tensors(
         _compare(tensors, contents, src_rank, process_group, problem)
     if problem is not None:
         raise problem
-    local = _move(tensors, contents, owners, process_group)
-    return {
-        name: tensor_of(
-            _with_local(content, local.get(name), tensors[name]), tensors[name].requires_grad
-        )
-        for name, content in contents.items()
-    }
+    moved = _move(tensors, contents, owners, process_group)
+    return {name: tensor_of(one, tensors[name].requires_grad) for name, one in moved.items()}
 
 
 def init_from_local_shards(

@@ -21,18 +21,9 @@ from reshard.sharded.move import move_like, replicated_content, whole
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Context",
-    "OwnedShard",
-    "from_local",
-    "gradient_hook",
-    "lay_out_gradient",
-    "replicated",
-    "to_layout",
-    "to_layout_in_place",
-    "to_local",
-    "to_move_input",
-    "to_whole",
-]
+    "Context", "OwnedShard", "from_local", "gradient_hook", "lay_out_gradient", "replicated",
+    "to_layout", "to_layout_in_place", "to_local", "to_move_input", "to_whole",
+]  # fmt: skip
 
 
 class Context(Protocol):

@@ -23,13 +23,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 __all__ = [
-    "Content",
-    "ContentTensor",
-    "part_shapes",
-    "per_layout",
-    "strides_like",
-    "wrap",
-]
+    "Content", "ContentTensor", "part_shapes", "per_layout", "strides_like", "wrap",
+]  # fmt: skip
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -79,7 +74,7 @@ class Content:
 
     def __post_init__(self) -> None:
         """Resolve lazy conjugates, negatives and zeros: a move reads the memory of the parts."""
-        if any(map(_is_lazy, self.parts)):
+        if any(one.is_conj() or one.is_neg() or one._is_zerotensor() for one in self.parts):
             object.__setattr__(self, "parts", tuple(map(materialize, self.parts)))
 
     @property
@@ -199,10 +194,6 @@ def _is_same(one: Layout, other: Layout, shape: tuple[int, ...]) -> bool:
     return one.same_as(other, shape) and all(
         part_shapes(one, rank, shape) == part_shapes(other, rank, shape) for rank in ranks
     )
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _device_on(rank: int | None, device: torch.device) -> torch.device:

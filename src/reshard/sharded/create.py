@@ -30,13 +30,9 @@ from reshard.tensors.kinds import this_rank
 from reshard.text import quoted
 
 __all__ = [
-    "content_for",
-    "content_of_shards",
-    "from_local_shards",
-    "from_local_tensor",
-    "from_metadata",
+    "content_for", "content_of_shards", "from_local_shards", "from_local_tensor", "from_metadata",
     "size_of",
-]
+]  # fmt: skip
 
 
 def content_for(
@@ -69,7 +65,9 @@ def content_of_shards(
     group: Group,
     spec: ShardingSpec | None = None,
 ) -> Content:
-    """The content of a rank that has these parts of a tensor with these shards."""
+    """The content of a rank that has these parts; refuses shards that are not all of a tensor."""
+    check_disjoint(shards)
+    check_tensor(shards, shape)
     layout: Layout = layout_of_shards(shape, shards)
     inferred = infer_sharding_spec(shards) if spec is None else None
     if not dist.is_initialized() and len(parts) == len(shards):
@@ -133,8 +131,6 @@ def from_local_shards(
     shards = [ShardMetadata(*row) for one in described.values() for row in one["shards"]]
     if size is None:
         shards, size = _stacked(shards)
-    check_disjoint(shards)
-    check_tensor(shards, size)
     dtype = getattr(torch, common["dtype"])
     parts = [shard.tensor.detach() for shard in local_shards]
     content = content_of_shards(tuple(shards), size, dtype, parts, group)
@@ -280,8 +276,6 @@ def from_metadata(
         )
     for shard, one in zip(local_shards, own, strict=True):
         _check_against(shard, one, properties)
-    check_disjoint(shards)
-    check_tensor(shards, metadata.size)
     parts = [shard.tensor.detach() for shard in local_shards]
     return content_of_shards(
         tuple(shards), metadata.size, properties.dtype, parts, group, sharding_spec

@@ -19,18 +19,10 @@ from reshard.live.inputs.request import default_device
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "Group",
-    "check_members",
-    "check_rrefs",
-    "current_process_group",
-    "default_device_of",
-    "exchange_rrefs",
-    "is_outside",
-    "is_running",
-    "load_with_process_group",
-    "members",
+    "Group", "check_members", "check_rrefs", "current_process_group", "default_device_of",
+    "exchange_rrefs", "is_outside", "is_running", "load_with_process_group", "members",
     "worker_rank",
-]
+]  # fmt: skip
 
 
 def is_running() -> bool:

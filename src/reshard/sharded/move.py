@@ -40,21 +40,10 @@ from reshard.tensors.local import piece_view, whole_on
 from reshard.tensors.tensor_move import move_between
 
 __all__ = [
-    "all_agree",
-    "box_slices",
-    "check_in_place",
-    "copy_into",
-    "gather_on",
-    "gather_to",
-    "local_part",
-    "move_like",
-    "move_to",
-    "reduced",
-    "replicated_content",
-    "reshard_target",
-    "split_parts",
-    "whole",
-]
+    "all_agree", "box_slices", "check_in_place", "copy_into", "gather_on", "gather_to",
+    "local_part", "move_like", "move_to", "reduced", "replicated_content", "reshard_target",
+    "split_parts", "whole",
+]  # fmt: skip
 
 
 def move_to(content: Content, layout: Layout) -> Content:

@@ -28,17 +28,9 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 __all__ = [
-    "AnyPlacement",
-    "DevicePlacementSpec",
-    "LayoutShardingSpec",
-    "NoRankError",
-    "PlacementSpec",
-    "ShardingSpec",
-    "check_dim",
-    "check_placements",
-    "dim_of",
-    "layout_of_shards",
-]
+    "AnyPlacement", "DevicePlacementSpec", "LayoutShardingSpec", "NoRankError", "PlacementSpec",
+    "ShardingSpec", "check_dim", "check_placements", "dim_of", "layout_of_shards",
+]  # fmt: skip
 
 AnyPlacement = str | torch.device | Placement
 """What a placement may be given as: a text such as "rank:3/cuda:1", a device, or a placement."""

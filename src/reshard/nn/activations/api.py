@@ -38,14 +38,9 @@ from reshard.tensors.moving import move
 from reshard.text import quoted
 
 __all__ = [
-    "ReshardedForward",
-    "Resharding",
-    "input_reshard",
-    "pack_activation",
-    "resharded_activations",
-    "resharding_of",
-    "unpack_activation",
-]
+    "ReshardedForward", "Resharding", "input_reshard", "pack_activation", "resharded_activations",
+    "resharding_of", "unpack_activation",
+]  # fmt: skip
 
 
 class Resharding:

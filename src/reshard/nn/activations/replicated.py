@@ -26,13 +26,8 @@ from torch.utils._pytree import tree_leaves
 from reshard.errors import ArgumentTypeError
 
 __all__ = [
-    "Parameters",
-    "ReplicatedInputs",
-    "TensorLocation",
-    "is_plain",
-    "mark_replicated",
-    "mesh_axis",
-]
+    "Parameters", "ReplicatedInputs", "TensorLocation", "is_plain", "mark_replicated", "mesh_axis",
+]  # fmt: skip
 
 UNKNOWN = -1
 RESCAN_PERIOD = 256
@@ -78,11 +73,6 @@ class TensorLocation:
     def address(self) -> int:
         """The address of the storage."""
         return int(self.storage.cdata)
-
-    @property
-    def is_freed(self) -> bool:
-        """Whether the storage was freed."""
-        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
     def contains(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor of the same storage and version has only elements of this one."""
@@ -139,7 +129,7 @@ def mark_replicated(tensor: torch.Tensor, label: str = "a marked tensor") -> tor
         raise ArgumentTypeError(f"mark_replicated got a {type(tensor).__name__}: give a tensor")
     if is_plain(tensor) and tensor.numel():
         for address, locations in list(_marked.items()):
-            if all(location.is_freed for location in locations):
+            if all(one.storage.expired() for one in locations):  # type: ignore[no-untyped-call]
                 _marked.pop(address, None)
         new = TensorLocation.of(tensor, label)
         known = _marked.get(new.address, ())

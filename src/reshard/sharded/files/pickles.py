@@ -325,17 +325,15 @@ def _join(
             raise _wrong(path, f"has {quoted(name)} as {kind}, the first as {kinds[0]}")
     size, dtype, requires_grad = kinds[0]
     shards = _metadata(name, rows)
-    try:
-        check_disjoint(shards)
-        check_tensor(shards, size)
-    except ArgumentError as error:
-        raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
     pieces = [piece for one in own for piece in _boxes_of(one._content, one._saved_rank)]
     by_box = {(box.start, box.shape): part for box, part in reversed(pieces)}
     wanted = [(one.shard_offsets, one.shard_sizes) for one in shards if one.rank == this_rank()]
     parts = [by_box[one] for one in wanted]
     dtype = getattr(torch, dtype.removeprefix("torch."))
-    content = content_of_shards(shards, size, dtype, parts, group)
+    try:
+        content = content_of_shards(shards, size, dtype, parts, group)
+    except ArgumentError as error:
+        raise _wrong(paths[0], f"and the others do not make up {quoted(name)}: {error}") from None
     is_parameter = any(isinstance(one, torch.nn.Parameter) for one in own)
     return _restore_flags(wrap(content), requires_grad, is_parameter)
 

@@ -127,45 +127,38 @@ def _check_same_names(wanted: Mapping[str, Content]) -> None:
                 )
 
 
-def _broadcasting(original: Function) -> Function:
-    """For ``_broadcast_tensors``: rank 0 has whole tensors, and every rank takes its own parts."""
+def _broadcasting(wanted_of: Callable[..., dict[str, Content]]) -> Callable[[Function], Function]:
+    """For functions that broadcast the whole tensors of rank 0: every rank takes its own parts."""
 
-    @wraps(original)
-    def broadcast(
-        full: Tensors, local: Tensors, keys: Sequence[str], *args: object, **options: object
-    ) -> None:
-        wanted = _contents(local, keys)
-        original(full, local, keys, *args, **options)
-        _take_parts(local, wanted)
+    def replacement(original: Function) -> Function:
+        @wraps(original)
+        def broadcast(full: Tensors, local: Tensors, *args: object, **options: object) -> None:
+            wanted = wanted_of(local, *args)
+            original(full, local, *args, **options)
+            _take_parts(local, wanted)
 
-    return broadcast
+        return broadcast
+
+    return replacement
 
 
-def _broadcasting_scalars(original: Function) -> Function:
-    """For ``_broadcast_state_dict``: tensors without dims, which torch handles separately."""
+def _scalars(local: Tensors, *_: object) -> dict[str, Content]:
+    """Tensors without dims, which torch handles separately."""
+    return {name: one for name, one in _contents(local, [*local]).items() if not one.shape}
 
-    @wraps(original)
-    def broadcast(full: Tensors, local: Tensors, *args: object, **options: object) -> None:
-        contents = _contents(local, [*local])
-        wanted = {name: content for name, content in contents.items() if not content.shape}
-        original(full, local, *args, **options)
-        _take_parts(local, wanted)
 
-    return broadcast
+def _contents(local: Tensors, names: Sequence[str], *_: object) -> dict[str, Content]:
+    """The contents of the sharded tensors among these names."""
+    pairs = ((name, local.get(name)) for name in names)
+    return {name: one._content for name, one in pairs if isinstance(one, ContentTensor)}
 
 
 REPLACEMENTS: Mapping[str, Callable[[Function], Function]] = {
     "_gather_state_dict": _gathering,
     "_distribute_state_dict": _distributing,
-    "_broadcast_tensors": _broadcasting,
-    "_broadcast_state_dict": _broadcasting_scalars,
+    "_broadcast_tensors": _broadcasting(_contents),
+    "_broadcast_state_dict": _broadcasting(_scalars),
 }
-
-
-def _contents(local: Tensors, names: Sequence[str]) -> dict[str, Content]:
-    """The contents of the sharded tensors among these names."""
-    pairs = ((name, local.get(name)) for name in names)
-    return {name: one._content for name, one in pairs if isinstance(one, ContentTensor)}
 
 
 def _take_parts(local: Tensors, wanted: Mapping[str, Content]) -> None:

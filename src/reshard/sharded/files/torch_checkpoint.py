@@ -38,13 +38,8 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.planner import WriteItem
 
 __all__ = [
-    "ChunkAttribute",
-    "chunk_list",
-    "chunk_offsets",
-    "chunk_sizes",
-    "tensor_shard",
-    "write_items",
-]
+    "ChunkAttribute", "chunk_list", "chunk_offsets", "chunk_sizes", "tensor_shard", "write_items",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

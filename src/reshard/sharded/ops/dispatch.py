@@ -120,8 +120,9 @@ def _needs_whole(func: Op, args: Args) -> bool:
         count = CONVOLUTIONS[packet]
         batches, weights = args[:count], args[count : count + 2]
         return any(
-            not isinstance(one, Content) or _split_dims(one) - {0} for one in batches
-        ) or any(isinstance(one, Content) and _split_dims(one) for one in weights)
+            not isinstance(one, Content) or _split_dims(one.layout, one.shape) - {0}
+            for one in batches
+        ) or any(isinstance(one, Content) and _split_dims(one.layout, one.shape) for one in weights)
     if func.is_view or packet in KEEPS_CONJUGATES or torch.Tag.reduction in func.tags:
         return False
     # DTensor may decompose an operation, and lose the conjugate flag of a tensor.
@@ -129,13 +130,9 @@ def _needs_whole(func: Op, args: Args) -> bool:
     return any(one.dtype.is_complex for one in tensors)
 
 
-def _split_dims(content: Content) -> set[int]:
-    """The dims of which some rank does not have all."""
-    return _split_dims_of(content.layout, content.shape)
-
-
 @per_layout
-def _split_dims_of(layout: Layout, shape: tuple[int, ...]) -> set[int]:
+def _split_dims(layout: Layout, shape: tuple[int, ...]) -> set[int]:
+    """The dims of which some rank does not have all."""
     pieces = [piece for rank in layout.ranks for piece in layout.pieces(rank, shape)]
     return {dim for dim, size in enumerate(shape) if any(p.box.shape[dim] != size for p in pieces)}
 
@@ -290,15 +287,6 @@ def _new_alike(func: Op, args: Args, kwargs: Kwargs) -> Value:
     )
 
 
-def _equal(func: Op, args: Args, kwargs: Kwargs) -> bool:
-    return all_agree(args[0], args[1], torch.equal)
-
-
-def _item(func: Op, args: Args, kwargs: Kwargs) -> Value:
-    """The value of a tensor of one element, the same on all ranks."""
-    return whole(first_content(args, kwargs)).item()
-
-
 def _detach(func: Op, args: Args, kwargs: Kwargs) -> Content:
     """The same memory; a short path, because every parameter is made by it."""
     content: Content = args[0]
@@ -308,11 +296,12 @@ def _detach(func: Op, args: Args, kwargs: Kwargs) -> Content:
 SPECIAL: dict[object, Callable[[Op, Args, Kwargs], Value]] = {
     aten.detach: _detach,
     aten._to_copy: _to_copy,
-    aten.equal: _equal,
+    aten.equal: lambda func, args, kwargs: all_agree(args[0], args[1], torch.equal),
     aten.new_empty_strided: _new_strided,
     aten.new_empty: _new_alike,
     aten.new_zeros: _new_alike,
     aten.new_ones: _new_alike,
     aten.new_full: _new_alike,
-    aten._local_scalar_dense: _item,
+    # The value of a tensor of one element, the same on all ranks.
+    aten._local_scalar_dense: lambda func, args, kwargs: whole(args[0]).item(),
 }

@@ -32,21 +32,9 @@ from reshard.tensors.local import whole_on
 from reshard.text import first_line
 
 __all__ = [
-    "Args",
-    "Kwargs",
-    "Op",
-    "Value",
-    "each_value",
-    "first_content",
-    "fits_dtensor",
-    "from_dtensor",
-    "map_arguments",
-    "map_values",
-    "run_in_dtensor",
-    "to_dtensor",
-    "unsupported",
-    "written",
-]
+    "Args", "Kwargs", "Op", "Value", "each_value", "first_content", "fits_dtensor", "from_dtensor",
+    "map_arguments", "map_values", "run_in_dtensor", "to_dtensor", "unsupported", "written",
+]  # fmt: skip
 
 aten = torch.ops.aten
 

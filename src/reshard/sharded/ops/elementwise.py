@@ -28,15 +28,9 @@ from reshard.sharded.ops.dtensor import Args, Kwargs, Op, Value, run_in_dtensor,
 from reshard.tensors.kinds import this_rank
 
 __all__ = [
-    "as_plain",
-    "is_elementwise",
-    "is_loss",
-    "is_on_lists",
-    "result_strides",
-    "run_elementwise",
-    "run_loss",
-    "run_on_lists",
-]
+    "as_plain", "is_elementwise", "is_loss", "is_on_lists", "result_strides", "run_elementwise",
+    "run_loss", "run_on_lists",
+]  # fmt: skip
 
 aten = torch.ops.aten
 
@@ -264,17 +258,14 @@ def _column(value: Value, likes: list[Content | None]) -> Value:
         return as_plain(value)
     if len(value) != len(likes):
         return value
-    pairs = zip(value, likes, strict=True)
-    return [operand for one, like in pairs for operand in _operands(one, like)]
-
-
-def _operands(value: Value, like: Content | None) -> list[Value]:
-    if like is None:
-        return [as_plain(value)]
-    parts = _parts_like(value, like)  # on all ranks: others may need parts of this one
-    if not like.parts:
-        return []
-    return list(parts) if isinstance(parts, tuple) else [parts] * len(like.parts)
+    column: list[Value] = []
+    for one, like in zip(value, likes, strict=True):
+        if like is None:
+            column.append(as_plain(one))
+            continue
+        parts = _parts_like(one, like)  # on all ranks: others may need parts of this one
+        column += parts if isinstance(parts, tuple) else [parts] * len(like.parts)
+    return column
 
 
 def _by_tensor(column: Value, likes: list[Content | None]) -> list[list[Value]]:

@@ -176,19 +176,17 @@ class _Lookup:
         """The result of the function with a table of these rows only."""
         index = self.named["input"]
         places = torch.searchsorted(rows, index.to(rows.dtype)).to(index.dtype)
-        padding = self._padding(rows)
+        # The position of the padding row among the rows; None if no rank looks it up.
+        padding, size = self.named["padding_idx"], self.weight.shape[0]
+        if padding is not None:
+            if not -size <= padding < size:
+                raise IndexError(
+                    f"padding_idx {padding} is out of range: the weight has {size} rows"
+                )
+            at = (rows == padding % size).nonzero()
+            padding = int(at[0]) if len(at) else None
         named = {**self.named, "input": places, "weight": table, "padding_idx": padding}
         return cast(torch.Tensor, self.func(**{**named, "max_norm": None}))
-
-    def _padding(self, rows: torch.Tensor) -> int | None:
-        """The position of the padding row among the rows; None if no rank looks it up."""
-        padding, count = self.named["padding_idx"], self.weight.shape[0]
-        if padding is None:
-            return None
-        if not -count <= padding < count:
-            raise IndexError(f"padding_idx {padding} is out of range: the weight has {count} rows")
-        at = (rows == padding % count).nonzero()
-        return int(at[0]) if len(at) else None
 
 
 def _gathered(own: torch.Tensor, content: Content) -> list[torch.Tensor]:
