@@ -35,13 +35,13 @@ from side_by_side import run_ranks
 import reshard as rs
 
 ROOT = Path(rs.__file__).parent
-LIVE = ROOT / "live"
+LIVE, NN = ROOT / "live", ROOT / "nn"
 COPIES = {"HostCopies.run", "read_memory", "write_memory"}
 """The functions of `live/copy/host.py` that copy, by memmove or by a system call."""
 PROBE = "_can_read"
 """The function that reads one number of a peer's memory when ranks connect."""
 MAX_LIVE_FILES, MAX_FRAMES = 20, 10
-MAX_NN_FILES = 9
+MAX_NN_FILES, MAX_NN_OBJECTS = 9, 5
 
 
 @dataclass
@@ -54,6 +54,8 @@ class Walk:
     """How often a function called one of another file."""
     stack: list[str] = field(default_factory=list)
     """The deepest stack from the first function to a copy."""
+    objects: list[str] = field(default_factory=list)
+    """The most objects of reshard.nn whose methods called each other, by class, innermost first."""
 
     def under(self, folder: Path) -> list[str]:
         """The files entered below a folder."""
@@ -70,6 +72,9 @@ class Walk:
         while caller is not None and not _is_ours(caller):
             caller = caller.f_back
         self.changes += caller is not None and caller.f_code.co_filename != name
+        if name.startswith(str(NN)):
+            objects = {id(one): type(one).__name__ for one in _objects(frame)}
+            self.objects = max(self.objects, [*objects.values()], key=len)
         if code.co_qualname in COPIES:
             stack = list(_stack(frame))
             if PROBE not in stack and len(stack) > len(self.stack):
@@ -85,6 +90,14 @@ def _stack(frame: FrameType | None) -> Iterator[str]:
     while frame is not None:
         if _is_ours(frame):
             yield frame.f_code.co_qualname
+        frame = frame.f_back
+
+
+def _objects(frame: FrameType | None) -> Iterator[object]:
+    """The objects whose methods are on the stack, of those in reshard.nn."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(str(NN)) and "self" in frame.f_locals:
+            yield frame.f_locals["self"]
         frame = frame.f_back
 
 
@@ -192,10 +205,13 @@ def walk_activations(rank: int, args: argparse.Namespace) -> None:
     with walked() as walk:
         step()
     if rank == 0:
-        entered = walk.under(ROOT / "nn")
+        entered, objects = walk.under(NN), walk.objects
         mark = "ok" if 0 < len(entered) <= MAX_NN_FILES else "MISS"
+        deep = "ok" if 0 < len(objects) <= MAX_NN_OBJECTS else "MISS"
         print(f"input_reshard: {len(walk.files)} files, {walk.changes} changes of file")
-        print(f"    {mark}  {len(entered)} files of nn/ (at most {MAX_NN_FILES})", flush=True)
+        print(f"    {mark}  {len(entered)} files of nn/ (at most {MAX_NN_FILES})")
+        print(f"    {deep}  {len(objects)} objects deep (at most {MAX_NN_OBJECTS})")
+        print(f"    {' < '.join(objects)}", flush=True)
         if args.files:
             _list_files(walk.under(ROOT), ROOT)
 

@@ -128,7 +128,7 @@ def shorten(text: str, most: int) -> str:
 def first_line(error: object) -> str:
     """The beginning of the text of an error; its type if it has no text.
 
-    >>> first_line(ValueError("two lines\nof text")), first_line(KeyError())
+    >>> first_line(ValueError("two lines\\nof text")), first_line(KeyError())
     ('two lines', 'KeyError')
     """
     lines = str(error).strip().splitlines()

@@ -34,23 +34,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-@dataclass(frozen=True, eq=False, slots=True)
 class Snapshot:
-    """All attributes of a module and its submodules; tensors are not copied."""
+    """All attributes of a module and of all inside it, as they are now; tensors are not copied."""
 
-    tables: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
-    """Dicts of the modules, each with a copy of its content."""
-
-    @classmethod
-    def of(cls, root: nn.Module) -> Snapshot:
-        """The attributes of a module and of all inside it, as they are now."""
+    def __init__(self, root: nn.Module) -> None:
         own = [vars(module) for module in root.modules()]
         inner = [value for one in own for value in one.values() if isinstance(value, dict)]
-        return cls(tuple((table, dict(table)) for table in (*own, *inner)))
+        self._tables = [(table, dict(table)) for table in (*own, *inner)]
 
     def restore(self) -> None:
         """Restore the attributes; the dicts stay the same objects, hook handles point to them."""
-        for table, content in self.tables:
+        for table, content in self._tables:
             table.clear()
             table.update(content)
 
@@ -118,13 +112,11 @@ class ShardHandle:
 
     def __init__(
         self,
-        tensors: Sequence[ReplacedTensor] = (),
-        modules: Sequence[ReplacedModule] = (),
-        hooks: Sequence[RemovableHandle] = (),
+        tensors: list[ReplacedTensor],
+        modules: list[ReplacedModule],
+        hooks: list[RemovableHandle],
     ) -> None:
-        self._tensors = list(tensors)
-        self._modules = list(modules)
-        self._hooks = list(hooks)
+        self._tensors, self._modules, self._hooks = tensors, modules, hooks
 
     @property
     def sharded(self) -> tuple[str, ...]:
@@ -173,7 +165,7 @@ def shard_module(
     agreement = Agreement(process_group, "shard_module")
     resolved = _resolve_on_all_ranks(module, plan, agreement)
     warn_unmatched(resolved.unmatched, stacklevel=2)
-    before = Snapshot.of(module)
+    before = Snapshot(module)
     try:
         modules = _swap_on_all_ranks(module, resolved, agreement)
         tensors = _shard(module, resolved.tensors, src_rank, process_group)
@@ -249,7 +241,7 @@ def _swap_on_all_ranks(
 
 def _swap(root: nn.Module, entry: Entry[Sharder]) -> ReplacedModule:
     old = find_module(root, entry.path)
-    before, places = Snapshot.of(old), parents(root, old)
+    before, places = Snapshot(old), parents(root, old)
     new = entry.value.shard(old)
     if not isinstance(new, nn.Module):
         raise ArgumentTypeError(

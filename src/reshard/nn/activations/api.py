@@ -52,15 +52,6 @@ class Resharding:
             weakref.WeakKeyDictionary()
         )
 
-    def attach(self, module: nn.Module, path: str, dim: int, parameters: Parameters) -> None:
-        """Replace the forward of a module."""
-        before = vars(module).get("forward")
-        if isinstance(before, ReshardedForward):
-            before.handle.detach(module)
-        forward = ReshardedForward(module, self, path, dim, parameters)
-        module.forward = forward
-        self.track(module, forward)
-
     def track(self, module: nn.Module, forward: ReshardedForward) -> None:
         """Remember a module whose forward was replaced."""
         self._forwards[module] = forward
@@ -206,7 +197,12 @@ def input_reshard(
     handle = Resharding(_policy(mesh_or_group or tp_device_mesh, options))
     parameters = Parameters(module)
     for path, child in _select_modules(module, modules):
-        handle.attach(child, path or type(child).__name__, dim, parameters)
+        before = vars(child).get("forward")
+        if isinstance(before, ReshardedForward):
+            before.handle.detach(child)
+        name = path or type(child).__name__
+        child.forward = ReshardedForward(child, handle, name, dim, parameters)
+        handle.track(child, child.forward)
     return module
 
 

@@ -227,7 +227,13 @@ class SavedView:
         self.region, self._view, self._restore = region, view, restore
         self._version, self._description = saved._version, _describe(saved)
         self._alias = _alias_without_memory(saved)
-        self._rebuild = _dtensor_rebuilder(saved) if isinstance(saved, DTensor) else None
+        self._rebuild: Callable[[torch.Tensor], torch.Tensor] | None = None
+        if isinstance(saved, DTensor):
+            mesh, placements, shape = saved.device_mesh, saved.placements, tuple(saved.shape)
+            stride, dtype = tuple(saved.stride()), saved.dtype
+            self._rebuild = lambda local: dtensor_of(
+                local, mesh, placements, shape, stride=stride, dtype=dtype
+            )
         region.views.add(id(self))
 
     def tensor(self) -> torch.Tensor:
@@ -260,9 +266,3 @@ def _alias_without_memory(tensor: torch.Tensor) -> torch.Tensor:
     else:
         alias.data = empty.to(tensor.device)
     return alias
-
-
-def _dtensor_rebuilder(saved: DTensor) -> Callable[[torch.Tensor], torch.Tensor]:
-    mesh, placements, shape = saved.device_mesh, saved.placements, tuple(saved.shape)
-    stride, dtype = tuple(saved.stride()), saved.dtype
-    return lambda local: dtensor_of(local, mesh, placements, shape, stride=stride, dtype=dtype)
